@@ -1,0 +1,35 @@
+# Each target makes .venv by itself when it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test check soak bench clean
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/starling train recipes/demo.yaml
+
+test: setup
+	$(BIN)/python -m pytest -m 'not soak'
+
+soak: setup
+	$(BIN)/python -m pytest -m soak
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -m 'not soak'
+
+bench: setup
+	$(BIN)/python benchmarks/run.py --output bench.json
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,53 @@
+"""Every error that Starling raises on purpose, and the exit code the command line gives it.
+
+A message says who, what, where, the value, the limit and what to do. The command line prints it without a
+traceback unless `--debug` is given.
+"""
+
+
+class StarlingError(Exception):
+    """Base of all errors raised on purpose; exit code 1."""
+
+    exit_code = 1
+
+
+class ConfigError(StarlingError):
+    """A recipe or an argument is wrong; the message lists all problems found at once."""
+
+    exit_code = 2
+
+
+class PeerLost(StarlingError):  # noqa: N818 - the field says "peer lost"
+    """A learner ended or became unreachable while others needed it."""
+
+    exit_code = 3
+
+
+class NonFiniteError(StarlingError):
+    """Losses or gradients were not finite."""
+
+    exit_code = 4
+
+
+class DataError(StarlingError):
+    """Audio, a transcript or a manifest cannot be used; the message names the utterance or the file."""
+
+    exit_code = 5
+
+
+class CheckpointError(StarlingError):
+    """A saved experiment is missing, incomplete or does not fit; the message names the file."""
+
+    exit_code = 6
+
+
+class ProtocolError(StarlingError):
+    """Learners that should be alike differ, or did not meet."""
+
+    exit_code = 7
+
+
+class Deadlock(StarlingError):  # noqa: N818 - the field says "deadlock"
+    """Nothing is left to happen while learners wait; the message says who waits for whom."""
+
+    exit_code = 8
