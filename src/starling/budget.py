@@ -1,0 +1,78 @@
+"""The budget that all learners share, how far a run has come in it, and the learning rate that follows.
+
+A budget belongs to the run, not to a learner: with a fixed number of steps each, one slow learner would set the
+finishing time of all.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from starling.configuration import Config
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: mini-batches claimed by all learners together, passes over the data, minutes."""
+
+    steps: int
+    epochs: float
+    minutes: float
+
+
+class Budget(Config):
+    """What a run may spend, summed over all learners; the first limit reached ends the run."""
+
+    epochs: int | None = Field(default=None, ge=0)
+    """Passes over the training set."""
+    steps: int | None = Field(default=None, ge=0)
+    """Mini-batches, one gradient each, claimed by all learners together."""
+    minutes: float | None = Field(default=None, ge=0)
+    """Minutes of training on the engine's own clock: the wall's, or the virtual cluster's."""
+
+    @model_validator(mode="after")
+    def _is_limited(self) -> "Budget":
+        if self.epochs is None and self.steps is None and self.minutes is None:
+            raise ValueError("a budget needs at least one of epochs, steps, minutes")
+        return self
+
+    def fraction(self, progress: Progress) -> float:
+        """The share of the budget that is spent, in [0, 1]: that of the limit closest to its end."""
+        limits = ((self.epochs, progress.epochs), (self.steps, progress.steps), (self.minutes, progress.minutes))
+        shares = (spent / limit if limit > 0 else 1.0 for limit, spent in limits if limit is not None)
+        return min(1.0, max(shares))
+
+    def is_spent(self, progress: Progress) -> bool:
+        """Whether any limit is reached."""
+        return self.fraction(progress) >= 1.0
+
+
+class Schedule(Config):
+    """The learning rate as a factor of its peak, a pure function of progress and hence equal on all learners.
+
+    It rises linearly from 0 over the first `warmup` of the budget and then follows `decay`:
+
+    - `constant`: stays at the peak;
+    - `cosine`: falls to `floor` times the peak at the end of the budget (Loshchilov & Hutter 2017);
+    - `sqrt2-per-epoch`: keeps the peak for `hold_epochs` epochs, then is multiplied by 1/sqrt(2) at every epoch's
+      start (the IBM acoustic models: Zhang et al. 2019, arXiv 1904.04956).
+    """
+
+    warmup: float = Field(default=0.0, ge=0.0, le=1.0)
+    decay: Literal["constant", "cosine", "sqrt2-per-epoch"] = "cosine"
+    floor: float = Field(default=0.0, ge=0.0, le=1.0)
+    hold_epochs: int = Field(default=10, ge=0)
+
+    def factor(self, fraction: float, epochs: float) -> float:
+        """The factor after `fraction` of the budget and `epochs` passes over the data."""
+        if fraction < self.warmup:
+            return fraction / self.warmup
+        if self.decay == "constant":
+            return 1.0
+        if self.decay == "cosine":
+            remaining = 1.0 - self.warmup
+            position = (fraction - self.warmup) / remaining if remaining > 0.0 else 0.0
+            return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * position))
+        return float(2.0 ** (-0.5 * max(0, math.floor(epochs) - self.hold_epochs + 1)))

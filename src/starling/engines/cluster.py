@@ -1,0 +1,73 @@
+"""The cluster that the virtual engine pretends to be: how long a gradient takes, and how long a message."""
+
+import random
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from starling.chance import derive_seed
+from starling.configuration import Config
+
+
+class ComputeModel(Config):
+    """Seconds that one gradient takes, drawn anew for each; learner l is `slow[l]` times slower."""
+
+    distribution: Literal["constant", "uniform", "log-normal"] = "constant"
+    seconds: float = Field(default=0.1, gt=0.0)
+    """The mean."""
+    spread: float = Field(default=0.0, ge=0.0)
+    """uniform: half the width as a share of the mean, below 1; log-normal: the standard deviation of the logarithm."""
+    slow: dict[int, float] = Field(default_factory=dict)
+    """Factors by learner."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> "ComputeModel":
+        if self.distribution == "uniform" and self.spread >= 1.0:
+            raise ValueError(f"a uniform spread of {self.spread} would give negative times; it must be below 1")
+        if self.distribution == "constant" and self.spread > 0.0:
+            raise ValueError("a constant time has no spread; choose uniform or log-normal")
+        if any(factor <= 0.0 for factor in self.slow.values()):
+            raise ValueError("factors of slow learners must be positive")
+        return self
+
+
+class ComputeTimes:
+    """The gradient times of one learner, a stream of its own per learner and seed."""
+
+    def __init__(self, model: ComputeModel, seed: int, rank: int) -> None:
+        self._model = model
+        self._mean = model.seconds * model.slow.get(rank, 1.0)
+        self._random = random.Random(derive_seed(seed, "compute time", rank))
+
+    def draw(self) -> float:
+        """Seconds for the next gradient."""
+        spread = self._model.spread
+        if self._model.distribution == "uniform":
+            return self._mean * self._random.uniform(1.0 - spread, 1.0 + spread)
+        if self._model.distribution == "log-normal":
+            return self._mean * self._random.lognormvariate(-0.5 * spread * spread, spread)
+        return self._mean
+
+
+class LinkModel(Config):
+    """The link between any two learners, the same in both directions and free of contention."""
+
+    latency: float = Field(default=50e-6, ge=0.0)
+    """Seconds before the first byte arrives."""
+    bandwidth: float = Field(default=1.25e9, gt=0.0)
+    """Bytes per second (the default is 10 Gbit/s)."""
+
+    def send_seconds(self, num_bytes: int) -> float:
+        """Seconds to send one message."""
+        return self.latency + num_bytes / self.bandwidth
+
+    def reduce_seconds(self, num_bytes: int, world: int) -> float:
+        """Seconds of a ring all-reduce: 2 (L - 1) messages of 1/L of the bytes."""
+        return 2 * (world - 1) * self.send_seconds(-(-num_bytes // world))
+
+
+class Cluster(Config):
+    """The `cluster:` section of a recipe; `starling simulate` runs on it."""
+
+    compute: ComputeModel = Field(default_factory=ComputeModel)
+    link: LinkModel = Field(default_factory=LinkModel)

@@ -1,0 +1,50 @@
+"""A model whose parameters live in one flat vector, and its gradients in another."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from starling.errors import ConfigError
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that training changes, in the order of `model.parameters()`; all of one dtype."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    dtypes = {str(parameter.dtype) for parameter in parameters}
+    if len(dtypes) != 1:
+        found = ", ".join(sorted(dtypes)) or "none"
+        raise ConfigError(f"model: its trainable parameters must share one dtype, found {found}")
+    return parameters
+
+
+def split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Views into `flat` `[P]` with the shapes of `like`, one after the other."""
+    start = 0
+    for tensor in like:
+        yield flat[start : start + tensor.numel()].view(tensor.shape)
+        start += tensor.numel()
+
+
+class FlatModel:
+    """A model on `device` whose trainable parameters are views into `weights` `[P]` and whose gradients are views into
+    `gradients` `[P]`. Two models may share one vector of gradients."""
+
+    def __init__(self, model: nn.Module, device: torch.device, gradients: Tensor | None = None) -> None:
+        self.model = model.to(device)
+        self.parameters = trainable(self.model)
+        self.weights = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+        self.gradients = torch.zeros_like(self.weights) if gradients is None else gradients
+        views = zip(
+            self.parameters,
+            split(self.weights, self.parameters),
+            split(self.gradients, self.parameters),
+            strict=True,
+        )
+        for parameter, weight, gradient in views:
+            parameter.data = weight
+            parameter.grad = gradient
+
+    @property
+    def num_parameters(self) -> int:
+        return self.weights.numel()

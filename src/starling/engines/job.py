@@ -1,0 +1,92 @@
+"""What an engine runs, and what it tells about it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from starling.budget import Budget, Schedule
+from starling.checkpoint.state import LearnerState
+from starling.configuration import Config
+from starling.strategies import NoOptions, Strategy
+from starling.workload import Ticket, Workload
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run, the same on every learner and on both engines."""
+
+    workload: Workload[Any]
+    strategy: Strategy
+    budget: Budget
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    """Makes the local optimizer of one learner, at the peak learning rate."""
+    schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
+    options: Config = field(default_factory=NoOptions)
+    clip_norm: float | None = None
+    """Gradients longer than this (2-norm) are shortened to it before the optimizer sees them."""
+    autocast: bool = False
+    """Compute losses in bfloat16 where torch considers it safe; weights and gradients stay float32."""
+    num_workers: int = 0
+    """Processes that load mini-batches ahead, for each learner; 0 loads them in the learner itself."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One gradient of one learner."""
+
+    rank: int
+    ticket: Ticket
+    num_batches: int
+    """Mini-batches in the ticket's epoch."""
+    fraction: float
+    """The share of the run's budget that was spent when the ticket was claimed."""
+    minutes: float
+    """Time since the beginning of the run, on the engine's clock."""
+    loss: float
+    learning_rate: float
+    num_examples: int
+    num_frames: int
+    audio_seconds: float
+
+
+@dataclass
+class Spent:
+    """Where one learner's time went, in seconds on the engine's clock."""
+
+    computing: float = 0.0
+    waiting_for_data: float = 0.0
+    waiting_for_peers: float = 0.0
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """One learner's part of an epoch that has ended, or of the part of it that the budget allowed."""
+
+    rank: int
+    epoch: int
+    num_steps: int
+    seconds: float
+    spent: Spent
+
+
+class Observer(Protocol):
+    """Who wants to know how a run goes. Called by each learner, between two mini-batches."""
+
+    def on_step(self, report: StepReport) -> None:
+        """After each gradient was computed."""
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        """After an epoch, and after the last mini-batch of the run. `state` shares memory with the learner: copy
+        or write what is to be kept before returning."""
+
+
+class Silence:
+    """An observer that does nothing."""
+
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...

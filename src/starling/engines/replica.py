@@ -1,0 +1,66 @@
+"""One learner's own weights and optimizer; the parts of `Learner` that are the same on both engines."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Replica:
+    """Weights `[P]`, the parameters that view them, and the optimizer that changes them, under one lock."""
+
+    def __init__(
+        self,
+        weights: Tensor,
+        gradients: Tensor,
+        parameters: list[nn.Parameter],
+        make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        clip_norm: float | None,
+    ) -> None:
+        self.weights = weights
+        self.version = 0  # the number of changes made to the weights
+        self._gradients = gradients
+        self._clip_norm = clip_norm
+        self.optimizer = make_optimizer(parameters)
+        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self._lock = threading.Lock()
+
+    def step(self, gradient: Tensor, learning_rate_factor: float) -> None:
+        """Clip `gradient` `[P]`, set the learning rate and let the optimizer change the weights."""
+        with self._lock:
+            if gradient.data_ptr() != self._gradients.data_ptr():
+                self._gradients.copy_(gradient)
+            if self._clip_norm is not None:
+                norm = float(torch.linalg.vector_norm(self._gradients))
+                if norm > self._clip_norm:
+                    self._gradients.mul_(self._clip_norm / norm)
+            for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+                group["lr"] = peak * learning_rate_factor
+            self.optimizer.step()
+            self.version += 1
+
+    def learning_rate(self, factor: float) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self._peaks[0]) * factor
+
+    def apply(self, delta: Tensor) -> None:
+        with self._lock:
+            self.weights.add_(delta)
+            self.version += 1
+
+    def replace(self, weights: Tensor) -> None:
+        with self._lock:
+            self.weights.copy_(weights)
+            self.version += 1
+
+    def snapshot(self) -> Tensor:
+        with self._lock:
+            return self.weights.clone()
+
+    def restore(self, weights: Tensor, optimizer: dict[str, Any]) -> None:
+        """Go on from saved weights `[P]` and a saved optimizer's `state_dict`."""
+        self.replace(weights)
+        self.optimizer.load_state_dict(optimizer)

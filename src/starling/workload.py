@@ -1,0 +1,59 @@
+"""What learners train: a model, its mini-batches and its loss. Speech recognition is one; any PyTorch loop can be one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+
+class Examples(Protocol):
+    """Some training examples, ready for the model; what the logs want to know about them."""
+
+    @property
+    def num_examples(self) -> int: ...
+
+    @property
+    def num_frames(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    def to(self, device: torch.device) -> Self: ...
+
+
+ExamplesT = TypeVar("ExamplesT", bound=Examples)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The right to compute one mini-batch; every ticket is handed out exactly once.
+
+    `epoch` and `index` say which mini-batch; `step` counts the tickets before it since the beginning of the run.
+    """
+
+    epoch: int
+    index: int
+    step: int
+
+
+class Workload(ABC, Generic[ExamplesT]):
+    """A training problem, the same on every learner. What a mini-batch holds depends on its ticket alone."""
+
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """A new model on the CPU, the same bits at every call."""
+
+    @abstractmethod
+    def num_batches(self, epoch: int) -> int:
+        """Mini-batches in an epoch, at least 1; a multiple of the learners for a synchronous strategy."""
+
+    @abstractmethod
+    def load(self, ticket: Ticket) -> Sequence[ExamplesT]:
+        """The micro-batches of a ticket's mini-batch, on the CPU; may run in a loading process."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, examples: ExamplesT) -> Tensor:
+        """The scalar to minimise: the mean over `examples`."""

@@ -1,0 +1,83 @@
+"""Small training problems with known answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from starling.chance import derive_seed
+from starling.workload import Ticket, Workload
+
+
+@dataclass(frozen=True)
+class Points:
+    """Inputs `[B, D]` and targets `[B]`."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    num_frames = 0
+    seconds = 0.0
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.targets)
+
+    def to(self, device: torch.device) -> Self:
+        return type(self)(self.inputs.to(device), self.targets.to(device))
+
+
+class TinyRegression(Workload[Points]):
+    """A two-layer network on random points; with `same_data`, the learners of a round all get the same mini-batch."""
+
+    def __init__(self, batches: int = 12, micro_batches: int = 1, same_data_for: int = 1, dropout: float = 0.0) -> None:
+        self.batches = batches
+        self.micro_batches = micro_batches
+        self.same_data_for = same_data_for
+        self.dropout = dropout
+
+    def make_model(self) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(4, 1))
+
+    def num_batches(self, epoch: int) -> int:
+        return self.batches
+
+    def load(self, ticket: Ticket) -> Sequence[Points]:
+        generator = torch.Generator().manual_seed(
+            derive_seed(3, "points", ticket.epoch, ticket.index // self.same_data_for)
+        )
+        return [
+            Points(torch.randn(6, 5, generator=generator), torch.randn(6, generator=generator))
+            for _ in range(self.micro_batches)
+        ]
+
+    def loss(self, model: nn.Module, examples: Points) -> Tensor:
+        return ((model(examples.inputs).squeeze(1) - examples.targets) ** 2).mean()
+
+
+class NoisyQuadratic(Workload[Points]):
+    """f(w) = h/2 |w|^2 with additive gradient noise of variance 1 per coordinate: the gradient is h w + noise."""
+
+    def __init__(self, dimensions: int, curvature: float) -> None:
+        self.dimensions = dimensions
+        self.curvature = curvature
+
+    def make_model(self) -> nn.Module:
+        model = nn.Linear(self.dimensions, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model
+
+    def num_batches(self, epoch: int) -> int:
+        return 1 << 20
+
+    def load(self, ticket: Ticket) -> Sequence[Points]:
+        generator = torch.Generator().manual_seed(derive_seed(5, "noise", ticket.step))
+        return [Points(torch.randn(1, self.dimensions, generator=generator), torch.zeros(1))]
+
+    def loss(self, model: nn.Module, examples: Points) -> Tensor:
+        (weight,) = model.parameters()
+        return 0.5 * self.curvature * (weight * weight).sum() + model(examples.inputs).sum()
