@@ -1,0 +1,87 @@
+"""Reading of audio files that may be anything: bounded in memory, and every fault a `DataError`."""
+
+import re
+import stat
+from pathlib import Path
+
+import numpy as np
+import soundfile
+from numpy.typing import NDArray
+
+from starling.errors import DataError
+
+MAX_SECONDS = 3600.0
+"""Longest stretch that is read at once; longer recordings need segments."""
+_ESTIMATED_LENGTH = ("MP3", "MPEG")
+_SHORT_CHUNK = re.compile(r"data : (\d+) \(should be (\d+)\)")
+_STREAMED = 0x7FFFF000
+"""Declared sizes from here on are placeholders, written by programs that did not know the length yet."""
+
+
+def read_audio(
+    path: Path, start: float = 0.0, duration: float | None = None, channel: int | None = None
+) -> tuple[NDArray[np.float32], int]:
+    """Samples [T] in -1..1 and sampling rate in Hz of a file, or of `duration` seconds of it from `start`.
+
+    Raises:
+        DataError: the file is missing, no regular file, empty, truncated, not audio, longer than an hour, ends
+            before the segment does, or has several channels and `channel` does not say which.
+    """
+    _check_regular(path)
+    try:
+        with soundfile.SoundFile(str(path)) as file:
+            first, count = _stretch(path, file, start, duration)
+            column = _channel(path, file.channels, channel)
+            if first:
+                file.seek(first)
+            samples = file.read(count, dtype="float32", always_2d=True)[:, column]
+            rate, kind = int(file.samplerate), str(file.format)
+    except (soundfile.SoundFileError, OSError, RuntimeError) as error:
+        raise DataError(f"{path}: cannot be read as audio: {error}") from error
+    if len(samples) < count and kind not in _ESTIMATED_LENGTH:
+        raise DataError(f"{path}: truncated: {len(samples)} samples of {count} are there")
+    if len(samples) == 0:
+        raise DataError(f"{path}: no samples")
+    return np.ascontiguousarray(samples), rate
+
+
+def _check_regular(path: Path) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: audio file cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path}: not a regular file")
+    if status.st_size == 0:
+        raise DataError(f"{path}: audio file is empty (0 bytes)")
+
+
+def _stretch(path: Path, file: soundfile.SoundFile, start: float, duration: float | None) -> tuple[int, int]:
+    """First sample and number of samples to read."""
+    rate, total = int(file.samplerate), int(file.frames)
+    if rate < 1:
+        raise DataError(f"{path}: sampling rate {rate} Hz")
+    short = _SHORT_CHUNK.search(str(file.extra_info))
+    if short and int(short[1]) < _STREAMED and int(short[2]) < int(short[1]):
+        raise DataError(f"{path}: truncated: {short[2]} bytes of audio, {short[1]} announced")
+    first = round(start * rate)
+    count = total - first if duration is None else round(duration * rate)
+    if not (start >= 0 and count >= 0 and first + count <= total + rate // 100):
+        raise DataError(
+            f"{path}: asked for {duration if duration is not None else 'the rest'} s from {start} s, "
+            f"but the file has {total / rate:.3f} s"
+        )
+    count = min(count, total - first)
+    if count > MAX_SECONDS * rate:
+        raise DataError(
+            f"{path}: announces {count / rate:.0f} s of audio, the limit is {MAX_SECONDS:.0f} s; cut it into segments"
+        )
+    return first, count
+
+
+def _channel(path: Path, channels: int, channel: int | None) -> int:
+    if channel is None and channels > 1:
+        raise DataError(f"{path}: {channels} channels; set data.corpus.channel to the one to read (from 0)")
+    if channel is not None and channel >= channels:
+        raise DataError(f"{path}: has {channels} channels, none numbered {channel} (from 0)")
+    return channel or 0

@@ -1,0 +1,207 @@
+"""Corpora that lhotse holds already, or knows how to prepare."""
+
+import importlib
+import inspect
+import tempfile
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import lhotse.recipes
+import numpy as np
+from lhotse import CutSet
+from lhotse.serialization import deserialize_item
+from pydantic import Field
+
+from starling.errors import DataError
+from starling.speech.corpora.audio import MAX_SECONDS, read_audio
+from starling.speech.corpora.lines import read_json_lines
+from starling.speech.corpora.utterance import Audio, FileCorpus, NamedSets, Utterance
+
+_REFUSED_SOURCES = ("command", "url")
+
+
+class LhotseCorpus(NamedSets):
+    """Manifests of lhotse cuts (`.jsonl`, `.jsonl.gz`), or Shar folders; one transcribed supervision a cut.
+
+    Audio files are found as lhotse finds them: relative to the working folder, unless `audio_root` is set.
+    """
+
+    kind: Literal["lhotse"]
+
+    def utterances(self, set_name: str) -> Iterator[Utterance]:
+        path = self.set_path(set_name)
+        if path.is_dir():
+            cuts = _shar_cuts(path)
+        else:
+            cuts = ((f"{path}:{line}", _cut(item, f"{path}:{line}")) for line, item in read_json_lines(path))
+        for origin, cut in cuts:
+            yield _utterance(cut, None, origin, self.channel, self.audio_root)
+
+
+class LhotseRecipeCorpus(FileCorpus):
+    """Any corpus for which lhotse has a recipe, from its own folder as downloaded.
+
+    Runs `lhotse.recipes.prepare_<recipe>(path, **options)`. A set is one or several of the parts that it
+    returns, e.g. `train: [train-clean-100]`; where it nests parts, as Common Voice does by language, 'en/train'.
+    """
+
+    kind: Literal["lhotse-recipe"]
+    recipe: str
+    options: dict[str, str | bool | int | float | tuple[str, ...]] = Field(default={})
+    """Further arguments of lhotse's function."""
+    sets: dict[str, str | tuple[str, ...]]
+
+    def utterances(self, set_name: str) -> Iterator[Utterance]:
+        wanted = self.sets[set_name]
+        # Some recipes read their own manifests back lazily: they must live while the cuts are used.
+        with tempfile.TemporaryDirectory(prefix="starling-") as scratch:
+            parts = self._prepare(Path(scratch))
+            for part in (wanted,) if isinstance(wanted, str) else wanted:
+                if part not in parts:
+                    raise DataError(
+                        f"set {set_name}: lhotse's {self.recipe} has no part {part!r}; it has: {', '.join(parts)}"
+                    )
+                manifests = parts[part]
+                cuts = CutSet.from_manifests(recordings=manifests["recordings"], supervisions=manifests["supervisions"])
+                for cut in cuts.trim_to_supervisions(keep_overlapping=False):
+                    name = cut.supervisions[0].id
+                    yield _utterance(cut, name, f"{self.recipe}/{part}", self.channel, self.audio_root)
+
+    def _prepare(self, scratch: Path) -> dict[str, dict[str, Any]]:
+        prepare = _recipe(self.recipe)
+        source = self.located()
+        options: dict[str, Any] = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()
+        }
+        parameters = inspect.signature(prepare).parameters
+        unknown = [name for name in options if name not in parameters]
+        if unknown:
+            raise DataError(
+                f"lhotse's {self.recipe} takes no option {', '.join(unknown)}; it takes: {', '.join(parameters)}"
+            )
+        if "output_dir" in parameters:
+            options.setdefault("output_dir", scratch)
+        try:
+            if "corpus_dir" in parameters:
+                manifests = prepare(corpus_dir=source, **options)
+            else:
+                manifests = prepare(source, **options)
+        except Exception as error:  # lhotse's recipes raise anything, bare assertions among it
+            raise DataError(
+                f"lhotse's recipe {self.recipe} cannot prepare {source}: {type(error).__name__}: "
+                f"{error or 'a check of the corpus folder failed'}; see lhotse.recipes.prepare_{self.recipe}"
+            ) from error
+        return dict(_parts(manifests, ""))
+
+
+def recipe_names() -> list[str]:
+    """The corpora that lhotse can prepare."""
+    return sorted(name.removeprefix("prepare_") for name in vars(lhotse.recipes) if name.startswith("prepare_"))
+
+
+def _recipe(name: str) -> Any:
+    known = recipe_names()
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+        raise DataError(f"data.corpus.recipe: lhotse has no recipe {name!r}{hint}")
+    return getattr(importlib.import_module("lhotse.recipes"), f"prepare_{name}")
+
+
+def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every dictionary with recordings and supervisions, by the path of keys to it."""
+    if isinstance(manifests, tuple) and len(manifests) == 2:
+        manifests = {"recordings": manifests[0], "supervisions": manifests[1]}
+    if not isinstance(manifests, dict):
+        return
+    if "recordings" in manifests and "supervisions" in manifests:
+        yield prefix or "all", manifests
+        return
+    for key, value in manifests.items():
+        yield from _parts(value, f"{prefix}/{key}" if prefix else str(key))
+
+
+def _cut(item: dict[str, Any], origin: str) -> Any:
+    try:
+        return deserialize_item(item)
+    except Exception as error:  # whatever lhotse makes of fields that are wrong
+        raise DataError(f"{origin}: not a lhotse cut: {type(error).__name__}: {error}") from error
+
+
+def _shar_cuts(folder: Path) -> Iterator[tuple[str, Any]]:
+    manifests = sorted(folder.glob("cuts.*.jsonl*"))
+    if not manifests:
+        raise DataError(f"{folder}: no cuts.*.jsonl.gz here; a Shar folder is expected")
+    for manifest in manifests:
+        for _ in read_json_lines(manifest):  # refuses bombs and endless lines before lhotse reads the file
+            pass
+    try:
+        for cut in CutSet.from_shar(in_dir=folder):
+            yield str(folder), cut
+    except DataError:
+        raise
+    except Exception as error:  # tarfile, JSON and lhotse's assertions
+        raise DataError(f"{folder}: cannot be read as Shar: {type(error).__name__}: {error}") from error
+
+
+def _utterance(cut: Any, utterance_id: str | None, origin: str, channel: int | None, root: Path | None) -> Utterance:
+    """One cut as an utterance; `utterance_id` None takes the cut's own."""
+    name = str(getattr(cut, "id", "?"))
+    spoken = [each for each in getattr(cut, "supervisions", ()) if each.text is not None]
+    if len(spoken) != 1:
+        raise DataError(
+            f"{origin}: cut {name} has {len(spoken)} transcribed supervisions, exactly one is expected; "
+            f"use lhotse's CutSet.trim_to_supervisions"
+        )
+    if not cut.has_recording:
+        raise DataError(f"{origin}: cut {name} has no recording")
+    return Utterance(
+        utterance_id or name,
+        spoken[0].speaker or "unknown",
+        spoken[0].text,
+        origin,
+        lambda: _load(cut, origin, channel, root),
+    )
+
+
+def _load(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audio:
+    """The audio of a cut; of a plain stretch of a file with the checks that all files get."""
+    name = f"{origin} (cut {cut.id})"
+    tracks = [track.cut for track in cut.tracks] if hasattr(cut, "tracks") else [cut]
+    sources = [source for each in tracks if each.has_recording for source in each.recording.sources]
+    for source in sources:
+        if source.type in _REFUSED_SOURCES:
+            raise DataError(f"{name}: its audio is a {source.type} ({source.source!r}); only files are read")
+        if source.type == "file" and not _inside(root, source.source).is_file():
+            raise DataError(f"{name}: audio file {_inside(root, source.source)} is missing or no regular file")
+    if cut.duration > MAX_SECONDS:
+        raise DataError(f"{name}: {cut.duration:.0f} s of audio, the limit is {MAX_SECONDS:.0f} s")
+    wanted = cut.channel if channel is None and not hasattr(cut, "tracks") else channel
+    if len(tracks) == 1 and len(sources) == 1 and sources[0].type == "file" and not cut.recording.transforms:
+        channels = list(sources[0].channels)
+        column = channels.index(wanted) if wanted in channels else wanted
+        if isinstance(column, int):
+            return read_audio(_inside(root, sources[0].source), cut.start, cut.duration, column)
+    try:
+        if root is not None:
+            cut = cut.with_recording_path_prefix(root)
+        samples = np.atleast_2d(cut.load_audio())
+    except Exception as error:  # any of lhotse's audio back ends
+        raise DataError(f"{name}: cannot be read as audio: {type(error).__name__}: {error}") from error
+    if len(samples) > 1 and channel is None:
+        raise DataError(f"{name}: {len(samples)} channels; set data.corpus.channel to the one to read (from 0)")
+    if channel is not None and channel >= len(samples):
+        raise DataError(f"{name}: {len(samples)} channels, none numbered {channel} (from 0)")
+    return np.ascontiguousarray(samples[channel or 0], dtype=np.float32), int(cut.sampling_rate)
+
+
+def _inside(root: Path | None, name: str) -> Path:
+    """An audio file as lhotse finds it, or inside `root`."""
+    if root is None:
+        return Path(name)
+    path = root / name
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise DataError(f"audio {name!r} lies outside of {root}, which is data.corpus.audio_root")
+    return path

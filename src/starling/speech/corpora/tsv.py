@@ -1,0 +1,59 @@
+"""Tab-separated tables with a header."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from starling.errors import DataError
+from starling.speech.corpora.lines import read_lines
+from starling.speech.corpora.utterance import FileCorpus, Utterance
+
+Selection = dict[str, str | tuple[str, ...]]
+
+
+class TsvCorpus(FileCorpus):
+    """One table; a set is the rows whose columns have given values. Audio names are relative to the table."""
+
+    kind: Literal["tsv"]
+    sets: dict[str, Selection]
+    """Name of a set -> {column: value, or list of values}; {} selects all rows."""
+    id: str = "id"
+    """Column of the utterance id; `speaker`, `audio` and `text` likewise."""
+    speaker: str = "speaker"
+    audio: str = "audio"
+    text: str = "text"
+
+    def utterances(self, set_name: str) -> Iterator[Utterance]:
+        table = self.located()
+        rows = read_lines(table)
+        _, header = next(rows, (0, ""))
+        columns = {name: index for index, name in enumerate(header.split("\t"))}
+        selection = self.sets[set_name]
+        wanted = {"id": self.id, "speaker": self.speaker, "audio": self.audio, "text": self.text}
+        _check_columns(table, columns, [*wanted.values(), *selection])
+        for line, row in rows:
+            values = row.split("\t")
+            if len(values) != len(columns):
+                raise DataError(f"{table}:{line}: {len(values)} columns, the header has {len(columns)}")
+            if _selected(selection, columns, values):
+                fields = {name: values[columns[column]] for name, column in wanted.items()}
+                yield self.utterance(table, line, fields)
+
+
+def _check_columns(table: Path, columns: dict[str, int], wanted: list[str]) -> None:
+    for name in wanted:
+        if name not in columns:
+            near = get_close_matches(name, columns, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise DataError(
+                f"{table}: no column {name!r}{hint} It has: {', '.join(columns) or 'nothing'}; "
+                f"name its columns in data.corpus (id, speaker, audio, text, sets)"
+            )
+
+
+def _selected(selection: Selection, columns: dict[str, int], values: list[str]) -> bool:
+    return all(
+        values[columns[column]] in ((value,) if isinstance(value, str) else value)
+        for column, value in selection.items()
+    )

@@ -1,0 +1,94 @@
+"""The espeak-ng synthesiser behind ctypes; run as a program, so that each run starts from the same state.
+
+espeak-ng keeps state between sentences (noise, glottal phase) that no call resets: the same sentence sounds
+a little different each time. A fresh process that speaks the same list gives the same samples. It reads JSON from
+standard input, `[[text, voice, rate, pitch, range], ...]`, and writes for each sentence the sampling rate
+and the number of samples (32-bit each) and the samples (16-bit), all little-endian.
+"""
+
+import ctypes
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from starling.errors import DataError
+
+_RATE, _PITCH, _RANGE = 1, 3, 4
+_SYNCHRONOUS = 2
+_UTF8 = 1
+_Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """What to say and how: words a minute, and pitch and its range in espeak's 0..100."""
+
+    text: str
+    voice: str
+    rate: int
+    pitch: int
+    range: int
+
+
+def speak(sentences: Sequence[Sentence]) -> Iterator[tuple[NDArray[np.int16], int]]:
+    """Samples [T] and sampling rate in Hz of every sentence, the same for the same list.
+
+    Raises:
+        DataError: espeakng-loader is not installed, or the synthesiser failed.
+    """
+    program = subprocess.run(
+        [sys.executable, "-P", str(Path(__file__))],
+        input=json.dumps([astuple(sentence) for sentence in sentences]).encode(),
+        capture_output=True,
+        check=False,
+    )
+    if program.returncode:
+        message = program.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        raise DataError(f"speech synthesis failed (exit code {program.returncode}): {message[-1]}")
+    position = 0
+    for _ in sentences:
+        rate, count = struct.unpack_from("<ii", program.stdout, position)
+        yield np.frombuffer(program.stdout, "<i2", count, position + 8), rate
+        position += 8 + 2 * count
+
+
+def _main() -> None:
+    try:
+        import espeakng_loader
+    except ImportError:
+        sys.exit("the package espeakng-loader is missing: pip install 'starling-asr[demo]'")
+    library = ctypes.CDLL(espeakng_loader.get_library_path())
+    sampling_rate = library.espeak_Initialize(_SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), 0)
+    if sampling_rate <= 0:
+        sys.exit(f"espeak-ng does not start (code {sampling_rate})")
+    pieces: list[bytes] = []
+
+    def collect(samples: "ctypes._Pointer[ctypes.c_short]", count: int, _: object) -> int:
+        if samples and count > 0:
+            pieces.append(ctypes.string_at(samples, 2 * count))
+        return 0
+
+    callback = _Callback(collect)
+    library.espeak_SetSynthCallback(callback)
+    for text, voice, *values in json.load(sys.stdin):
+        pieces.clear()
+        if library.espeak_SetVoiceByName(voice.encode()):
+            sys.exit(f"espeak-ng has no voice {voice!r}")
+        for parameter, value in zip((_RATE, _PITCH, _RANGE), values, strict=True):
+            library.espeak_SetParameter(parameter, value, 0)
+        encoded = text.encode()
+        if library.espeak_Synth(encoded, len(encoded) + 1, 0, 1, 0, _UTF8, None, None):
+            sys.exit(f"espeak-ng cannot say {text!r}")
+        spoken = b"".join(pieces)
+        sys.stdout.buffer.write(struct.pack("<ii", sampling_rate, len(spoken) // 2) + spoken)
+
+
+if __name__ == "__main__":
+    _main()

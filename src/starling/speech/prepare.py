@@ -1,0 +1,215 @@
+"""From a corpus to prepared sets: checked, filtered, resampled, and written as Shar shards."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from starling.configuration import Config
+from starling.errors import DataError
+from starling.speech.checking import Checked, Checker, FilterConfig, TextStyle
+from starling.speech.corpora import CorpusConfig, Utterance
+from starling.speech.store import FORMAT, SetSummary, SpeechSet, SpeechWriter, read_summary
+from starling.speech.strings import StringsConfig, copies_problem, join_strings, plan_strings
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a set, utterances done, and utterances in all (0: not known)."""
+REPORT_EVERY = 25
+
+
+class DataConfig(Config):
+    """The `data:` section of a recipe."""
+
+    folder: Path
+    """Where the prepared sets live, e.g. data/fsdd."""
+    corpus: CorpusConfig
+    sampling_rate: int = Field(default=16000, ge=1000, le=192000)
+    """Hz; audio of another rate is resampled."""
+    text: TextStyle = "upper"
+    """Normaliser of transcripts; runs of spaces become one whichever is chosen."""
+    filter: FilterConfig = FilterConfig()
+    strings: StringsConfig | None = None
+    """Join recordings into strings, e.g. isolated digits into connected ones."""
+    shard_size: int = Field(default=1000, ge=1)
+    """Utterances in a shard."""
+    train: str = "train"
+    valid: str | None = "dev"
+    test: tuple[str, ...] = ("test",)
+
+    @field_validator("test", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _sets_exist(self) -> Self:
+        problems = []
+        known: list[str] = list(self.corpus.sets)
+        for name in self.used_sets:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                problems.append(f"set {name!r} is not in corpus.sets ({', '.join(known)}){hint}")
+        problems += [
+            f"{name!r} cannot be the name of a set: it names a folder"
+            for name in known
+            if not name or Path(name).name != name or name.startswith(".") or name.endswith(".partial")
+        ]
+        if self.strings is not None and (problem := copies_problem(self.strings, known)):
+            problems.append(problem)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def used_sets(self) -> tuple[str, ...]:
+        """The sets that this recipe trains on, watches and tests on."""
+        return tuple(dict.fromkeys([self.train, *([self.valid] if self.valid else []), *self.test]))
+
+    def set_folder(self, name: str) -> Path:
+        """Where a prepared set lives."""
+        return self.folder / name
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All prepared sets of a recipe, and which of them this call wrote."""
+
+    folder: Path
+    sets: tuple[SetSummary, ...]
+    written: tuple[str, ...]
+
+
+def prepare(config: DataConfig, progress: Progress | None = None) -> Summary:
+    """Prepare the sets that the recipe uses; sets that are there already, made from the same settings, are kept.
+
+    Each set is written to `<set>.partial` and renamed when it is complete. Two calls at once take turns.
+
+    Raises:
+        DataError: the corpus is missing or wrong, naming the utterance or file; nothing half-written remains
+            that looks finished.
+    """
+    report = progress or (lambda name, done, total: None)
+    with _locked(config.folder):
+        written = []
+        for name in config.used_sets:
+            if _finished_digest(config.set_folder(name)) != set_digest(config, name):
+                _prepare_set(config, name, report)
+                written.append(name)
+        sets = tuple(read_summary(config.set_folder(name)) for name in config.used_sets)
+    return Summary(config.folder, sets, tuple(written))
+
+
+def set_digest(config: DataConfig, name: str) -> str:
+    """Digest of all settings that a set is made from; sets of other names do not change it."""
+    settings = config.model_dump(mode="json", include={"sampling_rate", "text", "filter", "shard_size"})
+    corpus = config.corpus.model_dump(mode="json")
+    corpus["sets"] = corpus["sets"][name]
+    strings = config.strings.model_dump(mode="json") if config.strings else None
+    if strings is not None and config.strings is not None:
+        strings["copies"] = config.strings.copies_of(name)
+    everything = {"format": FORMAT, "set": name, "corpus": corpus, "strings": strings, **settings}
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+def describe(summary: Summary) -> str:
+    """One line for each set: utterances, hours, speakers, rate, and what was dropped."""
+    lines = []
+    for each in summary.sets:
+        state = "written" if each.name in summary.written else "there already"
+        line = (
+            f"{each.name}: {each.utterances} utterances, {each.hours:.2f} h, {each.speakers} speakers, "
+            f"{each.sampling_rate} Hz, {state}"
+        )
+        if each.dropped:
+            listed = summary.folder / each.name / "dropped.tsv"
+            line += f"; dropped {each.dropped} ({each.dropped_seconds / 3600:.2f} h), listed in {listed}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error}; set data.folder to another place") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _finished_digest(folder: Path) -> str | None:
+    """Digest of a set that opens without complaint, or None."""
+    try:
+        return SpeechSet.open(folder).summary.digest
+    except DataError:
+        return None
+
+
+def _prepare_set(config: DataConfig, name: str, report: Progress) -> None:
+    final, partial = config.set_folder(name), config.folder / f"{name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _write_set(config, name, partial, report)
+        _sync(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise DataError(f"set {name}: {partial} cannot be written: {error}") from error
+        raise
+
+
+def _write_set(config: DataConfig, name: str, folder: Path, report: Progress) -> None:
+    checker = Checker(name, config.sampling_rate, config.text, config.filter)
+    utterances: Iterable[Utterance] = config.corpus.utterances(name)
+    if config.strings is not None:
+        checked = _counted(checker.usable(utterances), utterances, f"{name} (checking)", report)
+        recordings = [checker.reread(utterance) for utterance, _ in checked]
+        plans = plan_strings([each.speaker for each in recordings], config.strings, name)
+        utterances = join_strings(recordings, plans, config.strings, config.sampling_rate)
+        checker.seen.clear()
+    with SpeechWriter(folder, name, config.sampling_rate, config.shard_size) as writer:
+        for utterance, audio in _counted(checker.usable(utterances), utterances, name, report):
+            writer.write(utterance.id, utterance.speaker, utterance.text, audio)
+        dropped = checker.finish()
+        rows = "".join(f"{each.id}\t{each.seconds:.3f}\t{each.reason}\n" for each in dropped)
+        (folder / "dropped.tsv").write_text("id\tseconds\treason\n" + rows, encoding="utf-8")
+        writer.finish(set_digest(config, name), len(dropped), sum(each.seconds for each in dropped))
+
+
+def _counted(
+    usable: Iterable[Checked], utterances: Iterable[Utterance], label: str, report: Progress
+) -> Iterator[Checked]:
+    """The usable utterances, reporting progress on the way."""
+    total = len(utterances) if isinstance(utterances, Sequence) else 0
+    done = 0
+    for done, each in enumerate(usable, start=1):
+        if done % REPORT_EVERY == 0:
+            report(label, done, total)
+        yield each
+    report(label, done, total or done)
+
+
+def _sync(folder: Path) -> None:
+    """Have everything in the folder on the disk before it gets its final name."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,346 @@
+"""A prepared set on disk: lhotse Shar shards, and an index beside them for random access.
+
+<folder>/summary.json                     what is inside; written last
+<folder>/dropped.tsv                      what was left out, and why
+<folder>/shar/cuts.000000.jsonl.gz        readable by `lhotse.CutSet.from_shar(in_dir=<folder>/shar)`
+<folder>/shar/recording.000000.tar        FLAC
+<folder>/index/*.npy                      ids, texts, speakers, durations, place of every FLAC in its shard
+"""
+
+import io
+import json
+import os
+import tarfile
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import soundfile
+from lhotse import AudioSource, MonoCut, Recording, SupervisionSegment
+from lhotse.shar.writers import AudioTarWriter, JsonlShardWriter
+from numpy.typing import NDArray
+
+from starling.errors import DataError
+
+FORMAT = 1
+MAX_OPEN_SHARDS = 64
+_NUMBERS = ("durations", "num_samples", "speaker_of", "shard_of", "offsets", "sizes")
+_TEXTS = ("ids", "texts", "speakers")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar of FLAC files and the size it must have."""
+
+    file: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class SetSummary:
+    """What one prepared set holds. `dropped` counts utterances, `dropped_seconds` their audio where known."""
+
+    name: str
+    utterances: int
+    seconds: float
+    speakers: int
+    sampling_rate: int
+    dropped: int
+    dropped_seconds: float
+    digest: str
+    shards: tuple[Shard, ...]
+    format: int = FORMAT
+
+    @property
+    def hours(self) -> float:
+        return self.seconds / 3600
+
+
+def read_summary(folder: Path) -> SetSummary:
+    """The summary of a prepared set.
+
+    Raises:
+        DataError: the folder is missing, incomplete, or was written by another version.
+    """
+    path = folder / "summary.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields["format"] != FORMAT:
+            raise DataError(
+                f"{folder}: prepared data of format {fields['format']}, this version reads format {FORMAT}; "
+                f"remove the folder and run `starling prepare` again"
+            )
+        fields["shards"] = tuple(Shard(**shard) for shard in fields["shards"])
+        return SetSummary(**fields)
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder}: no prepared data here ({path.name} is missing); run `starling prepare RECIPE` first"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}); remove {folder} and run `starling prepare RECIPE` again"
+        ) from error
+
+
+class _Strings:
+    """N strings in one block of UTF-8 bytes; 8 bytes of overhead each."""
+
+    def __init__(self, blob: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
+        self._blob, self._ends = blob, ends
+
+    def __getitem__(self, i: int) -> str:
+        start = int(self._ends[i - 1]) if i else 0
+        return self._blob[start : int(self._ends[i])].tobytes().decode("utf-8")
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+
+class SpeechSet:
+    """One prepared set, opened for random access; picklable, and safe after a fork.
+
+    Everything but the audio stays in memory-mapped arrays, so that opening a million utterances takes
+    milliseconds and processes share the pages.
+    """
+
+    name: str
+    sampling_rate: int
+    """Hz"""
+    durations: NDArray[np.float32]
+    """[N], seconds"""
+    num_samples: NDArray[np.int64]
+    """[N], samples"""
+
+    def __init__(self, folder: Path, summary: SetSummary, arrays: dict[str, NDArray[Any]]) -> None:
+        self.folder, self.summary = folder, summary
+        self.name, self.sampling_rate = summary.name, summary.sampling_rate
+        self.durations, self.num_samples = arrays["durations"], arrays["num_samples"]
+        self._speaker_of, self._shard_of = arrays["speaker_of"], arrays["shard_of"]
+        self._offsets, self._sizes = arrays["offsets"], arrays["sizes"]
+        self._ids, self._texts, self._speakers = (_Strings(arrays[name], arrays[f"{name}_ends"]) for name in _TEXTS)
+        self._files: OrderedDict[int, int] = OrderedDict()
+
+    @classmethod
+    def open(cls, folder: Path) -> "SpeechSet":
+        """Open the set that `starling prepare` wrote in `folder`.
+
+        Raises:
+            DataError: the folder is missing or incomplete, or a shard has not the size it was written with.
+        """
+        folder = Path(folder)
+        summary = read_summary(folder)
+        for shard in summary.shards:
+            path = folder / "shar" / shard.file
+            size = path.stat().st_size if path.is_file() else None
+            if size != shard.num_bytes:
+                state = "is missing" if size is None else f"has {size} bytes, not {shard.num_bytes}"
+                raise DataError(f"{path}: {state}; remove {folder} and run `starling prepare RECIPE` again")
+        names = [*_NUMBERS, *_TEXTS, *(f"{name}_ends" for name in _TEXTS)]
+        arrays = {name: _load_array(folder, name) for name in names}
+        for name in (*_NUMBERS, "ids_ends", "texts_ends"):
+            if len(arrays[name]) != summary.utterances:
+                raise DataError(
+                    f"{folder}/index/{name}.npy: {len(arrays[name])} entries for {summary.utterances} utterances; "
+                    f"remove {folder} and run `starling prepare RECIPE` again"
+                )
+        return cls(folder, summary, arrays)
+
+    def __len__(self) -> int:
+        return self.summary.utterances
+
+    def id(self, i: int) -> str:
+        return self._ids[self._checked(i)]
+
+    def text(self, i: int) -> str:
+        return self._texts[self._checked(i)]
+
+    def speaker(self, i: int) -> str:
+        return self._speakers[int(self._speaker_of[self._checked(i)])]
+
+    def audio(self, i: int) -> NDArray[np.float32]:
+        """Samples of utterance i, [T], mono, in -1..1.
+
+        Raises:
+            DataError: the stored bytes are no longer the FLAC that was written.
+        """
+        i = self._checked(i)
+        encoded = os.pread(self._file(int(self._shard_of[i])), int(self._sizes[i]), int(self._offsets[i]))
+        try:
+            samples, rate = soundfile.read(io.BytesIO(encoded), dtype="float32")
+        except soundfile.LibsndfileError as error:
+            raise self._damaged(i, str(error)) from error
+        if samples.shape != (int(self.num_samples[i]),) or rate != self.sampling_rate:
+            raise self._damaged(
+                i, f"{samples.shape} samples at {rate} Hz, not {self.num_samples[i]} at {self.sampling_rate} Hz"
+            )
+        result: NDArray[np.float32] = samples
+        return result
+
+    def _damaged(self, i: int, reason: str) -> DataError:
+        file = self.summary.shards[int(self._shard_of[i])].file
+        return DataError(
+            f"{self.folder}/shar/{file}: the audio of {self.id(i)} is damaged ({reason}); "
+            f"remove {self.folder} and run `starling prepare RECIPE` again"
+        )
+
+    def _checked(self, i: int) -> int:
+        if not 0 <= i < len(self):
+            raise IndexError(f"utterance {i} of {self.name}, which has {len(self)}")
+        return int(i)
+
+    def _file(self, shard: int) -> int:
+        """Descriptor of an open shard. `os.pread` shares no position, so forked processes may share it."""
+        descriptor = self._files.get(shard)
+        if descriptor is None:
+            path = self.folder / "shar" / self.summary.shards[shard].file
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise DataError(f"{path}: cannot be opened: {error.strerror}") from error
+            self._files[shard] = descriptor
+            if len(self._files) > MAX_OPEN_SHARDS:
+                os.close(self._files.popitem(last=False)[1])
+        else:
+            self._files.move_to_end(shard)
+        return descriptor
+
+    def close(self) -> None:
+        """Close the open shards; they are opened again when needed."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def __del__(self) -> None:
+        if hasattr(self, "_files"):
+            self.close()
+
+    def __reduce__(self) -> "tuple[object, tuple[Path]]":
+        return (SpeechSet.open, (self.folder,))
+
+
+def _load_array(folder: Path, name: str) -> NDArray[Any]:
+    path = folder / "index" / f"{name}.npy"
+    try:
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}); remove {folder} and run `starling prepare RECIPE` again"
+        ) from error
+
+
+class SpeechWriter:
+    """Writes one set into an empty folder; the set exists once `finish` has returned.
+
+    Audio is kept as 16-bit FLAC, so that 16-bit recordings come back to the bit.
+    """
+
+    def __init__(self, folder: Path, name: str, sampling_rate: int, shard_size: int = 1000) -> None:
+        self._folder, self._name, self._sampling_rate = folder, name, sampling_rate
+        (folder / "shar").mkdir(parents=True)
+        (folder / "index").mkdir()
+        pattern = str(folder / "shar")
+        self._audio = AudioTarWriter(f"{pattern}/recording.%06d.tar", shard_size, format="flac")
+        self._cuts = JsonlShardWriter(f"{pattern}/cuts.%06d.jsonl.gz", shard_size)
+        self._num_samples: list[int] = []
+        self._ids: list[str] = []
+        self._texts: list[str] = []
+        self._speaker_of: list[int] = []
+        self._speakers: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._audio.close()
+        self._cuts.close()
+
+    def write(self, utterance_id: str, speaker: str, text: str, audio: NDArray[np.float32]) -> None:
+        """Append one utterance; `audio` is [T], mono, in -1..1 (clipped beyond)."""
+        quantised = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
+        recording = Recording(
+            id=utterance_id,
+            sources=[AudioSource(type="shar", channels=[0], source="")],
+            sampling_rate=self._sampling_rate,
+            num_samples=len(quantised),
+            duration=len(quantised) / self._sampling_rate,
+        )
+        supervision = SupervisionSegment(
+            id=utterance_id,
+            recording_id=utterance_id,
+            start=0.0,
+            duration=recording.duration,
+            text=text,
+            speaker=speaker,
+        )
+        self._audio.write(utterance_id, quantised[None], self._sampling_rate, manifest=recording)
+        self._cuts.write(
+            MonoCut(
+                id=utterance_id,
+                start=0.0,
+                duration=recording.duration,
+                channel=0,
+                supervisions=[supervision],
+                recording=recording,
+            )
+        )
+        self._ids.append(utterance_id)
+        self._texts.append(text)
+        self._num_samples.append(len(quantised))
+        self._speaker_of.append(self._speakers.setdefault(speaker, len(self._speakers)))
+
+    def finish(self, digest: str, dropped: int = 0, dropped_seconds: float = 0.0) -> SetSummary:
+        """Write the index and, last, the summary."""
+        self._close()
+        shards, shard_of, offsets, sizes = self._places()
+        samples = np.asarray(self._num_samples, np.int64)
+        numbers: dict[str, NDArray[Any]] = {
+            "durations": (samples / self._sampling_rate).astype(np.float32),
+            "num_samples": samples,
+            "speaker_of": np.asarray(self._speaker_of, np.int32),
+            "shard_of": np.asarray(shard_of, np.int32),
+            "offsets": np.asarray(offsets, np.int64),
+            "sizes": np.asarray(sizes, np.int32),
+        }
+        for name, array in numbers.items():
+            np.save(self._folder / "index" / f"{name}.npy", array, allow_pickle=False)
+        for name, strings in (("ids", self._ids), ("texts", self._texts), ("speakers", list(self._speakers))):
+            encoded = [string.encode("utf-8") for string in strings]
+            ends = np.cumsum([len(each) for each in encoded], dtype=np.int64)
+            np.save(self._folder / "index" / f"{name}_ends.npy", ends, allow_pickle=False)
+            blob = np.frombuffer(b"".join(encoded), np.uint8)
+            np.save(self._folder / "index" / f"{name}.npy", blob, allow_pickle=False)
+        summary = SetSummary(
+            name=self._name,
+            utterances=len(self._ids),
+            seconds=float(samples.sum()) / self._sampling_rate,
+            speakers=len(self._speakers),
+            sampling_rate=self._sampling_rate,
+            dropped=dropped,
+            dropped_seconds=dropped_seconds,
+            digest=digest,
+            shards=tuple(shards),
+        )
+        (self._folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+        return summary
+
+    def _places(self) -> tuple[list[Shard], list[int], list[int], list[int]]:
+        """Shards, and shard, offset and size in bytes of every FLAC, in the order written."""
+        shards: list[Shard] = []
+        places: list[tuple[int, int, int]] = []
+        for name in self._audio.output_paths:
+            path = Path(name)
+            with tarfile.open(path, "r:") as tar:
+                places += [
+                    (len(shards), member.offset_data, member.size)
+                    for member in tar
+                    if not member.name.endswith(".json")
+                ]
+            shards.append(Shard(path.name, path.stat().st_size))
+        return shards, [p[0] for p in places], [p[1] for p in places], [p[2] for p in places]
