@@ -51,3 +51,11 @@ class Deadlock(StarlingError):  # noqa: N818 - the field says "deadlock"
     """Nothing is left to happen while learners wait; the message says who waits for whom."""
 
     exit_code = 8
+
+
+class Stopped(StarlingError):  # noqa: N818 - not an error of anybody
+    """The run was asked to stop by a signal; the exit code is 128 + its number, as shells have it."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

@@ -120,10 +120,12 @@ class EngineLearner(Learner):
             optimizer=self.replica.optimizer.state_dict(),
         )
 
-    def account(self, seconds: float, computing: float) -> None:
-        """Book the seconds spent waiting for a handle, of which at most `computing` were this learner's own work."""
-        self.spent.computing += min(seconds, computing)
-        self.spent.waiting_for_peers += max(0.0, seconds - computing)
+    def check_peer(self, peer: int) -> None:
+        """`ProtocolError` unless `peer` is another learner."""
+        if peer == self._rank or not 0 <= peer < self._world:
+            raise ProtocolError(
+                f"learner {self._rank} cannot exchange with learner {peer} among {self._world} learners"
+            )
 
     def changed_beneath(self) -> ProtocolError:
         """The error of a strategy that changes weights while it computes at them."""

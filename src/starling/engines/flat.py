@@ -48,3 +48,9 @@ class FlatModel:
     @property
     def num_parameters(self) -> int:
         return self.weights.numel()
+
+    def load_buffers(self, buffers: dict[str, Tensor]) -> None:
+        """Set the model's buffers by name."""
+        own = dict(self.model.named_buffers())
+        for name, buffer in buffers.items():
+            own[name].copy_(buffer)

@@ -20,6 +20,7 @@ from starling.engines.cluster import Cluster, ComputeTimes
 from starling.engines.flat import FlatModel, split
 from starling.engines.job import Job, Observer, Silence
 from starling.engines.loading import Loaded, load_ahead
+from starling.engines.ordered import rank_ordered_mean
 from starling.engines.replica import Replica
 from starling.engines.tickets import TicketSequence, round_tickets
 from starling.errors import Deadlock, ProtocolError
@@ -132,11 +133,17 @@ class VirtualLearner(EngineLearner):
         event.callbacks.append(finish)
         return VirtualHandle(event, result, lambda: "its own gradient", computing=seconds)
 
+    def book(self, waited: float, computing: float) -> None:
+        """Book the seconds spent waiting for a handle, of which at most `computing` were this learner's own work."""
+        self.spent.computing += min(waited, computing)
+        self.spent.waiting_for_peers += max(0.0, waited - computing)
+
     def mean(self, of: Tensor | Handle[Tensor]) -> Handle[Tensor]:
         number, self._means = self._means, self._means + 1
         return self._engine.mean(self._rank, number, of)
 
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
+        self.check_peer(peer)
         return self._engine.exchange(self._rank, peer, tensor, tag)
 
 
@@ -240,8 +247,6 @@ class VirtualEngine:
 
     def exchange(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
         """Meet `peer` under `tag`; each gets what the other brought."""
-        if peer == rank or not 0 <= peer < self.world:
-            raise ProtocolError(f"learner {rank} cannot exchange with learner {peer} among {self.world} learners")
         key = ("exchange", min(rank, peer), max(rank, peer), tag)
         meeting = self._meetings.get(key)
         if meeting is None:
@@ -279,17 +284,9 @@ class VirtualEngine:
                 if not handle.event.processed:
                     yield handle.event
                 del self._waiting[learner.rank]
-                learner.account(learner.now() - begin, handle.computing)
+                learner.book(learner.now() - begin, handle.computing)
         except StopIteration:
             self.record(learner.rank, "end")
-
-
-def rank_ordered_mean(vectors: Sequence[Tensor]) -> Tensor:
-    """(1/L) sum_l vectors[l], `[P]`, summed in the order of ranks."""
-    total = vectors[0].clone()
-    for vector in vectors[1:]:
-        total.add_(vector)
-    return total.div_(len(vectors))
 
 
 def _filled(result: Tensor | None) -> Tensor:

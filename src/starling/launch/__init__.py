@@ -1,0 +1,1 @@
+"""Starts, watches and ends learner processes; owns the store."""

@@ -1,0 +1,83 @@
+"""Learners greet each other through the store before the first tensor travels.
+
+gloo aborts the whole process on vectors of unequal sizes and silently reinterprets unequal dtypes; so learners that
+differ are refused here, by name and with both values.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.metadata import version
+
+import torch
+from torch.distributed import DistError, DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+from starling.errors import PeerLost, ProtocolError
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What must be the same on all learners."""
+
+    world: int
+    strategy: str
+    num_parameters: int
+    dtype: str
+    configuration: str
+    """A digest of the resolved recipe."""
+    starling: str = ""
+    torch: str = ""
+
+    @staticmethod
+    def of_versions() -> dict[str, str]:
+        """The versions of the code that must agree."""
+        return {"starling": version("starling-asr"), "torch": str(torch.__version__)}
+
+
+def greet(store: Store, rank: int, mine: Greeting, timeout_seconds: float) -> None:
+    """Tell the others who I am and compare. `ProtocolError` names the first that differs, `PeerLost` who is missing."""
+    key = "greeting/{}".format
+    store.set(key(rank), json.dumps(asdict(mine)))
+    try:
+        store.wait([key(other) for other in range(mine.world)], timedelta(seconds=timeout_seconds))
+    except DistStoreError as error:
+        missing = [other for other in range(mine.world) if not store.check([key(other)])]
+        raise PeerLost(
+            f"learner {rank} waited {timeout_seconds:g} s for a greeting from "
+            f"{', '.join(f'learner {other}' for other in missing)}; see their logs, or give more timeout_seconds"
+        ) from error
+    for other in range(mine.world):
+        theirs = json.loads(store.get(key(other)))
+        for name, value in asdict(mine).items():
+            if theirs.get(name) != value:
+                raise ProtocolError(
+                    f"learner {rank} and learner {other} differ in {name}: {value!r} and {theirs.get(name)!r}; "
+                    "start all learners from the same recipe and the same installation"
+                )
+
+
+def part(store: Store, rank: int, world: int, timeout_seconds: float) -> None:
+    """Say farewell and wait until everybody has: nobody hangs up while another still listens."""
+    store.set(f"farewell/{rank}", "")
+    try:
+        store.wait([f"farewell/{other}" for other in range(world)], timedelta(seconds=timeout_seconds))
+    except DistError:
+        if rank == 0:  # the others may find the store gone, when learner 0 keeps it
+            raise
+
+
+def silent_learners(store: Store, rank: int, world: int, patience_seconds: float = 2.0) -> str:
+    """Name the learners that do not notice, within a moment, that a peer was lost: they are the lost ones."""
+    store.set(f"noticed/{rank}", "")
+    others = [other for other in range(world) if other != rank]
+    try:
+        store.wait([f"noticed/{other}" for other in others], timedelta(seconds=patience_seconds))
+        return "a connection to a peer"
+    except DistError:
+        pass
+    try:
+        silent = [other for other in others if not store.check([f"noticed/{other}"])]
+    except DistError:
+        return "the store that the learners meet in, and a peer"
+    return " and ".join(f"learner {other}" for other in silent)

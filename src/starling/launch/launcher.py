@@ -1,0 +1,227 @@
+"""Starts learner processes on this machine, watches them, and leaves none behind."""
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from starling import errors
+from starling.errors import PeerLost, StarlingError, Stopped
+from starling.launch.link import VARIABLE
+from starling.launch.rendezvous import loopback_interface
+
+Seconds = float
+GRACE: Seconds = 5.0
+"""How long learners may take to end after being asked to, before they are killed."""
+CAUSE_PATIENCE: Seconds = 1.0
+"""How long to look for the cause after a learner said only that it lost another."""
+
+
+@dataclass
+class _Process:
+    rank: int
+    popen: "subprocess.Popen[bytes]"
+    line: socket.socket
+    log: Path
+    unread: bytes = b""
+    doing: str = "starting"
+    error: StarlingError | None = None
+    traceback: str = field(default="", repr=False)
+
+
+@contextmanager
+def loopback_store() -> Generator[int, None, None]:
+    """A store on a free port of the loopback interface, nowhere else; the port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        port = int(listener.getsockname()[1])
+        # a bound socket handed over is the only way to keep TCPStore off the other interfaces
+        store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+        )
+        yield port
+        del store
+
+
+def launch(
+    command: Sequence[str],
+    world: int,
+    log_folder: Path,
+    on_message: Callable[[int, dict[str, Any]], None] = lambda rank, message: None,
+) -> None:
+    """Run `world` processes of `command` as learners until all have ended.
+
+    What a learner prints goes to `log_folder/learner-<rank>.log`; what it sends through its `Link` to `on_message`.
+    When one fails the others are ended and its error is raised here; `PeerLost` when it was killed; `Stopped` when
+    this process is asked to end (a second signal ends everything at once).
+    """
+    log_folder.mkdir(parents=True, exist_ok=True)
+    processes: list[_Process] = []
+    with loopback_store() as port, _signals() as received:
+        try:
+            for rank in range(world):
+                process = _start(command, rank, world, port, log_folder)
+                processes.append(process)
+            _watch(processes, on_message, received)
+        finally:
+            _end(processes)
+
+
+def _start(command: Sequence[str], rank: int, world: int, port: int, log_folder: Path) -> _Process:
+    ours, theirs = socket.socketpair()
+    log = log_folder / f"learner-{rank}.log"
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's word for: the store is not learner 0's
+        "GLOO_SOCKET_IFNAME": loopback_interface(),
+        VARIABLE: theirs.fileno(),
+    }
+    with log.open("ab") as output, theirs:
+        popen = subprocess.Popen(
+            list(command),
+            env={**os.environ, **{name: str(value) for name, value in place.items()}},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # so that it can be ended together with its loading processes
+        )
+    return _Process(rank, popen, ours, log)
+
+
+def _watch(processes: list[_Process], on_message: Callable[[int, dict[str, Any]], None], received: "list[int]") -> None:
+    """Pass messages on until all processes have ended well; raise what went wrong."""
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            selector.register(process.line, selectors.EVENT_READ, process)
+        while any(process.popen.poll() is None for process in processes):
+            _read(selector, on_message, timeout=0.1)
+            if received:
+                name = signal.Signals(received[0]).name
+                raise Stopped(f"stopped by {name}; the learners were ended", received[0])
+            if any(process.popen.poll() for process in processes):
+                break
+        deadline = time.monotonic() + CAUSE_PATIENCE
+        while _read(selector, on_message, timeout=0.0) or (_is_unexplained(processes) and time.monotonic() < deadline):
+            _read(selector, on_message, timeout=0.05)
+    failed = [process for process in processes if process.popen.poll()]
+    if failed:
+        raise _cause(failed)
+
+
+def _read(
+    selector: selectors.BaseSelector, on_message: Callable[[int, dict[str, Any]], None], timeout: Seconds
+) -> bool:
+    """Handle what learners sent; whether there was any."""
+    ready = selector.select(timeout)
+    for key, _ in ready:
+        process: _Process = key.data
+        try:
+            received = process.line.recv(65536)
+        except ConnectionResetError:
+            received = b""
+        if not received:
+            selector.unregister(process.line)
+            continue
+        *lines, process.unread = (process.unread + received).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            process.doing = message.get("doing", process.doing)
+            if "error" in message:
+                process.error = _revived(message["error"], message["message"])
+            on_message(process.rank, message)
+    return bool(ready)
+
+
+def _revived(name: str, text: str) -> StarlingError:
+    """The error that a learner reported, here."""
+    kind = getattr(errors, name, StarlingError)
+    if isinstance(kind, type) and issubclass(kind, StarlingError) and kind is not Stopped:
+        return kind(text)
+    return StarlingError(f"{name}: {text}")
+
+
+def _is_unexplained(processes: list[_Process]) -> bool:
+    """Whether learners failed, but only by losing others."""
+    failed = [process for process in processes if process.popen.poll()]
+    return bool(failed) and all(isinstance(process.error, PeerLost) for process in failed)
+
+
+def _cause(failed: list[_Process]) -> StarlingError:
+    """The first cause among failures: a death, then an error of a learner's own, then the loss of another."""
+    for process in failed:
+        code = process.popen.returncode
+        if process.error is None and code < 0:
+            name = signal.Signals(-code).name
+            return PeerLost(
+                f"learner {process.rank} was killed by {name} while {process.doing}; its log: {process.log}"
+            )
+    for process in failed:
+        if process.error is None:
+            return StarlingError(
+                f"learner {process.rank} ended with exit code {process.popen.returncode} while {process.doing}; "
+                f"its log: {process.log}"
+            )
+    own = [process for process in failed if not isinstance(process.error, PeerLost)]
+    first = (own or failed)[0]
+    return first.error or StarlingError(f"learner {first.rank} failed; its log: {first.log}")
+
+
+def _end(processes: list[_Process]) -> None:
+    """End what still runs, learners and their loading processes: asked first, killed after `GRACE`."""
+    for process in processes:
+        if process.popen.poll() is None:
+            process.popen.terminate()
+    deadline = time.monotonic() + GRACE
+    for process in processes:
+        try:
+            process.popen.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.popen.kill()
+            process.popen.wait()
+        _kill_group(process)
+        process.line.close()
+
+
+def _kill_group(process: _Process) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.popen.pid, signal.SIGKILL)  # loading processes that outlived their learner
+
+
+@contextmanager
+def _signals() -> Generator[list[int], None, None]:
+    """A list that SIGINT and SIGTERM are added to instead of ending this process; the second one ends it."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            os._exit(128 + number)  # learners see the end of their line and end too
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

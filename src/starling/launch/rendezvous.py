@@ -1,0 +1,56 @@
+"""Where a process finds its place among the learners: in the variables that Starling's launcher, torchrun and Slurm
+scripts set alike."""
+
+import os
+import socket
+from datetime import timedelta
+
+from torch.distributed.rendezvous import rendezvous
+
+from starling.engines.processes import Place
+from starling.errors import ConfigError, ProtocolError
+
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def is_learner() -> bool:
+    """Whether this process was started as one learner among several."""
+    return all(name in os.environ for name in REQUIRED)
+
+
+def find_place(timeout_seconds: float = 600.0) -> Place:
+    """This process's place, with the store already connected.
+
+    Raises `ConfigError` for variables that make no sense, `ProtocolError` when the store does not answer.
+    """
+    rank, world = _number("RANK"), _number("WORLD_SIZE")
+    local_rank, local_world = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world)
+    if not 0 <= rank < world:
+        raise ConfigError(f"environment: RANK is {rank}, but must be in [0, WORLD_SIZE), which is {world}")
+    address = os.environ["MASTER_ADDR"]
+    if address in LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    try:
+        store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
+    except (RuntimeError, OSError) as error:
+        port = os.environ["MASTER_PORT"]
+        raise ProtocolError(
+            f"learner {rank} cannot reach the store at {address}:{port}: {str(error).splitlines()[0]}; "
+            "is the process that owns it alive, and is the port free?"
+        ) from error
+    return Place(rank, world, local_rank, local_world, store)
+
+
+def loopback_interface() -> str:
+    """The name of this machine's loopback interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name.startswith("lo")), "lo")
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"environment: {name} must be a whole number, found {text!r}") from None

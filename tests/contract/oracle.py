@@ -1,0 +1,40 @@
+"""The strategies in naive matrix form, in NumPy: W_{k+1} = W_k T - a g(Phi_k), one column a learner."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from starling.topology import complete, identity
+
+Vector = NDArray[np.float64]
+Matrix = NDArray[np.float64]
+Gradient = Callable[[Vector, int], Vector]
+"""From weights `[P]` and the number of a mini-batch to the gradient `[P]`."""
+
+
+def allreduce(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+    """W <- W - a G 1 1^T / L: every column moves by the mean of all gradients."""
+    weights = np.tile(start[:, None], (1, learners))
+    for k in range(rounds):
+        gradients = columns(weights, gradient, k)
+        weights = weights @ identity(learners) - learning_rate * gradients @ complete(learners)
+    return weights
+
+
+def delay_by_one(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+    """W <- W 1 1^T / L - a G(W): the gradients are those of the weights before averaging."""
+    weights = np.tile(start[:, None], (1, learners))
+    for k in range(rounds):
+        gradients = columns(weights, gradient, k)
+        weights = weights @ complete(learners) - learning_rate * gradients
+    return weights
+
+
+def columns(weights: Matrix, gradient: Gradient, k: int) -> Matrix:
+    """The gradients of round `k`, `[P, L]`: learner l takes mini-batch k L + l at its own column."""
+    learners = weights.shape[1]
+    return np.stack([gradient(weights[:, rank], k * learners + rank) for rank in range(learners)], axis=1)
+
+
+ORACLES = {"allreduce": allreduce, "delay-by-one": delay_by_one}

@@ -1,0 +1,152 @@
+"""What every registered strategy must keep on both engines."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from starling.budget import Budget
+from starling.engines.flat import trainable
+from starling.engines.job import Job
+from starling.engines.virtual import VirtualEngine
+from starling.strategies import STRATEGIES
+from starling.workload import Ticket
+from tests.contract.cases import cases, sgd
+from tests.contract.conftest import Runner
+from tests.contract.oracle import ORACLES, Vector
+from tests.contract.problems import NoisyQuadratic, TinyRegression
+
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+every_engine = pytest.mark.parametrize("engine", ["on_virtual", "on_processes"])
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in trainable(model)])
+
+
+@every_engine
+@every_strategy
+@pytest.mark.parametrize("variant", ["sgd", "adam"])
+def test_one_learner_is_plain_sgd_to_the_bit(
+    strategy: str, engine: str, variant: str, request: pytest.FixtureRequest
+) -> None:
+    """With nobody to agree with, every strategy is the plain PyTorch loop."""
+    case = cases()[f"{strategy}/{variant}"]
+    job = case.job(1)
+    model = job.workload.make_model()
+    optimizer = job.make_optimizer(list(model.parameters()))
+    peak = optimizer.param_groups[0]["lr"]
+    for step in range(case.steps):
+        (points,) = job.workload.load(Ticket(step // 12, step % 12, step))
+        optimizer.param_groups[0]["lr"] = peak * job.schedule.factor(step / case.steps, 0.0)
+        optimizer.zero_grad()
+        job.workload.loss(model, points).backward()
+        optimizer.step()
+    run: Runner = request.getfixturevalue(engine)
+    (weights,) = run(f"{strategy}/{variant}", 1)
+    assert torch.equal(weights, flat(model))
+
+
+@every_engine
+@every_strategy
+@pytest.mark.parametrize("learners", [2, 3])
+def test_a_learning_rate_of_zero_conserves_the_mean(
+    strategy: str, engine: str, learners: int, request: pytest.FixtureRequest
+) -> None:
+    """Without steps there is only mixing, and mixing never moves the mean of the weights."""
+    run: Runner = request.getfixturevalue(engine)
+    weights = torch.stack(run(f"{strategy}/still", learners)).mean(dim=0)
+    torch.testing.assert_close(weights, flat(TinyRegression().make_model()), rtol=0.0, atol=1e-6)
+
+
+@every_engine
+@every_strategy
+@pytest.mark.parametrize("learners", [2, 3])
+def test_every_strategy_follows_its_equation_in_matrix_form(
+    strategy: str, engine: str, learners: int, request: pytest.FixtureRequest
+) -> None:
+    """The oracle is the equation in NumPy, in double precision, with gradients from autograd."""
+    workload = TinyRegression()
+    model = workload.make_model().double()
+    parameters = trainable(model)
+
+    def gradient(weights: Vector, number: int) -> Vector:
+        nn.utils.vector_to_parameters(torch.from_numpy(weights), parameters)
+        (points,) = workload.load(Ticket(number // 12, number % 12, number))
+        loss = ((model(points.inputs.double()).squeeze(1) - points.targets.double()) ** 2).mean()
+        return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, parameters)]).numpy()
+
+    expected = ORACLES[strategy](flat(model).numpy(), gradient, 0.1, learners, 24 // learners)
+    run: Runner = request.getfixturevalue(engine)
+    measured = torch.stack(run(f"{strategy}/sgd", learners), dim=1).double().numpy()
+    np.testing.assert_allclose(measured, expected, rtol=0.0, atol=2e-6)
+
+
+@every_strategy
+@pytest.mark.parametrize("learners", [2, 3])
+@pytest.mark.parametrize("variant", ["sgd", "adam", "accumulated", "same-data"])
+def test_both_engines_agree(
+    strategy: str, variant: str, learners: int, on_virtual: Runner, on_processes: Runner
+) -> None:
+    """Where the sums are ours the bits are the same; where a backend sums, to rounding."""
+    virtual = torch.stack(on_virtual(f"{strategy}/{variant}", learners))
+    real = torch.stack(on_processes(f"{strategy}/{variant}", learners))
+    if strategy in SUMMED_BY_A_BACKEND:
+        torch.testing.assert_close(real, virtual, rtol=0.0, atol=1e-6)
+    else:
+        assert torch.equal(real, virtual)
+
+
+SUMMED_BY_A_BACKEND = {"allreduce"}
+
+
+@pytest.mark.parametrize("learners", [2, 3])
+def test_exchanges_give_the_same_bits_on_both_engines(learners: int, on_virtual: Runner, on_processes: Runner) -> None:
+    """What two learners tell each other does not depend on the engine that carries it."""
+    for variant in ("sgd", "adam", "accumulated"):
+        virtual = torch.stack(on_virtual(f"exchanges/{variant}", learners))
+        real = torch.stack(on_processes(f"exchanges/{variant}", learners))
+        assert torch.equal(real, virtual)
+        assert not torch.equal(virtual[0], virtual[1])
+
+
+@every_engine
+@pytest.mark.parametrize("learners", [2, 3])
+def test_identical_data_make_allreduce_plain_sgd(engine: str, learners: int, request: pytest.FixtureRequest) -> None:
+    """The mean of equal gradients is the gradient: L learners go where one goes, with as many steps."""
+    run: Runner = request.getfixturevalue(engine)
+    together = run("allreduce/same-data", learners)
+    single = Job(
+        workload=TinyRegression(batches=12 // learners),
+        strategy=STRATEGIES["allreduce"],
+        budget=Budget(steps=24 // learners),
+        make_optimizer=sgd(0.1),
+    )
+    (state,) = VirtualEngine(single, 1).run().states
+    for weights in together:
+        torch.testing.assert_close(weights, state.weights, rtol=0.0, atol=1e-6)
+
+
+def test_loading_processes_change_nothing(on_processes: Runner) -> None:
+    """Mini-batches are the same whoever loads them."""
+    here, elsewhere = on_processes("allreduce/sgd", 2), on_processes("allreduce/loaded-ahead", 2)
+    assert torch.equal(torch.stack(here), torch.stack(elsewhere))
+
+
+@every_strategy
+def test_the_stationary_variance_is_the_closed_form(strategy: str) -> None:
+    """On h/2 |w|^2 with gradient noise of variance 1, eigenmode lambda ends with a^2 / (1 - (lambda - a h)^2)."""
+    learners, dimensions, a, h = 4, 20_000, 0.4, 0.5
+    job = Job(
+        workload=NoisyQuadratic(dimensions, h),
+        strategy=STRATEGIES[strategy],
+        budget=Budget(steps=60 * learners),
+        make_optimizer=sgd(a),
+    )
+    weights = torch.stack([state.weights for state in VirtualEngine(job, learners).run().states]).double()
+    mean = weights.mean(dim=0)
+    of_mean = learners * float((mean**2).mean())
+    of_rest = float(((weights - mean) ** 2).sum(dim=0).mean()) / (learners - 1)
+    assert of_mean == pytest.approx(a * a / (1 - (1 - a * h) ** 2), rel=5 * (2 / dimensions) ** 0.5)
+    expected_of_rest = 0.0 if strategy == "allreduce" else a * a / (1 - (a * h) ** 2)
+    assert of_rest == pytest.approx(expected_of_rest, rel=0.03, abs=1e-12)
