@@ -1,0 +1,153 @@
+"""Log-mel features, computed on the fly from waveforms."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from lhotse.augmentation.torchaudio import get_or_create_resampler
+from lhotse.features.kaldi.layers import Wav2LogFilterBank
+from pydantic import Field
+
+from starling.configuration import Config
+from starling.errors import DataError
+
+_SMALLEST_DEVIATION = 1e-5  # a constant feature (digital silence) is centred, not divided by zero
+
+
+class FeatureConfig(Config):
+    """How a waveform becomes log-mel features; the `features:` section of a recipe."""
+
+    num_mels: int | None = Field(default=None, ge=4, description="mel bands; 80, or 40 up to 8 kHz, when not given")
+    frame_length: float = Field(default=0.025, gt=0, description="seconds of one window")
+    frame_shift: float = Field(default=0.010, gt=0, description="seconds from one frame to the next")
+    low_freq: float = Field(default=20.0, ge=0, description="lower edge of the lowest band, Hz")
+    high_freq: float = Field(default=-400.0, description="upper edge of the highest band, Hz; <= 0: from Nyquist down")
+    normalise: Literal["utterance", "global", "none"] = Field(
+        default="utterance", description="whose mean and deviation are taken out of every band"
+    )
+
+    def mels_at(self, sampling_rate: int) -> int:
+        """The number of mel bands at a sampling rate in Hz."""
+        if self.num_mels is not None:
+            return self.num_mels
+        return 40 if sampling_rate <= 8000 else 80
+
+
+class UtteranceSource(Protocol):
+    """What statistics and batches need to know of a prepared set; `SpeechSet` is one."""
+
+    @property
+    def sampling_rate(self) -> int: ...
+
+    @property
+    def durations(self) -> np.ndarray: ...
+
+    def __len__(self) -> int: ...
+
+    def id(self, index: int) -> str: ...
+
+    def text(self, index: int) -> str: ...
+
+    def audio(self, index: int) -> np.ndarray: ...
+
+
+class LogMel:
+    """Waveform `[T]` in [-1, 1] -> log-mel features `[frames, F]`, Kaldi's definition (lhotse's layers).
+
+    Frames are centred (`snip_edges=False`): their number is the length over the frame shift, rounded.
+    An utterance's features depend on that utterance alone, never on its neighbours in a batch.
+    """
+
+    def __init__(self, config: FeatureConfig, sampling_rate: int) -> None:
+        self.config = config
+        self.sampling_rate = sampling_rate
+        self.num_features = config.mels_at(sampling_rate)
+        self.mean: torch.Tensor | None = None  # [F], set by `fit` for normalise: global
+        self.deviation: torch.Tensor | None = None  # [F]
+        self._window = math.floor(config.frame_length * sampling_rate)
+        self._shift = math.floor(config.frame_shift * sampling_rate)
+        self._layer = Wav2LogFilterBank(
+            sampling_rate,
+            frame_length=config.frame_length,
+            frame_shift=config.frame_shift,
+            low_freq=config.low_freq,
+            high_freq=config.high_freq,
+            num_filters=self.num_features,
+        )
+
+    def num_frames(self, num_samples: int) -> int:
+        """Frames made of a waveform of `num_samples` samples."""
+        return (num_samples + self._shift // 2) // self._shift
+
+    def __call__(self, waveform: torch.Tensor, utterance: str = "") -> torch.Tensor:
+        """Features `[frames, F]`, float32, normalised as configured, of one waveform `[T]`.
+
+        Raises DataError, naming `utterance`, for audio shorter than one window or not finite.
+        """
+        self._check(waveform, utterance)
+        return self._normalise(self._log_mel(waveform))
+
+    def fit(self, source: UtteranceSource, max_utterances: int = 1000) -> None:
+        """Estimate the mean and deviation of `normalise: global` from evenly spaced utterances of a set."""
+        chosen = np.linspace(0, len(source) - 1, min(max_utterances, len(source))).astype(int)
+        count, total, squares = 0, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        for index in np.unique(chosen).tolist():
+            waveform = torch.from_numpy(source.audio(index))
+            self._check(waveform, source.id(index))
+            features = self._log_mel(waveform).double()
+            count += len(features)
+            total = total + features.sum(0)
+            squares = squares + features.square().sum(0)
+        mean = total / count
+        deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
+        self.mean, self.deviation = mean.float(), deviation.float().clamp(min=_SMALLEST_DEVIATION)
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """The tensors that `fit` found, by name; empty before it or when there is nothing to fit."""
+        if self.mean is None or self.deviation is None:
+            return {}
+        return {"mean": self.mean, "deviation": self.deviation}
+
+    def load_statistics(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over what another `statistics()` gave."""
+        self.mean, self.deviation = tensors.get("mean"), tensors.get("deviation")
+
+    def _log_mel(self, waveform: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            features: torch.Tensor = self._layer(waveform[None])[0]
+        return features
+
+    def _normalise(self, features: torch.Tensor) -> torch.Tensor:
+        if self.config.normalise == "none":
+            return features
+        if self.config.normalise == "utterance":
+            deviation, mean = torch.std_mean(features, dim=0, correction=0)
+            return (features - mean) / deviation.clamp(min=_SMALLEST_DEVIATION)
+        if self.mean is None or self.deviation is None:
+            raise DataError(
+                "features.normalise is `global`, but no statistics were estimated: "
+                "call LogMel.fit with the training set first"
+            )
+        return (features - self.mean) / self.deviation
+
+    def _check(self, waveform: torch.Tensor, utterance: str) -> None:
+        name = f"utterance {utterance!r}" if utterance else "the audio"
+        if waveform.ndim != 1:
+            raise DataError(f"{name} has shape {list(waveform.shape)}; features need one channel, [T]")
+        if len(waveform) < self._window:
+            raise DataError(
+                f"{name} has {len(waveform)} samples ({len(waveform) / self.sampling_rate:.3f} s); one window "
+                f"needs {self._window} ({self.config.frame_length} s): remove it or record it again"
+            )
+        if not bool(torch.isfinite(waveform).all()):
+            raise DataError(f"{name} holds samples that are not finite (NaN or infinity): decode it again")
+
+
+def resample(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
+    """`waveform` `[..., T]` sampled at `rate` Hz, as if it had been sampled at `wanted` Hz."""
+    if rate == wanted:
+        return waveform
+    resampled: torch.Tensor = get_or_create_resampler(rate, wanted)(waveform)
+    return resampled

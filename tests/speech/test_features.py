@@ -1,0 +1,100 @@
+"""Log-mel features against an independent implementation, and their promises."""
+
+import kaldi_native_fbank
+import numpy as np
+import pytest
+import torch
+from tones import song_set
+
+from starling.errors import DataError
+from starling.speech.features import FeatureConfig, LogMel, resample
+
+
+def noise(seconds: float, rate: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(0.1 * np.random.default_rng(seed).standard_normal(int(seconds * rate)).astype(np.float32))
+
+
+def kaldi_log_mel(waveform: torch.Tensor, rate: int, num_mels: int) -> np.ndarray:
+    options = kaldi_native_fbank.FbankOptions()
+    options.frame_opts.samp_freq = rate
+    options.frame_opts.dither = 0
+    options.frame_opts.snip_edges = False
+    options.mel_opts.num_bins = num_mels
+    options.mel_opts.low_freq = 20
+    options.mel_opts.high_freq = -400
+    fbank = kaldi_native_fbank.OnlineFbank(options)
+    fbank.accept_waveform(rate, waveform.tolist())
+    fbank.input_finished()
+    return np.stack([fbank.get_frame(frame) for frame in range(fbank.num_frames_ready)])
+
+
+@pytest.mark.parametrize(("rate", "num_mels"), [(8000, 40), (16000, 80)])
+def test_features_are_those_of_kaldi(rate, num_mels):
+    """The default bands and windows give Kaldi's numbers at 8 and at 16 kHz."""
+    waveform = noise(1.234, rate)
+    features = LogMel(FeatureConfig(normalise="none"), rate)(waveform)
+    oracle = kaldi_log_mel(waveform, rate, num_mels)
+    assert features.shape == oracle.shape
+    np.testing.assert_allclose(features.numpy(), oracle, atol=2e-3)
+
+
+@pytest.mark.parametrize("num_samples", [200, 239, 240, 241, 1000, 8000, 12345])
+def test_the_number_of_frames_is_known_without_computing_them(num_samples):
+    """`num_frames` and the features agree for every length, since CTC feasibility relies on it."""
+    log_mel = LogMel(FeatureConfig(), 8000)
+    assert len(log_mel(noise(1.0, num_samples))) == log_mel.num_frames(num_samples)
+
+
+def test_an_utterance_is_normalised_by_itself():
+    """Every band of an utterance has mean 0 and deviation 1."""
+    features = LogMel(FeatureConfig(), 8000)(noise(2.0, 8000))
+    torch.testing.assert_close(features.mean(0), torch.zeros(40), atol=1e-5, rtol=0)
+    torch.testing.assert_close(features.std(0, correction=0), torch.ones(40), atol=1e-5, rtol=0)
+
+
+def test_digital_silence_gives_finite_features():
+    """A constant band is centred, not divided by its deviation of zero."""
+    assert torch.equal(LogMel(FeatureConfig(), 8000)(torch.zeros(4000)), torch.zeros(50, 40))
+
+
+def test_global_statistics_are_those_of_all_frames(tmp_path):
+    """With `normalise: global` the frames of the set that was fitted have mean 0 and deviation 1."""
+    songs = song_set(tmp_path / "songs", 10)
+    log_mel = LogMel(FeatureConfig(normalise="global"), songs.sampling_rate)
+    log_mel.fit(songs)
+    frames = torch.cat([log_mel(torch.from_numpy(songs.audio(index))) for index in range(10)])
+    torch.testing.assert_close(frames.mean(0), torch.zeros(40), atol=1e-4, rtol=0)
+    torch.testing.assert_close(frames.std(0, correction=0), torch.ones(40), atol=1e-4, rtol=0)
+    again = LogMel(log_mel.config, songs.sampling_rate)
+    again.load_statistics(log_mel.statistics())
+    waveform = torch.from_numpy(songs.audio(0))
+    assert torch.equal(again(waveform), log_mel(waveform))
+
+
+def test_global_normalisation_without_statistics_is_refused():
+    """Features that would be wrong are never made."""
+    with pytest.raises(DataError, match=r"LogMel\.fit"):
+        LogMel(FeatureConfig(normalise="global"), 8000)(noise(1.0, 8000))
+
+
+@pytest.mark.parametrize(
+    ("waveform", "message"),
+    [
+        (torch.zeros(0), r"'u7' has 0 samples .* needs 200"),
+        (torch.zeros(199), r"'u7' has 199 samples \(0.025 s\).* needs 200"),
+        (torch.full((400,), float("nan")), r"'u7' holds samples that are not finite"),
+        (torch.zeros(2, 400), r"'u7' has shape \[2, 400\]"),
+    ],
+)
+def test_audio_without_features_is_refused_by_name(waveform, message):
+    """Empty, tiny, non-finite or many-channel audio is a DataError with the id and the numbers."""
+    with pytest.raises(DataError, match=message):
+        LogMel(FeatureConfig(), 8000)(waveform, "u7")
+
+
+def test_resampling_keeps_a_tone_in_place():
+    """A 1 kHz tone is a 1 kHz tone at the other rate."""
+    tone = torch.sin(2 * torch.pi * 1000 * torch.arange(16000) / 16000)
+    low = resample(tone[None], 16000, 8000)[0]
+    expected = torch.sin(2 * torch.pi * 1000 * torch.arange(8000) / 8000)
+    torch.testing.assert_close(low[100:-100], expected[100:-100], atol=1e-2, rtol=0)
