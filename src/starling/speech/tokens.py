@@ -1,0 +1,185 @@
+"""Tokens: what the network emits, and the way from text to tokens and back. Id 0 is CTC's blank."""
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol, Self
+
+import sentencepiece
+from pydantic import Field, model_validator
+
+from starling.configuration import Config
+from starling.errors import CheckpointError, DataError
+
+BLANK = 0
+_CHARACTERS_FILE = "tokens.json"
+_PIECES_FILE = "tokens.model"
+
+
+class TokenConfig(Config):
+    """What the tokens are; the `tokens:` section of a recipe."""
+
+    kind: Literal["characters", "sentencepiece"] = "characters"
+    alphabet: str | None = Field(
+        default=None,
+        description="the characters allowed, for kind: characters; those of the training texts when not given",
+    )
+    vocab_size: int = Field(default=100, ge=3, description="most pieces to make, for kind: sentencepiece")
+    model_type: Literal["unigram", "bpe"] = Field(default="unigram", description="for kind: sentencepiece")
+
+    @model_validator(mode="after")
+    def _alphabet_fits(self) -> Self:
+        if self.alphabet is None:
+            return self
+        if self.kind != "characters":
+            raise ValueError("tokens.alphabet is for `kind: characters` only; remove it for sentencepiece")
+        repeated = sorted({character for character in self.alphabet if self.alphabet.count(character) > 1})
+        if repeated or not self.alphabet:
+            raise ValueError(f"tokens.alphabet must name each character once; repeated: {repeated}")
+        return self
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back; ids run from 1 to `vocab_size - 1`, 0 is the blank."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of outputs of the network: all tokens and the blank."""
+        ...
+
+    def encode(self, text: str, utterance: str = "") -> list[int]:
+        """Token ids of `text`.
+
+        Raises DataError, naming `utterance`, for an empty text or a character that no token covers.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids; blanks are ignored."""
+        ...
+
+    def save(self, folder: Path) -> Path:
+        """Write the file that `load_tokenizer` reads; returns its path."""
+        ...
+
+
+class CharacterTokenizer:
+    """One token a character, in the order of the alphabet."""
+
+    def __init__(self, alphabet: str) -> None:
+        self.alphabet = alphabet
+        self._ids = {character: index + 1 for index, character in enumerate(alphabet)}
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.alphabet) + 1
+
+    def encode(self, text: str, utterance: str = "") -> list[int]:
+        _refuse_empty(text, utterance)
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError as missing:
+            raise _outside(missing.args[0], text, utterance, self.alphabet) from None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self.alphabet[token - 1] for token in tokens if token != BLANK)
+
+    def save(self, folder: Path) -> Path:
+        path = folder / _CHARACTERS_FILE
+        path.write_text(json.dumps({"kind": "characters", "alphabet": self.alphabet}), encoding="utf-8")
+        return path
+
+
+class PieceTokenizer:
+    """Subword pieces of a sentencepiece model, shifted by one to make room for the blank."""
+
+    def __init__(self, model: bytes) -> None:
+        self._model = model
+        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._unknown = int(self._pieces.unk_id())
+
+    def __reduce__(self) -> tuple[type[Self], tuple[bytes]]:
+        return type(self), (self._model,)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._pieces.get_piece_size()) + 1
+
+    def encode(self, text: str, utterance: str = "") -> list[int]:
+        _refuse_empty(text, utterance)
+        pieces: list[int] = self._pieces.encode(text)
+        if self._unknown in pieces:
+            # only a character that is in no piece at all becomes unknown
+            alone = (c for c in text if not c.isspace() and self._unknown in self._pieces.encode(c))
+            raise _outside(next(alone, "?"), text, utterance, "the characters of the training texts")
+        return [piece + 1 for piece in pieces]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._pieces.decode([token - 1 for token in tokens if token != BLANK]))
+
+    def save(self, folder: Path) -> Path:
+        path = folder / _PIECES_FILE
+        path.write_bytes(self._model)
+        return path
+
+
+def make_tokenizer(config: TokenConfig, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer of a recipe, from the training texts; the same texts give the same tokenizer.
+
+    Raises DataError when the texts hold nothing to make tokens of.
+    """
+    if config.kind == "characters":
+        alphabet = config.alphabet or "".join(sorted(set().union(*map(set, texts))))
+        if not alphabet:
+            raise DataError("the training texts hold no character: there is nothing to make tokens of")
+        return CharacterTokenizer(alphabet)
+    return PieceTokenizer(_train_pieces(config, texts))
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that `save` wrote into `folder`. Raises CheckpointError naming what is wrong."""
+    characters, pieces = folder / _CHARACTERS_FILE, folder / _PIECES_FILE
+    try:
+        if pieces.exists():
+            return PieceTokenizer(pieces.read_bytes())
+        content = json.loads(characters.read_text(encoding="utf-8"))
+        return CharacterTokenizer(TokenConfig(alphabet=content["alphabet"]).alphabet or "")
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} holds neither {_CHARACTERS_FILE} nor {_PIECES_FILE}") from None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"the tokens in {folder} cannot be read: {error}") from error
+
+
+def _train_pieces(config: TokenConfig, texts: Iterable[str]) -> bytes:
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            model_type=config.model_type,
+            vocab_size=config.vocab_size,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            normalization_rule_name="identity",
+            num_threads=1,
+            bos_id=-1,
+            eos_id=-1,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise DataError(f"sentencepiece cannot make {config.vocab_size} pieces of these texts: {error}") from error
+    return model.getvalue()
+
+
+def _refuse_empty(text: str, utterance: str) -> None:
+    if not text.strip():
+        raise DataError(f"the transcript of utterance {utterance!r} is empty: remove it from the manifest")
+
+
+def _outside(character: str, text: str, utterance: str, alphabet: str) -> DataError:
+    return DataError(
+        f"utterance {utterance!r} holds the character {character!r} (U+{ord(character):04X}), which is outside "
+        f"the alphabet {alphabet!r}: correct the text {text!r}, choose another data.text normaliser, or add the "
+        "character to tokens.alphabet"
+    )
