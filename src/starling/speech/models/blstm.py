@@ -1,0 +1,56 @@
+"""The deep bidirectional LSTM of the IBM line, with CTC outputs."""
+
+import torch
+from torch import nn
+
+from starling.speech.models.shape import ModelShape
+from starling.speech.models.subsampling import ConvSubsampling
+
+
+def reversal(lengths: torch.Tensor, num_frames: int) -> torch.Tensor:
+    """`[B, num_frames, 1]` indices that reverse each utterance inside its own length; padding stays put."""
+    position = torch.arange(num_frames, device=lengths.device)[None]
+    mirrored = lengths[:, None] - 1 - position
+    return torch.where(mirrored >= 0, mirrored, position)[:, :, None]
+
+
+class BidirectionalLayer(nn.Module):
+    """One LSTM in each direction, `[B, T, I]` -> `[B, T, 2 * hidden]`.
+
+    Two plain LSTMs, the second over utterances reversed within their lengths: padding then never reaches a
+    frame of an utterance, at the speed of a padded `nn.LSTM`; packed sequences are 2 to 5 times slower on a CPU.
+    """
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.onward = nn.LSTM(inputs, hidden, batch_first=True)
+        self.backward_in_time = nn.LSTM(inputs, hidden, batch_first=True)
+
+    def forward(self, frames: torch.Tensor, reverse: torch.Tensor) -> torch.Tensor:
+        """`reverse` is `reversal(lengths, T)`."""
+        onward, _ = self.onward(frames)
+        mirrored, _ = self.backward_in_time(frames.gather(1, reverse.expand(-1, -1, frames.shape[2])))
+        backward = mirrored.gather(1, reverse.expand(-1, -1, mirrored.shape[2]))
+        return torch.cat([onward, backward], dim=2)
+
+
+class BlstmCtc(nn.Module):
+    """Convolutional subsampling, bidirectional LSTM layers, an optional bottleneck, CTC outputs."""
+
+    def __init__(self, shape: ModelShape, num_features: int, vocab_size: int) -> None:
+        super().__init__()
+        self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
+        widths = [shape.channels] + [2 * shape.hidden] * shape.layers
+        self.layers = nn.ModuleList(BidirectionalLayer(width, shape.hidden) for width in widths[:-1])
+        self.dropout = nn.Dropout(shape.dropout)
+        self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
+        self.output = nn.Linear(shape.bottleneck or widths[-1], vocab_size)
+
+    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features `[B, T, F]` and lengths `[B]` -> log-probabilities `[B, T', V]` (float32) and lengths `[B]`."""
+        frames, lengths = self.subsampling(features, lengths)
+        reverse = reversal(lengths, frames.shape[1])
+        for index, layer in enumerate(self.layers):
+            frames = layer(self.dropout(frames) if index else frames, reverse)
+        logits = self.output(self.bottleneck(self.dropout(frames)))
+        return logits.float().log_softmax(dim=2), lengths

@@ -1,0 +1,48 @@
+"""Convolutions over time in front of the recurrent layers: fewer frames, wider ones."""
+
+import torch
+from torch import nn
+
+_KERNEL = 5
+
+
+def frame_mask(lengths: torch.Tensor, num_frames: int) -> torch.Tensor:
+    """`[B, num_frames, 1]`: true inside an utterance, false in its padding."""
+    return (torch.arange(num_frames, device=lengths.device) < lengths[:, None])[:, :, None]
+
+
+def frames_after(num_frames: int, subsampling: int) -> int:
+    """Encoder frames made of `num_frames` feature frames: halved, rounded up, once per layer of stride 2."""
+    while subsampling > 1:
+        num_frames = (num_frames + 1) // 2
+        subsampling //= 2
+    return num_frames
+
+
+class ConvSubsampling(nn.Module):
+    """Two convolutions over time, LayerNorm and ReLU behind each; `[B, T, F]` -> `[B, T', channels]`.
+
+    The mel bands are the input channels: on a CPU this costs a fraction of convolutions over time and
+    frequency. `subsampling` 2 puts stride 2 on the first layer, 4 on both. Padding is set to zero before
+    each convolution, so that it never reaches an utterance's frames.
+    """
+
+    def __init__(self, num_features: int, channels: int, subsampling: int) -> None:
+        super().__init__()
+        strides = [2 if subsampling >= 2 else 1, 2 if subsampling >= 4 else 1]
+        inputs = [num_features, channels]
+        self.convolutions = nn.ModuleList(
+            nn.Conv1d(size, channels, _KERNEL, stride, padding=_KERNEL // 2)
+            for size, stride in zip(inputs, strides, strict=True)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(channels) for _ in strides)
+        self.strides = strides
+
+    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encoder inputs `[B, T', channels]` and their lengths `[B]`."""
+        for convolution, norm, stride in zip(self.convolutions, self.norms, self.strides, strict=True):
+            features = features.masked_fill(~frame_mask(lengths, features.shape[1]), 0.0)
+            features = convolution(features.transpose(1, 2)).transpose(1, 2)
+            features = torch.relu(norm(features))
+            lengths = (lengths + stride - 1) // stride
+        return features, lengths
