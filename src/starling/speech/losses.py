@@ -1,0 +1,76 @@
+"""The CTC loss, and the check that every utterance has the frames that CTC needs."""
+
+import math
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from starling.errors import DataError
+from starling.speech.augmentation import AugmentConfig
+from starling.speech.batches import Batch
+from starling.speech.chance import borrowed_generators
+from starling.speech.features import UtteranceSource, LogMel
+from starling.speech.models import ModelConfig
+from starling.speech.tokens import BLANK, Tokenizer
+
+
+class TooShort(NamedTuple):
+    """An utterance whose encoder frames are fewer than CTC needs."""
+
+    id: str
+    frames: int  # encoder frames at the highest speed factor
+    needed: int  # tokens, and a blank between equal neighbours
+
+
+def ctc_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Mean negative log-likelihood per token: the sum over the batch, divided by its number of tokens.
+
+    Scalar, float32. While the model is training, its dropout is drawn from the seed of the batch, so that the
+    same weights and batch give the same gradient in every process; no global generator is moved. An utterance
+    with too few frames gives infinity: `check_ctc_fits` finds those before training.
+    """
+    with borrowed_generators(batch.seed, batch.features.device):
+        log_probs, lengths = model(batch.features, batch.feature_lengths)
+    total = F.ctc_loss(
+        log_probs.transpose(0, 1), batch.tokens, lengths, batch.token_lengths, blank=BLANK, reduction="sum"
+    )
+    return total / len(batch.tokens)
+
+
+def frames_needed(tokens: list[int]) -> int:
+    """Encoder frames that CTC needs for `tokens`: one each, and a blank between equal neighbours."""
+    return len(tokens) + sum(first == second for first, second in pairwise(tokens))
+
+
+def check_ctc_fits(
+    speech_set: UtteranceSource,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    features: LogMel,
+    augment: AugmentConfig | None = None,
+    on_too_short: Literal["fail", "list"] = "fail",
+) -> list[TooShort]:
+    """The utterances that would have too few encoder frames at the highest speed factor of `augment`.
+
+    Encodes every transcript, so that characters outside the alphabet are found here as well.
+    Raises DataError for those, and for utterances that are too short unless `on_too_short` is "list".
+    """
+    fastest = max(augment.speed) if augment is not None else 1.0
+    found = []
+    for index, seconds in enumerate(speech_set.durations.tolist()):
+        samples = math.ceil(round(seconds * speech_set.sampling_rate) / fastest)
+        frames = model.encoder_frames(features.num_frames(samples))
+        needed = frames_needed(tokenizer.encode(speech_set.text(index), speech_set.id(index)))
+        if frames < needed:
+            found.append(TooShort(speech_set.id(index), frames, needed))
+    if found and on_too_short == "fail":
+        shown = ", ".join(f"{each.id} ({each.frames} frames, {each.needed} needed)" for each in found[:5])
+        raise DataError(
+            f"{len(found)} of {len(speech_set)} utterances have too few encoder frames for CTC at speed {fastest}: "
+            f"{shown}{', ...' if len(found) > 5 else ''}. Raise data.filter.min_seconds, lower "
+            f"model.subsampling (now {model.shape.subsampling}) or use longer tokens"
+        )
+    return found

@@ -1,0 +1,127 @@
+"""The CTC loss against the sum over all paths, and the check that utterances are long enough."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from tones import song_set
+
+from starling.errors import DataError
+from starling.speech.augmentation import AugmentConfig
+from starling.speech.batches import Batch, load_batch
+from starling.speech.features import FeatureConfig, LogMel
+from starling.speech.losses import check_ctc_fits, ctc_loss, frames_needed
+from starling.speech.models import ModelConfig, build_model
+from starling.speech.store import SpeechSet, SpeechWriter
+from starling.speech.tokens import CharacterTokenizer
+
+
+class Fixed(torch.nn.Module):
+    """A model whose log-probabilities are its input."""
+
+    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return features.log_softmax(2), lengths
+
+
+def path_sum(log_probs: torch.Tensor, tokens: list[int]) -> float:
+    """Negative log of the summed probability of every path that collapses to `tokens`."""
+    num_frames, vocab_size = log_probs.shape
+    total = 0.0
+    for path in itertools.product(range(vocab_size), repeat=num_frames):
+        if [token for token, _ in itertools.groupby(path) if token] == tokens:
+            total += math.exp(sum(float(log_probs[frame, token]) for frame, token in enumerate(path)))
+    return -math.log(total)
+
+
+def batch_of(features: torch.Tensor, lengths: list[int], tokens: list[list[int]]) -> Batch:
+    return Batch(
+        features=features,
+        feature_lengths=torch.tensor(lengths),
+        tokens=torch.tensor([token for each in tokens for token in each]),
+        token_lengths=torch.tensor([len(each) for each in tokens]),
+        seconds=1.0,
+        seed=0,
+        ids=tuple(str(row) for row in range(len(lengths))),
+    )
+
+
+def test_the_loss_is_the_sum_over_all_paths_per_token():
+    """Summed over the batch and divided by its tokens, blank 0, lengths respected."""
+    features = torch.randn(3, 6, 3, generator=torch.Generator().manual_seed(0))
+    lengths, tokens = [6, 4, 5], [[1, 2, 2], [2], [1, 2]]
+    log_probs = features.log_softmax(2)
+    expected = sum(path_sum(log_probs[row, : lengths[row]], tokens[row]) for row in range(3)) / 6
+    assert float(ctc_loss(Fixed(), batch_of(features, lengths, tokens))) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_impossible_utterance_gives_infinity():
+    """Nothing is silently set to zero: too few frames are visible in the loss."""
+    loss = ctc_loss(Fixed(), batch_of(torch.zeros(1, 2, 3), [2], [[1, 1]]))
+    assert math.isinf(float(loss))
+
+
+def test_dropout_follows_the_batch_and_moves_no_generator(tmp_path):
+    """Two gradients of one batch at the same weights have the same bits, whatever was drawn between them."""
+    songs = song_set(tmp_path / "songs", 4)
+    tokenizer = CharacterTokenizer(" ADEFIMOR")
+    batch = load_batch(songs, np.arange(4), LogMel(FeatureConfig(), 8000), None, tokenizer, seed=3)
+    model = build_model(ModelConfig(preset="tiny", layers=2, dropout=0.5), 40, tokenizer.vocab_size, seed=1).train()
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        ctc_loss(model, batch).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    state = torch.get_rng_state()
+    first = gradient()
+    assert torch.equal(state, torch.get_rng_state())
+    torch.rand(7)
+    assert torch.equal(first, gradient())
+    model.eval()
+    assert not torch.equal(first, gradient())
+
+
+@pytest.mark.parametrize(("tokens", "needed"), [([1], 1), ([1, 2, 3], 3), ([1, 1, 1], 5), ([1, 2, 2, 1], 5)])
+def test_equal_neighbours_need_a_blank_between_them(tokens, needed):
+    """The number of frames needed is exactly where the loss turns finite."""
+    assert frames_needed(tokens) == needed
+    for frames in (needed - 1, needed):
+        loss = ctc_loss(Fixed(), batch_of(torch.zeros(1, max(frames, 1), 4), [frames], [tokens]))
+        assert math.isinf(float(loss)) == (frames < needed)
+
+
+@pytest.fixture
+def pair(tmp_path) -> SpeechSet:
+    """An utterance with plenty of frames, and one that has exactly as many as CTC needs at speed 1."""
+    with SpeechWriter(tmp_path / "pair", "pair", 8000) as writer:
+        writer.write("long", "s", "ABBA", np.zeros(8000, np.float32))
+        writer.write("tight", "s", "ABBA", np.zeros(5 * 4 * 80 - 3 * 80, np.float32))  # 17 frames, 5 after subsampling
+        writer.finish(digest="pair")
+    return SpeechSet.open(tmp_path / "pair")
+
+
+def test_utterances_too_short_for_ctc_are_found_before_training(pair):
+    """What fits at speed 1.0 need not fit at 1.1; the message has the id, both numbers and a way out."""
+    log_mel, model, tokens = LogMel(FeatureConfig(), 8000), ModelConfig(preset="tiny"), CharacterTokenizer("AB")
+    assert check_ctc_fits(pair, tokens, model, log_mel) == []
+    found = check_ctc_fits(pair, tokens, model, log_mel, AugmentConfig(), on_too_short="list")
+    assert found == [("tight", 4, 5)]
+    with pytest.raises(DataError, match=r"1 of 2 utterances .* speed 1.1: tight \(4 frames, 5 needed\).*subsampling"):
+        check_ctc_fits(pair, tokens, model, log_mel, AugmentConfig())
+
+
+def test_the_check_predicts_the_frames_of_real_batches(pair):
+    """The frames it counts are those that speed perturbation and the network really leave."""
+    log_mel, config, tokens = LogMel(FeatureConfig(), 8000), ModelConfig(preset="tiny"), CharacterTokenizer("AB")
+    fast = AugmentConfig(speed=(1.1,), spec_augment=None)
+    batch = load_batch(pair, np.array([1]), log_mel, fast, tokens, seed=0)
+    _, lengths = build_model(config, 40, 3, seed=0)(batch.features, batch.feature_lengths)
+    assert check_ctc_fits(pair, tokens, config, log_mel, fast, "list") == [("tight", int(lengths), 5)]
+
+
+def test_characters_outside_the_alphabet_are_found_before_training(pair):
+    """The check encodes every transcript, so no run starts that would stop in the middle."""
+    with pytest.raises(DataError, match=r"'long' holds the character 'B'"):
+        check_ctc_fits(pair, CharacterTokenizer("A"), ModelConfig(), LogMel(FeatureConfig(), 8000))
