@@ -1,0 +1,201 @@
+"""Error rates as speech people write them, and the files that show every error."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import kaldialign
+
+from starling.errors import DataError
+
+_NOTHING = " "  # stands for "no word here" in an alignment; no word and no pair of words holds a space alone
+_REPLICATIONS = 2000
+
+Alignment = list[tuple[str, str]]  # (reference word, recognised word), `_NOTHING` where there is none
+
+
+@dataclass(frozen=True)
+class ErrorCounts:
+    """Errors summed over a set, in words or in characters."""
+
+    insertions: int
+    deletions: int
+    substitutions: int
+    reference: int  # words or characters in the references
+
+    @property
+    def errors(self) -> int:
+        """All errors."""
+        return self.insertions + self.deletions + self.substitutions
+
+    @property
+    def rate(self) -> float:
+        """Errors per 100 reference words or characters; infinite when there are none but errors."""
+        if self.reference:
+            return 100.0 * self.errors / self.reference
+        return float("inf") if self.errors else 0.0
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of one test set."""
+
+    words: ErrorCounts
+    characters: ErrorCounts  # spaces count
+    sentences: int
+    wrong_sentences: int
+    interval: tuple[float, float] | None  # 95 % bootstrap interval of the WER, per cent; None: too few words
+    missing: tuple[str, ...]  # utterances without a hypothesis, counted as deletions
+
+    @property
+    def wer(self) -> float:
+        """Word error rate in per cent."""
+        return self.words.rate
+
+    @property
+    def cer(self) -> float:
+        """Character error rate in per cent."""
+        return self.characters.rate
+
+    @property
+    def ser(self) -> float:
+        """Share of sentences with an error, in per cent."""
+        return 100.0 * self.wrong_sentences / self.sentences
+
+    def lines(self) -> list[str]:
+        """Kaldi's lines: %WER, with the interval behind it, %SER and %CER."""
+        interval = "" if self.interval is None else f" 95% interval {self.interval[0]:.2f} - {self.interval[1]:.2f}"
+        lines = [
+            _kaldi_line("WER", self.words) + interval,
+            f"%SER {self.ser:.2f} [ {self.wrong_sentences} / {self.sentences} ]",
+            _kaldi_line("CER", self.characters),
+        ]
+        if self.missing:
+            shown = ", ".join(self.missing[:5]) + (", ..." if len(self.missing) > 5 else "")
+            lines.append(f"{len(self.missing)} utterances have no hypothesis, counted as deletions: {shown}")
+        return lines
+
+
+def score(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> Score:
+    """Compare texts by utterance id; errors are summed over the set, never averaged over utterances.
+
+    Raises DataError when there is nothing to score, or a hypothesis belongs to no reference.
+    """
+    missing = _check(references, hypotheses)
+    references_words = [text.split() for text in references.values()]
+    hypotheses_words = [hypotheses.get(name, "").split() for name in references]
+    wrong = sum(first != second for first, second in zip(references_words, hypotheses_words, strict=True))
+    return Score(
+        words=_count(references_words, hypotheses_words),
+        characters=_count(
+            [list(" ".join(words)) for words in references_words],
+            [list(" ".join(words)) for words in hypotheses_words],
+        ),
+        sentences=len(references),
+        wrong_sentences=wrong,
+        interval=_interval(references_words, hypotheses_words),
+        missing=missing,
+    )
+
+
+def align(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[str, Alignment]:
+    """The word alignment of every utterance; an utterance without a hypothesis is all deletions."""
+    return {
+        name: kaldialign.align(text.split(), hypotheses.get(name, "").split(), _NOTHING)
+        for name, text in references.items()
+    }
+
+
+def write_score_files(
+    folder: Path, set_name: str, references: Mapping[str, str], hypotheses: Mapping[str, str], normaliser: str
+) -> Score:
+    """Score a set and write `recogs-`, `errs-` and `wer-summary-<set_name>.txt` into `folder`.
+
+    `normaliser` names what was done to the texts before. Raises DataError as `score` does.
+    """
+    result = score(references, hypotheses)
+    folder.mkdir(parents=True, exist_ok=True)
+    recogs = "".join(
+        f"{name}:\tref={text.split()}\n{name}:\thyp={hypotheses.get(name, '').split()}\n"
+        for name, text in references.items()
+    )
+    summary = [f"set {set_name}, text normaliser: {normaliser}", *result.lines()]
+    errors = [*summary, "", *_error_lines(align(references, hypotheses))]
+    (folder / f"recogs-{set_name}.txt").write_text(recogs, encoding="utf-8")
+    (folder / f"errs-{set_name}.txt").write_text("\n".join(errors) + "\n", encoding="utf-8")
+    (folder / f"wer-summary-{set_name}.txt").write_text("\n".join(summary) + "\n", encoding="utf-8")
+    return result
+
+
+def _check(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> tuple[str, ...]:
+    if not references:
+        raise DataError("there is no reference to score against: the set is empty")
+    unknown = sorted(hypotheses.keys() - references.keys())
+    if unknown:
+        raise DataError(
+            f"{len(unknown)} hypotheses belong to no utterance of the set, such as {unknown[0]!r}: "
+            "they were made for another set"
+        )
+    return tuple(name for name in references if name not in hypotheses)
+
+
+def _count(references: Sequence[list[str]], hypotheses: Sequence[list[str]]) -> ErrorCounts:
+    totals = Counter[str]()
+    for reference, hypothesis in zip(references, hypotheses, strict=True):
+        result = kaldialign.edit_distance(reference, hypothesis)
+        totals.update({kind: result[kind] for kind in ("ins", "del", "sub")})
+        totals["ref"] += len(reference)
+    return ErrorCounts(totals["ins"], totals["del"], totals["sub"], totals["ref"])
+
+
+def _interval(references: list[list[str]], hypotheses: list[list[str]]) -> tuple[float, float] | None:
+    if len(references) < 2 or not all(references):
+        return None  # a resample could hold no reference word at all
+    result = kaldialign.bootstrap_wer_ci(references, hypotheses, replications=_REPLICATIONS)
+    return max(0.0, 100.0 * result["ci95min"]), 100.0 * result["ci95max"]
+
+
+def _kaldi_line(name: str, counts: ErrorCounts) -> str:
+    return (
+        f"%{name} {counts.rate:.2f} [ {counts.errors} / {counts.reference}, {counts.insertions} ins, "
+        f"{counts.deletions} del, {counts.substitutions} sub ]"
+    )
+
+
+def _error_lines(alignments: Mapping[str, Alignment]) -> list[str]:
+    """The sections of an `errs-` file, in the order and with the titles of icefall."""
+    pairs = Counter(pair for alignment in alignments.values() for pair in alignment)
+    wrong = [(count, *pair) for pair, count in pairs.items() if pair[0] != pair[1]]
+    wrong.sort(key=lambda each: (-each[0], each[1:]))
+    lines = ["PER-UTT DETAILS: corr or (ref->hyp)"]
+    lines += [f"{name}:\t{' '.join(map(_show, alignment))}" for name, alignment in alignments.items()]
+    lines += ["", "SUBSTITUTIONS: count ref -> hyp"]
+    lines += [f"{count}   {ref} -> {hyp}" for count, ref, hyp in wrong if _NOTHING not in (ref, hyp)]
+    lines += ["", "DELETIONS: count ref"]
+    lines += [f"{count}   {ref}" for count, ref, hyp in wrong if hyp == _NOTHING]
+    lines += ["", "INSERTIONS: count hyp"]
+    lines += [f"{count}   {hyp}" for count, ref, hyp in wrong if ref == _NOTHING]
+    return [*lines, "", *_word_lines(pairs)]
+
+
+def _word_lines(pairs: Counter[tuple[str, str]]) -> list[str]:
+    in_reference, in_hypothesis, correct = Counter[str](), Counter[str](), Counter[str]()
+    for (reference, hypothesis), count in pairs.items():
+        in_reference[reference] += count
+        in_hypothesis[hypothesis] += count
+        if reference == hypothesis:
+            correct[reference] += count
+    words = (in_reference.keys() | in_hypothesis.keys()) - {_NOTHING}
+    rows = [
+        (in_reference[word] + in_hypothesis[word] - 2 * correct[word], word) for word in words
+    ]  # a substitution is an error of both its words
+    rows.sort(key=lambda row: (-row[0], row[1]))
+    lines = ["PER-WORD STATS: word  corr tot_errs count_in_ref count_in_hyp"]
+    lines += [f"{word}   {correct[word]} {errors} {in_reference[word]} {in_hypothesis[word]}" for errors, word in rows]
+    return lines
+
+
+def _show(pair: tuple[str, str]) -> str:
+    reference, hypothesis = ("*" if word == _NOTHING else word for word in pair)
+    return reference if pair[0] == pair[1] else f"({reference}->{hypothesis})"

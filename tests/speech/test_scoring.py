@@ -1,0 +1,112 @@
+"""Scores against another library, and the files that speech people expect."""
+
+import jiwer
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from starling.errors import DataError
+from starling.speech.scoring import score, write_score_files
+
+WORD = st.sampled_from(["ONE", "TWO", "THREE", "TEN", "ÉTÉ"])
+REFERENCE = st.lists(WORD, min_size=1, max_size=6).map(" ".join)
+HYPOTHESIS = st.lists(WORD, max_size=6).map(" ".join)
+
+
+@given(st.lists(st.tuples(REFERENCE, HYPOTHESIS), min_size=1, max_size=8))
+def test_rates_are_those_of_jiwer(pairs):
+    """WER and CER, summed over the set, agree with jiwer for any texts."""
+    references, hypotheses = ([pair[side] for pair in pairs] for side in (0, 1))
+    result = score(
+        {str(number): text for number, text in enumerate(references)},
+        {str(number): text for number, text in enumerate(hypotheses)},
+    )
+    assert result.wer == pytest.approx(100 * jiwer.wer(references, hypotheses))
+    assert result.cer == pytest.approx(100 * jiwer.cer(references, hypotheses))
+    wrong = sum(first != second for first, second in pairs)
+    assert result.ser == pytest.approx(100 * wrong / len(pairs))
+
+
+def test_the_lines_are_those_of_kaldi():
+    """`%WER rate [ errors / words, ins, del, sub ]`, then %SER and %CER."""
+    references = {"a": "ONE TWO", "b": "THREE"}
+    lines = score(references, {"a": "ONE", "b": "TREE FOUR"}).lines()
+    assert lines[0].startswith("%WER 100.00 [ 3 / 3, 1 ins, 1 del, 1 sub ] 95% interval ")
+    assert lines[1] == "%SER 100.00 [ 2 / 2 ]"
+    assert lines[2] == "%CER 83.33 [ 10 / 12, 5 ins, 5 del, 0 sub ]"
+    assert len(lines) == 3
+
+
+def test_a_missing_utterance_is_all_deletions_and_is_named():
+    """What has no hypothesis counts against the result, and the lines say so."""
+    result = score({"a": "ONE TWO", "b": "THREE"}, {"a": "ONE TWO"})
+    assert (result.words.deletions, result.missing) == (1, ("b",))
+    assert result.lines()[-1] == "1 utterances have no hypothesis, counted as deletions: b"
+
+
+def test_a_hypothesis_without_reference_is_refused():
+    """Results of another set are never scored as if they belonged to this one."""
+    with pytest.raises(DataError, match="'x'"):
+        score({"a": "ONE"}, {"a": "ONE", "x": "TWO"})
+
+
+def test_an_empty_set_is_refused():
+    """There is no error rate of nothing."""
+    with pytest.raises(DataError, match="empty"):
+        score({}, {})
+
+
+def test_the_interval_covers_the_rate_it_belongs_to():
+    """With errors at 10 %, over many sets about 95 in 100 intervals hold the true rate."""
+    generator = np.random.default_rng(0)
+    covered = 0
+    for _ in range(200):
+        wrong = generator.random((100, 5)) < 0.1
+        references = {str(number): "A B C D E" for number in range(100)}
+        hypotheses = {
+            str(n): " ".join("X" if bad else w for bad, w in zip(wrong[n], "ABCDE", strict=True)) for n in range(100)
+        }
+        low, high = score(references, hypotheses).interval
+        covered += low <= 10 <= high
+    assert 180 <= covered <= 199
+
+
+def test_without_words_there_is_no_interval_and_no_division_by_zero():
+    """References without words give an infinite rate, or zero when nothing was recognised either."""
+    assert score({"a": ""}, {"a": "ONE"}).wer == float("inf")
+    assert score({"a": ""}, {"a": ""}).wer == 0
+    assert score({"a": "ONE", "b": ""}, {"a": "ONE", "b": ""}).interval is None
+
+
+def test_the_files_show_every_error(tmp_path):
+    """Recognised texts, aligned errors with counts per word, and a summary, in icefall's layout."""
+    references = {"u1": "ONE TWO THREE", "u2": "ONE ONE"}
+    hypotheses = {"u1": "ONE TEN THREE FOUR", "u2": "ONE"}
+    result = write_score_files(tmp_path, "test", references, hypotheses, "upper")
+    assert (tmp_path / "recogs-test.txt").read_text().splitlines() == [
+        "u1:\tref=['ONE', 'TWO', 'THREE']",
+        "u1:\thyp=['ONE', 'TEN', 'THREE', 'FOUR']",
+        "u2:\tref=['ONE', 'ONE']",
+        "u2:\thyp=['ONE']",
+    ]
+    summary = (tmp_path / "wer-summary-test.txt").read_text().splitlines()
+    assert summary == ["set test, text normaliser: upper", *result.lines()]
+    errors = (tmp_path / "errs-test.txt").read_text().splitlines()
+    details = errors.index("PER-UTT DETAILS: corr or (ref->hyp)")
+    assert errors[details + 1] == "u1:\tONE (TWO->TEN) THREE (*->FOUR)"
+    assert errors[details + 2] in ("u2:\tONE (ONE->*)", "u2:\t(ONE->*) ONE")
+    for title, line in [
+        ("SUBSTITUTIONS: count ref -> hyp", "1   TWO -> TEN"),
+        ("DELETIONS: count ref", "1   ONE"),
+        ("INSERTIONS: count hyp", "1   FOUR"),
+        ("PER-WORD STATS: word  corr tot_errs count_in_ref count_in_hyp", "FOUR   0 1 0 1"),
+    ]:
+        assert errors[errors.index(title) + 1] == line
+    assert "ONE   2 1 3 2" in errors
+
+
+def test_a_word_that_looks_like_a_gap_is_a_word(tmp_path):
+    """A star in a transcript is scored like any other word."""
+    result = write_score_files(tmp_path, "stars", {"a": "* ONE"}, {"a": "ONE"}, "as-is")
+    assert (result.words.deletions, result.words.reference) == (1, 2)
