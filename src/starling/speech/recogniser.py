@@ -1,0 +1,215 @@
+"""A recogniser: network, tokens and features together, as one saves, loads and uses them."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from pydantic import Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from starling.configuration import Config
+from starling.errors import CheckpointError, DataError
+from starling.speech.decoding import greedy_decode
+from starling.speech.features import UtteranceSource, FeatureConfig, LogMel, resample
+from starling.speech.models import ModelConfig, build_model
+from starling.speech.tokens import Tokenizer, load_tokenizer
+
+_FORMAT = 1
+_CONFIG_FILE = "config.json"
+_WEIGHTS_FILE = "model.safetensors"
+
+
+class _Description(Config):
+    """What `config.json` of a saved recogniser holds."""
+
+    format: int
+    sampling_rate: int = Field(gt=0)
+    features: FeatureConfig
+    model: ModelConfig
+    vocab_size: int = Field(ge=2)
+    sha256: dict[str, str]  # of every other file, by name
+
+
+class Recogniser:
+    """Waveforms in, text out."""
+
+    def __init__(self, model: nn.Module, model_config: ModelConfig, features: LogMel, tokenizer: Tokenizer) -> None:
+        self.model = model
+        self.model_config = model_config
+        self.features = features
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def create(cls, model_config: ModelConfig, features: LogMel, tokenizer: Tokenizer, seed: int) -> Self:
+        """A recogniser with fresh weights."""
+        model = build_model(model_config, features.num_features, tokenizer.vocab_size, seed)
+        return cls(model, model_config, features, tokenizer)
+
+    def save(self, folder: Path) -> None:
+        """Write `config.json`, `model.safetensors` and the tokens into `folder`, which is made if missing.
+
+        Only a folder that is not in use may be given: files are replaced one after the other.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        tensors |= {f"features.{name}": value for name, value in self.features.statistics().items()}
+        save_file({name: value.detach().cpu().clone() for name, value in tensors.items()}, folder / _WEIGHTS_FILE)
+        tokens = self.tokenizer.save(folder)
+        description = _Description(
+            format=_FORMAT,
+            sampling_rate=self.features.sampling_rate,
+            features=self.features.config,
+            model=self.model_config,
+            vocab_size=self.tokenizer.vocab_size,
+            sha256={path.name: _digest(path) for path in (folder / _WEIGHTS_FILE, tokens)},
+        )
+        (folder / _CONFIG_FILE).write_text(description.model_dump_json(indent=2), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """The recogniser that `save` wrote.
+
+        Raises CheckpointError, naming the file, for one that is missing, damaged or doesn't fit the others.
+        """
+        description = _read_description(folder)
+        for name, digest in description.sha256.items():
+            _verify(folder, name, digest)
+        tokenizer = load_tokenizer(folder)
+        if tokenizer.vocab_size != description.vocab_size:
+            raise CheckpointError(
+                f"{folder}: the tokens make {tokenizer.vocab_size} outputs, {_CONFIG_FILE} says "
+                f"{description.vocab_size}: the files belong to different recognisers"
+            )
+        features = LogMel(description.features, description.sampling_rate)
+        recogniser = cls.create(description.model, features, tokenizer, seed=0)
+        recogniser._load_weights(folder / _WEIGHTS_FILE)
+        return recogniser
+
+    def transcribe(self, waveform: np.ndarray | torch.Tensor, rate: int) -> str:
+        """The text of one recording, `[T]` or `[channels, T]` (averaged), sampled at `rate` Hz.
+
+        Raises DataError for audio that is empty, shorter than a window, or not finite.
+        """
+        return self.transcribe_batch([waveform], rate)[0]
+
+    def transcribe_batch(self, waveforms: Sequence[np.ndarray | torch.Tensor], rate: int) -> list[str]:
+        """The texts of several recordings, in one batch; shapes and errors as for `transcribe`."""
+        if not waveforms:
+            return []
+        mono = [self._prepare(waveform, rate) for waveform in waveforms]
+        return self._decode([self.features(waveform) for waveform in mono])
+
+    def recognise(
+        self,
+        speech_set: UtteranceSource,
+        max_duration: float = 120.0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> dict[str, str]:
+        """The text of every utterance of a set, by id, in batches of at most `max_duration` padded seconds.
+
+        `progress` is told the number of utterances done and their total.
+        """
+        texts: dict[str, str] = {}
+        for indices in _by_duration(speech_set.durations, max_duration):
+            names = [speech_set.id(index) for index in indices]
+            waveforms = (torch.from_numpy(speech_set.audio(index)) for index in indices)
+            matrices = [self.features(each, name) for each, name in zip(waveforms, names, strict=True)]
+            texts.update(zip(names, self._decode(matrices), strict=True))
+            if progress is not None:
+                progress(len(texts), len(speech_set))
+        return texts
+
+    def _decode(self, matrices: list[torch.Tensor]) -> list[str]:
+        device = next(self.model.parameters()).device
+        features = torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True).to(device)
+        lengths = torch.tensor([len(matrix) for matrix in matrices], device=device)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.inference_mode():
+                log_probs, frames = self.model(features, lengths)
+        finally:
+            self.model.train(was_training)
+        return greedy_decode(log_probs, frames, self.tokenizer)
+
+    def _prepare(self, waveform: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
+        tensor = torch.as_tensor(waveform)
+        if tensor.ndim not in (1, 2) or tensor.numel() == 0:
+            raise DataError(f"audio of shape {list(tensor.shape)} cannot be transcribed: give [T] or [channels, T]")
+        if rate <= 0:
+            raise DataError(f"a sampling rate of {rate} Hz is impossible")
+        if not tensor.is_floating_point():
+            tensor = tensor.float() / -float(torch.iinfo(tensor.dtype).min)
+        tensor = tensor.float()
+        mono = tensor.mean(0) if tensor.ndim == 2 else tensor
+        if not bool(torch.isfinite(mono).all()):
+            raise DataError("the audio holds samples that are not finite (NaN or infinity): decode it again")
+        return resample(mono[None], rate, self.features.sampling_rate)[0]
+
+    def _load_weights(self, path: Path) -> None:
+        try:
+            tensors = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        stored = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+        wanted = self.model.state_dict()
+        problems = [f"{name} is missing" for name in sorted(wanted.keys() - stored.keys())]
+        problems += [f"{name} is not of this model" for name in sorted(stored.keys() - wanted.keys())]
+        problems += [
+            f"{name} has shape {list(stored[name].shape)} and dtype {stored[name].dtype}, the model "
+            f"{list(wanted[name].shape)} and {wanted[name].dtype}"
+            for name in sorted(wanted.keys() & stored.keys())
+            if (stored[name].shape, stored[name].dtype) != (wanted[name].shape, wanted[name].dtype)
+        ]
+        if problems:
+            raise CheckpointError(f"{path} does not fit the model of {_CONFIG_FILE}: " + "; ".join(problems[:5]))
+        self.model.load_state_dict(stored)
+        prefix = "features."
+        self.features.load_statistics(
+            {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        )
+
+
+def _by_duration(durations: np.ndarray, max_duration: float) -> Iterable[list[int]]:
+    """Indices, longest first, in groups whose padded duration stays within `max_duration` seconds."""
+    order = np.argsort(-durations, kind="stable").tolist()
+    while order:
+        size = max(1, int(max_duration / max(float(durations[order[0]]), 1e-3)))
+        yield order[:size]
+        order = order[size:]
+
+
+def _read_description(folder: Path) -> _Description:
+    path = folder / _CONFIG_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and isinstance(version := content.get("format"), int) and version > _FORMAT:
+            raise CheckpointError(
+                f"{path} has format {version}, this version reads up to {_FORMAT}: use a newer Starling"
+            )
+        return _Description.model_validate(content)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: {folder} holds no finished recogniser") from None
+    except (OSError, ValueError, ValidationError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _verify(folder: Path, name: str, digest: str) -> None:
+    path = folder / name
+    if Path(name).name != name:
+        raise CheckpointError(f"{folder / _CONFIG_FILE} lists {name!r}, which is not the name of a file beside it")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing or not a file")
+    if _digest(path) != digest:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {_CONFIG_FILE}")
