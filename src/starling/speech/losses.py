@@ -12,7 +12,7 @@ from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batches import Batch
 from starling.speech.chance import borrowed_generators
-from starling.speech.features import UtteranceSource, LogMel
+from starling.speech.features import LogMel, UtteranceSource
 from starling.speech.models import ModelConfig
 from starling.speech.tokens import BLANK, Tokenizer
 

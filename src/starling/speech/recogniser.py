@@ -16,7 +16,7 @@ from torch import nn
 from starling.configuration import Config
 from starling.errors import CheckpointError, DataError
 from starling.speech.decoding import greedy_decode
-from starling.speech.features import UtteranceSource, FeatureConfig, LogMel, resample
+from starling.speech.features import FeatureConfig, LogMel, UtteranceSource, resample
 from starling.speech.models import ModelConfig, build_model
 from starling.speech.tokens import Tokenizer, load_tokenizer
 
