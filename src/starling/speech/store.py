@@ -100,7 +100,7 @@ class _Strings:
 
 
 class SpeechSet:
-    """One prepared set, opened for random access; picklable, and safe after a fork.
+    """One prepared set, opened for random access; picklable, safe after a fork, not for several threads at once.
 
     Everything but the audio stays in memory-mapped arrays, so that opening a million utterances takes
     milliseconds and processes share the pages.
@@ -217,7 +217,7 @@ class SpeechSet:
             self.close()
 
     def __reduce__(self) -> "tuple[object, tuple[Path]]":
-        return (SpeechSet.open, (self.folder,))
+        return (SpeechSet.open, (self.folder.absolute(),))
 
 
 def _load_array(folder: Path, name: str) -> NDArray[Any]:

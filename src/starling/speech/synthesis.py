@@ -1,11 +1,11 @@
 """The demo corpus: digits and short commands, spoken by a synthesiser in many voices, with noise."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 
 from starling.configuration import Config
 from starling.speech.corpora.utterance import Audio, Utterance
@@ -35,7 +35,7 @@ class SyntheticCorpus(Config):
     """Speech made by espeak-ng; no voice speaks in two sets. Needs `pip install 'starling-asr[demo]'`."""
 
     kind: Literal["synthetic"]
-    sets: dict[Literal["train", "dev", "test"], int] = Field(min_length=1)
+    sets: dict[Literal["train", "dev", "test"], PositiveInt] = Field(min_length=1)
     """Number of utterances of each set."""
     seed: int = Field(default=0, ge=0)
     digits: tuple[int, int] = (2, 5)
@@ -47,6 +47,14 @@ class SyntheticCorpus(Config):
     """espeak's scale, 0 to 100."""
     snr: tuple[float, float] = (15.0, 40.0)
     """Signal-to-noise ratio, dB."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        for name in ("digits", "words_per_minute", "pitch", "snr"):
+            low, high = getattr(self, name)
+            if low > high or (low < 1 and name != "snr"):
+                raise ValueError(f"{name} {low}, {high}: needs the smaller first, from 1")
+        return self
 
     def utterances(self, set_name: str) -> Sequence[Utterance]:
         """All utterances of a set, spoken when this is called: the same for the same configuration.
@@ -82,12 +90,14 @@ class SyntheticCorpus(Config):
         )
 
     def _utterance(self, name: str, text: str, sentence: Sentence, samples: NDArray[np.int16], rate: int) -> Utterance:
+        voice = sentence.voice.rpartition("+")[2]
+
         def read() -> Audio:
             set_name, _, number = name.rpartition("-")
             random = np.random.default_rng([self.seed, *set_name.encode(), int(number)])
             return add_noise(samples.astype(np.float32) / 32768.0, random, self.snr), rate
 
-        return Utterance(name, sentence.voice, text, f"espeak-ng, voice {sentence.voice}", read)
+        return Utterance(name, voice, text, f"espeak-ng, voice {sentence.voice}", read)
 
 
 def add_noise(

@@ -14,6 +14,7 @@ MAX_SECONDS = 3600.0
 """Longest stretch that is read at once; longer recordings need segments."""
 _ESTIMATED_LENGTH = ("MP3", "MPEG")
 _SHORT_CHUNK = re.compile(r"data : (\d+) \(should be (\d+)\)")
+_BLOCK = 1 << 20
 _STREAMED = 0x7FFFF000
 """Declared sizes from here on are placeholders, written by programs that did not know the length yet."""
 
@@ -34,7 +35,7 @@ def read_audio(
             column = _channel(path, file.channels, channel)
             if first:
                 file.seek(first)
-            samples = file.read(count, dtype="float32", always_2d=True)[:, column]
+            samples = _read(file, count, column)
             rate, kind = int(file.samplerate), str(file.format)
     except (soundfile.SoundFileError, OSError, RuntimeError) as error:
         raise DataError(f"{path}: cannot be read as audio: {error}") from error
@@ -42,7 +43,19 @@ def read_audio(
         raise DataError(f"{path}: truncated: {len(samples)} samples of {count} are there")
     if len(samples) == 0:
         raise DataError(f"{path}: no samples")
-    return np.ascontiguousarray(samples), rate
+    return samples, rate
+
+
+def _read(file: soundfile.SoundFile, count: int, column: int) -> NDArray[np.float32]:
+    """Up to `count` samples of one channel; memory follows what is there, not what is announced."""
+    blocks = [np.zeros(0, np.float32)]
+    while count > 0:
+        block = file.read(min(count, _BLOCK), dtype="float32", always_2d=True)[:, column]
+        if not len(block):
+            break
+        blocks.append(block)
+        count -= len(block)
+    return np.concatenate(blocks)
 
 
 def _check_regular(path: Path) -> None:

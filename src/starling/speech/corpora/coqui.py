@@ -17,10 +17,16 @@ class CoquiCorpus(NamedSets):
 
     def utterances(self, set_name: str) -> Iterator[Utterance]:
         manifest = self.set_path(set_name)
-        rows = csv.DictReader((text for _, text in read_lines(manifest)), strict=True)
+        line = 1
+
+        def lines() -> Iterator[str]:
+            nonlocal line
+            for line, text in read_lines(manifest):  # noqa: B007 - for the messages below
+                yield text + "\n"
+
+        rows = csv.DictReader(lines(), strict=True)
         try:
             for row in rows:
-                line = rows.line_num
                 if None in row or None in row.values() or not {"wav_filename", "transcript"} <= row.keys():
                     raise DataError(
                         f"{manifest}:{line}: needs the columns wav_filename and transcript, "
@@ -34,4 +40,4 @@ class CoquiCorpus(NamedSets):
                 }
                 yield self.utterance(manifest, line, fields)
         except csv.Error as error:
-            raise DataError(f"{manifest}:{rows.line_num}: not CSV: {error}") from error
+            raise DataError(f"{manifest}:{line}: not CSV: {error}") from error

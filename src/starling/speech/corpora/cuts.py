@@ -1,6 +1,5 @@
 """Corpora that lhotse holds already, or knows how to prepare."""
 
-import importlib
 import inspect
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import lhotse.recipes
 import numpy as np
 from lhotse import CutSet
 from lhotse.serialization import deserialize_item
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from starling.errors import DataError
 from starling.speech.corpora.audio import MAX_SECONDS, read_audio
@@ -53,6 +52,16 @@ class LhotseRecipeCorpus(FileCorpus):
     """Further arguments of lhotse's function."""
     sets: dict[str, str | tuple[str, ...]]
 
+    @field_validator("recipe")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        known = recipe_names()
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"lhotse has no recipe {name!r}; {hint}")
+        return name
+
     def utterances(self, set_name: str) -> Iterator[Utterance]:
         wanted = self.sets[set_name]
         # Some recipes read their own manifests back lazily: they must live while the cuts are used.
@@ -70,7 +79,7 @@ class LhotseRecipeCorpus(FileCorpus):
                     yield _utterance(cut, name, f"{self.recipe}/{part}", self.channel, self.audio_root)
 
     def _prepare(self, scratch: Path) -> dict[str, dict[str, Any]]:
-        prepare = _recipe(self.recipe)
+        prepare = getattr(lhotse.recipes, f"prepare_{self.recipe}")
         source = self.located()
         options: dict[str, Any] = {
             name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()
@@ -99,15 +108,6 @@ class LhotseRecipeCorpus(FileCorpus):
 def recipe_names() -> list[str]:
     """The corpora that lhotse can prepare."""
     return sorted(name.removeprefix("prepare_") for name in vars(lhotse.recipes) if name.startswith("prepare_"))
-
-
-def _recipe(name: str) -> Any:
-    known = recipe_names()
-    if name not in known:
-        near = get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-        raise DataError(f"data.corpus.recipe: lhotse has no recipe {name!r}{hint}")
-    return getattr(importlib.import_module("lhotse.recipes"), f"prepare_{name}")
 
 
 def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,9 +1,8 @@
 """What every importer yields, and the checks that all of them share."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,13 +109,3 @@ class NamedSets(FileCorpus):
         if not path.exists():
             raise DataError(f"set {set_name}: {path.absolute()} does not exist; change data.corpus.sets")
         return path
-
-
-class Corpus(Config):
-    """What `prepare` asks of any corpus."""
-
-    sets: Any
-
-    def utterances(self, set_name: str) -> Iterator[Utterance]:
-        """The utterances of one set, in the order of the corpus."""
-        raise NotImplementedError

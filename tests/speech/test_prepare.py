@@ -1,0 +1,362 @@
+"""Preparation: what is kept, what is refused, and that nothing half-written looks finished."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import yaml
+from corpus_builders import RATE, replace_row, sound, write_table, write_wav
+from pydantic import ValidationError
+
+from starling.errors import DataError
+from starling.speech.checking import resampled
+from starling.speech.prepare import DataConfig, Summary, describe, prepare, set_digest
+from starling.speech.store import SpeechSet
+
+_RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+def _config(folder: Path, table: Path, **settings: object) -> DataConfig:
+    return DataConfig.model_validate(
+        {
+            "folder": folder,
+            "corpus": {
+                "kind": "tsv",
+                "path": table,
+                "sets": {"train": {"split": "train"}, "test": {"split": "test"}},
+            },
+            "sampling_rate": RATE,
+            "valid": None,
+            **settings,
+        }
+    )
+
+
+def _state(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def _leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+def test_every_utterance_of_a_set_is_written_in_order(tmp_path: Path) -> None:
+    """Ids, texts (upper case by default, single spaces), speakers and 16-bit samples are those of the corpus."""
+    table = write_table(tmp_path / "corpus")
+    replace_row(table, "u0", text="  two\u00a0 words ")
+    summary = prepare(_config(tmp_path / "data", table))
+    train, test = (SpeechSet.open(tmp_path / "data" / name) for name in ("train", "test"))
+    assert [train.id(i) for i in range(len(train))] == ["u0", "u1", "u3", "u4", "u6", "u7", "u9", "u10"]
+    assert [test.id(i) for i in range(len(test))] == ["u2", "u5", "u8", "u11"]
+    assert (train.text(0), train.text(1), train.speaker(1)) == ("TWO WORDS", "WORD1", "s1")
+    np.testing.assert_array_equal(test.audio(0) * 32768, sound(0.42, seed=2))
+    assert [(each.name, each.utterances, each.speakers, each.dropped) for each in summary.sets] == [
+        ("train", 8, 2, 0),
+        ("test", 4, 2, 0),
+    ]
+    assert summary.sets[0].seconds == pytest.approx(sum(train.durations))
+    assert "train: 8 utterances, 0.00 h, 2 speakers, 8000 Hz, written" in describe(summary)
+
+
+def test_a_second_call_does_nothing(tmp_path: Path) -> None:
+    """No file changes, no utterance is reported, and the corpus need not be there any more."""
+    table = write_table(tmp_path / "corpus")
+    config = _config(tmp_path / "data", table)
+    first = prepare(config)
+    before = _state(tmp_path / "data")
+    table.unlink()
+    calls: list[object] = []
+    second = prepare(config, lambda *call: calls.append(call))
+    assert calls == []
+    assert (first.written, second.written) == (("train", "test"), ())
+    assert second.sets == first.sets
+    assert _state(tmp_path / "data").keys() == before.keys()
+    assert {k: v for k, v in _state(tmp_path / "data").items() if k != ".lock"} == {
+        k: v for k, v in before.items() if k != ".lock"
+    }
+
+
+def test_changed_settings_prepare_again_and_other_sets_do_not_matter(tmp_path: Path) -> None:
+    """The stamp covers what a set is made from: its own selection, not the sets beside it."""
+    table = write_table(tmp_path / "corpus")
+    config = _config(tmp_path / "data", table)
+    prepare(config)
+    assert prepare(_config(tmp_path / "data", table, text="as-is")).written == ("train", "test")
+    sets = {"train": {"split": "train"}, "test": {"split": "test"}, "more": {}}
+    more = _config(
+        tmp_path / "data",
+        table,
+        corpus={"kind": "tsv", "path": table, "sets": sets},
+        text="as-is",
+        test=["test", "more"],
+    )
+    assert prepare(more).written == ("more",)
+    assert set_digest(config, "train") != set_digest(more, "train")
+    assert set_digest(config, "train") != set_digest(config, "test")
+
+
+def test_a_damaged_set_is_prepared_again(tmp_path: Path) -> None:
+    """A set whose shard was cut short does not pass for finished."""
+    config = _config(tmp_path / "data", write_table(tmp_path / "corpus"))
+    prepare(config)
+    shard = tmp_path / "data" / "test" / "shar" / "recording.000000.tar"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert prepare(config).written == ("test",)
+
+
+def _spoil(table: Path, utterance: str, how: str) -> None:
+    path = table.parent / "audio" / f"{utterance}.wav"
+    samples = soundfile.read(path, dtype="float32")[0]
+    if how == "missing":
+        path.unlink()
+    elif how == "empty file":
+        path.write_bytes(b"")
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:1000])
+    elif how == "not finite":
+        samples[100] = np.nan
+        soundfile.write(path, samples, RATE, subtype="FLOAT")
+    elif how == "wrong scale":
+        soundfile.write(path, samples * 32768, RATE, subtype="FLOAT")
+    elif how == "silent":
+        soundfile.write(path, samples * 0, RATE)
+    elif how == "odd rate":
+        soundfile.write(path, samples, 44101)
+    elif how == "empty transcript":
+        replace_row(table, utterance, text=" ")
+    elif how == "duplicate":
+        replace_row(table, utterance, id="u1")
+    elif how == "id":
+        replace_row(table, utterance, id="../u4")
+
+
+_FAULTS = {
+    "missing": "u4.wav: audio file cannot be opened: No such file",
+    "empty file": r"u4.wav: audio file is empty \(0 bytes\)",
+    "truncated": r"u4.wav: truncated: 956 bytes of audio, 7040 announced",
+    "not finite": "1 of 3520 samples of the audio are not finite",
+    "wrong scale": "the audio reaches .*, where -1 to 1 is full scale",
+    "silent": "the audio is silent: all 3520 samples are 0",
+    "odd rate": "the audio has 44101 Hz, which cannot be resampled to 8000 Hz",
+    "empty transcript": "its transcript is empty",
+    "duplicate": "its id is used twice",
+    "id": "its id is not usable",
+}
+
+
+@pytest.mark.parametrize("how", _FAULTS)
+def test_an_unusable_utterance_ends_the_preparation_with_its_id_and_place(tmp_path: Path, how: str) -> None:
+    """By default nothing is skipped: the message has id, line and reason, and no folder remains."""
+    table = write_table(tmp_path / "corpus")
+    _spoil(table, "u4", how)
+    name = {"duplicate": "u1", "id": r"\.\./u4"}.get(how, "u4")
+    with pytest.raises(DataError, match=rf"set train: utterance '{name}' \(.*corpus.tsv:6\): .*{_FAULTS[how]}.*on_bad"):
+        prepare(_config(tmp_path / "data", table))
+    assert _leftovers(tmp_path / "data") == []
+
+
+@pytest.mark.parametrize("how", _FAULTS)
+def test_skipped_utterances_are_counted_and_listed(tmp_path: Path, how: str) -> None:
+    """With `on_bad: skip` the rest is prepared; the one is in the summary and in dropped.tsv with the reason."""
+    table = write_table(tmp_path / "corpus")
+    _spoil(table, "u4", how)
+    config = _config(tmp_path / "data", table, filter={"on_bad": "skip", "max_skipped": 0.2})
+    summary = prepare(config)
+    assert (summary.sets[0].utterances, summary.sets[0].dropped) == (7, 1)
+    header, row = (tmp_path / "data" / "train" / "dropped.tsv").read_text().splitlines()
+    assert header == "id\tseconds\treason"
+    assert row.startswith({"duplicate": "u1", "id": "../u4"}.get(how, "u4") + "\t")
+    assert "dropped 1 (0.00 h), listed in" in describe(summary)
+
+
+def test_more_than_one_percent_skipped_fails(tmp_path: Path) -> None:
+    """1 of 8 is too much by default; the message has the numbers and the first of them."""
+    table = write_table(tmp_path / "corpus")
+    _spoil(table, "u4", "silent")
+    with pytest.raises(
+        DataError, match=r"1 of 8 utterances are unusable, more than .*1\.00%.*'u4': the audio is silent"
+    ):
+        prepare(_config(tmp_path / "data", table, filter={"on_bad": "skip"}))
+    assert _leftovers(tmp_path / "data") == []
+
+
+def test_utterances_outside_the_limits_of_duration_are_dropped_and_their_hours_counted(tmp_path: Path) -> None:
+    """Too short and too long are no faults; bounds are inclusive."""
+    table = write_table(tmp_path / "corpus")
+    config = _config(tmp_path / "data", table, filter={"min_seconds": 0.41, "max_seconds": 0.48})
+    (train, _) = prepare(config).sets
+    kept = SpeechSet.open(tmp_path / "data" / "train")
+    assert [kept.id(i) for i in range(len(kept))] == ["u1", "u3", "u4", "u6", "u7"]
+    assert train.dropped_seconds == pytest.approx(0.40 + 0.49 + 0.50)
+    assert "u0\t0.400\tlasts 0.400 s, kept are 0.41 to 0.48 s" in (kept.folder / "dropped.tsv").read_text()
+
+
+def test_a_set_with_nothing_left_is_an_error(tmp_path: Path) -> None:
+    """An empty set is never written; the message says why it is empty."""
+    table = write_table(tmp_path / "corpus")
+    with pytest.raises(DataError, match=r"set train: no utterance is left of 8; the first dropped: 'u0': lasts"):
+        prepare(_config(tmp_path / "data", table, filter={"min_seconds": 5}))
+    corpus = {"kind": "tsv", "path": table, "sets": {"train": {"split": "nothing"}}}
+    with pytest.raises(DataError, match=r"no utterance is left of 0; see data\.corpus"):
+        prepare(_config(tmp_path / "data", table, corpus=corpus, test=[]))
+
+
+@pytest.mark.parametrize(("rate", "wanted"), [(16000, 8000), (22050, 8000), (44100, 16000), (8000, 16000)])
+def test_resampling_keeps_a_tone(rate: int, wanted: int) -> None:
+    """A 1 kHz tone at one rate is the same tone at the other, away from the ends."""
+    tone = np.sin(2 * np.pi * 1000 * np.arange(rate) / rate).astype(np.float32)
+    expected = np.sin(2 * np.pi * 1000 * np.arange(wanted) / wanted)
+    result = resampled(tone, rate, wanted)
+    assert len(result) == wanted
+    np.testing.assert_allclose(result[500:-500], expected[500:-500], atol=2e-3)
+
+
+def test_audio_of_another_rate_is_resampled_to_that_of_the_set(tmp_path: Path) -> None:
+    """The prepared set has one rate, and durations stay."""
+    table = write_table(tmp_path / "corpus")
+    write_wav(tmp_path / "corpus" / "audio" / "u0.wav", 0.7, rate=16000)
+    prepare(_config(tmp_path / "data", table))
+    train = SpeechSet.open(tmp_path / "data" / "train")
+    assert (train.sampling_rate, len(train.audio(0)), train.durations[0]) == (RATE, 5600, np.float32(0.7))
+
+
+def test_strings_use_every_usable_recording_copies_times(tmp_path: Path) -> None:
+    """Words in the texts of the strings count to copies for each usable recording; the others are listed."""
+    table = write_table(tmp_path / "corpus", count=30)
+    _spoil(table, "u4", "silent")
+    limits = {"on_bad": "skip", "max_skipped": 0.1, "min_seconds": 0.405}
+    config = _config(tmp_path / "data", table, strings={"copies": {"train": 3}}, filter=limits)
+    summary = prepare(config)
+    train = SpeechSet.open(tmp_path / "data" / "train")
+    words = " ".join(train.text(i) for i in range(len(train))).split()
+    kept = [f"WORD{i}" for i in range(30) if i % 3 != 2 and i not in (0, 4)]
+    assert sorted(words) == sorted(kept * 3)
+    assert summary.sets[0].dropped == 2
+    dropped = (train.folder / "dropped.tsv").read_text()
+    assert "u0\t" in dropped
+    assert "u4\t" in dropped
+
+
+class _Interruption(BaseException):
+    pass
+
+
+def test_an_interrupted_preparation_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    """Stopped in the middle of a set, that set does not exist, an earlier one is whole, and a new call finishes."""
+    config = _config(tmp_path / "data", write_table(tmp_path / "corpus", count=180, seconds=0.1))
+    fired = []
+
+    def interrupt(name: str, done: int, total: int) -> None:
+        if name == "test" and done >= 25:
+            fired.append(done)
+            raise _Interruption
+
+    with pytest.raises(_Interruption):
+        prepare(config, interrupt)
+    assert fired == [25]
+    assert _leftovers(tmp_path / "data") == ["train"]
+    with pytest.raises(DataError, match="run `starling prepare"):
+        SpeechSet.open(tmp_path / "data" / "test")
+    assert prepare(config).written == ("test",)
+
+
+def _prepare_and_die(config: DataConfig) -> None:
+    def kill(name: str, done: int, total: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    prepare(config, kill)
+
+
+def test_a_killed_preparation_is_begun_again(tmp_path: Path) -> None:
+    """After SIGKILL only a folder `.partial` is there, which the next call replaces."""
+    config = _config(tmp_path / "data", write_table(tmp_path / "corpus", count=60))
+    process = multiprocessing.get_context("fork").Process(target=_prepare_and_die, args=(config,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert _leftovers(tmp_path / "data") == ["train.partial"]
+    assert prepare(config).written == ("train", "test")
+    assert _leftovers(tmp_path / "data") == ["test", "train"]
+
+
+def _prepare_and_count(config: DataConfig) -> int:
+    return len(prepare(config).written)
+
+
+def test_two_preparations_at_once_take_turns(tmp_path: Path) -> None:
+    """Of four processes one prepares, the others find it done."""
+    config = _config(tmp_path / "data", write_table(tmp_path / "corpus", count=60))
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        assert sorted(pool.map(_prepare_and_count, [config] * 4, chunksize=1)) == [0, 0, 0, 2]
+
+
+def test_progress_is_reported_up_to_the_end(tmp_path: Path) -> None:
+    """The last report of a set has all its utterances."""
+    calls: list[tuple[str, int, int]] = []
+    prepare(_config(tmp_path / "data", write_table(tmp_path / "corpus")), lambda *call: calls.append(call))
+    assert calls == [("train", 8, 8), ("test", 4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train": "trian"}, r"set 'trian' is not in corpus.sets \(train, test\); did you mean 'train'\?"),
+        ({"test": ["test", "tset"]}, "set 'tset'"),
+        ({"sampling_rate": 0}, "sampling_rate"),
+        ({"filter": {"min_seconds": 2, "max_seconds": 1}}, r"max_seconds \(1.0\) is not more"),
+        ({"strings": {"copies": {"tain": 2}}}, "strings.copies names unknown sets: tain"),
+        ({"corpus": {"kind": "tvs"}}, "kind"),
+        ({"text": "UPPER"}, "text"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_impossible_settings_are_refused_before_anything_is_written(
+    tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    """Names of sets, ranges and unknown keys are checked when the recipe is read."""
+    with pytest.raises(ValidationError, match=message):
+        _config(tmp_path / "data", tmp_path / "corpus.tsv", **settings)
+    with pytest.raises(ValidationError, match="cannot be the name of a set"):
+        corpus = {"kind": "tsv", "path": "x", "sets": {"../up": {}}}
+        _config(tmp_path / "data", tmp_path / "corpus.tsv", corpus=corpus, train="../up", test=[])
+
+
+def test_a_folder_that_cannot_be_written_is_named_at_the_start(tmp_path: Path) -> None:
+    """A file in place of the folder is a DataError, not a traceback."""
+    (tmp_path / "data").write_text("in the way")
+    with pytest.raises(DataError, match=r"data: cannot be written: .*data\.folder"):
+        prepare(_config(tmp_path / "data", write_table(tmp_path / "corpus")))
+
+
+@pytest.mark.parametrize("name", ["demo", "fsdd", "fsdd_speakers", "speechocean"])
+def test_the_data_sections_of_our_recipes_are_valid(name: str) -> None:
+    """Every recipe's data section passes its own model."""
+    recipe = yaml.safe_load((_RECIPES / f"{name}.yaml").read_text())
+    config = DataConfig.model_validate(recipe["data"])
+    assert set(config.used_sets) <= set(config.corpus.sets)
+
+
+def test_the_two_digit_recipes_share_their_folder(tmp_path: Path) -> None:
+    """Sets of the same name mean the same in both, so that one preparation serves both."""
+    configs = [
+        DataConfig.model_validate(yaml.safe_load((_RECIPES / f"{name}.yaml").read_text())["data"])
+        for name in ("fsdd", "fsdd_speakers")
+    ]
+    for name in configs[0].corpus.sets:
+        assert set_digest(configs[0], name) == set_digest(configs[1], name)
+
+
+def test_real_digits_become_strings_with_the_right_words(tmp_path: Path, shared_data: Path | None) -> None:
+    """The held-out speakers of the digit corpus, where it is there; the same with made-up audio where it is not."""
+    table = (shared_data / "fsdd.tsv") if shared_data else write_table(tmp_path / "corpus", count=60)
+    column, names = ("official_split", "utt_id") if shared_data else ("split", "id")
+    corpus = {"kind": "tsv", "path": table, "id": names, "sets": {"test": {column: "test"}}}
+    summary = prepare(_config(tmp_path / "data", table, corpus=corpus, train="test", strings={}))
+    test = SpeechSet.open(tmp_path / "data" / "test")
+    assert isinstance(summary, Summary)
+    assert sum(len(test.text(i).split()) for i in range(len(test))) == (300 if shared_data else 20)
+    assert all(len(test.audio(i)) == test.num_samples[i] for i in range(len(test)))
