@@ -1,7 +1,6 @@
 """Mini-batches, loaded ahead of the learner that computes on them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from multiprocessing import get_context
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -36,12 +35,9 @@ def _as_it_is(loaded: Any) -> Any:  # torch would otherwise convert what it find
 def load_ahead(workload: Workload[Any], tickets: Iterable[Ticket], num_workers: int) -> Iterator[Loaded]:
     """Each ticket with its mini-batch, in order, loaded by `num_workers` processes (0: when asked for).
 
-    The processes come from a fork server, for a plain fork of a process with gloo's threads in it crashes.
+    The processes are spawned: a fork of a process with gloo's threads in it crashes, and a fork server outlives a
+    learner that is killed.
     """
-    context = None
-    if num_workers:
-        context = get_context("forkserver")
-        context.set_forkserver_preload([type(workload).__module__])
     loader = DataLoader(
         _ByTicket(workload),
         sampler=_Tickets(tickets),
@@ -49,6 +45,6 @@ def load_ahead(workload: Workload[Any], tickets: Iterable[Ticket], num_workers: 
         collate_fn=_as_it_is,
         num_workers=num_workers,
         prefetch_factor=2 if num_workers else None,
-        multiprocessing_context=context,
+        multiprocessing_context="spawn" if num_workers else None,
     )
     return iter(loader)

@@ -5,10 +5,16 @@ A learner whose launcher has died reads the end of the line and ends itself, so 
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
+
+from starling.errors import StarlingError
 
 VARIABLE = "STARLING_LINK_FD"
 ORPHANED = 3
@@ -41,4 +47,22 @@ class Link:
             pass
         sys.stderr.write("the launcher is gone: this learner ends\n")
         sys.stderr.flush()
+        if os.getpgrp() == os.getpid():  # the launcher gave this learner a group of its own: its loading processes
+            os.killpg(0, signal.SIGKILL)
         os._exit(ORPHANED)
+
+
+@contextmanager
+def reported_errors(link: Link | None) -> Generator[None, None, None]:
+    """Tell the launcher what ended this learner, and end it with the error's exit code; the log gets the traceback.
+
+    Without a link errors pass through.
+    """
+    try:
+        yield
+    except Exception as error:
+        if link is None:
+            raise
+        traceback.print_exc()
+        link.send({"error": type(error).__name__, "message": str(error)})
+        raise SystemExit(error.exit_code if isinstance(error, StarlingError) else 1) from error

@@ -1,0 +1,167 @@
+"""The virtual engine: deterministic, timed, and honest about deadlocks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from starling.budget import Budget
+from starling.engines.cluster import Cluster, ComputeModel, ComputeTimes, LinkModel
+from starling.engines.job import EpochReport, Job, StepReport
+from starling.engines.virtual import Outcome, VirtualEngine
+from starling.errors import Deadlock, NonFiniteError, ProtocolError
+from starling.learner import Learner
+from starling.strategies import STRATEGIES, Strategy
+from tests.contract.cases import cases, sgd
+from tests.contract.problems import TinyRegression
+
+UNEQUAL = Cluster(compute=ComputeModel(distribution="log-normal", seconds=0.1, spread=0.4, slow={1: 3.0}))
+
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def run(strategy: str | Strategy, world: int, budget: Budget, cluster: Cluster | None = None, seed: int = 1) -> Outcome:
+    found = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
+    job = Job(TinyRegression(), found, budget, sgd(0.1), seed=seed)
+    return VirtualEngine(job, world, cluster).run()
+
+
+@every_strategy
+def test_the_same_seed_gives_the_same_events_and_another_seed_others(strategy: str) -> None:
+    """Two runs of one seed are the same to the last event and the last bit."""
+    first, again = (run(strategy, 5, Budget(epochs=2), UNEQUAL) for _ in range(2))
+    assert first.event_hash == again.event_hash
+    assert torch.equal(first.states[3].weights, again.states[3].weights)
+    assert run(strategy, 5, Budget(epochs=2), UNEQUAL, seed=2).event_hash != first.event_hash
+
+
+def test_the_event_hash_does_not_depend_on_how_python_hashes() -> None:
+    """Nothing in a virtual run is ordered by Python's hash of strings."""
+    program = (
+        "from tests.engines.test_virtual import run, UNEQUAL; from starling.budget import Budget; "
+        "print(run('delay-by-one', 5, Budget(epochs=1), UNEQUAL).event_hash)"
+    )
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert hashes == {run("delay-by-one", 5, Budget(epochs=1), UNEQUAL).event_hash + "\n"}
+
+
+def test_allreduce_takes_the_slowest_gradient_and_the_reduction_of_each_round() -> None:
+    """Time per round has a closed form: max of the gradients, then 2 (L - 1) messages of P / L numbers."""
+    link = LinkModel(latency=0.01, bandwidth=1000.0)
+    cluster = Cluster(compute=ComputeModel(seconds=0.1, slow={2: 10.0}), link=link)
+    outcome = run("allreduce", 3, Budget(steps=12), cluster)
+    num_bytes = 4 * (5 * 4 + 4 + 4 + 1)
+    expected = 4 * (1.0 + 2 * 2 * (0.01 + -(-num_bytes // 3) / 1000.0))
+    assert outcome.seconds == pytest.approx(expected)
+
+
+def test_delay_by_one_hides_the_average_behind_the_gradient() -> None:
+    """When the average takes less time than a gradient, only gradients count."""
+    cluster = Cluster(compute=ComputeModel(seconds=1.0), link=LinkModel(latency=0.0, bandwidth=1000.0))
+    assert run("delay-by-one", 3, Budget(steps=12), cluster).seconds == pytest.approx(4.0)
+    assert run("allreduce", 3, Budget(steps=12), cluster).seconds > 4.4
+
+
+def test_waiting_is_booked_to_whom_it_belongs() -> None:
+    """A fast learner of a synchronous run waits for its peers nine tenths of the time, the slow one never."""
+    reports: dict[int, EpochReport] = {}
+
+    class Watcher:
+        def on_step(self, report: StepReport) -> None: ...
+
+        def on_epoch(self, report: EpochReport, state: object) -> None:
+            reports[report.rank] = report
+
+    cluster = Cluster(compute=ComputeModel(seconds=0.1, slow={1: 10.0}), link=LinkModel(latency=0.0, bandwidth=1e12))
+    job = Job(TinyRegression(), STRATEGIES["allreduce"], Budget(steps=20), sgd(0.1))
+    VirtualEngine(job, 2, cluster, Watcher()).run()
+    fast, slow = reports[0].spent, reports[1].spent
+    assert fast.waiting_for_peers / (fast.waiting_for_peers + fast.computing) == pytest.approx(0.9)
+    assert slow.waiting_for_peers == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_deadlock_says_who_waits_for_whom() -> None:
+    """A learner that leaves while others need it is named."""
+
+    async def leaves_early(me: Learner) -> None:
+        while me.claim():
+            gradient = await me.gradient(me.weights)
+            if me.rank == 2:
+                return
+            me.step(await me.mean(gradient))
+
+    with pytest.raises(Deadlock, match=r"learner 0 waits for mean 0, which learner 2 did not join; learner 1 waits"):
+        run(Strategy("leaves", "only in tests", leaves_early, synchronous=True), 3, Budget(steps=9))
+
+
+def test_an_exchange_that_nobody_answers_is_a_deadlock() -> None:
+    """Two learners that wait for each other under different tags are both named."""
+
+    async def misses(me: Learner) -> None:
+        me.claim()
+        await me.exchange(1 - me.rank, me.weights, tag=me.rank)
+
+    with pytest.raises(Deadlock, match="learner 0 waits for learner 1 to exchange under tag 0; learner 1 waits"):
+        run(Strategy("misses", "only in tests", misses, synchronous=True), 2, Budget(steps=2))
+
+
+def test_weights_that_change_under_a_gradient_are_refused() -> None:
+    """A gradient at `weights` belongs to the weights as they were; the strategy is told to take a snapshot."""
+
+    async def hasty(me: Learner) -> None:
+        while me.claim():
+            under_way = me.gradient(me.weights)
+            me.apply(me.weights)
+            me.step(await under_way)
+
+    with pytest.raises(ProtocolError, match="learner 0: its weights changed while a gradient"):
+        run(Strategy("hasty", "only in tests", hasty, synchronous=True), 1, Budget(steps=2))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_mini_batch() -> None:
+    """An exploding run ends with who, where and what to do."""
+    job = Job(TinyRegression(), STRATEGIES["allreduce"], Budget(epochs=40), sgd(1e4))
+    with pytest.raises(NonFiniteError, match=r"learner 0: the loss of mini-batch \d+ of epoch \d+ is (nan|inf)"):
+        VirtualEngine(job, 2).run()
+
+
+@every_strategy
+@pytest.mark.parametrize("budget", [Budget(steps=0), Budget(epochs=0), Budget(minutes=0.0)])
+def test_an_empty_budget_is_a_clean_end(strategy: str, budget: Budget) -> None:
+    """No step, no error: the weights are those of the beginning."""
+    outcome = run(strategy, 3, budget)
+    start = VirtualEngine(cases()["allreduce/sgd"].job(1), 1).model.weights
+    assert all(torch.equal(state.weights, start) for state in outcome.states)
+
+
+def test_minutes_are_simulated_minutes_and_agreed_upon() -> None:
+    """A budget of minutes ends a synchronous run at the same round for all, by the simulated clock."""
+    cluster = Cluster(compute=ComputeModel(distribution="uniform", seconds=1.0, spread=0.5))
+    outcome = run("delay-by-one", 4, Budget(minutes=1.0), cluster)
+    assert 60.0 <= outcome.seconds < 63.0
+    assert len({state.position for state in outcome.states}) == 1
+
+
+@pytest.mark.parametrize("distribution", ["constant", "uniform", "log-normal"])
+def test_compute_times_have_the_mean_that_was_asked_for(distribution: str) -> None:
+    """Whatever the distribution, `seconds` is its mean, and a slow learner's is longer by its factor."""
+    model = ComputeModel(
+        distribution=distribution,  # type: ignore[arg-type]
+        seconds=0.2,
+        spread=0.0 if distribution == "constant" else 0.5,
+        slow={1: 10.0},
+    )
+    for rank, mean in ((0, 0.2), (1, 2.0)):
+        times = ComputeTimes(model, seed=1, rank=rank)
+        assert sum(times.draw() for _ in range(20_000)) / 20_000 == pytest.approx(mean, rel=0.03)

@@ -1,0 +1,74 @@
+"""The program of a learner process in the launcher's tests: `learner_process.py MODE`."""
+
+import os
+import signal
+import sys
+
+import torch
+
+from starling.budget import Budget
+from starling.checkpoint.state import LearnerState
+from starling.engines.job import EpochReport, Job, StepReport
+from starling.engines.processes import run_learner
+from starling.errors import DataError
+from starling.launch.link import Link, reported_errors
+from starling.launch.rendezvous import find_place
+from starling.strategies import find_strategy
+from starling.workload import Ticket
+from tests.contract.cases import sgd
+from tests.contract.problems import Points, TinyRegression
+
+
+class Reporter:
+    """Tells the launcher, where there is one, about every step; `dies` once it is far enough."""
+
+    def __init__(self, link: Link | None, dies: bool) -> None:
+        self._link = link
+        self._dies = dies
+
+    def on_step(self, report: StepReport) -> None:
+        if self._dies and report.ticket.step >= 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._link:
+            self._link.send({"doing": f"step {report.ticket.step}", "step": report.ticket.step})
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        if self._link:
+            self._link.send({"weights": state.weights.tolist()})
+
+
+class Failing(TinyRegression):
+    """Cannot load mini-batch 21."""
+
+    def load(self, ticket: Ticket) -> list[Points]:
+        if ticket.step == 21:
+            raise DataError("utterance u21: 0.0 s of audio")
+        return list(super().load(ticket))
+
+
+def main(mode: str, link: Link | None) -> None:
+    torch.set_num_threads(1)
+    place = find_place(timeout_seconds=30)
+    strategy = "delay-by-one" if mode.startswith("delay") or (mode == "strategies" and place.rank) else "allreduce"
+    digest = f"seed {place.rank}" if mode == "digests" else "same"
+    job = Job(
+        workload=Failing() if mode == "failing" else TinyRegression(),
+        strategy=find_strategy(strategy),
+        budget=Budget(steps=40 if mode == "short" or mode == "failing" else 1_000_000),
+        make_optimizer=sgd(0.01),
+        num_workers=1 if mode == "delay-loading" else 0,
+    )
+    run_learner(
+        job,
+        place,
+        torch.device("cpu"),
+        digest,
+        Reporter(link, dies=mode == "delay-dies" and place.rank == 2),
+        timeout_seconds=30,
+    )
+
+
+if __name__ == "__main__":
+    line = Link.from_environment()
+    with reported_errors(line):
+        main(sys.argv[1], line)

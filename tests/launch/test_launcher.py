@@ -1,0 +1,181 @@
+"""Real processes: started together, ended together, none left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from starling.errors import DataError, PeerLost, ProtocolError, StarlingError, Stopped
+from starling.launch.launcher import launch, loopback_store
+
+Message = dict[str, Any]
+
+
+def command(mode: str) -> list[str]:
+    return [sys.executable, "-m", "tests.launch.learner_process", mode]
+
+
+def learners_of(parent: int | None = None) -> list[psutil.Process]:
+    """The learner processes of this test, and whatever they started."""
+    return psutil.Process(parent).children(recursive=True)
+
+
+class At:
+    """Does something, once, when a learner has reached a step."""
+
+    def __init__(self, rank: int, step: int, action: Any) -> None:
+        self.rank, self.step, self.action = rank, step, action
+        self.fired = False
+        self.seen: Counter[int] = Counter()
+
+    def __call__(self, rank: int, message: Message) -> None:
+        self.seen[rank] += 1
+        if not self.fired and rank == self.rank and message.get("step", -1) >= self.step:
+            self.fired = True
+            self.action()
+
+
+def learner(rank: int) -> psutil.Process:
+    """The process of one learner, found by its place."""
+    return next(process for process in learners_of() if process.environ().get("RANK") == str(rank))
+
+
+def test_learners_that_finish_leave_nothing_behind(tmp_path: Path) -> None:
+    """A good run ends with exit code 0 of all, the same weights on all, a log each and no process."""
+    weights: dict[int, list[float]] = {}
+
+    def on_message(rank: int, message: Message) -> None:
+        if "weights" in message:
+            weights[rank] = message["weights"]
+
+    launch(command("short"), 3, tmp_path, on_message)
+    assert weights[0] == weights[1] == weights[2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"learner-{rank}.log" for rank in range(3)]
+    assert not learners_of()
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "delay-by-one", "delay-loading"])
+def test_a_killed_learner_is_named_and_the_others_are_ended(mode: str, tmp_path: Path) -> None:
+    """kill -9 of one learner of a synchronous run: one message with who, how and when; no orphan."""
+    kill = At(rank=1, step=30, action=lambda: learner(1).kill())
+    with pytest.raises(PeerLost, match=r"learner 1 was killed by SIGKILL while step \d+; its log: .*learner-1.log"):
+        launch(command(mode), 3, tmp_path, kill)
+    assert kill.fired
+    assert not learners_of()
+
+
+@pytest.mark.parametrize("mode", ["delay-dies"])
+def test_survivors_name_the_learner_they_lost(mode: str) -> None:
+    """gloo names a network address; without a launcher to tell, the survivors find out who is silent and say when."""
+    with loopback_store() as port:
+        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        learners = [
+            subprocess.Popen(
+                command(mode),
+                env={**os.environ, **place, "RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(3)
+        ]
+        logs = [process.communicate(timeout=60)[1] for process in learners]
+    assert learners[2].returncode == -signal.SIGKILL
+    for rank in (0, 1):
+        assert f"PeerLost: learner {rank} lost learner 2 in a mean, round 1" in logs[rank]
+
+
+def test_an_error_of_one_learner_is_raised_by_the_launcher(tmp_path: Path) -> None:
+    """The cause is reported, not the losses that it brought to the others."""
+    with pytest.raises(DataError, match=r"utterance u21: 0.0 s of audio"):
+        launch(command("failing"), 2, tmp_path)
+    assert not learners_of()
+
+
+@pytest.mark.parametrize(
+    ("mode", "difference"),
+    [
+        ("digests", r"differ in configuration: 'seed \d' and 'seed \d'"),
+        ("strategies", r"differ in strategy: '(allreduce|delay-by-one)' and '(allreduce|delay-by-one)'"),
+    ],
+)
+def test_learners_that_differ_are_refused_in_the_greeting(mode: str, difference: str, tmp_path: Path) -> None:
+    """Both values are shown, before the first tensor travels."""
+    with pytest.raises(ProtocolError, match=difference):
+        launch(command(mode), 2, tmp_path)
+
+
+def test_a_program_that_fails_to_start_is_named_with_its_log(tmp_path: Path) -> None:
+    """An exit without a word still says who and where to look."""
+    with pytest.raises(StarlingError, match=r"learner [01] ended with exit code 1 while starting; its log: "):
+        launch([sys.executable, "-c", "raise SystemExit(1)"], 2, tmp_path)
+
+
+def test_all_listening_sockets_are_on_loopback(tmp_path: Path) -> None:
+    """The store and gloo listen on 127.0.0.1 and nowhere else."""
+    addresses: set[str] = set()
+
+    def look() -> None:
+        for process in [psutil.Process(), *learners_of()]:
+            listening = [c for c in process.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+            addresses.update(connection.laddr.ip for connection in listening)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        launch(command("delay-by-one"), 2, tmp_path, At(rank=0, step=10, action=look))
+    assert addresses == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything_with_the_shells_exit_code(number: signal.Signals, tmp_path: Path) -> None:
+    """128 + the signal, and no process left."""
+    stop = At(rank=0, step=10, action=lambda: os.kill(os.getpid(), number))
+    with pytest.raises(Stopped) as stopped:
+        launch(command("allreduce"), 2, tmp_path, stop)
+    assert stopped.value.exit_code == 128 + number
+    assert not learners_of()
+
+
+def test_learners_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    """kill -9 of the launcher itself leaves no orphan, loading processes included."""
+    program = (
+        "import sys; from pathlib import Path; from starling.launch.launcher import launch\n"
+        f"launch({command('delay-loading')!r}, 2, Path({str(tmp_path)!r}), "
+        "lambda rank, message: print(rank, message.get('step', -1), flush=True))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    if launcher.stdout is None:
+        raise RuntimeError("no pipe")
+    for line in launcher.stdout:
+        if int(line.split()[1]) > 20:
+            break
+    left = learners_of(launcher.pid)
+    assert len(left) >= 4
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive
+
+
+def test_two_runs_on_one_machine_never_meet(tmp_path: Path) -> None:
+    """Each launcher has a store and a port of its own."""
+    seen: dict[str, int] = {}
+
+    def start(name: str, world: int) -> None:
+        counted = At(rank=-1, step=0, action=lambda: None)
+        launch(command("short"), world, tmp_path / name, counted)
+        seen[name] = len(counted.seen)
+
+    threads = [threading.Thread(target=start, args=arguments) for arguments in (("first", 2), ("second", 3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {"first": 2, "second": 3}

@@ -1,0 +1,52 @@
+"""The shared budget and the learning rate that follows it."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from starling.budget import Budget, Progress, Schedule
+
+
+def test_a_budget_without_a_limit_is_refused() -> None:
+    """A run must end."""
+    with pytest.raises(ValidationError, match="at least one of epochs, steps, minutes"):
+        Budget()
+
+
+def test_the_first_limit_reached_ends_the_run() -> None:
+    """The fraction spent is that of the limit closest to its end."""
+    budget = Budget(epochs=10, steps=100, minutes=5.0)
+    assert budget.fraction(Progress(steps=20, epochs=1.0, minutes=2.0)) == pytest.approx(0.4)
+    assert not budget.is_spent(Progress(99, 9.9, 4.9))
+    for progress in (Progress(100, 0.0, 0.0), Progress(0, 10.0, 0.0), Progress(0, 0.0, 5.0)):
+        assert budget.is_spent(progress)
+
+
+def test_the_learning_rate_warms_up_then_follows_a_cosine() -> None:
+    """Closed form at the beginning, the peak, the middle of the fall and the end."""
+    schedule = Schedule(warmup=0.2, decay="cosine", floor=0.1)
+    for fraction, factor in ((0.0, 0.0), (0.1, 0.5), (0.2, 1.0), (0.6, 0.55), (1.0, 0.1)):
+        assert schedule.factor(fraction, 0.0) == pytest.approx(factor)
+
+
+def test_the_papers_schedule_divides_by_the_root_of_two_each_epoch() -> None:
+    """The peak is held for `hold_epochs` epochs, then lost by 1/sqrt(2) an epoch."""
+    schedule = Schedule(decay="sqrt2-per-epoch", hold_epochs=2)
+    for epochs, factor in ((0.0, 1.0), (1.99, 1.0), (2.0, 0.5**0.5), (3.5, 0.5), (5.0, 0.25)):
+        assert schedule.factor(0.5, epochs) == pytest.approx(factor)
+
+
+@given(
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+    st.sampled_from(["constant", "cosine", "sqrt2-per-epoch"]),
+    st.floats(0, 99),
+)
+def test_the_factor_is_always_between_zero_and_one(fraction: float, warmup: float, decay: str, epochs: float) -> None:
+    """No schedule leaves [0, 1], at any warm-up."""
+    factor = Schedule(warmup=warmup, decay=decay).factor(fraction, epochs)  # type: ignore[arg-type]
+    assert 0.0 <= factor <= 1.0 + 1e-12
+    assert math.isfinite(factor)
