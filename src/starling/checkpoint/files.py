@@ -1,0 +1,113 @@
+"""Files that are on the disk before anybody relies on them."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from starling.checkpoint.encoding import apart
+from starling.errors import CheckpointError
+
+PARTIAL = ".partial"
+"""The end of the name of a folder that is being written or removed."""
+
+
+def partial_folder(final: Path) -> Path:
+    """Where the files of `final` are put together."""
+    return final.with_name(f".{final.name}{PARTIAL}")
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn what the system says about a failed write into a `CheckpointError` that says what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
+        free = _free_bytes(folder)
+        advice = f"disk full ({free:,} bytes free): make room" if full else "check the disk and its permissions"
+        raise CheckpointError(f"{folder}: a checkpoint cannot be written ({error}); {advice}, then resume") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` and wait until it is on the disk."""
+    path.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
+    sync(path)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors in the safetensors format and wait until they are on the disk."""
+    save_file(apart(tensors), path)
+    sync(path)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises CheckpointError naming it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; resume from another checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises CheckpointError naming it."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; resume from another checkpoint") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a finished folder its name, in one step that either happens or does not."""
+    for path in (*partial.rglob("*"), partial):
+        sync(path)
+    partial.rename(final)
+    sync(final.parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder; whoever looks meanwhile sees it whole or not at all."""
+    doomed = partial_folder(folder)
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what crashes have left half-written in `folder`."""
+    for leftover in folder.glob(f".*{PARTIAL}"):
+        shutil.rmtree(leftover)
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,101 @@
+"""What a checkpoint says about itself: `manifest.json`, written last, with the SHA-256 of every other file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from starling.checkpoint.files import read_json, sha256
+from starling.configuration import Config
+from starling.errors import CheckpointError
+from starling.workload import Ticket
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+MODEL = "model"
+"""The folder of the consensus model inside a checkpoint."""
+
+
+class FileEntry(Config):
+    """One file of a checkpoint."""
+
+    num_bytes: int = Field(ge=0)
+    sha256: str
+
+
+class Position(Config):
+    """The first ticket that nobody had claimed."""
+
+    epoch: int = Field(ge=0)
+    index: int = Field(ge=0)
+    step: int = Field(ge=0)
+
+    @property
+    def ticket(self) -> Ticket:
+        return Ticket(self.epoch, self.index, self.step)
+
+
+class Manifest(Config):
+    """A checkpoint's description."""
+
+    format: int = FORMAT
+    starling: str
+    """The version that wrote it."""
+    fingerprints: dict[str, str]
+    """Digests of the parts of the recipe that a resume may not change, by section."""
+    world: int = Field(ge=1)
+    """How many learners trained."""
+    learners: int = Field(ge=0)
+    """How many of them have their own state here: all, or none."""
+    position: Position
+    minutes: float = Field(ge=0)
+    files: dict[str, FileEntry]
+    """Every other file, by its path inside the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a folder, as a manifest lists them."""
+
+    entries: dict[str, FileEntry]
+
+    @classmethod
+    def of(cls, folder: Path) -> "Listing":
+        """Of all files in `folder` and below, but the manifest."""
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+        return cls(
+            {
+                path.relative_to(folder).as_posix(): FileEntry(num_bytes=path.stat().st_size, sha256=sha256(path))
+                for path in files
+            }
+        )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises CheckpointError for one that is missing, damaged or newer than we are."""
+    path = folder / MANIFEST
+    content = read_json(path)
+    version = content.get("format") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > FORMAT:
+        raise CheckpointError(f"{path} has format {version}, this version reads up to {FORMAT}: use a newer Starling")
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        raise CheckpointError(f"{path} is not a manifest ({error.errors()[0]['msg']}); use another one") from error
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError, naming the file, when one is missing, of another size, or has other content."""
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts or path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path} is missing or not a plain file; resume from another checkpoint")
+        size = path.stat().st_size
+        if size != entry.num_bytes:
+            raise CheckpointError(
+                f"{path} has {size} bytes, {MANIFEST} says {entry.num_bytes}: it is damaged; use another checkpoint"
+            )
+        if sha256(path) != entry.sha256:
+            raise CheckpointError(
+                f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; use another checkpoint"
+            )

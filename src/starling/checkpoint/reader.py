@@ -1,0 +1,109 @@
+"""Reading checkpoints back, with every file checked first."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from starling.checkpoint.encoding import decode_state
+from starling.checkpoint.files import PARTIAL, read_json, read_tensors
+from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, Position, read_manifest, verify
+from starling.checkpoint.state import LearnerState
+from starling.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint whose files are as they were written."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def model_folder(self) -> Path:
+        """The consensus model."""
+        return self.folder / MODEL
+
+    def learner(self, rank: int) -> LearnerState:
+        """The state of one of the learners that wrote this checkpoint. Raises CheckpointError if there is none."""
+        if rank >= self.manifest.learners:
+            raise CheckpointError(
+                f"{self.folder} holds the states of {self.manifest.learners} learners, not of learner {rank}; "
+                "a run can be resumed from a checkpoint of training, not of a simulation"
+            )
+        tensors = read_tensors(self.folder / f"learner-{rank}.safetensors")
+        path = self.folder / f"learner-{rank}.json"
+        scalars: dict[str, Any] = read_json(path)
+        prefix = "buffer."
+        try:
+            return LearnerState(
+                rank=scalars["rank"],
+                world=scalars["world"],
+                position=Position.model_validate(scalars["position"]).ticket,
+                minutes=float(scalars["minutes"]),
+                weights=tensors["weights"],
+                buffers={
+                    name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+                },
+                optimizer=decode_state(scalars["optimizer"], tensors),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} does not hold a learner's state ({error!r})") from error
+
+    def consensus(self) -> Tensor:
+        """The mean of all learners' weights `[P]`, summed in rank order."""
+        total = self.learner(0).weights.clone()
+        for rank in range(1, self.manifest.learners):
+            total.add_(self.learner(rank).weights)
+        return total.div_(self.manifest.learners)
+
+    def start(self, rank: int, world: int) -> LearnerState:
+        """From what learner `rank` of `world` goes on.
+
+        With as many learners as before, each goes on from its own state. With another number, all begin with the
+        consensus weights, and learner r with the optimizer state of the former learner r modulo their number; the
+        batches of an epoch depend on the number of learners, so that this is possible between two epochs only.
+        Raises CheckpointError otherwise.
+        """
+        before, position = self.manifest.learners, self.manifest.position
+        if world == before or before == 0:
+            return self.learner(rank)
+        if position.index != 0:
+            raise CheckpointError(
+                f"{self.folder} was saved by {before} learners at mini-batch {position.index} of epoch "
+                f"{position.epoch}; {world} learners would divide that epoch differently. Resume with "
+                f"learners={before}, or from a checkpoint at the end of an epoch"
+            )
+        return replace(self.learner(rank % before), rank=rank, world=world, weights=self.consensus())
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    found = (path for path in folder.glob("*") if (path / MANIFEST).is_file() and not path.name.endswith(PARTIAL))
+    return sorted(found)
+
+
+def load(folder: Path) -> Checkpoint:
+    """A checkpoint, after every file was compared with its SHA-256.
+
+    Raises CheckpointError naming the file that is missing, damaged or newer than this version.
+    """
+    manifest = read_manifest(folder)
+    verify(folder, manifest)
+    return Checkpoint(folder, manifest)
+
+
+def latest(experiment: Path) -> Path:
+    """The newest complete checkpoint of an experiment folder; a checkpoint's own folder is taken as it is.
+
+    Raises CheckpointError when there is none.
+    """
+    if (experiment / MANIFEST).is_file():
+        return experiment
+    if not experiment.is_dir():
+        raise CheckpointError(f"{experiment}: no such folder; give an experiment that `starling train` has written")
+    found = checkpoints_in(experiment / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{experiment}/checkpoints holds no complete checkpoint; train it first")
+    return found[-1]

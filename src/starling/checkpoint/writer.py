@@ -1,0 +1,169 @@
+"""Checkpoints that several learners write together: aside, checked, and then renamed in one step.
+
+    checkpoints/step-00001234/learner-0.safetensors    weights, buffers and optimizer tensors of each learner
+    checkpoints/step-00001234/learner-0.json           its position, minutes and the optimizer's other values
+    checkpoints/step-00001234/model/                   the consensus model, ready for use
+    checkpoints/step-00001234/manifest.json            the SHA-256 of every file
+
+Steps are counted over all learners, so that names sort by age.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from starling.checkpoint.encoding import encode_state
+from starling.checkpoint.files import (
+    partial_folder,
+    publish,
+    read_tensors,
+    remove,
+    write_json,
+    write_tensors,
+    writing,
+)
+from starling.checkpoint.manifest import MANIFEST, MODEL, Listing, Manifest, Position
+from starling.checkpoint.reader import checkpoints_in
+from starling.checkpoint.state import LearnerState
+from starling.configuration import Config
+from starling.errors import CheckpointError
+
+
+class CheckpointConfig(Config):
+    """The `checkpoints:` section of a recipe."""
+
+    keep: int = Field(default=2, ge=1)
+    """How many checkpoints stay; older ones are removed."""
+
+
+WriteModel = Callable[[Path, Tensor, dict[str, Tensor]], None]
+"""Writes the model with the weights `[P]` and buffers given into a folder."""
+
+
+class CheckpointWriter:
+    """One learner's part in writing the checkpoints of a run; all learners share one file system.
+
+    `arrive(name)` counts the learners that have written their part of checkpoint `name`, this one included; the last
+    of them completes the checkpoint, and removes all but the newest `keep`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arrive: Callable[[str], int],
+        write_model: WriteModel,
+        fingerprints: dict[str, str],
+        keep: int = 2,
+    ) -> None:
+        self.folder = folder
+        self._arrive = arrive
+        self._write_model = write_model
+        self._fingerprints = fingerprints
+        self._keep = keep
+
+    def save(self, state: LearnerState) -> Path | None:
+        """Write this learner's part; the checkpoint's folder if that completed it, None otherwise.
+
+        A checkpoint that is already there, because a resumed run had nothing to add, is left as it is.
+        """
+        final = self.folder / checkpoint_name(state.position.step)
+        if final.exists():
+            return None
+        with writing(final):
+            partial = partial_folder(final)
+            partial.mkdir(parents=True, exist_ok=True)
+            write_learner(partial, state)
+            if self._arrive(final.name) < state.world:
+                return None
+            self._complete(partial, final, state)
+        return final
+
+    def save_consensus(self, states: Sequence[LearnerState]) -> Path:
+        """Write the consensus model of `states` alone, for use but not for resuming; the checkpoint's folder."""
+        final = self.folder / checkpoint_name(states[0].position.step)
+        with writing(final):
+            partial = partial_folder(final)
+            partial.mkdir(parents=True, exist_ok=True)
+            weights = mean_in_order(state.weights for state in states)
+            buffers = _mean_of_buffers([state.buffers for state in states])
+            self._write_model(partial / MODEL, weights, buffers)
+            self._finish(partial, final, states[0], num_learners=0)
+        return final
+
+    def _complete(self, partial: Path, final: Path, state: LearnerState) -> None:
+        paths = [partial / f"learner-{rank}.safetensors" for rank in range(state.world)]
+        missing = [path.name for path in paths if not path.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{final}: {', '.join(missing)} did not appear in {partial}; "
+                "all learners need one shared file system for the experiment folder"
+            )
+        weights = mean_in_order(read_tensors(path)["weights"] for path in paths)
+        buffers = _mean_of_buffers([_buffers(read_tensors(path)) for path in paths]) if state.buffers else {}
+        self._write_model(partial / MODEL, weights, buffers)
+        self._finish(partial, final, state, num_learners=state.world)
+
+    def _finish(self, partial: Path, final: Path, state: LearnerState, num_learners: int) -> None:
+        position = state.position
+        manifest = Manifest(
+            starling=version("starling-asr"),
+            fingerprints=self._fingerprints,
+            world=state.world,
+            learners=num_learners,
+            position=Position(epoch=position.epoch, index=position.index, step=position.step),
+            minutes=state.minutes,
+            files=Listing.of(partial).entries,
+        )
+        write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
+        if final.exists():
+            shutil.rmtree(final)
+        publish(partial, final)
+        for old in checkpoints_in(self.folder)[: -self._keep]:
+            remove(old)
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of a checkpoint after `step` mini-batches of all learners together."""
+    return f"step-{step:08d}"
+
+
+def write_learner(folder: Path, state: LearnerState) -> None:
+    """Write one learner's state as `learner-<rank>.safetensors` and `learner-<rank>.json`."""
+    tensors = {"weights": state.weights} | {f"buffer.{name}": buffer for name, buffer in state.buffers.items()}
+    position = state.position
+    scalars = {
+        "rank": state.rank,
+        "world": state.world,
+        "position": {"epoch": position.epoch, "index": position.index, "step": position.step},
+        "minutes": state.minutes,
+        "optimizer": encode_state(state.optimizer, "optimizer", tensors),
+    }
+    write_tensors(folder / f"learner-{state.rank}.safetensors", tensors)
+    write_json(folder / f"learner-{state.rank}.json", scalars)
+
+
+def _buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    prefix = "buffer."
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _mean_of_buffers(buffers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Floating-point buffers are averaged; the others are learner 0's."""
+    return {
+        name: mean_in_order(each[name] for each in buffers) if first.is_floating_point() else first
+        for name, first in buffers[0].items()
+    }
+
+
+def mean_in_order(vectors: Iterable[Tensor]) -> Tensor:
+    """(1/L) sum_l of L vectors of one shape, summed in their order; one at a time in memory."""
+    total, count = torch.empty(0), 0
+    for vector in vectors:
+        total = vector.clone() if count == 0 else total.add_(vector)
+        count += 1
+    return total.div_(count)

@@ -1,0 +1,206 @@
+"""Checkpoints appear whole or not at all, are checked when read, and can be resumed."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from starling.checkpoint.encoding import decode_state
+from starling.checkpoint.files import remove_partial
+from starling.checkpoint.reader import checkpoints_in, latest, load
+from starling.checkpoint.state import LearnerState
+from starling.checkpoint.writer import CheckpointWriter
+from starling.errors import CheckpointError
+from starling.workload import Ticket
+
+
+def write_model(folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
+    """A model file with the consensus."""
+    folder.mkdir()
+    save_file({"weights": weights, **buffers}, folder / "model.safetensors")
+
+
+def state(rank: int, world: int, position: Ticket, weights: list[float] | None = None) -> LearnerState:
+    """The state of a learner with momentum and a buffer of its own."""
+    parameter = torch.nn.Parameter(torch.tensor(weights or [float(rank), 1.0, 2.0]))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.full((3,), float(rank))
+    optimizer.step()
+    buffers = {"mean": torch.tensor([float(rank)]), "count": torch.tensor(rank)}
+    return LearnerState(rank, world, position, 1.5, parameter.detach(), buffers, optimizer.state_dict())
+
+
+def writer(experiment: Path, keep: int = 2) -> CheckpointWriter:
+    """A writer for learners that arrive one after the other in this process."""
+    arrived: Counter[str] = Counter()
+
+    def arrive(name: str) -> int:
+        arrived[name] += 1
+        return arrived[name]
+
+    return CheckpointWriter(experiment / "checkpoints", arrive, write_model, {"model": "m"}, keep)
+
+
+def save_all(experiment: Path, world: int, position: Ticket, keep: int = 2) -> Path:
+    """A checkpoint by all learners."""
+    together = writer(experiment, keep)
+    folders = [together.save(state(rank, world, position)) for rank in range(world)]
+    assert folders[-1] is not None
+    return folders[-1]
+
+
+def test_a_checkpoint_appears_only_when_the_last_learner_has_written(tmp_path: Path) -> None:
+    """Until everybody has written its part, there is nothing under the final name."""
+    together = writer(tmp_path)
+    assert together.save(state(1, 2, Ticket(1, 0, 8))) is None
+    assert checkpoints_in(tmp_path / "checkpoints") == []
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        latest(tmp_path)
+    folder = together.save(state(0, 2, Ticket(1, 0, 8)))
+    assert folder == tmp_path / "checkpoints" / "step-00000008" == latest(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000008"]
+
+
+def test_every_learner_gets_back_what_it_saved(tmp_path: Path) -> None:
+    """Weights, buffers, optimizer, position and minutes come back bit by bit."""
+    checkpoint = load(save_all(tmp_path, 3, Ticket(2, 5, 17)))
+    for rank in range(3):
+        before, after = state(rank, 3, Ticket(2, 5, 17)), checkpoint.start(rank, 3)
+        assert (after.rank, after.world, after.position, after.minutes) == (rank, 3, Ticket(2, 5, 17), 1.5)
+        assert torch.equal(after.weights, before.weights)
+        assert torch.equal(after.buffers["mean"], before.buffers["mean"])
+        momentum = after.optimizer["state"][0]["momentum_buffer"]
+        assert torch.equal(momentum, before.optimizer["state"][0]["momentum_buffer"])
+        assert after.optimizer["param_groups"] == before.optimizer["param_groups"]
+
+
+def test_the_model_is_the_mean_of_all_learners(tmp_path: Path) -> None:
+    """Weights and floating-point buffers are averaged in rank order; other buffers are learner 0's."""
+    folder = save_all(tmp_path, 3, Ticket(1, 0, 9))
+    model = load_file(folder / "model" / "model.safetensors")
+    weights = [state(rank, 3, Ticket(1, 0, 9)).weights for rank in range(3)]
+    expected = weights[0].clone().add_(weights[1]).add_(weights[2]).div_(3)
+    assert torch.equal(model["weights"], expected)
+    assert torch.equal(model["mean"], torch.tensor([1.0]))
+    assert torch.equal(model["count"], torch.tensor(0))
+
+
+def test_another_number_of_learners_begins_with_the_consensus(tmp_path: Path) -> None:
+    """Between epochs all begin alike, with the optimizer state of the former learner r modulo their number."""
+    checkpoint = load(save_all(tmp_path, 2, Ticket(3, 0, 24)))
+    starts = [checkpoint.start(rank, 5) for rank in range(5)]
+    for rank, start in enumerate(starts):
+        assert (start.rank, start.world) == (rank, 5)
+        assert torch.equal(start.weights, checkpoint.consensus())
+        momentum = start.optimizer["state"][0]["momentum_buffer"]
+        assert torch.equal(momentum, torch.full((3,), float(rank % 2)))
+
+
+def test_another_number_of_learners_cannot_share_an_epoch_that_has_begun(tmp_path: Path) -> None:
+    """In the middle of an epoch the message says what would do instead."""
+    checkpoint = load(save_all(tmp_path, 2, Ticket(3, 4, 28)))
+    with pytest.raises(CheckpointError, match=r"saved by 2 learners at mini-batch 4 of epoch 3.*learners=2"):
+        checkpoint.start(0, 3)
+
+
+def test_a_consensus_alone_can_be_used_but_not_resumed(tmp_path: Path) -> None:
+    """A simulation keeps no learner's own state, and says so when asked for it."""
+    folder = writer(tmp_path).save_consensus([state(rank, 2, Ticket(1, 0, 8)) for rank in range(2)])
+    checkpoint = load(folder)
+    assert torch.equal(load_file(checkpoint.model_folder / "model.safetensors")["mean"], torch.tensor([0.5]))
+    with pytest.raises(CheckpointError, match="not of a simulation"):
+        checkpoint.start(0, 2)
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    """Retention removes the oldest ones, whole."""
+    for epoch in range(1, 5):
+        save_all(tmp_path, 1, Ticket(epoch, 0, 1000 * epoch), keep=2)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00003000", "step-00004000"]
+    assert latest(tmp_path).name == "step-00004000"
+
+
+def test_a_checkpoint_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    """A resumed run with nothing to add does not rewrite the checkpoint that it came from."""
+    folder = save_all(tmp_path, 1, Ticket(1, 0, 8))
+    before = (folder / "manifest.json").stat().st_mtime_ns
+    assert writer(tmp_path).save(state(0, 1, Ticket(1, 0, 8))) is None
+    assert (folder / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
+    """Partial folders are never taken for checkpoints, and go at the next start."""
+    writer(tmp_path).save(state(0, 2, Ticket(1, 0, 8)))
+    (partial,) = (tmp_path / "checkpoints").iterdir()
+    assert partial.name == ".step-00000008.partial"
+    remove_partial(tmp_path / "checkpoints")
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["learner-0.safetensors", "learner-1.json", "model/model.safetensors", "manifest.json"]
+)
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
+def test_damage_names_the_file(tmp_path: Path, name: str, harm: str) -> None:
+    """A flipped byte, a truncated or a missing file is a CheckpointError that names it."""
+    folder = save_all(tmp_path, 2, Ticket(1, 0, 8))
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    if harm == "flip":
+        content[0] ^= 0x80
+        path.write_bytes(content)
+    elif harm == "truncate":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=str(path)):
+        load(folder)
+
+
+def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
+    """A manifest of a later version says that a newer Starling is needed."""
+    folder = save_all(tmp_path, 1, Ticket(1, 0, 8))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json has format 99.*newer Starling"):
+        load(folder)
+
+
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
+    """Names with `..` are refused before anything is read."""
+    folder = save_all(tmp_path, 1, Ticket(1, 0, 8))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["../../secret"] = {"num_bytes": 0, "sha256": ""}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="secret is missing or not a plain file"):
+        load(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """A failing disk ends in one message with the folder and what to do."""
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    with pytest.raises(CheckpointError, match=r"step-00000008: a checkpoint cannot be written .*then resume"):
+        writer(tmp_path).save(state(0, 1, Ticket(1, 0, 8)))
+
+
+def test_learners_without_a_shared_file_system_are_told(tmp_path: Path) -> None:
+    """When a learner's part is not where the last one looks, the message says what is needed."""
+    together = writer(tmp_path)
+    together.save(state(0, 2, Ticket(1, 0, 8)))
+    remove_partial(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"learner-0\.safetensors did not appear.*shared file system"):
+        together.save(state(1, 2, Ticket(1, 0, 8)))
+
+
+def test_json_of_a_learner_holds_no_tensors(tmp_path: Path) -> None:
+    """The scalars are plain JSON whose tensors are references into the safetensors file."""
+    folder = save_all(tmp_path, 1, Ticket(1, 0, 8))
+    scalars = json.loads((folder / "learner-0.json").read_text())
+    tensors = load_file(folder / "learner-0.safetensors")
+    assert set(tensors) == {"weights", "buffer.mean", "buffer.count", "optimizer.state.0.momentum_buffer"}
+    assert decode_state(scalars["optimizer"], tensors)["param_groups"][0]["momentum"] == 0.9
