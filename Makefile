@@ -29,7 +29,7 @@ check: setup
 	$(BIN)/python -m pytest -m 'not soak'
 
 bench: setup
-	$(BIN)/python benchmarks/run.py --output bench.json
+	$(BIN)/python -m benchmarks.run --output bench.json
 
 clean:
 	rm -rf $(VENV) build dist

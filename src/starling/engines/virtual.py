@@ -157,12 +157,13 @@ class VirtualEngine:
         cluster: Cluster | None = None,
         observer: Observer | None = None,
         start: Sequence[LearnerState] | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - devices are values
     ) -> None:
         self.job = job
         self.world = world
         self.cluster = cluster or Cluster()
         self.environment = simpy.Environment()
-        self.model = FlatModel(job.workload.make_model(), torch.device("cpu"))
+        self.model = FlatModel(job.workload.make_model(), device)
         self.agreed_seconds: dict[int, float] = {}
         self._hash = hashlib.sha256()
         self._num_events = 0
