@@ -8,9 +8,9 @@ from starling.speech.corpora.coqui import CoquiCorpus
 from starling.speech.corpora.cuts import LhotseCorpus, LhotseRecipeCorpus, recipe_names
 from starling.speech.corpora.jsonl import NemoCorpus, WenetCorpus
 from starling.speech.corpora.kaldi import KaldiCorpus
+from starling.speech.corpora.synthetic import SyntheticCorpus
 from starling.speech.corpora.tsv import TsvCorpus
 from starling.speech.corpora.utterance import Audio, Utterance
-from starling.speech.synthesis import SyntheticCorpus
 
 CorpusConfig = Annotated[
     TsvCorpus

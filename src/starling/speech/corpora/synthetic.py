@@ -1,0 +1,68 @@
+"""Speech made by a synthesiser, for the demo."""
+
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveInt, model_validator
+
+from starling.configuration import Config
+from starling.speech.corpora.utterance import Audio, Utterance
+from starling.speech.espeak import Sentence, speak
+from starling.speech.synthesis import VOICES, add_noise, draw_sentence, draw_text
+
+
+class SyntheticCorpus(Config):
+    """Speech made by espeak-ng; no voice speaks in two sets. Needs `pip install 'starling-asr[demo]'`."""
+
+    kind: Literal["synthetic"]
+    sets: dict[Literal["train", "dev", "test"], PositiveInt] = Field(min_length=1)
+    """Number of utterances of each set."""
+    seed: int = Field(default=0, ge=0)
+    digits: tuple[int, int] = (2, 5)
+    """Shortest and longest string of digits."""
+    commands: float = Field(default=0.4, ge=0, le=1)
+    """Share of the utterances that are commands."""
+    words_per_minute: tuple[int, int] = (130, 190)
+    pitch: tuple[int, int] = (35, 65)
+    """espeak's scale, 0 to 100."""
+    snr: tuple[float, float] = (15.0, 40.0)
+    """Signal-to-noise ratio, dB."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        for name in ("digits", "words_per_minute", "pitch", "snr"):
+            low, high = getattr(self, name)
+            if low > high or (low < 1 and name != "snr"):
+                raise ValueError(f"{name} {low}, {high}: needs the smaller first, from 1")
+        return self
+
+    def utterances(self, set_name: str) -> Sequence[Utterance]:
+        """All utterances of a set, spoken when this is called: the same for the same configuration.
+
+        Raises:
+            DataError: the synthesiser is not installed.
+        """
+        names = ("train", "dev", "test")
+        random = np.random.default_rng([self.seed, names.index(set_name)])
+        texts, sentences = [], []
+        for _ in range(self.sets[set_name]):  # type: ignore[index]
+            text = draw_text(random, self.digits, self.commands)
+            texts.append(text)
+            sentences.append(draw_sentence(random, text, VOICES[set_name], self.words_per_minute, self.pitch))
+        spoken = speak(sentences)
+        return [
+            self._utterance(f"{set_name}-{i:05d}", text, sentence, samples, rate)
+            for i, (text, sentence, (samples, rate)) in enumerate(zip(texts, sentences, spoken, strict=True))
+        ]
+
+    def _utterance(self, name: str, text: str, sentence: Sentence, samples: NDArray[np.int16], rate: int) -> Utterance:
+        voice = sentence.voice.rpartition("+")[2]
+
+        def read() -> Audio:
+            set_name, _, number = name.rpartition("-")
+            random = np.random.default_rng([self.seed, *set_name.encode(), int(number)])
+            return add_noise(samples.astype(np.float32) / 32768.0, random, self.snr), rate
+
+        return Utterance(name, voice, text, f"espeak-ng, voice {sentence.voice}", read)
