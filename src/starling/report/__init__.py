@@ -1,0 +1,1 @@
+"""What people read about a run: log lines, live progress, curves."""

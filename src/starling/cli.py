@@ -1,0 +1,131 @@
+"""The command line: one thin function for each command."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from starling.errors import StarlingError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    help="Train speech recognisers with many learners that agree in step, one step late, or not at all.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to change.", show_default=False),
+]
+Experiment = Annotated[Path, typer.Argument(metavar="EXP", help="An experiment, such as exp/demo.", show_default=False)]
+Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
+
+
+@app.command(epilog="Example: [bold]starling prepare recipes/demo.yaml data.folder=/tmp/demo[/bold]")
+def prepare(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Import, check and filter a recipe's corpus, and write it as shards; what is there already is kept."""
+    with _errors(debug):
+        from starling.experiment.recipe import load_recipe
+        from starling.report.progress import Bars
+        from starling.speech import prepare as preparation
+
+        data = load_recipe(recipe, overrides or ()).data
+        with Bars(_console()) as bars:
+            summary = preparation.prepare(data, bars)
+        typer.echo(preparation.describe(summary))
+
+
+@app.command(epilog="Example: [bold]starling train recipes/fsdd.yaml learners=2 strategy=delay-by-one[/bold]")
+def train(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Train with several learner processes, and score the test sets.
+
+    Under torchrun, or wherever RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, this process is one learner.
+    """
+    with _errors(debug):
+        from starling.experiment import learner_process, train
+        from starling.experiment.recipe import load_recipe
+
+        if learner_process.is_learner():
+            learner_process.run(recipe, overrides or (), typer.echo, _console())
+        else:
+            train.train(load_recipe(recipe, overrides or ()), typer.echo, _console())
+
+
+@app.command(epilog="Example: [bold]starling simulate recipes/fsdd.yaml learners=64 strategy=delay-by-one[/bold]")
+def simulate(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Train with virtual learners in this process, on a simulated cluster; the same seed gives the same events."""
+    with _errors(debug):
+        from starling.experiment import simulate
+        from starling.experiment.recipe import load_recipe
+
+        simulate.simulate(load_recipe(recipe, overrides or ()), typer.echo, _console())
+
+
+@app.command(epilog="Example: [bold]starling evaluate exp/demo --set test[/bold]")
+def evaluate(
+    experiment: Experiment,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="A set to score; may be repeated. Default: the test sets.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Score sets with the newest model of an experiment, and list every error in its decode folder."""
+    with _errors(debug):
+        from starling.experiment import evaluate
+
+        evaluate.evaluate(experiment, sets, typer.echo, _console())
+
+
+@app.command(epilog="Example: [bold]starling transcribe exp/demo hello.wav[/bold]")
+def transcribe(
+    experiment: Experiment,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="WAV, FLAC, MP3, Opus.", show_default=False)],
+    debug: Debug = False,
+) -> None:
+    """Write what is said in audio files, with the newest model of an experiment."""
+    with _errors(debug):
+        from starling.experiment import evaluate
+
+        evaluate.transcribe(experiment, files, typer.echo)
+
+
+@app.command(epilog="Example: [bold]starling strategies[/bold]")
+def strategies(debug: Debug = False) -> None:
+    """List the strategies by which learners can agree."""
+    with _errors(debug):
+        from starling.strategies import STRATEGIES
+
+        width = max(map(len, STRATEGIES))
+        for strategy in STRATEGIES.values():
+            typer.echo(f"{strategy.name:{width}}  {strategy.summary}")
+
+
+def main() -> None:
+    """The entry point of `starling`."""
+    app(prog_name="starling")
+
+
+@contextmanager
+def _errors(debug: bool) -> Generator[None, None, None]:
+    """Show an error raised on purpose as one message, and end with its exit code."""
+    try:
+        yield
+    except StarlingError as error:
+        if debug:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=True)

@@ -1,0 +1,91 @@
+"""Scoring the sets of an experiment, and transcribing files, with its newest consensus model."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from starling.checkpoint.reader import latest, load
+from starling.errors import CheckpointError, ConfigError
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.job import use_threads
+from starling.experiment.recipe import Recipe, load_recipe
+from starling.report.progress import Bars, Say
+from starling.speech.corpora.audio import read_audio
+from starling.speech.prepare import prepare
+from starling.speech.recogniser import Recogniser
+from starling.speech.scoring import write_score_files
+from starling.speech.store import SpeechSet
+
+
+def evaluate(experiment: Path, sets: Sequence[str] | None, tell: Say, console: Console) -> None:
+    """Score `sets` (None: the test sets of the recipe) and tell Kaldi's lines, each set after its name.
+
+    Files with every error go to the experiment's `decode` folder. Raises CheckpointError when nothing was trained,
+    ConfigError for a set that the recipe does not know.
+    """
+    folder, recipe = _open(experiment)
+    names = list(sets or recipe.data.test)
+    for name in names:
+        _check_set(recipe, name)
+    recogniser = load_recogniser(experiment, recipe)
+    for name in names:
+        with Bars(console) as bars:
+            data = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
+            prepare(data, bars)
+            speech_set = SpeechSet.open(recipe.data.set_folder(name))
+            hypotheses = recogniser.recognise(speech_set, progress=partial(bars, f"decoding {name}"))
+        references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
+        score = write_score_files(folder.decode, name, references, hypotheses, recipe.data.text)
+        for line in (name, *score.lines()):
+            tell(line)
+
+
+def transcribe(experiment: Path, files: Sequence[Path], tell: Say) -> None:
+    """Tell what is said in each file: its name, a tab, the text. Raises DataError for what is not audio."""
+    _, recipe = _open(experiment)
+    recogniser = load_recogniser(experiment, recipe)
+    for file in files:
+        samples, rate = _read_all_channels(file)
+        tell(f"{file}\t{recogniser.transcribe(samples, rate)}")
+
+
+def load_recogniser(experiment: Path, recipe: Recipe) -> Recogniser:
+    """The newest consensus model of an experiment, on the device that its recipe asks for."""
+    use_threads(recipe, 1)
+    recogniser = Recogniser.load(load(latest(experiment)).model_folder)
+    if recipe.engine.device != "cpu" and torch.cuda.is_available():
+        recogniser.model.to("cuda")
+    return recogniser
+
+
+def _open(experiment: Path) -> tuple[ExperimentFolder, Recipe]:
+    folder = ExperimentFolder(experiment)
+    if not folder.config.is_file():
+        raise CheckpointError(
+            f"{experiment} is not an experiment: it has no config.yaml; give a folder that `starling train` wrote, "
+            "such as exp/demo"
+        )
+    return folder, load_recipe(folder.config)
+
+
+def _check_set(recipe: Recipe, name: str) -> None:
+    known = list(recipe.data.corpus.sets)
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"set {name!r} is not in data.corpus.sets; {hint}known are {', '.join(known)}")
+
+
+def _read_all_channels(file: Path) -> tuple[NDArray[np.float32], int]:
+    """Samples `[channels, T]` in -1..1 and their rate in Hz."""
+    first, rate = read_audio(file, channel=0)
+    channels = int(soundfile.info(str(file)).channels)
+    others = [read_audio(file, channel=channel)[0] for channel in range(1, channels)]
+    return np.stack([first, *others]), rate

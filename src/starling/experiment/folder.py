@@ -1,0 +1,138 @@
+"""The folder of an experiment.
+
+exp/<name>/config.yaml, env.txt     the resolved recipe, and on what it ran
+exp/<name>/initial/                 tokens and features, and the model before training
+exp/<name>/log/, tensorboard/       of each learner
+exp/<name>/checkpoints/             see starling.checkpoint
+exp/<name>/decode/                  what was recognised, and its errors
+"""
+
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from starling.checkpoint.files import remove_partial
+from starling.checkpoint.reader import checkpoints_in, latest, load
+from starling.errors import CheckpointError, ConfigError
+from starling.experiment.recipe import Recipe, dump_recipe, fingerprints
+
+_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "decode")
+_OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv", "report.html")
+_PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
+
+
+class ExperimentFolder:
+    """The places inside an experiment's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.environment = path / "env.txt"
+        self.initial = path / "initial"
+        self.too_short = path / "too_short.tsv"
+        self.log = path / "log"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
+        self.decode = path / "decode"
+
+
+def resolve_resume(recipe: Recipe) -> Recipe:
+    """The recipe with `resume` naming one checkpoint, checked to fit.
+
+    Raises CheckpointError for a checkpoint that is missing, damaged, or of another model, data or number of learners.
+    """
+    if recipe.resume is None:
+        return recipe
+    folder = latest(recipe.resume)
+    checkpoint = load(folder)
+    own = fingerprints(recipe)
+    differing = [name for name, digest in checkpoint.manifest.fingerprints.items() if own.get(name) != digest]
+    if differing:
+        raise CheckpointError(
+            f"{folder}: it was trained with another {', '.join(sorted(differing))} than this recipe says; "
+            f"resume with what {folder.parent.parent / 'config.yaml'} holds, or train anew without resume"
+        )
+    if recipe.strategy.strategy.synchronous:
+        checkpoint.start(0, recipe.learners)
+    return recipe.model_copy(update={"resume": folder})
+
+
+def claim_folder(recipe: Recipe) -> ExperimentFolder:
+    """Make the experiment's folder and write the recipe into it.
+
+    An earlier run there is removed if the recipe says `overwrite`, gone on with if it says `resume`, and otherwise a
+    ConfigError; so is a folder that cannot be written.
+    """
+    folder = ExperimentFolder(recipe.folder)
+    existing = checkpoints_in(folder.checkpoints)
+    if recipe.resume is not None:
+        later = [path for path in existing if path.name > recipe.resume.name]
+        if later:
+            raise ConfigError(
+                f"{folder.path} holds checkpoints later than {recipe.resume}, such as {later[-1].name}; "
+                "resume from the last one, or give another name"
+            )
+    elif existing and not recipe.overwrite:
+        raise ConfigError(
+            f"{folder.path} holds a run already; go on with resume={folder.path}, replace it with overwrite=true, "
+            "or give another name=…"
+        )
+    try:
+        if recipe.resume is None:
+            _clear(folder.path)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        remove_partial(folder.checkpoints)
+        folder.config.write_text(dump_recipe(recipe), encoding="utf-8")
+        folder.environment.write_text(describe_environment(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder.path}: cannot be written ({error}); set exp to another folder") from error
+    return folder
+
+
+def describe_environment() -> str:
+    """Versions, commit, machine and threads; no value of an environment variable."""
+    lines = [f"{name} {_version(name)}" for name in _PACKAGES]
+    lines += [
+        f"commit {_commit()}",
+        f"python {platform.python_version()}",
+        f"platform {platform.platform()}",
+        f"threads {torch.get_num_threads()} of {torch.get_num_interop_threads()} for torch",
+        f"cuda {torch.version.cuda or 'none'}, {torch.cuda.device_count()} devices",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _clear(path: Path) -> None:
+    """Remove what an earlier run wrote, and nothing else."""
+    for name in _OWN_FOLDERS:
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+    for name in _OWN_FILES:
+        (path / name).unlink(missing_ok=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """The commit of the source, if it is a git checkout."""
+    source = Path(__file__).resolve().parent
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        )
+        changed = subprocess.run(
+            ["git", "-C", str(source), "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "unknown: not a git checkout"
+    return result.stdout.strip() + (" with changes" if changed.stdout.strip() else "")

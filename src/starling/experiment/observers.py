@@ -1,0 +1,156 @@
+"""Who listens to a learner: its log, its curves, its checkpoints, and the launcher."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol, TextIO
+
+from starling.checkpoint.state import LearnerState
+from starling.checkpoint.writer import CheckpointWriter
+from starling.engines.job import EpochReport, StepReport
+from starling.errors import ProtocolError
+from starling.report.curves import Curves
+from starling.report.lines import epoch_line, progress_line
+from starling.report.meter import EpochEnd, Meter, Snapshot
+from starling.report.progress import Display
+
+Message = dict[str, Any]
+SEND_EVERY = 0.2  # seconds between two messages to the launcher
+CURVES_EVERY = 1.0
+LOG_EVERY = 5.0
+
+
+class Listener(Protocol):
+    """Who wants snapshots of a learner, now and then."""
+
+    def progress(self, snapshot: Snapshot) -> None: ...
+
+    def epoch(self, end: EpochEnd) -> None: ...
+
+
+class Metered:
+    """An observer that passes on snapshots at most every so many seconds, and at the end of an epoch."""
+
+    def __init__(self, listener: Listener, world: int, every: float, clock: Callable[[], float] = time.monotonic):
+        self._listener = listener
+        self._world = world
+        self._every = every
+        self._clock = clock
+        self._meters: dict[int, Meter] = {}
+        self._passed_on: dict[int, float] = {}
+
+    def on_step(self, report: StepReport) -> None:
+        self._meter(report.rank).add(report)
+        if self._clock() - self._passed_on.get(report.rank, -self._every) >= self._every:
+            self._pass_on(report.rank)
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self._pass_on(report.rank)
+        self._listener.epoch(EpochEnd.of(report, self._world))
+
+    def _meter(self, rank: int) -> Meter:
+        return self._meters.setdefault(rank, Meter(self._world))
+
+    def _pass_on(self, rank: int) -> None:
+        snapshot = self._meter(rank).take()
+        if snapshot is not None:
+            self._listener.progress(snapshot)
+            self._passed_on[rank] = self._clock()
+
+
+class Log:
+    """Writes lines to a text stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def progress(self, snapshot: Snapshot) -> None:
+        self._write(progress_line(snapshot))
+
+    def epoch(self, end: EpochEnd) -> None:
+        self._write(epoch_line(end))
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+class Messages:
+    """Sends what the launcher shows; `show` is its other end."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+
+    def progress(self, snapshot: Snapshot) -> None:
+        doing = f"computing batch {snapshot.batch + 1} of epoch {snapshot.epoch + 1}"
+        self._send({"doing": doing, "progress": asdict(snapshot)})
+
+    def epoch(self, end: EpochEnd) -> None:
+        self._send({"doing": f"saving after epoch {end.epoch + 1}", "epoch": asdict(end)})
+
+
+def show(message: Message, display: Display) -> None:
+    """Show a message of a learner."""
+    try:
+        if "progress" in message:
+            display.progress(Snapshot(**message["progress"]))
+        if "epoch" in message:
+            display.epoch(EpochEnd(**message["epoch"]))
+        if "saved" in message:
+            display.say(f"saved {message['saved']}")
+    except TypeError as error:
+        raise ProtocolError(f"a learner sent what this version does not understand: {error}") from error
+
+
+class Saver:
+    """Writes a checkpoint at every end of an epoch; tells who completed it."""
+
+    def __init__(self, writer: CheckpointWriter, tell: Callable[[Message], None]) -> None:
+        self._writer = writer
+        self._tell = tell
+
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        folder = self._writer.save(state)
+        if folder is not None:
+            self._tell({"saved": str(folder)})
+
+
+class CurvesByRank:
+    """A listener that writes the curves of every learner it hears of."""
+
+    def __init__(self, make: Callable[[int], Curves]) -> None:
+        self._make = make
+        self._curves: dict[int, Curves] = {}
+
+    def progress(self, snapshot: Snapshot) -> None:
+        self._of(snapshot.rank).progress(snapshot)
+
+    def epoch(self, end: EpochEnd) -> None:
+        self._of(end.rank).epoch(end)
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        for curves in self._curves.values():
+            curves.close()
+
+    def _of(self, rank: int) -> Curves:
+        if rank not in self._curves:
+            self._curves[rank] = self._make(rank)
+        return self._curves[rank]
+
+
+class Together:
+    """Several observers, asked in their order."""
+
+    def __init__(self, observers: Sequence[Metered | Saver]) -> None:
+        self._observers = observers
+
+    def on_step(self, report: StepReport) -> None:
+        for observer in self._observers:
+            observer.on_step(report)
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        for observer in self._observers:
+            observer.on_epoch(report, state)

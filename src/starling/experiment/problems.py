@@ -1,0 +1,92 @@
+"""What is wrong with a recipe, all of it, in words."""
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+_MAX_SHOWN = 60  # characters of a wrong value
+
+
+def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: str = "") -> list[str]:
+    """One line for each problem that pydantic found in `tree`: dotted key, what is wrong, what to write instead.
+
+    `prefix` is the dotted path of `tree` itself, such as `strategy.`.
+    """
+    known = [prefix + key for key in known_keys(model)]
+    lines: dict[str, list[str]] = {}
+    for detail in error.errors(include_url=False):
+        path = prefix + ".".join(_path(detail, tree))
+        said = lines.setdefault(path.rstrip("."), [])
+        words = _words(detail, path, known)
+        if words not in said:
+            said.append(words)
+    return [f"{path}: {'; or '.join(said)}" if path else "; ".join(said) for path, said in lines.items()]
+
+
+def known_keys(model: type[BaseModel]) -> Iterator[str]:
+    """The dotted keys that `model` and the models inside it know."""
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        yield key
+        for inner in _models_in(field.annotation):
+            yield from (f"{key}.{below}" for below in known_keys(inner))
+
+
+def suggestion(path: str, known: Sequence[str]) -> str:
+    """`; did you mean KEY?` for an unknown dotted key, or nothing if no known one resembles it."""
+    parent, _, name = path.rpartition(".")
+    beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    near = [beside[match] for match in get_close_matches(name, beside, n=1)] or elsewhere
+    near = near or get_close_matches(path, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in (Union, UnionType, Annotated):
+        for argument in get_args(annotation):
+            yield from _models_in(argument)
+
+
+def _path(detail: ErrorDetails, tree: Any) -> list[str]:
+    """The keys that lead to a problem; pydantic's names of union members among them are left out."""
+    parts, place = [], tree
+    *leading, last = detail["loc"] or ("",)
+    for part in leading:
+        inner = _inside(place, part)
+        if inner is not _NOTHING:
+            parts.append(str(part))
+            place = inner
+    if detail["type"] == "missing" or _inside(place, last) is not _NOTHING:
+        parts.append(str(last))
+    return parts
+
+
+_NOTHING = object()
+
+
+def _inside(place: Any, part: str | int) -> Any:
+    if isinstance(place, dict):
+        return place.get(part, _NOTHING)
+    if isinstance(place, list | tuple) and isinstance(part, int) and part < len(place):
+        return place[part]
+    return _NOTHING
+
+
+def _words(detail: ErrorDetails, path: str, known: Sequence[str]) -> str:
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key{suggestion(path, known)}"
+    if detail["type"] == "missing":
+        return "missing; a recipe must say it"
+    message = detail["msg"]
+    if detail["type"] == "value_error":
+        return message.removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    shown = repr(detail["input"])
+    return f"{message}, got {shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + '…'}"

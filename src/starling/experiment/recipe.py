@@ -1,0 +1,160 @@
+"""The recipe: everything that a run depends on, as one checked tree."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from starling.budget import Budget
+from starling.checkpoint.writer import CheckpointConfig
+from starling.configuration import Config
+from starling.engines.cluster import Cluster
+from starling.errors import ConfigError
+from starling.experiment.optimizer import OptimizerConfig
+from starling.experiment.overrides import apply_overrides
+from starling.experiment.problems import describe
+from starling.experiment.recipe_file import Tree, read_recipe
+from starling.speech.augmentation import AugmentConfig
+from starling.speech.batches import BatchConfig
+from starling.speech.features import FeatureConfig
+from starling.speech.models import ModelConfig
+from starling.speech.prepare import DataConfig, set_digest
+from starling.speech.tokens import TokenConfig
+from starling.strategies import Strategy, find_strategy
+
+
+class StrategyChoice(BaseModel):
+    """A strategy by name, or a mapping with its `name` and options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_name(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def strategy(self) -> Strategy:
+        """What the name stands for; ConfigError if nothing."""
+        return find_strategy(self.name)
+
+    @property
+    def options(self) -> Config:
+        """The options, checked by the strategy's own model; pydantic's ValidationError if they are wrong."""
+        return self.strategy.options.model_validate(self.model_extra or {})
+
+
+class EngineConfig(Config):
+    """How a learner computes; the `engine:` section of a recipe."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one."""
+    autocast: Literal["none", "bf16"] = "none"
+    """Compute losses in bfloat16 where torch considers it safe."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads of one learner; null: the cores of the machine divided by the learners on it."""
+    timeout_seconds: float = Field(default=600.0, gt=0.0)
+    """How long learners wait for each other before they call one lost."""
+
+
+class Recipe(Config):
+    """A complete run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    """The experiment's folder inside `exp`."""
+    seed: int = Field(default=1, ge=0)
+    learners: int = Field(default=1, ge=1, le=4096)
+    strategy: StrategyChoice = StrategyChoice(name="allreduce")
+    budget: Budget
+    data: DataConfig
+    tokens: TokenConfig = TokenConfig()
+    features: FeatureConfig = FeatureConfig()
+    augment: AugmentConfig = AugmentConfig()
+    batches: BatchConfig = BatchConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    engine: EngineConfig = EngineConfig()
+    cluster: Cluster = Cluster()
+    """The cluster that `starling simulate` pretends to have."""
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    resume: Path | None = None
+    """An experiment (its newest checkpoint) or one checkpoint to go on from."""
+    overwrite: bool = False
+    """Replace an earlier run of the same name."""
+    exp: Path = Path("exp")
+    """Where experiments are."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this experiment."""
+        return self.exp / self.name
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a file, with `key=value` overrides. Raises one ConfigError that lists all problems."""
+    return check_recipe(apply_overrides(read_recipe(path), overrides), str(path))
+
+
+def check_recipe(tree: Tree, where: str) -> Recipe:
+    """The recipe of a tree; `where` names it in the ConfigError that lists all problems."""
+    problems = _strategy_problems(tree.get("strategy"))
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        problems = describe(error, Recipe, tree) + problems
+    if problems:
+        count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+        raise ConfigError(f"recipe {where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved tree as YAML; loading it gives the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """SHA-256 of the resolved tree, for learners to compare."""
+    return _digest(recipe.model_dump(mode="json", exclude={"overwrite"}))
+
+
+def fingerprints(recipe: Recipe) -> dict[str, str]:
+    """Digests of what a resumed run may not change, by section: the model, and which batch is whose."""
+    fixed = recipe.model_dump(
+        mode="json",
+        include={
+            "seed": True,
+            "tokens": True,
+            "features": True,
+            "batches": {"max_duration", "accumulate", "num_buckets"},
+            "model": True,
+            "optimizer": {"name", "options"},
+        },
+    )
+    digests = {section: _digest(content) for section, content in fixed.items()}
+    return digests | {"data": set_digest(recipe.data, recipe.data.train)}
+
+
+def _strategy_problems(choice: Any) -> list[str]:
+    try:
+        strategy = StrategyChoice.model_validate(choice) if choice is not None else None
+        if strategy is not None:
+            _ = strategy.options
+    except ConfigError as error:
+        return [str(error)]
+    except ValidationError as error:
+        if not isinstance(choice, dict) or "name" not in choice:
+            return []  # the tree's own check says so
+        options = {key: value for key, value in choice.items() if key != "name"}
+        return describe(error, find_strategy(choice["name"]).options, options, prefix="strategy.")
+    return []
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

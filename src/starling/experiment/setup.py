@@ -1,0 +1,90 @@
+"""What happens once before the learners start: data, tokens, and every check that needs them."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from starling.chance import derive_seed
+from starling.errors import DataError
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.recipe import Recipe
+from starling.experiment.workload import SpeechWorkload
+from starling.report.progress import Say
+from starling.speech.features import LogMel
+from starling.speech.losses import check_ctc_fits
+from starling.speech.models import count_parameters
+from starling.speech.prepare import Progress, describe, prepare
+from starling.speech.recogniser import Recogniser
+from starling.speech.store import SpeechSet
+from starling.speech.tokens import make_tokenizer
+
+
+def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progress | None = None) -> None:
+    """Prepare the data and make the tokens; leave in `folder.initial` the recogniser as it is before training.
+
+    Raises DataError when the training set cannot be used: unreadable, too small for so many learners, characters
+    outside the alphabet, utterances too short for CTC.
+    """
+    say(describe(prepare(recipe.data, progress)))
+    train = SpeechSet.open(recipe.data.set_folder(recipe.data.train))
+    tokenizer = make_tokenizer(recipe.tokens, (train.text(index) for index in range(len(train))))
+    features = LogMel(recipe.features, recipe.data.sampling_rate)
+    if recipe.features.normalise == "global":
+        features.fit(train)
+    recogniser = Recogniser.create(recipe.model, features, tokenizer, derive_seed(recipe.seed, "model"))
+    _leave_out_too_short(recipe, train, recogniser, folder.too_short, say)
+    recogniser.save(folder.initial)
+    workload = load_workload(recipe, folder)
+    batches = workload.num_batches(0)
+    seconds = recipe.batches.max_duration * recipe.batches.accumulate
+    say(
+        f"{count_parameters(recogniser.model):,} parameters, {tokenizer.vocab_size} tokens, {batches} mini-batches of "
+        f"up to {seconds:g} s of audio in the first epoch; {recipe.learners} learners take "
+        f"{seconds * recipe.learners:g} s at a time"
+    )
+
+
+def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:
+    """The training problem that `set_up` has made ready."""
+    initial = Recogniser.load(folder.initial)
+    train = SpeechSet.open(recipe.data.set_folder(recipe.data.train))
+    return SpeechWorkload(recipe, train, initial.features, initial.tokenizer, _kept(train, folder.too_short))
+
+
+def _leave_out_too_short(recipe: Recipe, train: SpeechSet, recogniser: Recogniser, path: Path, say: Say) -> None:
+    """List the utterances that CTC cannot align in `path`, as far as the recipe allows to skip any."""
+    path.unlink(missing_ok=True)
+    skip = recipe.data.filter.on_bad == "skip"
+    found = check_ctc_fits(
+        train,
+        recogniser.tokenizer,
+        recipe.model,
+        recogniser.features,
+        recipe.augment,
+        on_too_short="list" if skip else "fail",
+    )
+    if not found:
+        return
+    if len(found) > recipe.data.filter.max_skipped * len(train):
+        raise DataError(
+            f"{train.name}: {len(found)} of {len(train)} utterances have too few frames for CTC, such as {found[0].id} "
+            f"({found[0].frames} frames, {found[0].needed} needed); data.filter.max_skipped allows "
+            f"{recipe.data.filter.max_skipped:.2%}: lower model.subsampling, or use longer tokens"
+        )
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, dialect="excel-tab")
+        table.writerow(["id", "frames", "needed"])
+        table.writerows(found)
+    say(f"{train.name}: {len(found)} utterances are too short for CTC and left out, listed in {path}")
+
+
+def _kept(train: SpeechSet, path: Path) -> NDArray[np.int64]:
+    """Indices of the utterances to train on."""
+    everything = np.arange(len(train))
+    if not path.is_file():
+        return everything
+    with path.open(encoding="utf-8", newline="") as file:
+        left_out = {row["id"] for row in csv.DictReader(file, dialect="excel-tab")}
+    return everything[[train.id(index) not in left_out for index in range(len(train))]]

@@ -1,0 +1,55 @@
+"""Training on the virtual engine: any number of learners in this one process, on a simulated clock."""
+
+from rich.console import Console
+
+from starling.checkpoint.reader import load
+from starling.checkpoint.writer import CheckpointWriter
+from starling.engines.virtual import VirtualEngine
+from starling.experiment.evaluate import evaluate
+from starling.experiment.folder import claim_folder, resolve_resume
+from starling.experiment.job import ModelWriter, make_job, use_threads
+from starling.experiment.observers import CURVES_EVERY, LOG_EVERY, SEND_EVERY, CurvesByRank, Log, Metered, Together
+from starling.experiment.recipe import Recipe, fingerprints
+from starling.experiment.setup import set_up
+from starling.report.curves import Curves
+from starling.report.lines import duration
+from starling.report.progress import Bars, Display, Say, say_on
+
+
+def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
+    """Train with `learners` virtual learners on the recipe's cluster, then score the test sets.
+
+    Scores and the event hash go to `tell`, everything else to `console`. The experiment is `<name>-virtual`; it
+    keeps the consensus model of the end, and no learner's own state.
+    """
+    recipe = resolve_resume(recipe.model_copy(update={"name": f"{recipe.name}-virtual"}))
+    folder = claim_folder(recipe)
+    with Bars(console) as bars:
+        set_up(recipe, folder, say_on(console), bars)
+    use_threads(recipe, 1)
+    folder.log.mkdir(exist_ok=True)
+    curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
+    title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
+    start = (
+        [load(recipe.resume).start(rank, recipe.learners) for rank in range(recipe.learners)] if recipe.resume else None
+    )
+    with (
+        (folder.log / "virtual.log").open("w", encoding="utf-8") as log,
+        Display(title, recipe.learners, console) as display,
+    ):
+        observers = [
+            Metered(Log(log), recipe.learners, LOG_EVERY),
+            Metered(curves, recipe.learners, CURVES_EVERY),
+            Metered(display, recipe.learners, SEND_EVERY),
+        ]
+        outcome = VirtualEngine(
+            make_job(recipe, folder), recipe.learners, recipe.cluster, Together(observers), start
+        ).run()
+    curves.close()
+    writer = CheckpointWriter(
+        folder.checkpoints, lambda name: 1, ModelWriter(folder.initial), fingerprints(recipe), recipe.checkpoints.keep
+    )
+    writer.save_consensus(outcome.states)
+    evaluate(folder.path, None, tell, console)
+    tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
+    tell(f"event hash: {outcome.event_hash}")

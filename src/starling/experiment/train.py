@@ -1,0 +1,134 @@
+"""Training with real learner processes: the one that starts them, and each of them."""
+
+import sys
+from datetime import timedelta
+
+import torch
+from rich.console import Console
+
+from starling.checkpoint.reader import load
+from starling.checkpoint.writer import CheckpointWriter
+from starling.engines.processes import Place, choose_device, run_learner
+from starling.errors import ConfigError
+from starling.experiment.evaluate import evaluate
+from starling.experiment.folder import ExperimentFolder, claim_folder, resolve_resume
+from starling.experiment.job import ModelWriter, make_job, use_threads
+from starling.experiment.observers import (
+    CURVES_EVERY,
+    LOG_EVERY,
+    SEND_EVERY,
+    CurvesByRank,
+    Log,
+    Message,
+    Messages,
+    Metered,
+    Saver,
+    Together,
+    show,
+)
+from starling.experiment.recipe import Recipe, fingerprints, recipe_digest
+from starling.experiment.setup import set_up
+from starling.launch.launcher import launch
+from starling.launch.link import Link
+from starling.launch.rendezvous import find_place
+from starling.report.curves import Curves
+from starling.report.progress import Bars, Display, Say, say_on
+
+_SET_UP_LIMIT = timedelta(days=2)  # preparing a large corpus may take long; a death ends the waiting sooner
+
+
+def train(recipe: Recipe, tell: Say, console: Console) -> None:
+    """Train with `learners` processes on this machine, then score the test sets.
+
+    Scores go to `tell`, everything else to `console`.
+    """
+    recipe = resolve_resume(recipe)
+    check_device(recipe)
+    folder = _ready(recipe, console)
+    title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
+    command = [sys.executable, "-m", "starling", "train", str(folder.config)]
+    with Display(title, recipe.learners, console) as display:
+
+        def on_message(rank: int, message: Message) -> None:
+            show(message, display)
+
+        launch(command, recipe.learners, folder.log, on_message)
+    evaluate(folder.path, None, tell, console)
+
+
+def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Console) -> None:
+    """Be one of the learners: of our own launcher if there is a `link` to it, of torchrun or Slurm otherwise.
+
+    Without a launcher of ours, learner 0 does what it would do: it makes everything ready while the others wait,
+    and scores the test sets in the end.
+    """
+    place = find_place(recipe.engine.timeout_seconds)
+    if place.world != recipe.learners:
+        if place.rank == 0:
+            console.print(f"{place.world} learners were started; learners={recipe.learners} of the recipe is ignored")
+        recipe = recipe.model_copy(update={"learners": place.world})
+    if link is None:
+        recipe = _agree_on_set_up(recipe, place, console)
+    folder = ExperimentFolder(recipe.folder)
+    _learn(recipe, folder, place, link)
+    if link is None and place.rank == 0:
+        evaluate(folder.path, None, tell, console)
+
+
+def check_device(recipe: Recipe) -> None:
+    """Raises ConfigError when the recipe asks for CUDA where there is none."""
+    if recipe.engine.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: cuda is asked for, but torch finds none here; use engine.device=auto or cpu")
+
+
+def _ready(recipe: Recipe, console: Console) -> ExperimentFolder:
+    """Claim the experiment's folder and set everything up in it."""
+    folder = claim_folder(recipe)
+    with Bars(console) as bars:
+        set_up(recipe, folder, say_on(console), bars)
+    return folder
+
+
+def _agree_on_set_up(recipe: Recipe, place: Place, console: Console) -> Recipe:
+    """Learner 0 sets up; all go on from the checkpoint that it found."""
+    key = "set up"
+    if place.rank == 0:
+        recipe = resolve_resume(recipe)
+        _ready(recipe, console)
+        place.store.set(key, str(recipe.resume or ""))
+        return recipe
+    place.store.wait([key], _SET_UP_LIMIT)
+    resume = place.store.get(key).decode()
+    return recipe.model_copy(update={"resume": resume or None})
+
+
+def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | None) -> None:
+    use_threads(recipe, place.local_world)
+
+    def tell(message: Message) -> None:
+        if link is not None:
+            link.send(message)
+
+    def arrive(name: str) -> int:
+        return int(place.store.add(f"checkpoint/{name}", 1))
+
+    curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
+    writer = CheckpointWriter(
+        folder.checkpoints, arrive, ModelWriter(folder.initial), fingerprints(recipe), recipe.checkpoints.keep
+    )
+    listeners = [Metered(Log(sys.stdout), place.world, LOG_EVERY), Metered(curves, place.world, CURVES_EVERY)]
+    if link is not None:
+        listeners.append(Metered(Messages(tell), place.world, SEND_EVERY))
+    start = load(recipe.resume).start(place.rank, place.world) if recipe.resume else None
+    try:
+        run_learner(
+            make_job(recipe, folder),
+            place,
+            choose_device(recipe.engine.device, place),
+            recipe_digest(recipe),
+            Together([*listeners, Saver(writer, tell)]),
+            start,
+            recipe.engine.timeout_seconds,
+        )
+    finally:
+        curves.close()

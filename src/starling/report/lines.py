@@ -1,0 +1,48 @@
+"""Log lines. Each begins with `(rank/world)`; epochs and batches are counted from 1."""
+
+from starling.report.meter import EpochEnd, Snapshot
+
+_BUSY = 90.0  # per cent of the time spent computing below which a line says what the learner waits for
+
+
+def progress_line(snapshot: Snapshot) -> str:
+    """Where a learner is: epoch, batch, loss over how many frames, running loss, learning rate, speed, time left."""
+    line = (
+        f"({snapshot.rank}/{snapshot.world}) epoch {snapshot.epoch + 1}, "
+        f"batch {snapshot.batch + 1}/{snapshot.num_batches}: loss {snapshot.loss:.4f} over {snapshot.num_frames} "
+        f"frames, running {snapshot.running_loss:.4f}, lr {snapshot.learning_rate:.3g}, "
+        f"{snapshot.audio_rate:.1f} s of audio per s"
+    )
+    left = time_left(snapshot)
+    return f"{line}, {left} left" if left else line
+
+
+def epoch_line(end: EpochEnd) -> str:
+    """How an epoch went for a learner: steps, time, and the share of it spent computing."""
+    line = (
+        f"({end.rank}/{end.world}) epoch {end.epoch + 1} ended: {end.num_steps} steps in {duration(end.seconds)}, "
+        f"{end.share(end.computing):.1f} % computing, {end.share(end.waiting_for_data):.1f} % waiting for data, "
+        f"{end.share(end.waiting_for_peers):.1f} % waiting for peers"
+    )
+    if end.num_steps == 0 or end.share(end.computing) >= _BUSY:
+        return line
+    data = end.waiting_for_data > end.waiting_for_peers
+    advice = "data: raise batches.num_workers" if data else "peers: another strategy may wait less"
+    return f"{line}; it waits for {advice}"
+
+
+def time_left(snapshot: Snapshot) -> str:
+    """The time left, or nothing as long as nobody can say."""
+    left = snapshot.minutes_left
+    return "" if left is None else duration(60.0 * left)
+
+
+def duration(seconds: float) -> str:
+    """A duration as people read it: 4.2 s, 3 min 05 s, 2 h 07 min."""
+    if seconds < 60.0:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
