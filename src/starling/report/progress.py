@@ -132,5 +132,5 @@ class Bars:
     def __call__(self, name: str, done: int, total: int) -> None:
         """`done` of `total` (0: not known) of what `name` names."""
         if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name)
+            self._tasks[name] = self._progress.add_task(name, total=None)
         self._progress.update(self._tasks[name], completed=done, total=total or None)

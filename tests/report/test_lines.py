@@ -1,0 +1,49 @@
+"""Log lines say what people look for."""
+
+import pytest
+
+from starling.report.lines import duration, epoch_line, progress_line
+from starling.report.meter import EpochEnd, Meter
+from tests.report.steps import step
+
+
+def test_a_line_begins_with_the_learner_and_says_where_it_is() -> None:
+    """Epochs and batches are counted from 1."""
+    meter = Meter(world=4)
+    for number in (14, 15):
+        meter.add(step(number, epoch=1, rank=2))
+    snapshot = meter.take()
+    assert snapshot is not None
+    assert progress_line(snapshot) == (
+        "(2/4) epoch 2, batch 6/10: loss 1.0000 over 200 frames, running 1.0000, lr 0.5, 0.5 s of audio per s, "
+        "30.0 s left"
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "peers", "end"),
+    [
+        (0.4, 0.4, "4.0 % waiting for peers"),
+        (3.0, 0.5, "it waits for data: raise batches.num_workers"),
+        (0.5, 3.0, "it waits for peers: another strategy may wait less"),
+    ],
+)
+def test_an_epoch_says_for_what_it_waited_too_long(data: float, peers: float, end: str) -> None:
+    """Below 90 % computing the line says what to change."""
+    line = epoch_line(EpochEnd(0, 2, 0, 5, 10.0, 10.0 - data - peers, data, peers))
+    assert line.startswith("(0/2) epoch 1 ended: 5 steps in 10.0 s, ")
+    assert line.endswith(end)
+
+
+def test_an_epoch_without_a_step_is_not_a_division_by_zero() -> None:
+    """A budget of nothing ends well."""
+    assert "0 steps in 0.0 s, 0.0 % computing" in epoch_line(EpochEnd(0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(4.21, "4.2 s"), (59.96, "60.0 s"), (60, "1 min 00 s"), (185, "3 min 05 s"), (7620, "2 h 07 min")],
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    """Seconds, minutes, hours."""
+    assert duration(seconds) == text
