@@ -1,0 +1,132 @@
+"""An experiment's folder is claimed once, and an earlier run in it is never lost by accident."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from starling.checkpoint.state import LearnerState
+from starling.checkpoint.writer import CheckpointWriter
+from starling.errors import CheckpointError, ConfigError
+from starling.experiment.folder import claim_folder, describe_environment, resolve_resume
+from starling.experiment.recipe import Recipe, check_recipe, fingerprints, load_recipe
+from starling.workload import Ticket
+
+Tree = dict[str, Any]
+
+
+def save(recipe: Recipe, position: Ticket, world: int = 2) -> None:
+    """A checkpoint in the experiment of a recipe."""
+    arrived: list[str] = []
+
+    def arrive(name: str) -> int:
+        arrived.append(name)
+        return len(arrived)
+
+    writer = CheckpointWriter(
+        recipe.folder / "checkpoints",
+        arrive,
+        lambda folder, weights, buffers: folder.mkdir(),
+        fingerprints(recipe),
+    )
+    for rank in range(world):
+        writer.save(LearnerState(rank, world, position, 0.0, torch.zeros(3), {}, {}))
+
+
+def test_the_resolved_recipe_is_in_the_folder(tree: Tree) -> None:
+    """With every default written out; loading it gives the same recipe."""
+    recipe = check_recipe(tree, "r.yaml")
+    folder = claim_folder(recipe)
+    assert load_recipe(folder.config) == recipe
+    assert yaml.safe_load(folder.config.read_text())["features"]["frame_shift"] == 0.01
+
+
+def test_an_earlier_run_is_not_replaced_without_being_asked(tree: Tree) -> None:
+    """The message names the three ways on; the checkpoints stay."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe)
+    claim_folder(recipe)  # nothing was trained yet: nothing is lost
+    save(recipe, Ticket(1, 0, 8))
+    with pytest.raises(ConfigError, match=r"holds a run already; .*resume=.*overwrite=true.*name="):
+        claim_folder(recipe)
+    assert (recipe.folder / "checkpoints" / "step-00000008").is_dir()
+
+
+def test_overwriting_removes_what_is_ours_and_nothing_else(tree: Tree) -> None:
+    """Notes that somebody left in the folder stay."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe)
+    save(recipe, Ticket(1, 0, 8))
+    (recipe.folder / "notes.txt").write_text("mine")
+    claim_folder(check_recipe({**tree, "overwrite": True}, "r.yaml"))
+    assert not (recipe.folder / "checkpoints").exists()
+    assert (recipe.folder / "notes.txt").read_text() == "mine"
+
+
+def test_resuming_finds_the_newest_checkpoint(tree: Tree) -> None:
+    """An experiment's folder stands for its newest checkpoint; the recipe then names that one."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe)
+    save(recipe, Ticket(1, 0, 8))
+    save(recipe, Ticket(2, 0, 16))
+    resumed = resolve_resume(check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
+    assert resumed.resume == recipe.folder / "checkpoints" / "step-00000016"
+    claim_folder(resumed)
+    assert resumed.resume.is_dir()
+
+
+def test_resuming_from_an_earlier_checkpoint_must_not_mix_two_runs(tree: Tree) -> None:
+    """Later checkpoints of another past would be taken for this run's."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe)
+    save(recipe, Ticket(1, 0, 8))
+    save(recipe, Ticket(2, 0, 16))
+    earlier = recipe.folder / "checkpoints" / "step-00000008"
+    with pytest.raises(ConfigError, match=r"later than .*step-00000016"):
+        claim_folder(resolve_resume(check_recipe({**tree, "resume": str(earlier)}, "r.yaml")))
+    elsewhere = resolve_resume(check_recipe({**tree, "resume": str(earlier), "name": "other"}, "r.yaml"))
+    assert claim_folder(elsewhere).path.name == "other"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"model": {"preset": "small"}}, "trained with another model than this recipe says"),
+        ({"seed": 5, "batches": {"max_duration": 9}}, "trained with another batches, seed than"),
+        ({"learners": 3}, "learners=2"),
+        ({"resume": "nowhere"}, "nowhere: no such folder"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(tree: Tree, change: Tree, problem: str) -> None:
+    """With the sections that differ, before any learner starts."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe)
+    save(recipe, Ticket(1, 3, 11))
+    with pytest.raises(CheckpointError, match=problem):
+        resolve_resume(check_recipe({**tree, "resume": str(recipe.folder), **change}, "r.yaml"))
+
+
+def test_the_budget_and_the_learning_rate_may_change_in_a_resume(tree: Tree) -> None:
+    """They belong to the rest of the run."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe)
+    save(recipe, Ticket(1, 3, 11))
+    change = {"budget": {"epochs": 7}, "optimizer": {"lr": 0.5}, "resume": str(recipe.folder)}
+    assert resolve_resume(check_recipe({**tree, **change}, "r.yaml")).budget.epochs == 7
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tree: Tree, tmp_path: Path) -> None:
+    """Not at the first checkpoint."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        claim_folder(check_recipe({**tree, "exp": str(tmp_path / "file")}, "r.yaml"))
+
+
+def test_the_environment_is_described_without_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions and machine; no value of a variable."""
+    monkeypatch.setenv("STARLING_SECRET", "hunter2")
+    text = describe_environment()
+    assert "torch 2." in text
+    assert "hunter2" not in text

@@ -1,0 +1,113 @@
+"""A speech workload is a pure function of the recipe and the ticket."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from starling.engines.loading import load_ahead
+from starling.errors import DataError
+from starling.experiment.folder import claim_folder
+from starling.experiment.recipe import Recipe, check_recipe
+from starling.experiment.setup import load_workload, set_up
+from starling.experiment.workload import SpeechWorkload
+from starling.workload import Ticket
+
+Tree = dict[str, Any]
+
+
+def ready(tree: Tree) -> tuple[Recipe, SpeechWorkload]:
+    """A recipe that is set up, and its workload."""
+    recipe = check_recipe(tree, "r.yaml")
+    folder = claim_folder(recipe)
+    set_up(recipe, folder, lambda line: None)
+    return recipe, load_workload(recipe, folder)
+
+
+def test_every_process_loads_the_same_bits(tree: Tree) -> None:
+    """A loading process gives the same batches as the learner itself would."""
+    _, workload = ready(tree)
+    tickets = [Ticket(0, 1, 1), Ticket(1, 1, 9)]
+    loaded = dict(load_ahead(workload, tickets, num_workers=1))
+    for ticket in tickets:
+        for mine, other in zip(workload.load(ticket), loaded[ticket], strict=True):
+            assert torch.equal(mine.features, other.features)
+            assert torch.equal(mine.tokens, other.tokens)
+            assert mine.seed == other.seed
+
+
+def test_models_are_the_same_at_every_call(tree: Tree) -> None:
+    """All learners begin with the same weights."""
+    _, workload = ready(tree)
+    torch.manual_seed(1)
+    first = workload.make_model().state_dict()
+    torch.manual_seed(2)
+    second = workload.make_model().state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("learners", [1, 2, 3, 5])
+def test_an_epoch_holds_every_utterance_once_in_whole_rounds(tree: Tree, learners: int) -> None:
+    """The number of mini-batches is a multiple of the learners of a synchronous strategy."""
+    tree["learners"] = learners
+    _, workload = ready(tree)
+    for epoch in (0, 3, 1):
+        batches = workload.num_batches(epoch)
+        assert batches % learners == 0
+        ids = [each for index in range(batches) for part in workload.load(Ticket(epoch, index, 0)) for each in part.ids]
+        assert sorted(ids) == sorted(f"song-{number}" for number in range(24))
+
+
+def test_epochs_differ_in_order_and_augmentation(tree: Tree) -> None:
+    """The same batch number holds other utterances, changed otherwise."""
+    _, workload = ready(tree)
+    first, second = workload.load(Ticket(0, 0, 0))[0], workload.load(Ticket(1, 0, 8))[0]
+    assert first.ids != second.ids
+    assert first.seed != second.seed
+
+
+def test_more_learners_than_utterances_are_refused_before_they_start(tree: Tree) -> None:
+    """Both numbers are named."""
+    tree["learners"] = 25
+    with pytest.raises(DataError, match="24 utterances cannot be shared by 25 learners"):
+        ready(tree)
+
+
+def test_a_character_outside_the_alphabet_is_found_before_training(tree: Tree) -> None:
+    """With the utterance and the character."""
+    tree["tokens"] = {"alphabet": "DOREMI "}
+    with pytest.raises(DataError, match=r"'song-\d+' holds the character '[FA]'"):
+        ready(tree)
+
+
+def test_utterances_too_short_for_ctc_are_an_error_or_left_out_and_listed(tree: Tree) -> None:
+    """As the recipe's filter says; more than it allows is an error in any case."""
+    tree["model"]["subsampling"] = 4
+    tree["augment"] = {"speed": [2.0]}
+    tree["features"] = {"frame_shift": 0.02}
+    with pytest.raises(DataError, match="too few encoder frames for CTC"):
+        ready(tree)
+    tree["data"]["filter"] = {"on_bad": "skip"}
+    with pytest.raises(DataError, match=r"max_skipped allows 1\.00%"):
+        ready(tree)
+    tree["data"]["filter"] = {"on_bad": "skip", "max_skipped": 0.9}
+    recipe, workload = ready(tree)
+    listed = [line.split("\t")[0] for line in (recipe.folder / "too_short.tsv").read_text().splitlines()[1:]]
+    assert 0 < len(listed) < 24
+    ids = [
+        each
+        for index in range(workload.num_batches(0))
+        for part in workload.load(Ticket(0, index, 0))
+        for each in part.ids
+    ]
+    assert sorted([*ids, *listed]) == sorted(f"song-{number}" for number in range(24))
+
+
+def test_what_is_set_up_is_told(tree: Tree) -> None:
+    """Sets with their hours, parameters, and how much audio all learners take at a time."""
+    recipe = check_recipe(tree, "r.yaml")
+    lines: list[str] = []
+    set_up(recipe, claim_folder(recipe), lines.append)
+    text = "\n".join(lines)
+    assert "train: 24 utterances" in text
+    assert "2 learners take 10 s at a time" in text
