@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check soak bench clean
+.PHONY: setup demo test lint check soak bench clean
 
 setup: $(VENV)/ready
 
@@ -21,12 +21,13 @@ test: setup
 soak: setup
 	$(BIN)/python -m pytest -m soak
 
-check: setup
+lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m 'not soak'
+
+check: lint test
 
 bench: setup
 	$(BIN)/python -m benchmarks.run --output bench.json
