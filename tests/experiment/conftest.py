@@ -53,6 +53,7 @@ def tree(songs: Path, tmp_path: Path) -> Tree:
             "valid": None,
         },
         "batches": {"max_duration": 5},
-        "model": {"preset": "tiny", "subsampling": 2},
+        "model": {"preset": "tiny", "subsampling": 4},
         "optimizer": {"lr": 0.01},
+        "engine": {"threads": 1},
     }

@@ -1,0 +1,78 @@
+"""The command line: help with examples, one clear message for an error, an exit code for each kind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from starling.cli import app
+from starling.strategies import STRATEGIES
+
+COMMANDS = ("prepare", "train", "simulate", "evaluate", "transcribe", "strategies")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_has_an_example(command: str) -> None:
+    """That begins as one would type it."""
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"starling {command}" in " ".join(result.stdout.split("Example:")[1].split())
+
+
+def test_strategies_are_listed_with_a_line_each() -> None:
+    """By name, with what they do."""
+    result = CliRunner().invoke(app, ["strategies"])
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(STRATEGIES)
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_help_does_not_load_torch() -> None:
+    """It appears at once."""
+    code = "import sys, starling.cli; sys.exit('torch' in sys.modules or 'lhotse' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train", "absent.yaml"], 2, "recipe absent.yaml: no such file"),
+        (["train", "r.yaml", "learnrs=2"], 2, "learnrs: unknown key; did you mean learners?"),
+        (["simulate", "r.yaml", "learners"], 2, "must have the form key=value"),
+        (["prepare", "r.yaml"], 5, "corpus not found"),
+        (["train", "r.yaml"], 5, "corpus not found"),
+        (["evaluate", "exp/absent"], 6, "exp/absent is not an experiment"),
+        (["transcribe", "exp/absent", "a.wav"], 6, "exp/absent is not an experiment"),
+        (["train", "r.yaml", "resume=exp/absent"], 6, "exp/absent: no such folder"),
+    ],
+)
+def test_an_error_is_one_message_with_an_exit_code_of_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
+) -> None:
+    """On standard error, without a traceback."""
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(
+        "name: r\nbudget: {epochs: 1}\n"
+        "data: {folder: data, valid: null, corpus: {kind: tsv, path: absent.tsv, sets: {train: {}, test: {}}}}\n"
+    )
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_debug_shows_where_an_error_came_from(tmp_path: Path) -> None:
+    """With a traceback, for those who look for a bug."""
+    result = subprocess.run(
+        [sys.executable, "-m", "starling", "train", str(tmp_path / "absent.yaml"), "--debug"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "Traceback" in result.stderr
+    assert "no such file" in result.stderr
