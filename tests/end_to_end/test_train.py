@@ -1,0 +1,104 @@
+"""Training through the command line, with real learner processes."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from starling.checkpoint.reader import latest, load
+
+Tree = dict[str, Any]
+
+
+def starling(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run a command of Starling's to its end, in a folder."""
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "starling", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def written(tree: Tree, folder: Path) -> str:
+    """The recipe as a file; small and learned in seconds."""
+    tree |= {
+        "exp": "exp",
+        "strategy": "delay-by-one",
+        "batches": {"max_duration": 2},
+        "augment": {"speed": [1.0], "spec_augment": None},
+        "optimizer": {"lr": 0.02, "schedule": {"decay": "constant", "warmup": 0.0}},
+    }
+    (folder / "songs.yaml").write_text(yaml.safe_dump(tree))
+    return "songs.yaml"
+
+
+def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_path: Path, songs: Path) -> None:
+    """One command trains, saves and scores; others score again and transcribe; the folder holds what it should."""
+    recipe = written(tree, tmp_path)
+    run = starling(tmp_path, "train", recipe, "budget.epochs=25", "optimizer.schedule.decay=cosine")
+    assert run.returncode == 0, run.stderr
+    name, wer, *_ = run.stdout.splitlines()
+    assert name == "test"
+    assert float(re.fullmatch(r"%WER (\S+) \[ \d+ / \d+, \d+ ins, \d+ del, \d+ sub \].*", wer)[1]) <= 20.0  # type: ignore[index]
+    assert re.search(r"\(1/2\) epoch 25 ended: \d+ steps in .* % computing, .* % waiting for peers", run.stderr)
+
+    experiment = tmp_path / "exp" / "songs"
+    assert {path.name for path in experiment.iterdir()} == {
+        "config.yaml", "env.txt", "initial", "log", "tensorboard", "checkpoints", "decode",
+    }  # fmt: skip
+    assert {path.name for path in (experiment / "log").iterdir()} == {"learner-0.log", "learner-1.log"}
+    assert len(list((experiment / "tensorboard").glob("learner-*/events*"))) == 2
+    assert load(latest(experiment)).manifest.position.epoch == 25
+
+    again = starling(tmp_path, "evaluate", "exp/songs", "--set", "test")
+    assert again.stdout == run.stdout
+    spoken = starling(tmp_path, "transcribe", "exp/songs", str(songs.parent / "0.flac"))
+    assert re.fullmatch(r"\S+0\.flac\t(DO|RE|MI|FA)( (DO|RE|MI|FA))*\n", spoken.stdout), spoken.stderr
+
+    twice = starling(tmp_path, "train", recipe)
+    assert twice.returncode == 2
+    assert "holds a run already" in twice.stderr
+
+
+def test_a_resumed_run_ends_in_the_same_bits_as_one_that_was_never_stopped(tree: Tree, tmp_path: Path) -> None:
+    """Weights, momentum and position of both learners go on exactly as they were."""
+    recipe = written(tree, tmp_path)
+    straight = starling(tmp_path, "train", recipe, "name=straight", "budget.epochs=2")
+    first = starling(tmp_path, "train", recipe, "name=stopped", "budget.epochs=1")
+    second = starling(tmp_path, "train", recipe, "name=stopped", "budget.epochs=2", "resume=exp/stopped")
+    assert (straight.returncode, first.returncode, second.returncode) == (0, 0, 0), second.stderr
+    one, other = (latest(tmp_path / "exp" / name) for name in ("straight", "stopped"))
+    assert one.name == other.name
+    for rank in range(2):
+        mine, theirs = (load_file(folder / f"learner-{rank}.safetensors") for folder in (one, other))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
+    """Its number of processes counts; one of them prepares, prints and scores."""
+    recipe = written(tree, tmp_path)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--standalone")
+    run = starling(tmp_path, "train", recipe, "learners=3", launcher=torchrun)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("%WER") == 1
+    assert "2 learners were started; learners=3 of the recipe is ignored" in run.stderr
+    manifest = load(latest(tmp_path / "exp" / "songs")).manifest
+    assert (manifest.world, manifest.learners) == (2, 2)
+
+
+def test_a_learner_that_fails_ends_the_run_with_its_error(tree: Tree, tmp_path: Path) -> None:
+    """A loss that explodes ends all learners with one message and the exit code of its kind."""
+    recipe = written(tree, tmp_path)
+    run = starling(tmp_path, "train", recipe, "optimizer.lr=1e30", "optimizer.name=sgd", "optimizer.clip_norm=null")
+    assert run.returncode == 4, run.stderr
+    assert re.search(r"error: learner \d: the loss of mini-batch \d+ of epoch 0 is (nan|inf)", run.stderr)
+    assert "Traceback" not in run.stderr
