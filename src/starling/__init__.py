@@ -1,0 +1,61 @@
+"""Starling trains speech recognisers, and any PyTorch model, with many learners that agree in step or not at all.
+
+The public names below are loaded when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from starling.budget import Budget, Schedule
+    from starling.engines.cluster import Cluster
+    from starling.engines.job import Job
+    from starling.engines.virtual import VirtualEngine
+    from starling.errors import StarlingError
+    from starling.experiment.recipe import Recipe, load_recipe
+    from starling.learner import Learner
+    from starling.speech.recogniser import Recogniser
+    from starling.strategies import STRATEGIES
+    from starling.workload import Ticket, Workload
+
+__all__ = [
+    "STRATEGIES",
+    "Budget",
+    "Cluster",
+    "Job",
+    "Learner",
+    "Recipe",
+    "Recogniser",
+    "Schedule",
+    "StarlingError",
+    "Ticket",
+    "VirtualEngine",
+    "Workload",
+    "load_recipe",
+]
+
+_HOMES = {
+    "STRATEGIES": "strategies",
+    "Budget": "budget",
+    "Cluster": "engines.cluster",
+    "Job": "engines.job",
+    "Learner": "learner",
+    "Recipe": "experiment.recipe",
+    "Recogniser": "speech.recogniser",
+    "Schedule": "budget",
+    "StarlingError": "errors",
+    "Ticket": "workload",
+    "VirtualEngine": "engines.virtual",
+    "Workload": "workload",
+    "load_recipe": "experiment.recipe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'starling' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"starling.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
