@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-import yaml
 from corpus_builders import RATE, replace_row, sound, write_table, write_wav
 from pydantic import ValidationError
 
 from starling.errors import DataError
+from starling.experiment.recipe_file import read_recipe
 from starling.speech.checking import resampled
 from starling.speech.prepare import DataConfig, Summary, describe, prepare, set_digest
 from starling.speech.store import SpeechSet
@@ -335,19 +335,25 @@ def test_a_folder_that_cannot_be_written_is_named_at_the_start(tmp_path: Path) -
 @pytest.mark.parametrize("name", ["demo", "fsdd", "fsdd_speakers", "speechocean"])
 def test_the_data_sections_of_our_recipes_are_valid(name: str) -> None:
     """Every recipe's data section passes its own model."""
-    recipe = yaml.safe_load((_RECIPES / f"{name}.yaml").read_text())
-    config = DataConfig.model_validate(recipe["data"])
+    config = DataConfig.model_validate(read_recipe(_RECIPES / f"{name}.yaml")["data"])
     assert set(config.used_sets) <= set(config.corpus.sets)
 
 
 def test_the_two_digit_recipes_share_their_folder(tmp_path: Path) -> None:
     """Sets of the same name mean the same in both, so that one preparation serves both."""
     configs = [
-        DataConfig.model_validate(yaml.safe_load((_RECIPES / f"{name}.yaml").read_text())["data"])
-        for name in ("fsdd", "fsdd_speakers")
+        DataConfig.model_validate(read_recipe(_RECIPES / f"{name}.yaml")["data"]) for name in ("fsdd", "fsdd_speakers")
     ]
     for name in configs[0].corpus.sets:
         assert set_digest(configs[0], name) == set_digest(configs[1], name)
+
+
+def test_new_voices_or_words_make_the_demo_corpus_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the synthesiser is made to say is part of the stamp, though no recipe names it."""
+    config = DataConfig.model_validate(read_recipe(_RECIPES / "demo.yaml")["data"])
+    before = set_digest(config, "train")
+    monkeypatch.setattr("starling.speech.corpora.synthetic.COMMANDS", ("JUMP",))
+    assert set_digest(config, "train") != before
 
 
 def test_real_digits_become_strings_with_the_right_words(tmp_path: Path, shared_data: Path | None) -> None:

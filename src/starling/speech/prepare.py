@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 
 from starling.configuration import Config
 from starling.errors import DataError
+from starling.speech.chance import one_thread
 from starling.speech.checking import Checked, Checker, FilterConfig, TextStyle
 from starling.speech.corpora import CorpusConfig, Utterance
 from starling.speech.store import FORMAT, SetSummary, SpeechSet, SpeechWriter, read_summary
@@ -117,7 +118,14 @@ def set_digest(config: DataConfig, name: str) -> str:
     strings = config.strings.model_dump(mode="json") if config.strings else None
     if strings is not None and config.strings is not None:
         strings["copies"] = config.strings.copies_of(name)
-    everything = {"format": FORMAT, "set": name, "corpus": corpus, "strings": strings, **settings}
+    everything = {
+        "format": FORMAT,
+        "set": name,
+        "corpus": corpus,
+        "maker": config.corpus.maker(name),
+        "strings": strings,
+        **settings,
+    }
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
@@ -162,7 +170,8 @@ def _prepare_set(config: DataConfig, name: str, report: Progress) -> None:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        _write_set(config, name, partial, report)
+        with one_thread():  # resampling; short pieces are ten times slower on threads that others keep busy
+            _write_set(config, name, partial, report)
         _sync(partial)
         if final.exists():
             shutil.rmtree(final)

@@ -151,45 +151,45 @@ class SpeechSet:
     def __len__(self) -> int:
         return self.summary.utterances
 
-    def id(self, i: int) -> str:
-        return self._ids[self._checked(i)]
+    def id(self, index: int) -> str:
+        return self._ids[self._checked(index)]
 
-    def text(self, i: int) -> str:
-        return self._texts[self._checked(i)]
+    def text(self, index: int) -> str:
+        return self._texts[self._checked(index)]
 
-    def speaker(self, i: int) -> str:
-        return self._speakers[int(self._speaker_of[self._checked(i)])]
+    def speaker(self, index: int) -> str:
+        return self._speakers[int(self._speaker_of[self._checked(index)])]
 
-    def audio(self, i: int) -> NDArray[np.float32]:
-        """Samples of utterance i, [T], mono, in -1..1.
+    def audio(self, index: int) -> NDArray[np.float32]:
+        """Samples of utterance `index`, [T], mono, in -1..1.
 
         Raises:
             DataError: the stored bytes are no longer the FLAC that was written.
         """
-        i = self._checked(i)
-        encoded = os.pread(self._file(int(self._shard_of[i])), int(self._sizes[i]), int(self._offsets[i]))
+        index = self._checked(index)
+        encoded = os.pread(self._file(int(self._shard_of[index])), int(self._sizes[index]), int(self._offsets[index]))
         try:
             samples, rate = soundfile.read(io.BytesIO(encoded), dtype="float32")
         except soundfile.LibsndfileError as error:
-            raise self._damaged(i, str(error)) from error
-        if samples.shape != (int(self.num_samples[i]),) or rate != self.sampling_rate:
+            raise self._damaged(index, str(error)) from error
+        if samples.shape != (int(self.num_samples[index]),) or rate != self.sampling_rate:
             raise self._damaged(
-                i, f"{samples.shape} samples at {rate} Hz, not {self.num_samples[i]} at {self.sampling_rate} Hz"
+                index, f"{samples.shape} samples at {rate} Hz, not {self.num_samples[index]} at {self.sampling_rate} Hz"
             )
         result: NDArray[np.float32] = samples
         return result
 
-    def _damaged(self, i: int, reason: str) -> DataError:
-        file = self.summary.shards[int(self._shard_of[i])].file
+    def _damaged(self, index: int, reason: str) -> DataError:
+        file = self.summary.shards[int(self._shard_of[index])].file
         return DataError(
-            f"{self.folder}/shar/{file}: the audio of {self.id(i)} is damaged ({reason}); "
+            f"{self.folder}/shar/{file}: the audio of {self.id(index)} is damaged ({reason}); "
             f"remove {self.folder} and run `starling prepare RECIPE` again"
         )
 
-    def _checked(self, i: int) -> int:
-        if not 0 <= i < len(self):
-            raise IndexError(f"utterance {i} of {self.name}, which has {len(self)}")
-        return int(i)
+    def _checked(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"utterance {index} of {self.name}, which has {len(self)}")
+        return int(index)
 
     def _file(self, shard: int) -> int:
         """Descriptor of an open shard. `os.pread` shares no position, so forked processes may share it."""

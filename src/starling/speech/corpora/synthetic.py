@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, model_validator
 from starling.configuration import Config
 from starling.speech.corpora.utterance import Audio, Utterance
 from starling.speech.espeak import Sentence, speak
-from starling.speech.synthesis import VOICES, add_noise, draw_sentence, draw_text
+from starling.speech.synthesis import ACCENTS, COMMANDS, DIGITS, VOICES, add_noise, draw_sentence, draw_text
 
 
 class SyntheticCorpus(Config):
@@ -24,7 +24,7 @@ class SyntheticCorpus(Config):
     """Shortest and longest string of digits."""
     commands: float = Field(default=0.4, ge=0, le=1)
     """Share of the utterances that are commands."""
-    words_per_minute: tuple[int, int] = (130, 190)
+    words_per_minute: tuple[int, int] = (90, 135)
     pitch: tuple[int, int] = (35, 65)
     """espeak's scale, 0 to 100."""
     snr: tuple[float, float] = (15.0, 40.0)
@@ -37,6 +37,10 @@ class SyntheticCorpus(Config):
             if low > high or (low < 1 and name != "snr"):
                 raise ValueError(f"{name} {low}, {high}: needs the smaller first, from 1")
         return self
+
+    def maker(self, set_name: str) -> str:
+        """What a set is made from beside its settings: the voices and the words of this version."""
+        return " ".join([*VOICES[set_name], *ACCENTS, *DIGITS, *COMMANDS])
 
     def utterances(self, set_name: str) -> Sequence[Utterance]:
         """All utterances of a set, spoken when this is called: the same for the same configuration.

@@ -55,6 +55,10 @@ class FileCorpus(Config):
             f"corpus not found: none of these exists: {names}; put it there, or set data.corpus.path to where it is"
         )
 
+    def maker(self, set_name: str) -> str:
+        """What a set is made from beside its settings: nothing."""
+        return ""
+
     def utterance(
         self,
         manifest: Path,
