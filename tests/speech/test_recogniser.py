@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tones import sing, song_set
 
+from starling.chance import derive_seed
 from starling.errors import CheckpointError, DataError
 from starling.speech.augmentation import AugmentConfig, SpecAugmentConfig
 from starling.speech.batches import BatchConfig, load_batch, plan_epoch
-from starling.speech.chance import derive_seed
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import ctc_loss
 from starling.speech.models import ModelConfig
@@ -38,9 +38,9 @@ def trained(songs) -> Recogniser:
     features.fit(songs)
     recogniser = Recogniser.create(ModelConfig(preset="tiny"), features, tokenizer, seed=1)
     optimizer = torch.optim.Adam(recogniser.model.parameters(), lr=1e-2)
-    for epoch in range(12):
+    for epoch in range(18):
         for number, mini in enumerate(plan_epoch(songs.durations, BatchConfig(max_duration=15), 1, epoch)):
-            batch = load_batch(songs, mini[0], features, AUGMENT, tokenizer, derive_seed(1, epoch, number))
+            batch = load_batch(songs, mini[0], features, AUGMENT, tokenizer, derive_seed(1, "batch", epoch, number))
             optimizer.zero_grad()
             ctc_loss(recogniser.model, batch).backward()
             torch.nn.utils.clip_grad_norm_(recogniser.model.parameters(), 5.0)

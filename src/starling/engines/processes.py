@@ -105,6 +105,11 @@ class ProcessLearner(EngineLearner):
 
         return GradientHandle(result)
 
+    def step(self, gradient: Tensor) -> None:
+        begin = self.now()
+        super().step(gradient)
+        self.spent.computing += self.now() - begin
+
     def mean(self, of: Tensor | Handle[Tensor]) -> Handle[Tensor]:
         if isinstance(of, GradientHandle):
             of.reduced = True

@@ -4,15 +4,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
+from starling.chance import derive_seed
 from starling.speech.augmentation import AugmentConfig, augment_waveform, spec_augment
-from starling.speech.chance import derive_seed, one_thread
+from starling.speech.chance import one_thread
 from starling.speech.features import LogMel, UtteranceSource
 from starling.speech.planning import BatchConfig, MiniBatch, plan_epoch
 from starling.speech.tokens import Tokenizer
 
-__all__ = ["Batch", "BatchConfig", "BatchDataset", "MiniBatch", "load_batch", "plan_epoch"]
+__all__ = ["Batch", "BatchConfig", "MiniBatch", "load_batch", "plan_epoch"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class Batch:
     tokens: torch.Tensor  # [sum of token_lengths] int64, utterance after utterance
     token_lengths: torch.Tensor  # [B] int64
     seconds: float  # audio as stored, before speed perturbation, without padding
-    seed: int  # of everything random about this batch, dropout included
     ids: tuple[str, ...]  # utterances, in the order of B
 
     @property
@@ -72,30 +71,12 @@ def load_batch(
             waveform = augment_waveform(waveform, speech_set.sampling_rate, augment, generator)
             matrices.append(features(waveform, name))
         if augment.spec_augment is not None:
-            matrices = spec_augment(matrices, augment.spec_augment, derive_seed(seed, 1))
+            matrices = spec_augment(matrices, augment.spec_augment, derive_seed(seed, "SpecAugment"))
     return Batch(
         features=torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True),
         feature_lengths=torch.tensor([len(matrix) for matrix in matrices]),
         tokens=torch.tensor([token for sequence in tokens for token in sequence]),
         token_lengths=torch.tensor([len(sequence) for sequence in tokens]),
         seconds=float(speech_set.durations[indices].sum(dtype=np.float64)),
-        seed=seed,
         ids=ids,
     )
-
-
-class BatchDataset(Dataset[Batch]):
-    """Batches on request, for worker processes that load ahead.
-
-    A request is `(indices, seed)`, so that a `DataLoader` whose sampler yields requests as they are claimed
-    (`DataLoader(dataset, sampler=requests, batch_size=None, num_workers=n)`) gives the batches in that order.
-    """
-
-    def __init__(
-        self, speech_set: UtteranceSource, features: LogMel, augment: AugmentConfig | None, tokenizer: Tokenizer
-    ) -> None:
-        self._arguments = (speech_set, features, augment, tokenizer)
-
-    def __getitem__(self, request: tuple[np.ndarray, int]) -> Batch:
-        speech_set, features, augment, tokenizer = self._arguments
-        return load_batch(speech_set, request[0], features, augment, tokenizer, request[1])

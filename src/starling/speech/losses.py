@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batches import Batch
-from starling.speech.chance import borrowed_generators
 from starling.speech.features import LogMel, UtteranceSource
 from starling.speech.models import ModelConfig
 from starling.speech.tokens import BLANK, Tokenizer
@@ -28,12 +27,9 @@ class TooShort(NamedTuple):
 def ctc_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Mean negative log-likelihood per token: the sum over the batch, divided by its number of tokens.
 
-    Scalar, float32. While the model is training, its dropout is drawn from the seed of the batch, so that the
-    same weights and batch give the same gradient in every process; no global generator is moved. An utterance
-    with too few frames gives infinity: `check_ctc_fits` finds those before training.
+    Scalar, float32. An utterance with too few frames gives infinity: `check_ctc_fits` finds those before training.
     """
-    with borrowed_generators(batch.seed, batch.features.device):
-        log_probs, lengths = model(batch.features, batch.feature_lengths)
+    log_probs, lengths = model(batch.features, batch.feature_lengths)
     total = F.ctc_loss(
         log_probs.transpose(0, 1), batch.tokens, lengths, batch.token_lengths, blank=BLANK, reduction="sum"
     )
