@@ -121,7 +121,8 @@ def _errors(debug: bool) -> Generator[None, None, None]:
     except StarlingError as error:
         if debug:
             raise
-        typer.echo(f"error: {error}", err=True)
+        for line in (f"error: {error}", *getattr(error, "__notes__", [])):
+            typer.echo(line, err=True)
         raise typer.Exit(error.exit_code) from None
 
 

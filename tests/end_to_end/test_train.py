@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -43,8 +44,12 @@ def written(tree: Tree, folder: Path) -> str:
 def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_path: Path, songs: Path) -> None:
     """One command trains, saves and scores; others score again and transcribe; the folder holds what it should."""
     recipe = written(tree, tmp_path)
-    run = starling(tmp_path, "train", recipe, "budget.epochs=25", "optimizer.schedule.decay=cosine")
+    run = starling(
+        tmp_path, "train", recipe, "budget.epochs=25", "optimizer.schedule.decay=cosine",
+        "data.valid=test", "validate_every=5",
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
+    assert re.search(r"after epoch \d+, test: %WER", run.stderr)
     name, wer, *_ = run.stdout.splitlines()
     assert name == "test"
     assert float(re.fullmatch(r"%WER (\S+) \[ \d+ / \d+, \d+ ins, \d+ del, \d+ sub \].*", wer)[1]) <= 20.0  # type: ignore[index]
@@ -55,7 +60,7 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
         "config.yaml", "env.txt", "initial", "log", "tensorboard", "checkpoints", "decode",
     }  # fmt: skip
     assert {path.name for path in (experiment / "log").iterdir()} == {"learner-0.log", "learner-1.log"}
-    assert len(list((experiment / "tensorboard").glob("learner-*/events*"))) == 2
+    assert {path.name for path in (experiment / "tensorboard").iterdir()} == {"learner-0", "learner-1", "valid"}
     assert load(latest(experiment)).manifest.position.epoch == 25
 
     again = starling(tmp_path, "evaluate", "exp/songs", "--set", "test")
@@ -102,3 +107,27 @@ def test_a_learner_that_fails_ends_the_run_with_its_error(tree: Tree, tmp_path: 
     assert run.returncode == 4, run.stderr
     assert re.search(r"error: learner \d: the loss of mini-batch \d+ of epoch 0 is (nan|inf)", run.stderr)
     assert "Traceback" not in run.stderr
+
+
+def test_a_run_that_lost_a_learner_says_who_and_can_be_resumed(tree: Tree, tmp_path: Path) -> None:
+    """A killed learner ends the run with exit code 3; the message tells how to go on, and that works."""
+    recipe = written(tree, tmp_path)
+    command = [sys.executable, "-m", "starling", "train", recipe, "budget.epochs=100000"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        for line in run.stderr:
+            if line.startswith("saved"):
+                break
+        victims = psutil.Process(run.pid).children()
+        assert len(victims) == 2
+        victims[1].kill()
+        message = run.stderr.read()
+        assert run.wait(timeout=60) == 3, message
+    assert re.search(r"error: learner \d was killed by SIGKILL while", message)
+    hint = re.search(r"resume with: starling train (\S+) (resume=\S+)", message)
+    assert hint is not None
+    assert not any(victim.is_running() for victim in victims)
+    before = load(latest(tmp_path / "exp" / "songs")).manifest.position.epoch
+    resumed = starling(tmp_path, "train", *hint.groups(), f"budget.epochs={before + 1}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert load(latest(tmp_path / "exp" / "songs")).manifest.position.epoch == before + 1

@@ -24,7 +24,7 @@ def test_a_line_begins_with_the_learner_and_says_where_it_is() -> None:
     ("data", "peers", "end"),
     [
         (0.4, 0.4, "4.0 % waiting for peers"),
-        (3.0, 0.5, "it waits for data: raise batches.num_workers"),
+        (3.0, 0.5, "it waits for data: raise batches.num_workers if cores are idle"),
         (0.5, 3.0, "it waits for peers: another strategy may wait less"),
     ],
 )

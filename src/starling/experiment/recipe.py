@@ -83,6 +83,8 @@ class Recipe(Config):
     cluster: Cluster = Cluster()
     """The cluster that `starling simulate` pretends to have."""
     checkpoints: CheckpointConfig = CheckpointConfig()
+    validate_every: int | None = Field(default=None, ge=1)
+    """Epochs between two scorings of the valid set while training; null: never."""
     resume: Path | None = None
     """An experiment (its newest checkpoint) or one checkpoint to go on from."""
     overwrite: bool = False

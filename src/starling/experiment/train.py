@@ -2,14 +2,15 @@
 
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from starling.checkpoint.reader import load
+from starling.checkpoint.reader import checkpoints_in, load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes import Place, choose_device, run_learner
-from starling.errors import ConfigError
+from starling.errors import ConfigError, StarlingError
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import ExperimentFolder, claim_folder, resolve_resume
 from starling.experiment.job import ModelWriter, make_job, use_threads
@@ -28,6 +29,7 @@ from starling.experiment.observers import (
 )
 from starling.experiment.recipe import Recipe, fingerprints, recipe_digest
 from starling.experiment.setup import set_up
+from starling.experiment.validate import Validation
 from starling.launch.launcher import launch
 from starling.launch.link import Link
 from starling.launch.rendezvous import find_place
@@ -47,12 +49,22 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     folder = _ready(recipe, console)
     title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
     command = [sys.executable, "-m", "starling", "train", str(folder.config)]
-    with Display(title, recipe.learners, console) as display:
+    with (
+        Display(title, recipe.learners, console) as display,
+        Validation(recipe, folder.tensorboard, display.say) as validation,
+    ):
 
         def on_message(rank: int, message: Message) -> None:
             show(message, display)
+            if "saved" in message:
+                validation.saved(Path(message["saved"]))
 
-        launch(command, recipe.learners, folder.log, on_message)
+        try:
+            launch(command, recipe.learners, folder.log, on_message)
+        except StarlingError as error:
+            if checkpoints_in(folder.checkpoints):
+                error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
+            raise
     evaluate(folder.path, None, tell, console)
 
 

@@ -32,6 +32,10 @@ class Curves:
         ):
             self._writer.add_scalar(name, end.share(seconds), end.epoch + 1)
 
+    def word_error_rate(self, rate: float, step: int) -> None:
+        """Add a word error rate, in per cent, after `step` mini-batches of the run."""
+        self._writer.add_scalar("valid/wer", rate, step)
+
     def close(self) -> None:
         """Write what is still in memory."""
         self._writer.close()

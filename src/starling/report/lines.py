@@ -27,7 +27,7 @@ def epoch_line(end: EpochEnd) -> str:
     if end.num_steps == 0 or end.share(end.computing) >= _BUSY:
         return line
     data = end.waiting_for_data > end.waiting_for_peers
-    advice = "data: raise batches.num_workers" if data else "peers: another strategy may wait less"
+    advice = "data: raise batches.num_workers if cores are idle" if data else "peers: another strategy may wait less"
     return f"{line}; it waits for {advice}"
 
 
