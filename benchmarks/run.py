@@ -22,6 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("bench.json"))
     output: Path = parser.parse_args().output
+    torch.set_num_threads(1)  # one thread for each learner, as on a machine that several share
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory(prefix="starling-bench-") as name:
         folder = Path(name)

@@ -1,8 +1,7 @@
 """The training that the benchmarks measure: the demo's recipe on a smaller corpus, and a plain PyTorch loop of it."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from starling.experiment.setup import set_up
 from starling.workload import Ticket
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
-WARM_UP = 3
+WARM_UP = 4
 """Steps that are made but not timed."""
 
 
@@ -54,48 +53,64 @@ def job_for(folder: Path, learners: int, steps: int, strategy: str = "allreduce"
     return make_job(recipe, ExperimentFolder(recipe.folder))
 
 
-@dataclass
-class Stopwatch:
-    """An observer that notes when each step was done."""
+class SideBySide:
+    """An observer that makes the steps of a plain loop beside Starling's, and times both.
 
-    device: torch.device
-    times: list[float] = field(default_factory=list)
+    Who comes second finds memory and caches as they suit the mini-batch: so the plain loop makes two steps after
+    every second one of Starling's, and is first as often as it is second.
+    """
+
+    def __init__(self, plain_steps: Iterator[None], device: torch.device) -> None:
+        self.pairs: list[tuple[float, float]] = []
+        """Seconds of each step after the warm-up: Starling's, the plain loop's. Starling is first in every other."""
+        self._plain_steps = plain_steps
+        self._device = device
+        self._num_steps = 0
+        self._begin = 0.0
+        self._plain_seconds = 0.0
 
     def on_step(self, report: StepReport) -> None:
-        self.note()
+        ours = self._now() - self._begin
+        is_first = self._num_steps % 2 == 0
+        if is_first:
+            self._plain_seconds = self._plain_step()
+        if self._num_steps >= WARM_UP:
+            self.pairs.append((ours, self._plain_seconds))
+        if is_first:
+            self._plain_seconds = self._plain_step()
+        self._num_steps += 1
+        self._begin = self._now()
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
 
-    def note(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.times.append(time.perf_counter())
+    def _plain_step(self) -> float:
+        begin = self._now()
+        next(self._plain_steps, None)
+        return self._now() - begin
 
-    @property
-    def seconds(self) -> float:
-        """Of all steps after the warm-up."""
-        return self.times[-1] - self.times[WARM_UP - 1]
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 def plain_loop(
-    job: Job, tickets: Sequence[Ticket], device: torch.device, wrap: Callable[[nn.Module], nn.Module] = lambda m: m
-) -> Stopwatch:
-    """What one writes without Starling: the same model, data, optimizer and clipping, in a bare PyTorch loop."""
+    job: Job, tickets: Iterable[Ticket], device: torch.device, wrap: Callable[[nn.Module], nn.Module] = lambda m: m
+) -> Iterator[None]:
+    """What one writes without Starling: the same model, data, optimizer and clipping, step by step."""
     model = wrap(job.workload.make_model().to(device))
     parameters = list(model.parameters())
     optimizer = job.make_optimizer(parameters)
-    watch = Stopwatch(device)
     for ticket in tickets:
-        for batch in job.workload.load(ticket):
-            optimizer.zero_grad()
-            loss = job.workload.loss(model, batch.to(device))
-            loss.backward()
-            if job.clip_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, job.clip_norm)
-            optimizer.step()
-            loss.item()
-        watch.note()
-    return watch
+        (batch,) = job.workload.load(ticket)
+        optimizer.zero_grad()
+        loss = job.workload.loss(model, batch.to(device))
+        loss.backward()
+        if job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, job.clip_norm)
+        optimizer.step()
+        loss.item()
+        yield
 
 
 def tickets_of(job: Job, steps: int, rank: int, world: int) -> Iterator[Ticket]:

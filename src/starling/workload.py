@@ -1,4 +1,4 @@
-"""What learners train: a model, its mini-batches and its loss. Speech recognition is one; any PyTorch loop can be one."""
+"""What learners train: a model, its mini-batches and its loss. Speech recognition is one; any PyTorch loop may be."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -161,7 +161,7 @@ class EngineLearner(Learner):
         flat.gradients.zero_()
         total = 0.0
         for place, examples in enumerate(batch):
-            torch.manual_seed(derive_seed(self.job.seed, "gradient", ticket.epoch, ticket.index, place))
+            _seed(device, derive_seed(self.job.seed, "gradient", ticket.epoch, ticket.index, place))
             with nullcontext() if place == len(batch) - 1 else before_last():
                 with torch.autocast(device.type, torch.bfloat16, enabled=self.job.autocast):
                     loss = self.job.workload.loss(model, examples.to(device))
@@ -193,3 +193,10 @@ class EngineLearner(Learner):
                 audio_seconds=sum(examples.seconds for examples in batch),
             )
         )
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed what dropout draws from; `torch.manual_seed` takes a millisecond, for devices that are not there."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)

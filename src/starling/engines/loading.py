@@ -38,13 +38,15 @@ def load_ahead(workload: Workload[Any], tickets: Iterable[Ticket], num_workers: 
     The processes are spawned: a fork of a process with gloo's threads in it crashes, and a fork server outlives a
     learner that is killed.
     """
-    loader = DataLoader(
-        _ByTicket(workload),
-        sampler=_Tickets(tickets),
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=num_workers,
-        prefetch_factor=2 if num_workers else None,
-        multiprocessing_context="spawn" if num_workers else None,
+    if num_workers == 0:
+        return ((ticket, workload.load(ticket)) for ticket in tickets)
+    return iter(
+        DataLoader(
+            _ByTicket(workload),
+            sampler=_Tickets(tickets),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            multiprocessing_context="spawn",
+        )
     )
-    return iter(loader)

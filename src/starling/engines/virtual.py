@@ -20,7 +20,6 @@ from starling.engines.cluster import Cluster, ComputeTimes
 from starling.engines.flat import FlatModel, split
 from starling.engines.job import Job, Observer, Silence
 from starling.engines.loading import Loaded, load_ahead
-from starling.engines.ordered import rank_ordered_mean
 from starling.engines.replica import Replica
 from starling.engines.tickets import TicketSequence, round_tickets
 from starling.errors import Deadlock, ProtocolError
@@ -66,16 +65,41 @@ class VirtualHandle(Handle[T]):
 
 
 @dataclass
-class _Meeting:
-    """A rendezvous of several learners, each bringing a vector."""
+class _Exchange:
+    """Two learners that meet, each with a vector."""
 
-    members: frozenset[int]
     event: simpy.Event
     brought: dict[int, Tensor] = field(default_factory=dict)
-    result: Tensor | None = None
+
+
+class _Mean:
+    """A mean of all learners' vectors, summed in rank order; who comes before its turn waits as a copy."""
+
+    def __init__(self, event: simpy.Event, world: int) -> None:
+        self.event = event
+        self.result: Tensor | None = None
+        self._world = world
+        self._num_summed = 0
+        self._early: dict[int, Tensor] = {}
+
+    def join(self, rank: int, vector: Tensor) -> bool:
+        """Add a vector `[P]` as it is now; whether it was the last."""
+        if rank != self._num_summed:
+            self._early[rank] = vector.clone()
+            return False
+        while True:
+            self.result = vector.clone() if self.result is None else self.result.add_(vector)
+            self._num_summed += 1
+            if self._num_summed not in self._early:
+                break
+            vector = self._early.pop(self._num_summed)
+        if self._num_summed < self._world:
+            return False
+        self.result.div_(self._world)
+        return True
 
     def missing(self) -> list[int]:
-        return sorted(self.members - self.brought.keys())
+        return [rank for rank in range(self._num_summed, self._world) if rank not in self._early]
 
 
 class VirtualLearner(EngineLearner):
@@ -92,6 +116,7 @@ class VirtualLearner(EngineLearner):
         super().__init__(engine.job, rank, engine.world, replica, observer, start)
         self._engine = engine
         self._times = ComputeTimes(engine.cluster.compute, engine.job.seed, rank)
+        self._gradient = torch.empty_like(replica.weights)
         self._means = 0  # collectives have no name but their place in each learner's sequence
 
     def now(self) -> float:
@@ -116,7 +141,7 @@ class VirtualLearner(EngineLearner):
         self._engine.record(self._rank, "step")
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
-        gradient, loss = self._engine.real_gradient(self, at)
+        loss = self._engine.real_gradient(self, at, out=self._gradient)
         version = self.replica.version
         seconds = self._times.draw()
 
@@ -127,7 +152,7 @@ class VirtualLearner(EngineLearner):
         def result() -> Tensor:
             if at is self.weights and self.replica.version != version:
                 raise self.changed_beneath()
-            return gradient
+            return self._gradient
 
         event = self._engine.environment.timeout(seconds)
         event.callbacks.append(finish)
@@ -167,7 +192,8 @@ class VirtualEngine:
         self.agreed_seconds: dict[int, float] = {}
         self._hash = hashlib.sha256()
         self._num_events = 0
-        self._meetings: dict[tuple[Any, ...], _Meeting] = {}
+        self._means: dict[int, _Mean] = {}
+        self._exchanges: dict[tuple[int, int, int], _Exchange] = {}
         self._waiting: dict[int, VirtualHandle[Any]] = {}
         first = start[0].position if start else FIRST_TICKET
         tickets = round_tickets(TicketSequence(job.workload, first), job.budget, first, world)
@@ -207,61 +233,57 @@ class VirtualEngine:
             self._loaded[loaded[0].step] = loaded
         return self._loaded.pop(step)
 
-    def real_gradient(self, learner: VirtualLearner, at: Tensor) -> tuple[Tensor, float]:
-        """The gradient `[P]` and the loss of the learner's mini-batch at the weights `at` `[P]`."""
+    def real_gradient(self, learner: VirtualLearner, at: Tensor, out: Tensor) -> float:
+        """Put the gradient of the learner's mini-batch at the weights `at` `[P]` into `out` `[P]`; the loss."""
         self.model.weights.copy_(at)
         loss = learner.compute_gradient(self.model.model, self.model)
-        return self.model.gradients.clone(), loss
+        out.copy_(self.model.gradients)
+        return loss
 
     def mean(self, rank: int, number: int, of: Tensor | Handle[Tensor]) -> Handle[Tensor]:
         """Join the mean with this number: of a vector as it is now, or of a gradient when it is complete."""
-        key = ("mean", number)
-        meeting = self._meetings.get(key)
-        if meeting is None:
-            meeting = self._meetings[key] = _Meeting(frozenset(range(self.world)), self.environment.event())
+        joined = self._means.get(number)
+        if joined is None:
+            joined = self._means[number] = _Mean(self.environment.event(), self.world)
+        mean = joined
 
-        def bring(vector: Tensor) -> None:
-            meeting.brought[rank] = vector
-            if not meeting.missing():
-                del self._meetings[key]
-                meeting.result = rank_ordered_mean([meeting.brought[other] for other in range(self.world)])
+        def join(vector: Tensor) -> None:
+            if mean.join(rank, vector):
+                del self._means[number]
                 seconds = self.cluster.link.reduce_seconds(vector.numel() * vector.element_size(), self.world)
-                self._happen(meeting.event, seconds)
+                self._happen(mean.event, seconds)
 
         computing = 0.0
         if isinstance(of, VirtualHandle):
             computing = of.computing
-            of.event.callbacks.append(lambda _: bring(of.result()))
+            of.event.callbacks.append(lambda _: join(of.result()))
         elif isinstance(of, Tensor):
-            bring(of.clone())
+            join(of)
 
         def result() -> Tensor:
             self.record(rank, "mean", struct.pack("<q", number))
-            return _filled(meeting.result)
+            if mean.result is None:
+                raise ProtocolError(f"learner {rank} read mean {number} before all learners had joined it")
+            return mean.result
 
         return VirtualHandle(
-            meeting.event,
-            result,
-            lambda: f"mean {number}, which {_named(meeting.missing())} did not join",
-            computing,
+            mean.event, result, lambda: f"mean {number}, which {_named(mean.missing())} did not join", computing
         )
 
     def exchange(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
         """Meet `peer` under `tag`; each gets what the other brought."""
-        key = ("exchange", min(rank, peer), max(rank, peer), tag)
-        meeting = self._meetings.get(key)
-        if meeting is None:
-            meeting = self._meetings[key] = _Meeting(frozenset((rank, peer)), self.environment.event())
-        meeting.brought[rank] = tensor.clone()
-        if not meeting.missing():
-            del self._meetings[key]
-            self._happen(meeting.event, self.cluster.link.send_seconds(tensor.numel() * tensor.element_size()))
+        key = (min(rank, peer), max(rank, peer), tag)
+        exchange = self._exchanges.setdefault(key, _Exchange(self.environment.event()))
+        exchange.brought[rank] = tensor.clone()
+        if len(exchange.brought) == 2:
+            del self._exchanges[key]
+            self._happen(exchange.event, self.cluster.link.send_seconds(tensor.numel() * tensor.element_size()))
 
         def result() -> Tensor:
             self.record(rank, "exchange", struct.pack("<qq", peer, tag))
-            return meeting.brought[peer]
+            return exchange.brought[peer]
 
-        return VirtualHandle(meeting.event, result, lambda: f"learner {peer} to exchange under tag {tag}")
+        return VirtualHandle(exchange.event, result, lambda: f"learner {peer} to exchange under tag {tag}")
 
     def _new_replica(self) -> Replica:
         weights = self.model.weights.clone()
@@ -288,12 +310,6 @@ class VirtualEngine:
                 learner.book(learner.now() - begin, handle.computing)
         except StopIteration:
             self.record(learner.rank, "end")
-
-
-def _filled(result: Tensor | None) -> Tensor:
-    if result is None:
-        raise ProtocolError("a mean was read before all learners had joined it")
-    return result
 
 
 def _named(ranks: Sequence[int]) -> str:

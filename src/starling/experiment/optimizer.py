@@ -42,8 +42,15 @@ class OptimizerConfig(Config):
         return self
 
     def maker(self) -> Callable[[list[nn.Parameter]], Optimizer]:
-        """Makes the optimizer of one learner, at the peak learning rate."""
-        return partial(self._kind(), lr=self.lr, **self.options)
+        """Makes the optimizer of one learner, at the peak learning rate.
+
+        One pass over the weights (`fused`) where torch has it, several times faster on the CPU, unless the options
+        choose an implementation.
+        """
+        kind = self._kind()
+        chosen = {"fused", "foreach", "differentiable"} & self.options.keys()
+        fused = {} if chosen or "fused" not in inspect.signature(kind).parameters else {"fused": True}
+        return partial(kind, lr=self.lr, **self.options, **fused)
 
     def _kind(self) -> Callable[..., Optimizer]:
         kind = OPTIMIZERS.get(self.name.lower())
