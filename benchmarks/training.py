@@ -1,5 +1,6 @@
 """The training that the benchmarks measure: the demo's recipe on a smaller corpus, and a plain PyTorch loop of it."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,8 +23,12 @@ WARM_UP = 4
 
 def prepare(folder: Path) -> None:
     """Synthesise the corpus once."""
+
+    def say(text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+
     recipe = recipe_for(folder, learners=1, steps=1)
-    set_up(recipe, claim_folder(recipe), say=lambda text: None)
+    set_up(recipe, claim_folder(recipe, say), say)
 
 
 def recipe_for(folder: Path, learners: int, steps: int, strategy: str = "allreduce") -> Recipe:

@@ -38,29 +38,34 @@ def save(recipe: Recipe, position: Ticket, world: int = 2) -> None:
 def test_the_resolved_recipe_is_in_the_folder(tree: Tree) -> None:
     """With every default written out; loading it gives the same recipe."""
     recipe = check_recipe(tree, "r.yaml")
-    folder = claim_folder(recipe)
+    folder = claim_folder(recipe, print)
     assert load_recipe(folder.config) == recipe
     assert yaml.safe_load(folder.config.read_text())["features"]["frame_shift"] == 0.01
 
 
-def test_an_earlier_run_is_not_replaced_without_being_asked(tree: Tree) -> None:
-    """The message names the three ways on; the checkpoints stay."""
+def test_an_earlier_run_is_moved_aside_and_named(tree: Tree) -> None:
+    """Training under the same name again loses nothing, and says where the earlier run is."""
     recipe = check_recipe(tree, "r.yaml")
-    claim_folder(recipe)
-    claim_folder(recipe)  # nothing was trained yet: nothing is lost
-    save(recipe, Ticket(1, 0, 8))
-    with pytest.raises(ConfigError, match=r"holds a run already; .*resume=.*overwrite=true.*name="):
-        claim_folder(recipe)
-    assert (recipe.folder / "checkpoints" / "step-00000008").is_dir()
+    said: list[str] = []
+    claim_folder(recipe, said.append)
+    claim_folder(recipe, said.append)  # nothing was trained yet: there is nothing to keep
+    assert said == []
+    for number in (1, 2):
+        save(recipe, Ticket(number, 0, 8 * number))
+        claim_folder(recipe, said.append)
+        aside = recipe.folder.with_name(f"{recipe.name}.{number}")
+        assert (aside / "checkpoints" / f"step-{8 * number:08d}").is_dir()
+        assert said[-1] == f"{recipe.folder} held an earlier run, which is now in {aside}"
+    assert not (recipe.folder / "checkpoints").exists()
 
 
 def test_overwriting_removes_what_is_ours_and_nothing_else(tree: Tree) -> None:
     """Notes that somebody left in the folder stay."""
     recipe = check_recipe(tree, "r.yaml")
-    claim_folder(recipe)
+    claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
     (recipe.folder / "notes.txt").write_text("mine")
-    claim_folder(check_recipe({**tree, "overwrite": True}, "r.yaml"))
+    claim_folder(check_recipe({**tree, "overwrite": True}, "r.yaml"), print)
     assert not (recipe.folder / "checkpoints").exists()
     assert (recipe.folder / "notes.txt").read_text() == "mine"
 
@@ -68,26 +73,26 @@ def test_overwriting_removes_what_is_ours_and_nothing_else(tree: Tree) -> None:
 def test_resuming_finds_the_newest_checkpoint(tree: Tree) -> None:
     """An experiment's folder stands for its newest checkpoint; the recipe then names that one."""
     recipe = check_recipe(tree, "r.yaml")
-    claim_folder(recipe)
+    claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
     save(recipe, Ticket(2, 0, 16))
     resumed = resolve_resume(check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
     assert resumed.resume == recipe.folder / "checkpoints" / "step-00000016"
-    claim_folder(resumed)
+    claim_folder(resumed, print)
     assert resumed.resume.is_dir()
 
 
 def test_resuming_from_an_earlier_checkpoint_must_not_mix_two_runs(tree: Tree) -> None:
     """Later checkpoints of another past would be taken for this run's."""
     recipe = check_recipe(tree, "r.yaml")
-    claim_folder(recipe)
+    claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
     save(recipe, Ticket(2, 0, 16))
     earlier = recipe.folder / "checkpoints" / "step-00000008"
     with pytest.raises(ConfigError, match=r"later than .*step-00000016"):
-        claim_folder(resolve_resume(check_recipe({**tree, "resume": str(earlier)}, "r.yaml")))
+        claim_folder(resolve_resume(check_recipe({**tree, "resume": str(earlier)}, "r.yaml")), print)
     elsewhere = resolve_resume(check_recipe({**tree, "resume": str(earlier), "name": "other"}, "r.yaml"))
-    assert claim_folder(elsewhere).path.name == "other"
+    assert claim_folder(elsewhere, print).path.name == "other"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,7 @@ def test_resuming_from_an_earlier_checkpoint_must_not_mix_two_runs(tree: Tree) -
 def test_a_checkpoint_that_does_not_fit_is_refused(tree: Tree, change: Tree, problem: str) -> None:
     """With the sections that differ, before any learner starts."""
     recipe = check_recipe(tree, "r.yaml")
-    claim_folder(recipe)
+    claim_folder(recipe, print)
     save(recipe, Ticket(1, 3, 11))
     with pytest.raises(CheckpointError, match=problem):
         resolve_resume(check_recipe({**tree, "resume": str(recipe.folder), **change}, "r.yaml"))
@@ -111,7 +116,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tree: Tree, change: Tree, pro
 def test_the_budget_and_the_learning_rate_may_change_in_a_resume(tree: Tree) -> None:
     """They belong to the rest of the run."""
     recipe = check_recipe(tree, "r.yaml")
-    claim_folder(recipe)
+    claim_folder(recipe, print)
     save(recipe, Ticket(1, 3, 11))
     change = {"budget": {"epochs": 7}, "optimizer": {"lr": 0.5}, "resume": str(recipe.folder)}
     assert resolve_resume(check_recipe({**tree, **change}, "r.yaml")).budget.epochs == 7
@@ -121,7 +126,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tree: Tree, tmp_p
     """Not at the first checkpoint."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
-        claim_folder(check_recipe({**tree, "exp": str(tmp_path / "file")}, "r.yaml"))
+        claim_folder(check_recipe({**tree, "exp": str(tmp_path / "file")}, "r.yaml"), print)
 
 
 def test_the_environment_is_described_without_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:

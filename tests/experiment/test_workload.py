@@ -19,7 +19,7 @@ Tree = dict[str, Any]
 def ready(tree: Tree) -> tuple[Recipe, SpeechWorkload]:
     """A recipe that is set up, and its workload."""
     recipe = check_recipe(tree, "r.yaml")
-    folder = claim_folder(recipe)
+    folder = claim_folder(recipe, print)
     set_up(recipe, folder, lambda line: None)
     return recipe, load_workload(recipe, folder)
 
@@ -110,7 +110,7 @@ def test_what_is_set_up_is_told(tree: Tree) -> None:
     """Sets with their hours, parameters, and how much audio all learners take at a time."""
     recipe = check_recipe(tree, "r.yaml")
     lines: list[str] = []
-    set_up(recipe, claim_folder(recipe), lines.append)
+    set_up(recipe, claim_folder(recipe, lines.append), lines.append)
     text = "\n".join(lines)
     assert "train: 24 utterances" in text
     assert "2 learners take 10 s at a time" in text

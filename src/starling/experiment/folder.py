@@ -10,7 +10,9 @@ exp/<name>/decode/                  what was recognised, and its errors
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from starling.errors import CheckpointError, ConfigError
 from starling.experiment.recipe import Recipe, dump_recipe, fingerprints
 
 _OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "decode")
-_OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv", "report.html")
+_OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv")
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
 
@@ -61,11 +63,11 @@ def resolve_resume(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"resume": folder})
 
 
-def claim_folder(recipe: Recipe) -> ExperimentFolder:
+def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder:
     """Make the experiment's folder and write the recipe into it.
 
-    An earlier run there is removed if the recipe says `overwrite`, gone on with if it says `resume`, and otherwise a
-    ConfigError; so is a folder that cannot be written.
+    An earlier run there is gone on with if the recipe says `resume`, removed if it says `overwrite`, and otherwise
+    moved aside, to `<name>.1`, `<name>.2` and so on. A folder that cannot be written is a ConfigError.
     """
     folder = ExperimentFolder(recipe.folder)
     existing = checkpoints_in(folder.checkpoints)
@@ -76,12 +78,9 @@ def claim_folder(recipe: Recipe) -> ExperimentFolder:
                 f"{folder.path} holds checkpoints later than {recipe.resume}, such as {later[-1].name}; "
                 "resume from the last one, or give another name"
             )
-    elif existing and not recipe.overwrite:
-        raise ConfigError(
-            f"{folder.path} holds a run already; go on with resume={folder.path}, replace it with overwrite=true, "
-            "or give another name=…"
-        )
     try:
+        if existing and recipe.resume is None and not recipe.overwrite:
+            say(f"{folder.path} held an earlier run, which is now in {_move_aside(folder.path)}")
         if recipe.resume is None:
             _clear(folder.path)
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -104,6 +103,12 @@ def describe_environment() -> str:
         f"cuda {torch.version.cuda or 'none'}, {torch.cuda.device_count()} devices",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _move_aside(path: Path) -> Path:
+    """Rename a folder to the first free of `<name>.1`, `<name>.2`, …"""
+    aside = next(aside for number in count(1) if not (aside := path.with_name(f"{path.name}.{number}")).exists())
+    return path.rename(aside)
 
 
 def _clear(path: Path) -> None:

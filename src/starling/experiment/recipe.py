@@ -88,7 +88,7 @@ class Recipe(Config):
     resume: Path | None = None
     """An experiment (its newest checkpoint) or one checkpoint to go on from."""
     overwrite: bool = False
-    """Replace an earlier run of the same name."""
+    """Remove an earlier run of the same name, rather than moving it aside."""
     exp: Path = Path("exp")
     """Where experiments are."""
 

@@ -23,7 +23,7 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     keeps the consensus model of the end, and no learner's own state.
     """
     recipe = resolve_resume(recipe.model_copy(update={"name": f"{recipe.name}-virtual"}))
-    folder = claim_folder(recipe)
+    folder = claim_folder(recipe, say_on(console))
     with Bars(console) as bars:
         set_up(recipe, folder, say_on(console), bars)
     use_threads(recipe, 1)

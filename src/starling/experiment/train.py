@@ -95,7 +95,7 @@ def check_device(recipe: Recipe) -> None:
 
 def _ready(recipe: Recipe, console: Console) -> ExperimentFolder:
     """Claim the experiment's folder and set everything up in it."""
-    folder = claim_folder(recipe)
+    folder = claim_folder(recipe, say_on(console))
     with Bars(console) as bars:
         set_up(recipe, folder, say_on(console), bars)
     return folder
