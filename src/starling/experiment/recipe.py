@@ -58,7 +58,8 @@ class EngineConfig(Config):
     autocast: Literal["none", "bf16"] = "none"
     """Compute losses in bfloat16 where torch considers it safe."""
     threads: int | None = Field(default=None, ge=1)
-    """Threads of one learner; null: the cores of the machine divided by the learners on it."""
+    """Threads of one learner; null: the cores of the machine divided by the learners on it, and 1 on the virtual
+    engine."""
     timeout_seconds: float = Field(default=600.0, gt=0.0)
     """How long learners wait for each other before they call one lost."""
 

@@ -1,5 +1,6 @@
 """Training on the virtual engine: any number of learners in this one process, on a simulated clock."""
 
+import torch
 from rich.console import Console
 
 from starling.checkpoint.reader import load
@@ -7,7 +8,7 @@ from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.virtual import VirtualEngine
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import claim_folder, resolve_resume
-from starling.experiment.job import ModelWriter, make_job, use_threads
+from starling.experiment.job import ModelWriter, make_job
 from starling.experiment.observers import CURVES_EVERY, LOG_EVERY, SEND_EVERY, CurvesByRank, Log, Metered, Together
 from starling.experiment.recipe import Recipe, fingerprints
 from starling.experiment.setup import set_up
@@ -26,7 +27,7 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     folder = claim_folder(recipe, say_on(console))
     with Bars(console) as bars:
         set_up(recipe, folder, say_on(console), bars)
-    use_threads(recipe, 1)
+    torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on how many cores there are
     folder.log.mkdir(exist_ok=True)
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
