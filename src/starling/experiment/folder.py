@@ -63,6 +63,18 @@ def resolve_resume(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"resume": folder})
 
 
+def check_claim(recipe: Recipe) -> None:
+    """Raises ConfigError when going on from the recipe's `resume` would mix two runs in the experiment's folder."""
+    if recipe.resume is None:
+        return
+    later = [path for path in checkpoints_in(recipe.folder / "checkpoints") if path.name > recipe.resume.name]
+    if later:
+        raise ConfigError(
+            f"{recipe.folder} holds checkpoints later than {recipe.resume}, such as {later[-1].name}; "
+            "resume from the last one, or give another name"
+        )
+
+
 def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder:
     """Make the experiment's folder and write the recipe into it.
 
@@ -70,14 +82,8 @@ def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder
     moved aside, to `<name>.1`, `<name>.2` and so on. A folder that cannot be written is a ConfigError.
     """
     folder = ExperimentFolder(recipe.folder)
+    check_claim(recipe)
     existing = checkpoints_in(folder.checkpoints)
-    if recipe.resume is not None:
-        later = [path for path in existing if path.name > recipe.resume.name]
-        if later:
-            raise ConfigError(
-                f"{folder.path} holds checkpoints later than {recipe.resume}, such as {later[-1].name}; "
-                "resume from the last one, or give another name"
-            )
     try:
         if existing and recipe.resume is None and not recipe.overwrite:
             say(f"{folder.path} held an earlier run, which is now in {_move_aside(folder.path)}")
@@ -88,8 +94,13 @@ def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder
         folder.config.write_text(dump_recipe(recipe), encoding="utf-8")
         folder.environment.write_text(describe_environment(), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{folder.path}: cannot be written ({error}); set exp to another folder") from error
+        raise unwritable(folder.path, error) from error
     return folder
+
+
+def unwritable(path: Path, error: OSError) -> ConfigError:
+    """What to say when an experiment's folder cannot be written."""
+    return ConfigError(f"{path}: cannot be written ({error}); set exp to another folder")
 
 
 def describe_environment() -> str:

@@ -1,6 +1,9 @@
 """What happens once before the learners start: data, tokens, and every check that needs them."""
 
 import csv
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +11,7 @@ from numpy.typing import NDArray
 
 from starling.chance import derive_seed
 from starling.errors import DataError
-from starling.experiment.folder import ExperimentFolder
+from starling.experiment.folder import ExperimentFolder, check_claim, claim_folder, unwritable
 from starling.experiment.recipe import Recipe
 from starling.experiment.workload import SpeechWorkload
 from starling.report.progress import Say
@@ -19,6 +22,24 @@ from starling.speech.prepare import Progress, describe, prepare
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import make_tokenizer
+
+
+def make_ready(recipe: Recipe, say: Say, progress: Progress | None = None) -> ExperimentFolder:
+    """Set everything up for training, and claim the experiment's folder once nothing is wrong.
+
+    What is made before lies in `.<name>.partial` beside the folder: a recipe or data that cannot be used
+    leaves an earlier run as it is, and nothing new. Raises DataError as `set_up` and ConfigError as `claim_folder`.
+    """
+    check_claim(recipe)
+    with _stage(recipe) as stage:
+        set_up(recipe, stage, say, progress)
+        folder = claim_folder(recipe, say)
+        shutil.rmtree(folder.initial, ignore_errors=True)
+        stage.initial.rename(folder.initial)
+        folder.too_short.unlink(missing_ok=True)
+        if stage.too_short.exists():
+            stage.too_short.rename(folder.too_short)
+    return folder
 
 
 def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progress | None = None) -> None:
@@ -53,6 +74,21 @@ def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:
     return SpeechWorkload(recipe, train, initial.features, initial.tokenizer, _kept(train, folder.too_short))
 
 
+@contextmanager
+def _stage(recipe: Recipe) -> Iterator[ExperimentFolder]:
+    """A folder beside the experiment's, removed in the end."""
+    stage = ExperimentFolder(recipe.exp / f".{recipe.name}.partial")
+    try:
+        shutil.rmtree(stage.path, ignore_errors=True)  # of a run that was killed here
+        stage.path.mkdir(parents=True)
+    except OSError as error:
+        raise unwritable(recipe.folder, error) from error
+    try:
+        yield stage
+    finally:
+        shutil.rmtree(stage.path, ignore_errors=True)
+
+
 def _leave_out_too_short(recipe: Recipe, train: SpeechSet, recogniser: Recogniser, path: Path, say: Say) -> None:
     """List the utterances that CTC cannot align in `path`, as far as the recipe allows to skip any."""
     path.unlink(missing_ok=True)
@@ -77,7 +113,8 @@ def _leave_out_too_short(recipe: Recipe, train: SpeechSet, recogniser: Recognise
         table = csv.writer(file, dialect="excel-tab")
         table.writerow(["id", "frames", "needed"])
         table.writerows(found)
-    say(f"{train.name}: {len(found)} utterances are too short for CTC and left out, listed in {path}")
+    listed = recipe.folder / path.name  # its final place
+    say(f"{train.name}: {len(found)} utterances are too short for CTC and left out, listed in {listed}")
 
 
 def _kept(train: SpeechSet, path: Path) -> NDArray[np.int64]:

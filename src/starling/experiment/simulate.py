@@ -7,11 +7,11 @@ from starling.checkpoint.reader import load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.virtual import VirtualEngine
 from starling.experiment.evaluate import evaluate
-from starling.experiment.folder import claim_folder, resolve_resume
+from starling.experiment.folder import resolve_resume
 from starling.experiment.job import ModelWriter, make_job
 from starling.experiment.observers import CURVES_EVERY, LOG_EVERY, SEND_EVERY, CurvesByRank, Log, Metered, Together
 from starling.experiment.recipe import Recipe, fingerprints
-from starling.experiment.setup import set_up
+from starling.experiment.setup import make_ready
 from starling.report.curves import Curves
 from starling.report.lines import duration
 from starling.report.progress import Bars, Display, Say, say_on
@@ -24,9 +24,8 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     keeps the consensus model of the end, and no learner's own state.
     """
     recipe = resolve_resume(recipe.model_copy(update={"name": f"{recipe.name}-virtual"}))
-    folder = claim_folder(recipe, say_on(console))
     with Bars(console) as bars:
-        set_up(recipe, folder, say_on(console), bars)
+        folder = make_ready(recipe, say_on(console), bars)
     torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on how many cores there are
     folder.log.mkdir(exist_ok=True)
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))

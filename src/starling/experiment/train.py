@@ -12,7 +12,7 @@ from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes import Place, choose_device, run_learner
 from starling.errors import ConfigError, StarlingError
 from starling.experiment.evaluate import evaluate
-from starling.experiment.folder import ExperimentFolder, claim_folder, resolve_resume
+from starling.experiment.folder import ExperimentFolder, resolve_resume
 from starling.experiment.job import ModelWriter, make_job, use_threads
 from starling.experiment.observers import (
     CURVES_EVERY,
@@ -28,7 +28,7 @@ from starling.experiment.observers import (
     show,
 )
 from starling.experiment.recipe import Recipe, fingerprints, recipe_digest
-from starling.experiment.setup import set_up
+from starling.experiment.setup import make_ready
 from starling.experiment.validate import Validation
 from starling.launch.launcher import launch
 from starling.launch.link import Link
@@ -94,11 +94,9 @@ def check_device(recipe: Recipe) -> None:
 
 
 def _ready(recipe: Recipe, console: Console) -> ExperimentFolder:
-    """Claim the experiment's folder and set everything up in it."""
-    folder = claim_folder(recipe, say_on(console))
+    """Make everything ready in the experiment's folder."""
     with Bars(console) as bars:
-        set_up(recipe, folder, say_on(console), bars)
-    return folder
+        return make_ready(recipe, say_on(console), bars)
 
 
 def _agree_on_set_up(recipe: Recipe, place: Place, console: Console) -> Recipe:
