@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,18 @@ def test_the_help_of_every_command_has_an_example(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0
     assert f"starling {command}" in " ".join(result.stdout.split("Example:")[1].split())
+
+
+def test_the_usage_says_what_may_be_repeated() -> None:
+    """Each bracket once, as in any manual."""
+    usage = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "120"}).stdout
+    assert "RECIPE} [KEY=VALUE]...\n" in "\n".join(line.rstrip() for line in usage.splitlines())
+
+
+def test_the_version_is_told() -> None:
+    """That of the installed distribution, for a report of a bug."""
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"starling-asr {version('starling-asr')}\n")
 
 
 def test_strategies_are_listed_with_a_line_each() -> None:

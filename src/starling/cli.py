@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 app = typer.Typer(
-    help="Train speech recognisers with many learners that agree in step, one step late, or not at all.",
+    help="Train speech recognisers with many learners, and choose how the learners agree.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -23,10 +23,29 @@ app = typer.Typer(
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to change.", show_default=False),
+    typer.Argument(
+        metavar="KEY=VALUE", help="Keys of the recipe to change, such as budget.epochs=3.", show_default=False
+    ),
 ]
 Experiment = Annotated[Path, typer.Argument(metavar="EXP", help="An experiment, such as exp/demo.", show_default=False)]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"starling-asr {version('starling-asr')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
 
 
 @app.command(epilog="Example: [bold]starling prepare recipes/demo.yaml data.folder=/tmp/demo[/bold]")
@@ -87,7 +106,7 @@ def evaluate(
 @app.command(epilog="Example: [bold]starling transcribe exp/demo hello.wav[/bold]")
 def transcribe(
     experiment: Experiment,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="WAV, FLAC, MP3, Opus.", show_default=False)],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="WAV, FLAC, MP3, Opus.", show_default=False)],
     debug: Debug = False,
 ) -> None:
     """Write what is said in audio files, with the newest model of an experiment."""
