@@ -35,6 +35,17 @@ def test_an_epoch_says_for_what_it_waited_too_long(data: float, peers: float, en
     assert line.endswith(end)
 
 
+def test_time_that_went_elsewhere_is_not_blamed_on_data_or_peers() -> None:
+    """A first step that warms up is neither; and one learner has no peers that could wait less."""
+    assert epoch_line(EpochEnd(0, 2, 0, 5, 10.0, 8.0, 0.0, 0.05)).endswith("0.5 % waiting for peers")
+    assert epoch_line(EpochEnd(0, 1, 0, 5, 10.0, 5.0, 0.0, 5.0)).endswith("50.0 % waiting for peers")
+
+
+def test_one_step_is_not_several() -> None:
+    """A budget may end with the first step of an epoch."""
+    assert "ended: 1 step in 10.0 s" in epoch_line(EpochEnd(0, 2, 0, 1, 10.0, 10.0, 0.0, 0.0))
+
+
 def test_an_epoch_without_a_step_is_not_a_division_by_zero() -> None:
     """A budget of nothing ends well."""
     assert "0 steps in 0.0 s, 0.0 % computing" in epoch_line(EpochEnd(0, 1, 0, 0, 0.0, 0.0, 0.0, 0.0))

@@ -3,8 +3,10 @@
 import io
 from collections.abc import Callable
 
+import pytest
 from rich.console import Console
 
+from starling.errors import PeerLost
 from starling.report.meter import EpochEnd, Meter, Snapshot
 from starling.report.progress import Bars, Display
 from tests.report.steps import step
@@ -47,11 +49,28 @@ def test_without_a_terminal_each_learner_has_a_line_every_few_seconds() -> None:
 
 
 def test_on_a_terminal_there_is_a_row_for_each_learner() -> None:
-    """With the title, the share done and the time left."""
+    """With the title."""
     text = shown(3, True, lambda display: display.progress(snapshot(1, 5, 3)), [])
-    assert "demo: 25 %, 1 min 30 s left" in text
+    assert "demo: " in text
     assert "6/10" in text
     assert text.count("starting") >= 2
+
+
+def test_the_table_of_a_finished_run_says_so() -> None:
+    """It stays on the screen; a share below 100 % would look like a run that was cut short."""
+    text = shown(3, True, lambda display: display.progress(snapshot(1, 5, 3)), [])
+    assert "demo: ended after 30.0 s" in text
+
+
+def test_the_table_of_a_run_that_was_cut_short_says_how_far_it_came() -> None:
+    """The share done and the time left, as they are shown all the time."""
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=120)
+    with pytest.raises(PeerLost), Display("demo", 3, console) as display:
+        display.progress(snapshot(1, 5, 3))
+        raise PeerLost("learner 2 was killed")
+    assert "demo: 25 %, 1 min 30 s left" in text.getvalue()
+    assert "ended" not in text.getvalue()
 
 
 def test_many_learners_do_not_fill_the_screen() -> None:

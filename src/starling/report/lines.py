@@ -3,6 +3,7 @@
 from starling.report.meter import EpochEnd, Snapshot
 
 _BUSY = 90.0  # per cent of the time spent computing below which a line says what the learner waits for
+_LITTLE = 5.0  # per cent of the time; less waiting than this is not worth advice
 
 
 def progress_line(snapshot: Snapshot) -> str:
@@ -19,16 +20,20 @@ def progress_line(snapshot: Snapshot) -> str:
 
 def epoch_line(end: EpochEnd) -> str:
     """How an epoch went for a learner: steps, time, and the share of it spent computing."""
+    steps = "step" if end.num_steps == 1 else "steps"
     line = (
-        f"({end.rank}/{end.world}) epoch {end.epoch + 1} ended: {end.num_steps} steps in {duration(end.seconds)}, "
+        f"({end.rank}/{end.world}) epoch {end.epoch + 1} ended: {end.num_steps} {steps} in {duration(end.seconds)}, "
         f"{end.share(end.computing):.1f} % computing, {end.share(end.waiting_for_data):.1f} % waiting for data, "
         f"{end.share(end.waiting_for_peers):.1f} % waiting for peers"
     )
     if end.num_steps == 0 or end.share(end.computing) >= _BUSY:
         return line
-    data = end.waiting_for_data > end.waiting_for_peers
-    advice = "data: raise batches.num_workers if cores are idle" if data else "peers: another strategy may wait less"
-    return f"{line}; it waits for {advice}"
+    for_data, for_peers = end.share(end.waiting_for_data), end.share(end.waiting_for_peers)
+    if for_data > for_peers and for_data >= _LITTLE:
+        return f"{line}; it waits for data: raise batches.num_workers if cores are idle"
+    if for_peers >= _LITTLE and end.world > 1:
+        return f"{line}; it waits for peers: another strategy may wait less"
+    return line
 
 
 def time_left(snapshot: Snapshot) -> str:

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from starling.report.lines import epoch_line, progress_line, time_left
+from starling.report.lines import duration, epoch_line, progress_line, time_left
 from starling.report.meter import EpochEnd, Snapshot
 
 Say = Callable[[str], None]
@@ -46,7 +46,7 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._live is not None:
-            self._live.update(self._table())
+            self._live.update(self._table(ended=kind is None))
             self._live.stop()
             self._live = None
 
@@ -74,9 +74,14 @@ class Display:
         self._said[rank] = now
         return True
 
-    def _table(self) -> Table:
+    def _table(self, ended: bool = False) -> Table:
         newest = max(self._snapshots.values(), key=lambda each: each.fraction, default=None)
-        done = f"{100 * newest.fraction:.0f} %, {time_left(newest) or '?'} left" if newest else "starting"
+        if newest is None:
+            done = "starting"
+        elif ended:
+            done = f"ended after {duration(60.0 * newest.minutes)}"
+        else:
+            done = f"{100 * newest.fraction:.0f} %, {time_left(newest) or '?'} left"
         total = sum(each.audio_rate for each in self._snapshots.values())
         table = Table(title=f"{self._title}: {done}, {total:.0f} s of audio per s", title_justify="left")
         for name in ("learner", "epoch", "batch", "loss", "running", "lr", "audio s/s"):
