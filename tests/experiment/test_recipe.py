@@ -32,6 +32,24 @@ def test_there_are_recipes() -> None:
     assert {"demo.yaml", "fsdd.yaml", "speechocean.yaml"} <= {path.name for path in RECIPES}
 
 
+def test_an_unknown_kind_of_corpus_is_answered_with_the_known_ones(tree: Tree) -> None:
+    """By its key, without the words of the library that checks."""
+    tree["data"]["corpus"]["kind"] = "kaldii"
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(tree, "r.yaml")
+    assert "data.corpus.kind: 'kaldii' is unknown; did you mean kaldi? known are tsv, kaldi, " in str(caught.value)
+    del tree["data"]["corpus"]["kind"]
+    with pytest.raises(ConfigError, match=r"data\.corpus\.kind: missing; a recipe must say it"):
+        check_recipe(tree, "r.yaml")
+
+
+def test_a_section_without_content_is_named(tree: Tree) -> None:
+    """`budget:` with nothing behind it is YAML's null."""
+    tree["budget"] = None
+    with pytest.raises(ConfigError, match=r"budget: must be a mapping of keys to values, got None"):
+        check_recipe(tree, "r.yaml")
+
+
 def test_all_problems_are_listed_at_once(tree: Tree) -> None:
     """Unknown keys, wrong types, impossible values, an unknown strategy and optimizer: one message, a line each."""
     tree["learnrs"] = 3

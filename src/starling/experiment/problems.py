@@ -65,6 +65,8 @@ def _path(detail: ErrorDetails, tree: Any) -> list[str]:
             place = inner
     if detail["type"] == "missing" or _inside(place, last) is not _NOTHING:
         parts.append(str(last))
+    if detail["type"].startswith("union_tag"):
+        parts.append(detail["ctx"]["discriminator"].strip("'"))
     return parts
 
 
@@ -82,11 +84,22 @@ def _inside(place: Any, part: str | int) -> Any:
 def _words(detail: ErrorDetails, path: str, known: Sequence[str]) -> str:
     if detail["type"] == "extra_forbidden":
         return f"unknown key{suggestion(path, known)}"
-    if detail["type"] == "missing":
+    if detail["type"] in ("missing", "union_tag_not_found"):
         return "missing; a recipe must say it"
+    if detail["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"must be a mapping of keys to values, got {_shown(detail['input'])}"
+    if detail["type"] == "union_tag_invalid":
+        tags = [tag.strip("'") for tag in detail["ctx"]["expected_tags"].split(", ")]
+        near = get_close_matches(detail["ctx"]["tag"], tags, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return f"{detail['ctx']['tag']!r} is unknown; {hint}known are {', '.join(tags)}"
     message = detail["msg"]
     if detail["type"] == "value_error":
         return message.removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    shown = repr(detail["input"])
-    return f"{message}, got {shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + '…'}"
+    return f"{message}, got {_shown(detail['input'])}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
