@@ -68,6 +68,13 @@ def test_a_missing_column_is_answered_with_the_nearest(tmp_path: Path) -> None:
         _import("tsv", path=table, sets={"train": {}}, speaker="speeker")
 
 
+def test_a_missing_column_that_resembles_none_is_answered_with_all(tmp_path: Path) -> None:
+    """In sentences that end."""
+    table = write_table(tmp_path, count=3)
+    with pytest.raises(DataError, match=r"no column 'zzz'; it has: id, speaker, split, audio, text; name"):
+        _import("tsv", path=table, sets={"train": {}}, speaker="zzz")
+
+
 def test_a_row_with_too_few_columns_is_refused_by_line(tmp_path: Path) -> None:
     """The message has file and line."""
     table = write_table(tmp_path, count=3)
@@ -148,6 +155,14 @@ def test_a_faulty_kaldi_folder_is_refused_by_file_and_line(
     (folder / file).write_text(content)
     with pytest.raises(DataError, match=message):
         _import("kaldi", path=tmp_path, sets={"train": "train"})
+
+
+@pytest.mark.parametrize(("segments", "origin"), [(False, "wav.scp:2"), (True, "segments:2")])
+def test_a_kaldi_utterance_comes_from_a_line_of_a_file(tmp_path: Path, segments: bool, origin: str) -> None:
+    """Messages then name a file that one can open."""
+    _kaldi_folder(tmp_path / "train", segments)
+    utterances = _import("kaldi", path=tmp_path, sets={"train": "train"})
+    assert utterances[1].origin == str(tmp_path / "train" / origin)
 
 
 def test_nemo_lines_may_name_a_stretch_of_a_file(tmp_path: Path) -> None:

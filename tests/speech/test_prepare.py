@@ -195,13 +195,21 @@ def test_utterances_outside_the_limits_of_duration_are_dropped_and_their_hours_c
     assert "u0\t0.400\tlasts 0.400 s, kept are 0.41 to 0.48 s" in (kept.folder / "dropped.tsv").read_text()
 
 
+def test_one_speaker_is_not_several(tmp_path: Path) -> None:
+    """The summary reads well for small sets, too."""
+    table = write_table(tmp_path / "corpus", count=3, speakers=1)
+    assert "test: 1 utterance, 0.00 h, 1 speaker, 8000 Hz" in describe(prepare(_config(tmp_path / "data", table)))
+
+
 def test_a_set_with_nothing_left_is_an_error(tmp_path: Path) -> None:
     """An empty set is never written; the message says why it is empty."""
     table = write_table(tmp_path / "corpus")
     with pytest.raises(DataError, match=r"set train: no utterance is left of 8; the first dropped: 'u0': lasts"):
         prepare(_config(tmp_path / "data", table, filter={"min_seconds": 5}))
     corpus = {"kind": "tsv", "path": table, "sets": {"train": {"split": "nothing"}}}
-    with pytest.raises(DataError, match=r"no utterance is left of 0; see data\.corpus"):
+    with pytest.raises(
+        DataError, match=r"set train: the corpus has no utterance for it; correct data\.corpus\.sets\.train"
+    ):
         prepare(_config(tmp_path / "data", table, corpus=corpus, test=[]))
 
 

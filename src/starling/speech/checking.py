@@ -109,11 +109,12 @@ class Checker:
                 f"set {self._name}: {len(bad)} of {self._total} utterances are unusable, more than "
                 f"data.filter.max_skipped = {self._limits.max_skipped:.2%}; the first: {examples}"
             )
-        if self._total == len(self.dropped):
+        if self._total == 0:
             raise DataError(
-                f"set {self._name}: no utterance is left of {self._total}"
-                + (f"; the first dropped: {examples}" if examples else "; see data.corpus")
+                f"set {self._name}: the corpus has no utterance for it; correct data.corpus.sets.{self._name}"
             )
+        if self._total == len(self.dropped):
+            raise DataError(f"set {self._name}: no utterance is left of {self._total}; the first dropped: {examples}")
         return self.dropped
 
     def _checked_text(self, utterance: Utterance) -> str:

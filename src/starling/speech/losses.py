@@ -67,6 +67,7 @@ def check_ctc_fits(
         raise DataError(
             f"{len(found)} of {len(speech_set)} utterances have too few encoder frames for CTC at speed {fastest}: "
             f"{shown}{', ...' if len(found) > 5 else ''}. Raise data.filter.min_seconds, lower "
-            f"model.subsampling (now {model.shape.subsampling}) or use longer tokens"
+            f"model.subsampling (now {model.shape.subsampling}), use longer tokens, or leave them out with "
+            "data.filter.on_bad=skip"
         )
     return found

@@ -135,7 +135,8 @@ def describe(summary: Summary) -> str:
     for each in summary.sets:
         state = "written" if each.name in summary.written else "there already"
         line = (
-            f"{each.name}: {each.utterances} utterances, {each.hours:.2f} h, {each.speakers} speakers, "
+            f"{each.name}: {_number(each.utterances, 'utterance')}, {each.hours:.2f} h, "
+            f"{_number(each.speakers, 'speaker')}, "
             f"{each.sampling_rate} Hz, {state}"
         )
         if each.dropped:
@@ -143,6 +144,10 @@ def describe(summary: Summary) -> str:
             line += f"; dropped {each.dropped} ({each.dropped_seconds / 3600:.2f} h), listed in {listed}"
         lines.append(line)
     return "\n".join(lines)
+
+
+def _number(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 @contextmanager

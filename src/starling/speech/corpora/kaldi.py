@@ -29,6 +29,7 @@ class KaldiCorpus(NamedSets):
         texts = _table(folder / "text", empty_values=True)
         speakers = _table(folder / "utt2spk") if (folder / "utt2spk").exists() else {}
         segments_file = folder / "segments"
+        listed = segments_file if segments_file.exists() else folder / "wav.scp"
         if segments_file.exists():
             segments = {name: _segment(segments_file, *entry) for name, entry in _table(segments_file).items()}
         else:
@@ -44,7 +45,7 @@ class KaldiCorpus(NamedSets):
                 "text": texts[utterance_id][1],
                 "audio": recordings[recording][1],
             }
-            yield self.utterance(folder, line, fields, start, duration)
+            yield self.utterance(listed, line, fields, start, duration)
 
 
 def _table(path: Path, empty_values: bool = False) -> dict[str, tuple[int, str]]:

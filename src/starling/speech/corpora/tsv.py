@@ -45,9 +45,9 @@ def _check_columns(table: Path, columns: dict[str, int], wanted: list[str]) -> N
     for name in wanted:
         if name not in columns:
             near = get_close_matches(name, columns, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}? It has: " if near else "; it has: "
             raise DataError(
-                f"{table}: no column {name!r}{hint} It has: {', '.join(columns) or 'nothing'}; "
+                f"{table}: no column {name!r}{hint}{', '.join(columns) or 'nothing'}; "
                 f"name its columns in data.corpus (id, speaker, audio, text, sets)"
             )
 
