@@ -52,8 +52,9 @@ class Validation:
         torch.set_num_threads(1)
         try:
             checkpoint = Checkpoint(folder, read_manifest(folder))
-            epoch = checkpoint.manifest.position.epoch
-            if epoch % every != 0:
+            position = checkpoint.manifest.position
+            whole = position.index == 0  # else the budget ended in the middle of an epoch
+            if whole and position.epoch % every != 0:
                 return
             recogniser = Recogniser.load(checkpoint.model_folder)
             speech_set = SpeechSet.open(self._recipe.data.set_folder(name))
@@ -62,7 +63,8 @@ class Validation:
         except StarlingError as error:
             self._say(f"validation of {folder.name} was left out: {error}")
             return
-        self._say(f"after epoch {epoch}, {name}: {result.lines()[0]}")
+        trained = f"epoch {position.epoch}" if whole else f"{position.step} steps"
+        self._say(f"after {trained}, {name}: {result.lines()[0]}")
         curves = Curves(self._tensorboard / "valid")
-        curves.word_error_rate(result.wer, checkpoint.manifest.position.step)
+        curves.word_error_rate(result.wer, position.step)
         curves.close()
