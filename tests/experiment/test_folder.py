@@ -1,5 +1,6 @@
 """An experiment's folder is claimed once, and an earlier run in it is never lost by accident."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -134,4 +135,6 @@ def test_the_environment_is_described_without_its_variables(monkeypatch: pytest.
     monkeypatch.setenv("STARLING_SECRET", "hunter2")
     text = describe_environment()
     assert "torch 2." in text
+    assert f"cores {os.cpu_count()}\n" in text
+    assert "threads" not in text  # learners choose theirs later: see engine.threads
     assert "hunter2" not in text

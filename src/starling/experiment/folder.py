@@ -7,6 +7,7 @@ exp/<name>/checkpoints/             see starling.checkpoint
 exp/<name>/decode/                  what was recognised, and its errors
 """
 
+import os
 import platform
 import shutil
 import subprocess
@@ -104,13 +105,13 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def describe_environment() -> str:
-    """Versions, commit, machine and threads; no value of an environment variable."""
+    """Versions, commit and machine; no value of an environment variable."""
     lines = [f"{name} {_version(name)}" for name in _PACKAGES]
     lines += [
         f"commit {_commit()}",
         f"python {platform.python_version()}",
         f"platform {platform.platform()}",
-        f"threads {torch.get_num_threads()} of {torch.get_num_interop_threads()} for torch",
+        f"cores {os.cpu_count()}",
         f"cuda {torch.version.cuda or 'none'}, {torch.cuda.device_count()} devices",
     ]
     return "\n".join(lines) + "\n"
