@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from starling.experiment.recipe import check_recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,6 +50,14 @@ def test_every_command_of_the_readme_runs(command: str, workplace: Path) -> None
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_recipe_in_the_readme_is_one() -> None:
+    """Complete, with keys that exist."""
+    recipes = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert recipes
+    for text in recipes:
+        check_recipe(yaml.safe_load(text), "README.md")
 
 
 def test_every_promise_names_a_test_that_exists() -> None:
