@@ -66,6 +66,9 @@ def test_a_simulation_can_be_evaluated_and_used(tree: Tree, songs: Path, tmp_pat
     (tmp_path / "noise.wav").write_bytes(b"RIFF of nothing")
     with pytest.raises(DataError, match=r"noise\.wav"):
         transcribe(experiment, [tmp_path / "noise.wav"], texts.append)
+    soundfile.write(tmp_path / "nan.wav", [float("nan")] * 8000, 8000, subtype="FLOAT")
+    with pytest.raises(DataError, match=r"nan\.wav: .*not finite"):
+        transcribe(experiment, [tmp_path / "nan.wav"], texts.append)
 
 
 def test_a_folder_that_is_no_experiment_is_named(tmp_path: Path) -> None:

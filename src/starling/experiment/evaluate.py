@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from starling.checkpoint.reader import latest, load
-from starling.errors import CheckpointError, ConfigError
+from starling.errors import CheckpointError, ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.job import use_threads
 from starling.experiment.recipe import Recipe, load_recipe
@@ -53,7 +53,11 @@ def transcribe(experiment: Path, files: Sequence[Path], tell: Say) -> None:
     recogniser = load_recogniser(experiment, recipe)
     for file in files:
         samples, rate = _read_all_channels(file)
-        tell(f"{file}\t{recogniser.transcribe(samples, rate)}")
+        try:
+            text = recogniser.transcribe(samples, rate)
+        except DataError as error:
+            raise DataError(f"{file}: {error}") from error
+        tell(f"{file}\t{text}")
 
 
 def load_recogniser(experiment: Path, recipe: Recipe) -> Recogniser:
