@@ -63,13 +63,18 @@ class Learner(ABC):
     def mean(self, of: Tensor | Handle[Tensor]) -> Handle[Tensor]:
         """Start averaging a vector `[P]`, as it is now, over all learners: (1/L) sum_l of_l, summed in rank order.
 
-        The mean of a gradient's handle may begin before the gradient is complete: the `processes` engine reduces
-        each part while the rest is still being computed, and then a backend chooses the order of the sum.
+        The result is not to be written to: learners may share it. A handle given to `mean` while its work is under
+        way is not to be awaited for itself. The mean of a gradient's handle may begin before the gradient is complete:
+        the `processes` engine reduces each part while the rest is still being computed, and then a backend chooses the
+        order of the sum.
         """
 
     @abstractmethod
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
-        """Start sending `tensor`, as it is now, to `peer` and receiving the one it sends under the same `tag`."""
+        """Start sending `tensor`, as it is now, to `peer` and receiving the one it sends under the same `tag`.
+
+        Both are of one shape and dtype. Several of one tag meet in the order in which they began.
+        """
 
     @abstractmethod
     def step(self, gradient: Tensor) -> None:

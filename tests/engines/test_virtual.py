@@ -1,8 +1,12 @@
 """The virtual engine: deterministic, timed, and honest about deadlocks."""
 
+import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from starling.budget import Budget
 from starling.engines.cluster import Cluster, ComputeModel, ComputeTimes, LinkModel
 from starling.engines.job import EpochReport, Job, StepReport
 from starling.engines.virtual import Outcome, VirtualEngine
-from starling.errors import Deadlock, NonFiniteError, ProtocolError
+from starling.errors import CheckpointError, DataError, Deadlock, NonFiniteError, ProtocolError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from tests.contract.cases import cases, sgd
@@ -134,6 +138,116 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_mini_batch() -> N
     job = Job(TinyRegression(), STRATEGIES["allreduce"], Budget(epochs=40), sgd(1e4))
     with pytest.raises(NonFiniteError, match=r"learner 0: the loss of mini-batch \d+ of epoch \d+ is (nan|inf)"):
         VirtualEngine(job, 2).run()
+
+
+def made_of(text: Callable[[Learner], Coroutine[Any, Any, None]]) -> Strategy:
+    return Strategy("made up", "only in tests", text, synchronous=True)
+
+
+def test_what_a_strategy_raises_arrives_as_it_was() -> None:
+    """The clock's library would make a new exception of the first arguments; the file's name would be gone."""
+
+    async def fails(me: Learner) -> None:
+        raise OSError(28, "No space left", "the file")
+
+    with pytest.raises(OSError, match="the file"):
+        run(made_of(fails), 2, Budget(steps=2))
+
+
+def test_the_mean_of_a_gradient_that_was_awaited_is_the_mean() -> None:
+    """It does not matter whether a gradient is complete when its mean begins."""
+
+    async def patient(me: Learner) -> None:
+        while me.claim():
+            gradient = me.gradient(me.weights)
+            await gradient
+            me.step(await me.mean(gradient))
+
+    usual, late = (run(strategy, 2, Budget(steps=6)).states[1] for strategy in ("allreduce", made_of(patient)))
+    assert torch.equal(usual.weights, late.weights)
+
+
+def test_a_gradient_given_to_a_mean_cannot_be_awaited_for_itself() -> None:
+    """On real processes only the mean is ever computed; so it is refused here too."""
+
+    async def greedy(me: Learner) -> None:
+        me.claim()
+        gradient = me.gradient(me.weights)
+        me.mean(gradient)
+        await gradient
+
+    with pytest.raises(ProtocolError, match="learner 0 awaited a gradient that it had given to `mean`"):
+        run(made_of(greedy), 1, Budget(steps=1))
+
+
+def test_means_and_exchanges_of_the_wrong_size_are_refused_by_name() -> None:
+    """gloo would abort the process; the virtual engine says who brought what."""
+
+    async def short(me: Learner) -> None:
+        await me.mean(me.weights[:3])
+
+    async def unequal(me: Learner) -> None:
+        await me.exchange(1 - me.rank, me.weights[: 3 + me.rank], tag=4)
+
+    with pytest.raises(ProtocolError, match=r"learner 0 cannot average torch.float32 \[3\]: its weights are .* \[29\]"):
+        run(made_of(short), 2, Budget(steps=2))
+    with pytest.raises(ProtocolError, match=r"learner 1 and learner 0 exchange .* under tag 4: .* \[4\] and .* \[3\]"):
+        run(made_of(unequal), 2, Budget(steps=2))
+
+
+def test_exchanges_of_one_tag_meet_in_the_order_they_began() -> None:
+    """As messages between two processes do."""
+    met: dict[int, list[float]] = {}
+
+    async def twice(me: Learner) -> None:
+        under_way = [me.exchange(1 - me.rank, torch.tensor([float(10 * me.rank + k)]), tag=0) for k in range(2)]
+        met[me.rank] = [float(await each) for each in under_way]
+
+    run(made_of(twice), 2, Budget(steps=2))
+    assert met == {0: [10.0, 11.0], 1: [0.0, 1.0]}
+
+
+def test_awaiting_what_no_learner_started_is_refused() -> None:
+    """A strategy is not asyncio."""
+
+    async def sleeps(me: Learner) -> None:
+        await asyncio.sleep(0)
+
+    with pytest.raises(ProtocolError, match="learner 0 awaited None"):
+        run(made_of(sleeps), 1, Budget(steps=1))
+
+
+def test_a_spent_budget_stays_spent_and_ends_the_epoch_once() -> None:
+    """Asking again is answered, and reported to nobody."""
+    ends: list[int] = []
+
+    class Watcher:
+        def on_step(self, report: StepReport) -> None: ...
+
+        def on_epoch(self, report: EpochReport, state: object) -> None:
+            ends.append(report.epoch)
+
+    async def asks_again(me: Learner) -> None:
+        while me.claim():
+            me.step(await me.gradient(me.weights))
+        assert not me.claim()
+
+    VirtualEngine(Job(TinyRegression(), made_of(asks_again), Budget(steps=2), sgd(0.1)), 1, observer=Watcher()).run()
+    assert ends == [0]
+
+
+def test_weights_of_another_model_cannot_be_gone_on_from() -> None:
+    """One number would otherwise be spread over all weights without a word."""
+    job = cases()["allreduce/sgd"].job(1)
+    (state,) = VirtualEngine(job, 1).run().states
+    with pytest.raises(CheckpointError, match="the checkpoint holds 1 weights, the model has 29"):
+        VirtualEngine(job, 1, start=[replace(state, weights=state.weights[:1])])
+
+
+def test_an_epoch_without_mini_batches_is_an_error_and_not_an_endless_search() -> None:
+    """A workload that has nothing to train on is told so."""
+    with pytest.raises(DataError, match="epoch 0 has 0 mini-batches"):
+        VirtualEngine(Job(TinyRegression(batches=0), STRATEGIES["allreduce"], Budget(steps=2), sgd(0.1)), 1).run()
 
 
 @every_strategy

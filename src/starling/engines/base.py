@@ -15,7 +15,7 @@ from starling.engines.job import EpochReport, Job, Observer, Spent, StepReport
 from starling.engines.loading import Loaded
 from starling.engines.replica import Replica
 from starling.engines.tickets import TicketSequence
-from starling.errors import NonFiniteError, ProtocolError
+from starling.errors import CheckpointError, NonFiniteError, ProtocolError
 from starling.learner import Learner
 from starling.workload import Examples, Ticket
 
@@ -46,7 +46,13 @@ class EngineLearner(Learner):
         self._batch: Sequence[Examples] = ()
         self._fraction = self._factor = 0.0
         self._epoch_steps, self._epoch_begin = 0, 0.0
+        self._is_over = False
         if start is not None:
+            if start.weights.shape != replica.weights.shape:
+                raise CheckpointError(
+                    f"learner {rank}: the checkpoint holds {start.weights.numel()} weights, the model has "
+                    f"{replica.weights.numel()}; resume with the model that was trained"
+                )
             replica.restore(start.weights.to(replica.weights.device), start.optimizer)
 
     @property
@@ -90,6 +96,8 @@ class EngineLearner(Learner):
         """The model's buffers by name."""
 
     def claim(self) -> bool:
+        if self._is_over:
+            return False
         minutes = self._minutes_before
         if self.job.budget.minutes is not None:
             minutes += self._agreed_seconds(self._next_step) / 60.0
@@ -100,6 +108,7 @@ class EngineLearner(Learner):
         elif loaded is None:
             self._end_epoch(self.sequence[self._next_step].epoch)
         if loaded is None:
+            self._is_over = True
             return False
         self._ticket, self._batch = loaded
         self._next_step += self._world
@@ -125,6 +134,15 @@ class EngineLearner(Learner):
         if peer == self._rank or not 0 <= peer < self._world:
             raise ProtocolError(
                 f"learner {self._rank} cannot exchange with learner {peer} among {self._world} learners"
+            )
+
+    def check_mean(self, vector: Tensor) -> None:
+        """`ProtocolError` unless `vector` is `[P]`, of the weights' dtype; gloo would abort the whole process."""
+        own = self.weights
+        if vector.shape != own.shape or vector.dtype != own.dtype:
+            raise ProtocolError(
+                f"learner {self._rank} cannot average {vector.dtype} {list(vector.shape)}: "
+                f"its weights are {own.dtype} {list(own.shape)}"
             )
 
     def changed_beneath(self) -> ProtocolError:
@@ -193,6 +211,13 @@ class EngineLearner(Learner):
                 audio_seconds=sum(examples.seconds for examples in batch),
             )
         )
+
+
+def given_away(rank: int) -> ProtocolError:
+    """The error of a strategy that awaits a gradient which `mean` has taken."""
+    return ProtocolError(
+        f"learner {rank} awaited a gradient that it had given to `mean`; await the mean, or the gradient before it"
+    )
 
 
 def _seed(device: torch.device, seed: int) -> None:

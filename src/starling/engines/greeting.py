@@ -5,6 +5,7 @@ differ are refused here, by name and with both values.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -62,9 +63,12 @@ def part(store: Store, rank: int, world: int, timeout_seconds: float) -> None:
     store.set(f"farewell/{rank}", "")
     try:
         store.wait([f"farewell/{other}" for other in range(world)], timedelta(seconds=timeout_seconds))
-    except DistError:
+    except DistError as error:
         if rank == 0:  # the others may find the store gone, when learner 0 keeps it
-            raise
+            raise PeerLost(
+                f"learner 0 lost {_absent(store, 'farewell', range(world))}: no farewell within {timeout_seconds:g} s "
+                "of its own; the training itself was over"
+            ) from error
 
 
 def silent_learners(store: Store, rank: int, world: int, patience_seconds: float = 2.0) -> str:
@@ -76,8 +80,13 @@ def silent_learners(store: Store, rank: int, world: int, patience_seconds: float
         return "a connection to a peer"
     except DistError:
         pass
+    return _absent(store, "noticed", others)
+
+
+def _absent(store: Store, word: str, learners: Iterable[int]) -> str:
+    """Name those who have not said `word`."""
     try:
-        silent = [other for other in others if not store.check([f"noticed/{other}"])]
+        absent = [other for other in learners if not store.check([f"{word}/{other}"])]
     except DistError:
         return "the store that the learners meet in, and a peer"
-    return " and ".join(f"learner {other}" for other in silent)
+    return " and ".join(f"learner {other}" for other in absent)

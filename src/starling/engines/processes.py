@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from starling.checkpoint.state import LearnerState
-from starling.engines.base import FIRST_TICKET, EngineLearner
+from starling.engines.base import FIRST_TICKET, EngineLearner, given_away
 from starling.engines.collectives import OrderedMean
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import Greeting, greet, part, silent_learners
@@ -51,6 +51,10 @@ class ProcessHandle(Handle[T]):
         self._wait = wait
         self._results: list[T] = []
 
+    @property
+    def is_finished(self) -> bool:
+        return bool(self._results)
+
     def result(self) -> T:
         if not self._results:
             self._results.append(self._wait())
@@ -58,17 +62,37 @@ class ProcessHandle(Handle[T]):
 
 
 class GradientHandle(ProcessHandle[Tensor]):
-    """A gradient, computed when it is waited for. `mean` may ask before that for the mean over all learners instead."""
+    """A gradient, computed when it is waited for; `mean` may ask before that for the mean over all learners instead."""
 
-    def __init__(self, compute: Callable[[bool], Tensor]) -> None:
-        self.reduced = False
-        super().__init__(lambda: compute(self.reduced))
+    def __init__(self, rank: int, compute: Callable[[bool], Tensor]) -> None:
+        super().__init__(lambda: compute(False))
+        self._rank = rank
+        self._reduced = ProcessHandle(lambda: compute(True))
+        self._is_given_away = False
+
+    def reduced(self) -> Handle[Tensor]:
+        """The mean over all learners, in whose place the gradient itself is never computed."""
+        self._is_given_away = True
+        return self._reduced
+
+    def result(self) -> Tensor:
+        if self._is_given_away:
+            raise given_away(self._rank)
+        return super().result()
 
 
 class ProcessLearner(EngineLearner):
     """A learner that is this process."""
 
-    def __init__(self, job: Job, place: Place, flat: FlatModel, observer: Observer, start: LearnerState | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        flat: FlatModel,
+        observer: Observer,
+        start: LearnerState | None,
+        timeout_seconds: float,
+    ) -> None:
         replica = Replica(flat.weights, flat.gradients, flat.parameters, job.make_optimizer, job.clip_norm)
         if start is not None:
             flat.load_buffers(start.buffers)
@@ -83,13 +107,15 @@ class ProcessLearner(EngineLearner):
         tickets = round_tickets(TicketSequence(job.workload, first), job.budget, first, place.world)
         mine = (ticket for ticket in tickets if (ticket.step - first.step) % place.world == place.rank)
         self._batches = load_ahead(job.workload, mine, job.num_workers)
-        self._ordered = OrderedMean(dist.new_group(backend="gloo"), place.rank, place.world)
+        # a new group would not take over the time-out of the default one, but wait for half an hour
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self._ordered = OrderedMean(group, place.rank, place.world)
 
     def now(self) -> float:
         return time.monotonic() - self._begin
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
-        version = self.replica.version
+        version, ticket = self.replica.version, self._claimed()[0]
         mine = at is self.weights
         if not mine:
             if self._elsewhere is None:
@@ -101,9 +127,11 @@ class ProcessLearner(EngineLearner):
         def result(reduced: bool) -> Tensor:
             if mine and self.replica.version != version:
                 raise self.changed_beneath()
+            if self._ticket is not ticket:
+                raise ProtocolError(f"learner {self._rank} claimed again before it awaited its gradient")
             return self._gradient(self._flat if mine or self._elsewhere is None else self._elsewhere, reduced)
 
-        return GradientHandle(result)
+        return GradientHandle(self._rank, result)
 
     def step(self, gradient: Tensor) -> None:
         begin = self.now()
@@ -111,11 +139,13 @@ class ProcessLearner(EngineLearner):
         self.spent.computing += self.now() - begin
 
     def mean(self, of: Tensor | Handle[Tensor]) -> Handle[Tensor]:
-        if isinstance(of, GradientHandle):
-            of.reduced = True
-            return of
+        if isinstance(of, GradientHandle) and not of.is_finished:
+            return of.reduced()
+        if isinstance(of, ProcessHandle) and of.is_finished:
+            of = of.result()
         if isinstance(of, Handle):
             return ProcessHandle(lambda: self.mean(of.result()).result())
+        self.check_mean(of)
         if self._device.type == "cuda" and dist.get_backend() == "nccl":
             vector = of.clone()
             work = dist.all_reduce(vector, async_op=True)
@@ -129,10 +159,7 @@ class ProcessLearner(EngineLearner):
         return ProcessHandle(lambda: self._for_peers("a mean", under_way.result).to(self._device))
 
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
-        if peer == self._rank or not 0 <= peer < self._world:
-            raise ProtocolError(
-                f"learner {self._rank} cannot exchange with learner {peer} among {self._world} learners"
-            )
+        self.check_peer(peer)
         mine = tensor.detach().to("cpu", copy=True)
         theirs = torch.empty_like(mine)
         works = [dist.isend(mine, peer, tag=tag), dist.irecv(theirs, peer, tag=tag)]
@@ -163,9 +190,9 @@ class ProcessLearner(EngineLearner):
         elif flat is not self._flat:
             raise ProtocolError("the mean of a gradient needs the gradient at `weights`; await the gradient first")
         else:
-            if self._reducing is None:
-                self._reducing = DistributedDataParallel(flat.model, broadcast_buffers=False)
             with self._naming_the_lost("the mean of a gradient"):
+                if self._reducing is None:
+                    self._reducing = DistributedDataParallel(flat.model, broadcast_buffers=False)
                 loss = self.compute_gradient(self._reducing, flat, before_last=self._reducing.no_sync)
         self.spent.computing += self.now() - begin
         self.report_step(loss)
@@ -183,7 +210,7 @@ class ProcessLearner(EngineLearner):
         """Turn a backend's complaint about an address into a `PeerLost` that says what was going on."""
         try:
             yield
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             if not _blames_a_connection(error):
                 raise
             lost = silent_learners(self._store, self._rank, self._world)
@@ -204,7 +231,8 @@ class ProcessLearner(EngineLearner):
         if self._rank == 0:
             self._store.set(key(step), repr(self.now()))
             self._store.delete_key(key(step - 2 * self._world))
-        return float(self._store.get(key(step)))
+        with self._naming_the_lost("agreeing on the time"):
+            return float(self._store.get(key(step)))
 
     def _buffers(self) -> dict[str, Tensor]:
         return dict(self._flat.model.named_buffers())
@@ -229,13 +257,19 @@ def process_group(place: Place, device: torch.device, timeout_seconds: float) ->
     own_device = device.type == "cuda" and place.local_world <= torch.cuda.device_count()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if own_device else "gloo",
-        store=PrefixStore("group/0", place.store),
-        rank=place.rank,
-        world_size=place.world,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if own_device else "gloo",
+            store=PrefixStore("group/0", place.store),
+            rank=place.rank,
+            world_size=place.world,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except RuntimeError as error:
+        lost = silent_learners(place.store, place.rank, place.world)
+        raise PeerLost(
+            f"learner {place.rank} lost {lost} while connecting to the others ({str(error).splitlines()[0]})"
+        ) from error
     try:
         yield
     finally:
@@ -267,6 +301,6 @@ def run_learner(
     )
     greet(place.store, place.rank, mine, timeout_seconds)
     with process_group(place, device, timeout_seconds):
-        state = ProcessLearner(job, place, flat, observer, start).drive()
+        state = ProcessLearner(job, place, flat, observer, start, timeout_seconds).drive()
         part(place.store, place.rank, place.world, timeout_seconds)
     return state

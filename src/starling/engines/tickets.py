@@ -6,6 +6,7 @@ from itertools import count
 from typing import Any
 
 from starling.budget import Budget, Progress
+from starling.errors import DataError
 from starling.workload import Ticket, Workload
 
 
@@ -18,11 +19,14 @@ class TicketSequence:
         self._first_steps = [start.step - start.index]  # the number of each epoch's first ticket
 
     def num_batches(self, epoch: int) -> int:
-        return self._workload.num_batches(epoch)
+        found = self._workload.num_batches(epoch)
+        if found < 1:
+            raise DataError(f"epoch {epoch} has {found} mini-batches; it needs at least 1: check the training data")
+        return found
 
     def __getitem__(self, step: int) -> Ticket:
-        while step >= self._first_steps[-1] + self._workload.num_batches(self._last_epoch):
-            self._first_steps.append(self._first_steps[-1] + self._workload.num_batches(self._last_epoch))
+        while step >= (following := self._first_steps[-1] + self.num_batches(self._last_epoch)):
+            self._first_steps.append(following)
         place = bisect_right(self._first_steps, step) - 1
         return Ticket(self._first_epoch + place, step - self._first_steps[place], step)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from starling.checkpoint.state import LearnerState
-from starling.engines.base import FIRST_TICKET, EngineLearner
+from starling.engines.base import FIRST_TICKET, EngineLearner, given_away
 from starling.engines.cluster import Cluster, ComputeTimes
 from starling.engines.flat import FlatModel, split
 from starling.engines.job import Job, Observer, Silence
@@ -62,6 +62,25 @@ class VirtualHandle(Handle[T]):
 
     def result(self) -> T:
         return self._result()
+
+
+class VirtualGradient(VirtualHandle[Tensor]):
+    """A gradient; once `mean` has taken it, only the mean may be awaited, as on the `processes` engine."""
+
+    taken_from: int | None = None
+
+    def result(self) -> Tensor:
+        if self.taken_from is not None:
+            raise given_away(self.taken_from)
+        return super().result()
+
+
+class _Failed(Exception):  # noqa: N818 - carries what a strategy raised
+    """Brings a strategy's exception, as it is, through simpy, which would make a new one of its first arguments."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 @dataclass
@@ -156,7 +175,7 @@ class VirtualLearner(EngineLearner):
 
         event = self._engine.environment.timeout(seconds)
         event.callbacks.append(finish)
-        return VirtualHandle(event, result, lambda: "its own gradient", computing=seconds)
+        return VirtualGradient(event, result, lambda: "its own gradient", computing=seconds)
 
     def book(self, waited: float, computing: float) -> None:
         """Book the seconds spent waiting for a handle, of which at most `computing` were this learner's own work."""
@@ -193,7 +212,7 @@ class VirtualEngine:
         self._hash = hashlib.sha256()
         self._num_events = 0
         self._means: dict[int, _Mean] = {}
-        self._exchanges: dict[tuple[int, int, int], _Exchange] = {}
+        self._exchanges: dict[tuple[int, int, int], list[_Exchange]] = {}
         self._waiting: dict[int, VirtualHandle[Any]] = {}
         first = start[0].position if start else FIRST_TICKET
         tickets = round_tickets(TicketSequence(job.workload, first), job.budget, first, world)
@@ -208,7 +227,10 @@ class VirtualEngine:
         """Let everything happen. Raises what a learner raised, and `Deadlock`."""
         for learner in self._learners:
             self.environment.process(self._drive(learner))
-        self.environment.run()
+        try:
+            self.environment.run()
+        except _Failed as failed:
+            raise failed.error from None
         if self._waiting:
             raise Deadlock(
                 f"deadlock after {self.environment.now:.6g} simulated seconds: nothing is left to happen, but "
@@ -248,15 +270,20 @@ class VirtualEngine:
         mean = joined
 
         def join(vector: Tensor) -> None:
+            self._learners[rank].check_mean(vector)
             if mean.join(rank, vector):
                 del self._means[number]
                 seconds = self.cluster.link.reduce_seconds(vector.numel() * vector.element_size(), self.world)
                 self._happen(mean.event, seconds)
 
         computing = 0.0
-        if isinstance(of, VirtualHandle):
+        if isinstance(of, VirtualHandle) and of.event.processed:
+            join(of.result())
+        elif isinstance(of, VirtualHandle):
             computing = of.computing
-            of.event.callbacks.append(lambda _: join(of.result()))
+            of.event.callbacks.append(lambda _: join(VirtualHandle.result(of)))
+            if isinstance(of, VirtualGradient):
+                of.taken_from = rank
         elif isinstance(of, Tensor):
             join(of)
 
@@ -273,10 +300,17 @@ class VirtualEngine:
     def exchange(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
         """Meet `peer` under `tag`; each gets what the other brought."""
         key = (min(rank, peer), max(rank, peer), tag)
-        exchange = self._exchanges.setdefault(key, _Exchange(self.environment.event()))
+        waiting = self._exchanges.setdefault(key, [])  # several of one tag meet in the order they began
+        exchange = next((each for each in waiting if rank not in each.brought), None)
+        if exchange is None:
+            exchange = _Exchange(self.environment.event())
+            waiting.append(exchange)
         exchange.brought[rank] = tensor.clone()
-        if len(exchange.brought) == 2:
-            del self._exchanges[key]
+        if peer in exchange.brought:
+            waiting.remove(exchange)
+            if not waiting:
+                del self._exchanges[key]
+            _check_alike(rank, tensor, peer, exchange.brought[peer], tag)
             self._happen(exchange.event, self.cluster.link.send_seconds(tensor.numel() * tensor.element_size()))
 
         def result() -> Tensor:
@@ -302,6 +336,10 @@ class VirtualEngine:
         try:
             while True:
                 handle = coroutine.send(None)
+                if not isinstance(handle, VirtualHandle):
+                    raise ProtocolError(
+                        f"learner {learner.rank} awaited {handle!r}; a strategy awaits only what its learner started"
+                    )
                 begin = learner.now()
                 self._waiting[learner.rank] = handle
                 if not handle.event.processed:
@@ -310,6 +348,17 @@ class VirtualEngine:
                 learner.book(learner.now() - begin, handle.computing)
         except StopIteration:
             self.record(learner.rank, "end")
+        except Exception as error:
+            raise _Failed(error) from error
+
+
+def _check_alike(rank: int, mine: Tensor, peer: int, theirs: Tensor, tag: int) -> None:
+    """`ProtocolError` unless two learners exchange tensors of one shape and dtype; gloo would abort the process."""
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        raise ProtocolError(
+            f"learner {rank} and learner {peer} exchange tensors that differ under tag {tag}: "
+            f"{mine.dtype} {list(mine.shape)} and {theirs.dtype} {list(theirs.shape)}"
+        )
 
 
 def _named(ranks: Sequence[int]) -> str:
