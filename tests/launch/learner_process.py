@@ -37,6 +37,17 @@ class Reporter:
             self._link.send({"weights": state.weights.tolist()})
 
 
+class Stopping(Reporter):
+    """Learner 0 stops, as SIGSTOP does, in the middle of the run."""
+
+    def on_step(self, report: StepReport) -> None:
+        if report.rank == 0 and report.ticket.step >= 30:
+            if self._link:
+                self._link.send({"doing": "stopping", "step": report.ticket.step, "stops": True})
+            os.kill(os.getpid(), signal.SIGSTOP)
+        super().on_step(report)
+
+
 class Failing(TinyRegression):
     """Cannot load mini-batch 21."""
 
@@ -58,13 +69,14 @@ def main(mode: str, link: Link | None) -> None:
         make_optimizer=sgd(0.01),
         num_workers=1 if mode == "delay-loading" else 0,
     )
+    reporter = Reporter(link, dies=mode == "delay-dies" and place.rank == 2)
     run_learner(
         job,
         place,
         torch.device("cpu"),
         digest,
-        Reporter(link, dies=mode == "delay-dies" and place.rank == 2),
-        timeout_seconds=30,
+        Stopping(link, dies=False) if mode == "delay-stops" else reporter,
+        timeout_seconds=2 if mode == "delay-stops" else 30,
     )
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
@@ -162,6 +163,78 @@ def test_learners_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     launcher.stdout.close()
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not alive
+
+
+def test_a_killed_learner_leaves_no_shared_memory_and_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading processes clean up their semaphores and sockets, however their learner ended."""
+    temporary = Path(tempfile.mkdtemp())
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    semaphores: set[Path] = set()
+
+    def harm() -> None:
+        maps = (each.path for process in learners_of() for each in process.memory_maps())
+        semaphores.update(Path(path) for path in maps if "/sem.mp-" in path)
+        assert list(temporary.iterdir())
+        learner(1).kill()
+
+    kill = At(rank=1, step=10, action=harm)
+    with pytest.raises(PeerLost):
+        launch(command("delay-loading"), 2, tmp_path, kill)
+    assert kill.fired
+    assert semaphores
+    assert not [path for path in semaphores if path.exists()]
+    temporary.rmdir()  # it is empty
+
+
+def test_a_learner_that_stops_for_longer_than_the_time_out_is_lost(tmp_path: Path) -> None:
+    """Means of vectors obey `timeout_seconds` too; a stopped learner is named and then ended."""
+    stopped: list[int] = []
+    with pytest.raises(PeerLost, match=r"learner 1 lost learner 0 in a mean, round \d+ "):
+        launch(command("delay-stops"), 2, tmp_path, lambda rank, said: stopped.extend([rank] * ("stops" in said)))
+    assert stopped == [0]
+    assert not learners_of()
+
+
+def test_a_second_signal_ends_at_once_even_a_learner_that_is_stopped(tmp_path: Path) -> None:
+    """Nobody is left who could not see the launcher's end."""
+    program = (
+        "import sys; from pathlib import Path; from starling.launch.launcher import launch\n"
+        f"launch({command('delay-stops')!r}, 2, Path({str(tmp_path)!r}), "
+        "lambda rank, message: print(rank, message.get('stops', False), flush=True))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    if launcher.stdout is None:
+        raise RuntimeError("no pipe")
+    assert any("True" in line for line in launcher.stdout)
+    left = learners_of(launcher.pid)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=4) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+    launcher.stdout.close()
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert len(left) == 2
+    assert not alive
+
+
+FLOOD = """
+import os, sys
+from starling.launch.link import Link
+line = Link.from_environment()
+if os.environ["RANK"] == "0":
+    line.send({"doing": "x" * 20_000_000})
+    sys.exit(9)
+while True:
+    line.send({"doing": "talking"})
+"""
+
+
+def test_a_learner_that_never_stops_talking_does_not_keep_a_failed_run_alive(tmp_path: Path) -> None:
+    """After a failure the launcher listens for a moment only; a message of 20 MB takes no time worth the name."""
+    with pytest.raises(StarlingError, match="learner 0 ended with exit code 9 while x"):
+        launch([sys.executable, "-c", FLOOD], 2, tmp_path)
+    assert not learners_of()
 
 
 def test_two_runs_on_one_machine_never_meet(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -19,12 +21,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling import errors
 from starling.errors import PeerLost, StarlingError, Stopped
-from starling.launch.link import VARIABLE
+from starling.launch.link import SCRATCH, VARIABLE
 from starling.launch.rendezvous import loopback_interface
 
 Seconds = float
 GRACE: Seconds = 5.0
 """How long learners may take to end after being asked to, before they are killed."""
+LOADING_GRACE: Seconds = 2.0
+"""How long loading processes may take to clean up after their learners have ended."""
 CAUSE_PATIENCE: Seconds = 1.0
 """How long to look for the cause after a learner said only that it lost another."""
 
@@ -35,7 +39,7 @@ class _Process:
     popen: "subprocess.Popen[bytes]"
     line: socket.socket
     log: Path
-    unread: bytes = b""
+    unread: bytearray = field(default_factory=bytearray)
     doing: str = "starting"
     error: StarlingError | None = None
     traceback: str = field(default="", repr=False)
@@ -70,17 +74,26 @@ def launch(
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     processes: list[_Process] = []
-    with loopback_store() as port, _signals() as received:
+    with loopback_store() as port, _scratch() as scratch, _signals(processes, scratch) as received:
         try:
             for rank in range(world):
-                process = _start(command, rank, world, port, log_folder)
+                process = _start(command, rank, world, port, log_folder, scratch)
                 processes.append(process)
             _watch(processes, on_message, received)
         finally:
             _end(processes)
 
 
-def _start(command: Sequence[str], rank: int, world: int, port: int, log_folder: Path) -> _Process:
+@contextmanager
+def _scratch() -> Generator[Path, None, None]:
+    """A folder for the learners' temporary files: loading processes that are killed leave some behind."""
+    usual = tempfile.gettempdir()
+    parent = usual if len(usual) <= 50 else "/tmp"  # loading hangs when the path of a socket exceeds 107 characters
+    with tempfile.TemporaryDirectory(prefix="starling-", dir=parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def _start(command: Sequence[str], rank: int, world: int, port: int, log_folder: Path, scratch: Path) -> _Process:
     ours, theirs = socket.socketpair()
     log = log_folder / f"learner-{rank}.log"
     place = {
@@ -93,6 +106,8 @@ def _start(command: Sequence[str], rank: int, world: int, port: int, log_folder:
         "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's word for: the store is not learner 0's
         "GLOO_SOCKET_IFNAME": loopback_interface(),
         VARIABLE: theirs.fileno(),
+        SCRATCH: scratch,
+        "TMPDIR": scratch,
     }
     with log.open("ab") as output, theirs:
         popen = subprocess.Popen(
@@ -120,7 +135,8 @@ def _watch(processes: list[_Process], on_message: Callable[[int, dict[str, Any]]
             if any(process.popen.poll() for process in processes):
                 break
         deadline = time.monotonic() + CAUSE_PATIENCE
-        while _read(selector, on_message, timeout=0.0) or (_is_unexplained(processes) and time.monotonic() < deadline):
+        # a learner that still runs may go on talking: it is not listened to for ever
+        while (_read(selector, on_message, timeout=0.0) or _is_unexplained(processes)) and time.monotonic() < deadline:
             _read(selector, on_message, timeout=0.05)
     failed = [process for process in processes if process.popen.poll()]
     if failed:
@@ -141,7 +157,10 @@ def _read(
         if not received:
             selector.unregister(process.line)
             continue
-        *lines, process.unread = (process.unread + received).split(b"\n")
+        process.unread += received
+        if b"\n" not in received:
+            continue
+        *lines, process.unread = process.unread.split(b"\n")
         for line in lines:
             message = json.loads(line)
             process.doing = message.get("doing", process.doing)
@@ -170,9 +189,9 @@ def _cause(failed: list[_Process]) -> StarlingError:
     for process in failed:
         code = process.popen.returncode
         if process.error is None and code < 0:
-            name = signal.Signals(-code).name
             return PeerLost(
-                f"learner {process.rank} was killed by {name} while {process.doing}; its log: {process.log}"
+                f"learner {process.rank} was killed by {_signal_name(-code)} while {process.doing}; "
+                f"its log: {process.log}"
             )
     for process in failed:
         if process.error is None:
@@ -190,6 +209,7 @@ def _end(processes: list[_Process]) -> None:
     for process in processes:
         if process.popen.poll() is None:
             process.popen.terminate()
+            process.popen.send_signal(signal.SIGCONT)  # one that is stopped could not end
     deadline = time.monotonic() + GRACE
     for process in processes:
         try:
@@ -197,17 +217,41 @@ def _end(processes: list[_Process]) -> None:
         except subprocess.TimeoutExpired:
             process.popen.kill()
             process.popen.wait()
-        _kill_group(process)
         process.line.close()
+    _end_loading(processes, time.monotonic() + LOADING_GRACE)
 
 
-def _kill_group(process: _Process) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.popen.pid, signal.SIGKILL)  # loading processes that outlived their learner
+def _end_loading(processes: list[_Process], deadline: float) -> None:
+    """End the loading processes that outlived their learners.
+
+    Python's resource tracker among them ignores SIGTERM, and ends by itself once it has removed their semaphores.
+    """
+    left = [process for process in processes if _signal_group(process, signal.SIGTERM)]
+    while left and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left = [process for process in left if _signal_group(process, 0)]
+    for process in left:
+        _signal_group(process, signal.SIGKILL)
+
+
+def _signal_group(process: _Process, number: int) -> bool:
+    """Signal a learner's process group; whether there is one."""
+    try:
+        os.killpg(process.popen.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 @contextmanager
-def _signals() -> Generator[list[int], None, None]:
+def _signals(processes: list[_Process], scratch: Path) -> Generator[list[int], None, None]:
     """A list that SIGINT and SIGTERM are added to instead of ending this process; the second one ends it."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -217,7 +261,11 @@ def _signals() -> Generator[list[int], None, None]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if len(received) > 1:
-            os._exit(128 + number)  # learners see the end of their line and end too
+            for process in processes:
+                _signal_group(process, signal.SIGTERM)
+                process.popen.kill()  # also one that is stopped, and would not see the end of its line
+            shutil.rmtree(scratch, ignore_errors=True)
+            os._exit(128 + number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

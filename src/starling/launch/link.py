@@ -5,6 +5,7 @@ A learner whose launcher has died reads the end of the line and ends itself, so 
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 from starling.errors import StarlingError
 
 VARIABLE = "STARLING_LINK_FD"
+SCRATCH = "STARLING_SCRATCH"
+"""The variable with the folder for temporary files that belongs to this run alone."""
 ORPHANED = 3
 
 
@@ -47,8 +50,10 @@ class Link:
             pass
         sys.stderr.write("the launcher is gone: this learner ends\n")
         sys.stderr.flush()
+        if SCRATCH in os.environ:
+            shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
         if os.getpgrp() == os.getpid():  # the launcher gave this learner a group of its own: its loading processes
-            os.killpg(0, signal.SIGKILL)
+            os.killpg(0, signal.SIGTERM)  # not SIGKILL, which would leave their semaphores in shared memory
         os._exit(ORPHANED)
 
 
