@@ -25,7 +25,17 @@ def command(mode: str) -> list[str]:
 
 def learners_of(parent: int | None = None) -> list[psutil.Process]:
     """The learner processes of this test, and whatever they started."""
-    return psutil.Process(parent).children(recursive=True)
+    return [process for process in psutil.Process(parent).children(recursive=True) if process.pid not in OTHERS]
+
+
+OTHERS: set[int] = set()
+"""Children of this process that were there before the test, such as the resource tracker of multiprocessing."""
+
+
+@pytest.fixture(autouse=True)
+def only_own_processes() -> None:
+    OTHERS.clear()
+    OTHERS.update(process.pid for process in psutil.Process().children(recursive=True))
 
 
 class At:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from starling.averaging import rank_ordered_mean
 from starling.checkpoint.encoding import decode_state
 from starling.checkpoint.files import PARTIAL, read_json, read_tensors
 from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, Position, read_manifest, verify
@@ -53,10 +54,7 @@ class Checkpoint:
 
     def consensus(self) -> Tensor:
         """The mean of all learners' weights `[P]`, summed in rank order."""
-        total = self.learner(0).weights.clone()
-        for rank in range(1, self.manifest.learners):
-            total.add_(self.learner(rank).weights)
-        return total.div_(self.manifest.learners)
+        return rank_ordered_mean(self.learner(rank).weights for rank in range(self.manifest.learners))
 
     def start(self, rank: int, world: int) -> LearnerState:
         """From what learner `rank` of `world` goes on.

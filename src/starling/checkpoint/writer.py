@@ -9,14 +9,14 @@ Steps are counted over all learners, so that names sort by age.
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
+from starling.averaging import rank_ordered_mean
 from starling.checkpoint.encoding import encode_state
 from starling.checkpoint.files import (
     partial_folder,
@@ -89,7 +89,7 @@ class CheckpointWriter:
         with writing(final):
             partial = partial_folder(final)
             partial.mkdir(parents=True, exist_ok=True)
-            weights = mean_in_order(state.weights for state in states)
+            weights = rank_ordered_mean(state.weights for state in states)
             buffers = _mean_of_buffers([state.buffers for state in states])
             self._write_model(partial / MODEL, weights, buffers)
             self._finish(partial, final, states[0], num_learners=0)
@@ -103,7 +103,7 @@ class CheckpointWriter:
                 f"{final}: {', '.join(missing)} did not appear in {partial}; "
                 "all learners need one shared file system for the experiment folder"
             )
-        weights = mean_in_order(read_tensors(path)["weights"] for path in paths)
+        weights = rank_ordered_mean(read_tensors(path)["weights"] for path in paths)
         buffers = _mean_of_buffers([_buffers(read_tensors(path)) for path in paths]) if state.buffers else {}
         self._write_model(partial / MODEL, weights, buffers)
         self._finish(partial, final, state, num_learners=state.world)
@@ -155,15 +155,6 @@ def _buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _mean_of_buffers(buffers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Floating-point buffers are averaged; the others are learner 0's."""
     return {
-        name: mean_in_order(each[name] for each in buffers) if first.is_floating_point() else first
+        name: rank_ordered_mean(each[name] for each in buffers) if first.is_floating_point() else first
         for name, first in buffers[0].items()
     }
-
-
-def mean_in_order(vectors: Iterable[Tensor]) -> Tensor:
-    """(1/L) sum_l of L vectors of one shape, summed in their order; one at a time in memory."""
-    total, count = torch.empty(0), 0
-    for vector in vectors:
-        total = vector.clone() if count == 0 else total.add_(vector)
-        count += 1
-    return total.div_(count)

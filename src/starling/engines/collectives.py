@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from starling.engines.ordered import rank_ordered_mean
+from starling.averaging import rank_ordered_mean
 
 
 class OrderedMean:

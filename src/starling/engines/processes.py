@@ -100,6 +100,7 @@ class ProcessLearner(EngineLearner):
         self._store = place.store
         self._flat = flat
         self._device = flat.weights.device
+        self._by_nccl = has_own_device(place, self._device)
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
         self._reducing: DistributedDataParallel | None = None
         self._begin = time.monotonic()
@@ -146,7 +147,7 @@ class ProcessLearner(EngineLearner):
         if isinstance(of, Handle):
             return ProcessHandle(lambda: self.mean(of.result()).result())
         self.check_mean(of)
-        if self._device.type == "cuda" and dist.get_backend() == "nccl":
+        if self._by_nccl:
             vector = of.clone()
             work = dist.all_reduce(vector, async_op=True)
 
@@ -251,15 +252,19 @@ def choose_device(name: str, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 
+def has_own_device(place: Place, device: torch.device) -> bool:
+    """Whether no two learners of this machine share a CUDA device, which NCCL would refuse."""
+    return device.type == "cuda" and place.local_world <= torch.cuda.device_count()
+
+
 @contextmanager
 def process_group(place: Place, device: torch.device, timeout_seconds: float) -> Generator[None, None, None]:
     """The default process group of `torch.distributed`, for as long as the context lasts."""
-    own_device = device.type == "cuda" and place.local_world <= torch.cuda.device_count()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if own_device else "gloo",
+            "cpu:gloo,cuda:nccl" if has_own_device(place, device) else "gloo",
             store=PrefixStore("group/0", place.store),
             rank=place.rank,
             world_size=place.world,

@@ -24,7 +24,7 @@ def find_place(timeout_seconds: float = 600.0) -> Place:
 
     Raises `ConfigError` for variables that make no sense, `ProtocolError` when the store does not answer.
     """
-    rank, world = _number("RANK"), _number("WORLD_SIZE")
+    rank, world, _ = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
     local_rank, local_world = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world)
     if not 0 <= rank < world:
         raise ConfigError(f"environment: RANK is {rank}, but must be in [0, WORLD_SIZE), which is {world}")
