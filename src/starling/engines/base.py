@@ -181,7 +181,7 @@ class EngineLearner(Learner):
         for place, examples in enumerate(batch):
             _seed(device, derive_seed(self.job.seed, "gradient", ticket.epoch, ticket.index, place))
             with nullcontext() if place == len(batch) - 1 else before_last():
-                with torch.autocast(device.type, torch.bfloat16, enabled=self.job.autocast):
+                with torch.autocast(device.type, torch.bfloat16) if self.job.autocast else nullcontext():
                     loss = self.job.workload.loss(model, examples.to(device))
                 (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
