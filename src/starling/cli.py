@@ -48,7 +48,7 @@ def options(
     """Options that stand before a command."""
 
 
-@app.command(epilog="Example: [bold]starling prepare recipes/demo.yaml data.folder=/tmp/demo[/bold]")
+@app.command(epilog="Example: [bold]starling prepare recipes/demo.yaml data.folder=corpora/demo[/bold]")
 def prepare(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
     """Import, check and filter a recipe's corpus, and write it as shards; what is there already is kept."""
     with _errors(debug):

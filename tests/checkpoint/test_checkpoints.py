@@ -103,7 +103,7 @@ def test_another_number_of_learners_begins_with_the_consensus(tmp_path: Path) ->
 def test_another_number_of_learners_cannot_share_an_epoch_that_has_begun(tmp_path: Path) -> None:
     """In the middle of an epoch the message says what would do instead."""
     checkpoint = load(save_all(tmp_path, 2, Ticket(3, 4, 28)))
-    with pytest.raises(CheckpointError, match=r"saved by 2 learners at mini-batch 4 of epoch 3.*learners=2"):
+    with pytest.raises(CheckpointError, match=r"saved by 2 learners after 4 mini-batches of epoch 4; .*learners=2"):
         checkpoint.start(0, 3)
 
 

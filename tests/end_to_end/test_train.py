@@ -101,7 +101,7 @@ def test_a_learner_that_fails_ends_the_run_with_its_error(tree: Tree, tmp_path: 
     recipe = written(tree, tmp_path)
     run = starling(tmp_path, "train", recipe, "optimizer.lr=1e30", "optimizer.name=sgd", "optimizer.clip_norm=null")
     assert run.returncode == 4, run.stderr
-    assert re.search(r"error: learner \d: the loss of mini-batch \d+ of epoch 0 is (nan|inf)", run.stderr)
+    assert re.search(r"error: learner \d: the loss of mini-batch \d+ of epoch 1 is (nan|inf)", run.stderr)
     assert "Traceback" not in run.stderr
 
 

@@ -69,8 +69,8 @@ class Checkpoint:
             return self.learner(rank)
         if position.index != 0:
             raise CheckpointError(
-                f"{self.folder} was saved by {before} learners at mini-batch {position.index} of epoch "
-                f"{position.epoch}; {world} learners would divide that epoch differently. Resume with "
+                f"{self.folder} was saved by {before} learners after {position.index} mini-batches of epoch "
+                f"{position.epoch + 1}; {world} learners would divide that epoch differently. Resume with "
                 f"learners={before}, or from a checkpoint at the end of an epoch"
             )
         return replace(self.learner(rank % before), rank=rank, world=world, weights=self.consensus())
