@@ -190,8 +190,8 @@ class EngineLearner(Learner):
     def _finite(self, loss: float, ticket: Ticket) -> float:
         if loss - loss != 0.0:
             raise NonFiniteError(
-                f"learner {self._rank}: the loss of mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1} is {loss}; "
-                "lower the learning rate, clip gradients or warm up for longer"
+                f"learner {self._rank}: the loss of mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1} is "
+                f"{loss}; lower the learning rate, clip gradients or warm up for longer"
             )
         return loss
 
