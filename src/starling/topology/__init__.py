@@ -1,0 +1,47 @@
+"""Who averages with whom: patterns of mixing, their matrices and what these promise.
+
+A mixing matrix T `[L, L]` has one column per learner: column l holds the weights with which learner l mixes the
+models of all (W <- W T). It conserves the mean when it is doubly stochastic: no entry negative, rows and columns
+sum to 1. A `Topology` gives each learner its part of T_k, for every round k, without a word between learners.
+"""
+
+from starling.topology.analysis import (
+    complete,
+    expected_contraction,
+    identity,
+    is_connected,
+    is_doubly_stochastic,
+    mixing_product,
+    pairs_contraction,
+    random_ring_contraction,
+    ring_eigenvalues,
+    spectral_gap,
+)
+from starling.topology.base import Matrix, Topology
+from starling.topology.custom import check_pattern, custom, find_topology
+from starling.topology.patterns import PATTERNS, complete_graph, exponential, hierarchical, pairs, random_ring, ring
+
+__all__ = [
+    "PATTERNS",
+    "Matrix",
+    "Topology",
+    "check_pattern",
+    "complete",
+    "complete_graph",
+    "custom",
+    "expected_contraction",
+    "exponential",
+    "find_topology",
+    "hierarchical",
+    "identity",
+    "is_connected",
+    "is_doubly_stochastic",
+    "mixing_product",
+    "pairs",
+    "pairs_contraction",
+    "random_ring",
+    "random_ring_contraction",
+    "ring",
+    "ring_eigenvalues",
+    "spectral_gap",
+]

@@ -1,0 +1,121 @@
+"""What mixing matrices promise: how fast learners agree without gradients."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from starling.topology.base import Matrix, Topology
+
+TOLERANCE = 1e-12
+"""How far sums of weights may be from 1, for rounding."""
+
+_ROUNDS_AVERAGED = 1024
+
+
+def identity(world: int) -> Matrix:
+    """Nobody talks to anybody, `[L, L]`."""
+    return np.eye(world)
+
+
+def complete(world: int) -> Matrix:
+    """Everybody averages with everybody, 1/L each, `[L, L]`."""
+    return np.full((world, world), 1.0 / world)
+
+
+def is_doubly_stochastic(mixing: Matrix, tolerance: float = TOLERANCE) -> bool:
+    """Whether a mixing matrix conserves the mean."""
+    sums = np.concatenate([mixing.sum(axis=0), mixing.sum(axis=1)])
+    return bool((mixing >= -tolerance).all() and np.allclose(sums, 1.0, rtol=0.0, atol=tolerance))
+
+
+def spectral_gap(mixing: Matrix) -> float:
+    """1 - max |lambda| over the eigenvalues other than the mean's: 1 mixes at once, 0 never.
+
+    `mixing` `[L, L]` must be doubly stochastic; ValueError otherwise.
+    """
+    if not is_doubly_stochastic(mixing):
+        raise ValueError("a spectral gap needs a doubly stochastic mixing matrix: rows and columns that sum to 1")
+    world = len(mixing)
+    moduli = np.abs(np.linalg.eigvals(mixing - complete(world)))
+    return float(1.0 - moduli.max())
+
+
+def is_connected(topology: Topology, rounds: int) -> bool:
+    """Whether the first `rounds` rounds, repeated, carry news from every learner to every other.
+
+    Directions need not be looked at: where each learner takes as much as is taken of it, every way there has a way
+    back.
+    """
+    group = list(range(topology.world))
+
+    def root(rank: int) -> int:
+        while group[rank] != rank:
+            group[rank] = group[group[rank]]
+            rank = group[rank]
+        return rank
+
+    apart = topology.world - 1
+    for k in range(rounds):
+        for rank in range(topology.world) if apart else ():
+            for peer in topology.sources(k, rank):
+                here, there = root(rank), root(peer)
+                apart -= here != there
+                group[here] = there
+    return apart == 0
+
+
+def mixing_product(topology: Topology, rounds: int, first: int = 0) -> Matrix:
+    """What `rounds` rounds from `first` on do together, `[L, L]`: T_first T_(first+1) ..., for W <- W T."""
+    product = identity(topology.world)
+    for k in range(first, first + rounds):
+        product = product @ topology.matrix(k)
+    return product
+
+
+def expected_contraction(topology: Topology, rounds: int | None = None) -> float:
+    """The factor by which a round shrinks the expected consensus distance in its worst mode, without gradients.
+
+    It is the largest eigenvalue, orthogonal to the mean, of the average over rounds of T_k T_k^T: with W `[P, L]` and
+    X its deviations from the mean, a round makes |X|^2 to |X T_k|^2 = trace(X T_k T_k^T X^T). 0 agrees at once, 1
+    never. `rounds` None: one period of a pattern that repeats, which is exact, or 1024 rounds of a random one, which
+    lies a little above the expectation, the more so the larger L.
+
+    For rounds drawn independently the factors of successive rounds multiply. Those of `exponential` follow a plan and
+    do far better together than one by one (`mixing_product`).
+    """
+    count = (topology.period or _ROUNDS_AVERAGED) if rounds is None else rounds
+    if count < 1:
+        raise ValueError(f"{count} rounds: an average needs at least 1")
+    total = np.zeros((topology.world, topology.world))
+    for k in range(count):
+        mixing = topology.matrix(k)
+        total += mixing @ mixing.T
+    return float(max(0.0, np.linalg.eigvalsh(total / count - complete(topology.world)).max()))
+
+
+def ring_eigenvalues(world: int) -> NDArray[np.float64]:
+    """Eigenvalues of `ring`'s matrix, `[L]`: (1 + 2 cos(2 pi j / L)) / 3 for L >= 3; of the pair 1 and 0.
+
+    j = 0 is the mean. The gap closes as 1/L^2: lambda_1 is about 1 - 4 pi^2 / (3 L^2).
+    """
+    if world <= 2:
+        return np.eye(1, world)[0]
+    return np.asarray((1 + 2 * np.cos(2 * np.pi * np.arange(world) / world)) / 3, dtype=np.float64)
+
+
+def random_ring_contraction(world: int) -> float:
+    """`expected_contraction` of `random_ring`: 1/3 - 2 / (3 (L - 1)) for L >= 3, and 0 below.
+
+    E[T T^T] is the same seen from all learners, so all its eigenvalues but the mean's are equal: (|T|^2 - 1) / (L - 1)
+    with |T|^2 = L/3 the sum of the squared weights of a ring.
+    """
+    return (world - 3) / (3 * (world - 1)) if world >= 3 else 0.0
+
+
+def pairs_contraction(world: int) -> float:
+    """`expected_contraction` of `pairs`: (1 - 1 / (L - 1)) / 2 for even L, 1/2 for odd L >= 3, 0 for one learner.
+
+    As for `random_ring`, with |T|^2 = L/2 for even L and (L + 1) / 2 for odd L, where one sits out.
+    """
+    if world % 2:
+        return 0.5 if world > 1 else 0.0
+    return (world - 2) / (2 * (world - 1))

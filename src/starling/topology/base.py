@@ -1,0 +1,56 @@
+"""What a topology is."""
+# ruff: noqa: A002 - a round of averaging is called a round, here as on the learner
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from starling.errors import ConfigError
+
+Matrix = NDArray[np.float64]
+
+
+class Topology(ABC):
+    """Who mixes whom, round by round: the matrices T_k of W <- W T_k, each seen from one learner.
+
+    Every answer is a pure function of the topology, the round and the rank, so that learners agree without a word and
+    may ask for rounds in any order. ConfigError when `world` is below 1; ValueError for a round below 0 or a rank
+    outside [0, world).
+    """
+
+    period: int | None = None
+    """After so many rounds the pattern repeats; None: never, or unknown."""
+
+    def __init__(self, world: int) -> None:
+        if world < 1:
+            raise ConfigError(f"topology: {world} learners; a topology needs at least 1")
+        self.world = world
+        """How many learners, L."""
+
+    @abstractmethod
+    def sources(self, round: int, rank: int) -> Mapping[int, float]:
+        """Whom `rank` mixes in `round`, each with its weight, ascending by rank; empty: it sits the round out.
+
+        Its own weight is 1 minus their sum.
+        """
+
+    @abstractmethod
+    def targets(self, round: int, rank: int) -> Sequence[int]:
+        """Who mixes `rank` in `round`, ascending."""
+
+    def matrix(self, round: int) -> Matrix:
+        """T of `round`, `[L, L]`: column l holds the weights with which learner l mixes the models of all."""
+        mixing = np.zeros((self.world, self.world))
+        for rank in range(self.world):
+            taken = self.sources(round, rank)
+            mixing[list(taken), rank] = list(taken.values())
+            mixing[rank, rank] = max(0.0, 1.0 - sum(taken.values()))
+        return mixing
+
+    def _check(self, round: int, rank: int) -> None:
+        if round < 0 or not 0 <= rank < self.world:
+            raise ValueError(
+                f"round {round}, learner {rank}: rounds begin at 0, and learners are 0 to {self.world - 1}"
+            )

@@ -1,0 +1,192 @@
+"""The patterns that Starling knows: rings, random rings, pairs, exponential and complete graphs, and nodes of them."""
+# ruff: noqa: A002 - a round of averaging is called a round, here as on the learner
+
+import random
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from starling.chance import derive_seed
+from starling.errors import ConfigError
+from starling.topology.base import Matrix, Topology
+
+_ROUNDS_KEPT = 2048  # 2 KB each for 128 learners; a permutation that fell out is drawn again, the same
+
+
+@lru_cache(maxsize=_ROUNDS_KEPT)
+def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A uniform permutation for one round: who stands at each place, and at which place each learner stands.
+
+    It sorts by `random.random()`, the one sequence that Python promises to keep: learners agree whatever they run.
+    """
+    generator = random.Random(derive_seed(seed, "topology", purpose, round))
+    keys = [generator.random() for _ in range(world)]
+    order = sorted(range(world), key=keys.__getitem__)
+    places = [0] * world
+    for place, rank in enumerate(order):
+        places[rank] = place
+    return tuple(order), tuple(places)
+
+
+class _Symmetric(Topology):
+    """Learners that mix each other, all with equal weights."""
+
+    @abstractmethod
+    def _neighbours(self, round: int, rank: int) -> list[int]:
+        """Who mixes with `rank`, ascending, without itself."""
+
+    def sources(self, round: int, rank: int) -> Mapping[int, float]:
+        self._check(round, rank)
+        neighbours = self._neighbours(round, rank)
+        return dict.fromkeys(neighbours, 1.0 / (len(neighbours) + 1))
+
+    def targets(self, round: int, rank: int) -> Sequence[int]:
+        self._check(round, rank)
+        return self._neighbours(round, rank)
+
+
+class _Ring(_Symmetric):
+    period = 1
+
+    def _neighbours(self, round: int, rank: int) -> list[int]:
+        return sorted({(rank - 1) % self.world, (rank + 1) % self.world} - {rank})
+
+
+class _RandomRing(_Symmetric):
+    def __init__(self, world: int, seed: int) -> None:
+        super().__init__(world)
+        self._seed = seed
+
+    def _neighbours(self, round: int, rank: int) -> list[int]:
+        order, places = _permutation(self.world, self._seed, "random ring", round)
+        place = places[rank]
+        return sorted({order[place - 1], order[(place + 1) % self.world]} - {rank})
+
+
+class _Pairs(_Symmetric):
+    def __init__(self, world: int, seed: int) -> None:
+        super().__init__(world)
+        self._seed = seed
+
+    def _neighbours(self, round: int, rank: int) -> list[int]:
+        order, places = _permutation(self.world, self._seed, "pairs", round)
+        partner = places[rank] ^ 1
+        return [order[partner]] if partner < self.world else []
+
+
+class _Complete(_Symmetric):
+    period = 1
+
+    def _neighbours(self, round: int, rank: int) -> list[int]:
+        return [*range(rank), *range(rank + 1, self.world)]
+
+
+class _Exponential(Topology):
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self._hops = max(1, (world - 1).bit_length())
+        self.period = self._hops
+
+    def sources(self, round: int, rank: int) -> Mapping[int, float]:
+        self._check(round, rank)
+        return {} if self.world == 1 else {(rank - 2 ** (round % self._hops)) % self.world: 0.5}
+
+    def targets(self, round: int, rank: int) -> Sequence[int]:
+        self._check(round, rank)
+        return [] if self.world == 1 else [(rank + 2 ** (round % self._hops)) % self.world]
+
+
+class _Hierarchical(Topology):
+    def __init__(self, outer: Topology, per_node: int) -> None:
+        if per_node < 1:
+            raise ConfigError(f"topology: {per_node} learners to a super-learner; it needs at least 1")
+        super().__init__(outer.world * per_node)
+        self.period = outer.period
+        self._outer = outer
+        self._per_node = per_node
+
+    def sources(self, round: int, rank: int) -> Mapping[int, float]:
+        self._check(round, rank)
+        node = rank // self._per_node
+        taken = dict(self._outer.sources(round, node))
+        taken[node] = max(0.0, 1.0 - sum(taken.values()))
+        return {
+            peer: taken[other] / self._per_node
+            for other in sorted(taken)
+            for peer in self._members(other)
+            if peer != rank and taken[other] > 0.0
+        }
+
+    def targets(self, round: int, rank: int) -> Sequence[int]:
+        self._check(round, rank)
+        node = rank // self._per_node
+        takers = set(self._outer.targets(round, node))
+        if sum(self._outer.sources(round, node).values()) < 1.0:
+            takers.add(node)
+        return [peer for other in sorted(takers) for peer in self._members(other) if peer != rank]
+
+    def matrix(self, round: int) -> Matrix:
+        inside = np.full((self._per_node, self._per_node), 1.0 / self._per_node)
+        return np.kron(self._outer.matrix(round), inside)
+
+    def _members(self, node: int) -> range:
+        return range(node * self._per_node, (node + 1) * self._per_node)
+
+
+def ring(world: int) -> Topology:
+    """A fixed ring: each learner mixes itself, left and right, 1/3 each; two are a pair, 1/2 each."""
+    return _Ring(world)
+
+
+def random_ring(world: int, seed: int) -> Topology:
+    """A ring in a fresh random order each round: T_k = P_k^T T_1 P_k.
+
+    T_1 is `ring`'s matrix and P_k a uniform permutation, drawn from `seed` and k and so the same on every learner.
+    Source: Zhang et al. 2020, "Improving Efficiency in Large-Scale Decentralized Distributed Training",
+    arXiv 2002.01119.
+    """
+    return _RandomRing(world, seed)
+
+
+def pairs(world: int, seed: int) -> Topology:
+    """A uniform perfect matching each round, 1/2 each, drawn from `seed` and the round; of an odd number one sits out.
+
+    Source: Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952.
+    """
+    return _Pairs(world, seed)
+
+
+def exponential(world: int) -> Topology:
+    """The one-peer exponential graph: in round k learner l mixes learner l - 2^(k mod ceil(log2 L)), mod L, 1/2 each.
+
+    Directed: whom a learner mixes is not who mixes it, so nobody waits for an answer. With L a power of two, any log2 L
+    rounds in a row average exactly. Source: Ying et al. 2021, "Exponential Graph is Provably Efficient for
+    Decentralized Deep Training", arXiv 2110.13363; Assran et al. 2019, arXiv 1811.10792.
+    """
+    return _Exponential(world)
+
+
+def complete_graph(world: int) -> Topology:
+    """Everybody mixes everybody, 1/L each."""
+    return _Complete(world)
+
+
+def hierarchical(outer: Topology, per_node: int) -> Topology:
+    """Super-learners of `per_node` learners that mix as `outer` says: T_k = outer's T_k (x) 1 1^T / per_node.
+
+    Learner r is number r % per_node of super-learner r // per_node. Source: Zhang et al. 2019, "A Highly Efficient
+    Distributed Deep Learning System for Automatic Speech Recognition", arXiv 1907.05701.
+    """
+    return _Hierarchical(outer, per_node)
+
+
+PATTERNS: dict[str, Callable[[int, int], Topology]] = {
+    "ring": lambda world, seed: ring(world),
+    "random": random_ring,
+    "pairs": pairs,
+    "exponential": lambda world, seed: exponential(world),
+    "complete": lambda world, seed: complete_graph(world),
+}
+"""The patterns by the names that recipes use; each is made from the number of learners and the seed of the run."""
