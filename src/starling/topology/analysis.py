@@ -97,9 +97,10 @@ def ring_eigenvalues(world: int) -> NDArray[np.float64]:
 
     j = 0 is the mean. The gap closes as 1/L^2: lambda_1 is about 1 - 4 pi^2 / (3 L^2).
     """
-    if world <= 2:
-        return np.eye(1, world)[0]
-    return np.asarray((1 + 2 * np.cos(2 * np.pi * np.arange(world) / world)) / 3, dtype=np.float64)
+    eigenvalues: NDArray[np.float64] = (1 + 2 * np.cos(2 * np.pi * np.arange(world) / world)) / 3
+    if world == 2:
+        eigenvalues[1] = 0.0
+    return eigenvalues
 
 
 def random_ring_contraction(world: int) -> float:

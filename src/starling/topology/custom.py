@@ -78,8 +78,8 @@ class _Custom(Topology):
             if abs(given[rank] - sum(taken.values())) > TOLERANCE:
                 raise ConfigError(
                     f"pattern {self._name}, round {round}, learner {rank}: not doubly stochastic, so the mean of all "
-                    f"would move: it takes {sum(taken.values()):.6g} of others and others take {given[rank]:.6g} of it; "
-                    "make the two equal"
+                    f"would move: it takes {sum(taken.values()):.6g} of others, and others take {given[rank]:.6g} of "
+                    "it; make the two equal"
                 )
         return _Plan(sources, targets)
 
