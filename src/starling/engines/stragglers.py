@@ -1,0 +1,68 @@
+"""Slowness on purpose, on both engines: slow learners, random jitter, learners that pause."""
+
+import random
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from starling.chance import derive_seed
+from starling.configuration import Config
+
+
+def _times(factor: Any) -> Any:
+    """`10x` is 10."""
+    return factor[:-1] if isinstance(factor, str) and factor.endswith("x") else factor
+
+
+Factor = Annotated[float, BeforeValidator(_times), Field(ge=1.0)]
+Rank = Annotated[int, Field(ge=0)]
+
+
+class Pause(Config):
+    """A learner that stands still for a while."""
+
+    learner: Rank
+    after: int = Field(ge=1)
+    """Gradients of this learner before the pause; a resumed run counts anew."""
+    seconds: float = Field(gt=0.0)
+
+
+class Stragglers(Config):
+    """The `stragglers:` section of a recipe. The engine `processes` sleeps, `virtual` lets its clock go on."""
+
+    slow: dict[Rank, Factor] = Field(default_factory=dict)
+    """Learners whose gradients take so many times as long, such as {0: 10x}."""
+    jitter: float = Field(default=0.0, ge=0.0)
+    """Each gradient takes longer by a random share of its time, exponentially distributed with this mean."""
+    pauses: tuple[Pause, ...] = ()
+
+    def problems(self, world: int) -> Iterator[str]:
+        """One line for each entry whose learner is not among `world` learners."""
+        named = [(f"slow.{rank}", rank) for rank in self.slow]
+        named += [(f"pauses.{place}.learner", pause.learner) for place, pause in enumerate(self.pauses)]
+        for key, rank in named:
+            if rank >= world:
+                yield f"stragglers.{key}: there is no learner {rank} among {world}; the last is learner {world - 1}"
+
+
+class Delays:
+    """The delays of one learner, a stream of its own per learner and seed."""
+
+    def __init__(self, stragglers: Stragglers, seed: int, rank: int) -> None:
+        self._factor = stragglers.slow.get(rank, 1.0)
+        self._jitter = stragglers.jitter
+        self._pauses: dict[int, float] = {}
+        for pause in stragglers.pauses:
+            if pause.learner == rank:
+                self._pauses[pause.after] = self._pauses.get(pause.after, 0.0) + pause.seconds
+        self._random = random.Random(derive_seed(seed, "stragglers", rank))
+        self._num_gradients = 0
+
+    def after(self, seconds: float) -> float:
+        """Seconds to wait after a gradient that took `seconds`; to be asked once for each gradient."""
+        self._num_gradients += 1
+        longer = seconds * (self._factor - 1.0)
+        if self._jitter > 0.0:
+            longer += self._factor * seconds * self._jitter * self._random.expovariate(1.0)
+        return longer + self._pauses.get(self._num_gradients, 0.0)

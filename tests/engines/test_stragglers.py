@@ -1,0 +1,91 @@
+"""Slowness on purpose: as much as was asked for, and the same every time."""
+
+import pytest
+from pydantic import ValidationError
+
+from starling.engines.stragglers import Delays, Stragglers
+
+
+def delays(section: dict[str, object], rank: int = 0, seed: int = 1, count: int = 6) -> list[float]:
+    """What a learner waits after each of `count` gradients of 2 s."""
+    mine = Delays(Stragglers.model_validate(section), seed, rank)
+    return [mine.after(2.0) for _ in range(count)]
+
+
+def test_nothing_asked_for_is_no_delay() -> None:
+    """A recipe without stragglers runs as it always did."""
+    assert delays({}) == [0.0] * 6
+
+
+@pytest.mark.parametrize("factor", ["10x", 10, 10.0, "10"])
+def test_a_slow_learner_takes_so_many_times_as_long(factor: object) -> None:
+    """10x waits nine times what the gradient took; `10` and `10x` are one, and the others are not slowed."""
+    assert delays({"slow": {3: factor}}, rank=3) == [18.0] * 6
+    assert delays({"slow": {3: factor}}, rank=2) == [0.0] * 6
+
+
+@pytest.mark.parametrize("slow", [{}, {0: "3x"}], ids=["at its own speed", "slowed down"])
+def test_jitter_has_the_mean_that_was_asked_for(slow: dict[int, str]) -> None:
+    """A share of the gradient's time, of the slowed time where it is slowed, exponentially distributed."""
+    factor = 3.0 if slow else 1.0
+    extra = [each - 2.0 * (factor - 1.0) for each in delays({"slow": slow, "jitter": 0.25}, count=20_000)]
+    mean = sum(extra) / len(extra)
+    assert mean == pytest.approx(2.0 * factor * 0.25, rel=0.03)
+    deviation = (sum((each - mean) ** 2 for each in extra) / len(extra)) ** 0.5
+    assert deviation == pytest.approx(mean, rel=0.05)
+    assert min(extra) >= 0.0
+
+
+def test_a_pause_comes_once_at_its_gradient() -> None:
+    """After the gradient that it names, of the learner that it names, and never again."""
+    section = {"pauses": [{"learner": 1, "after": 3, "seconds": 5}, {"learner": 0, "after": 1, "seconds": 7}]}
+    assert delays(section, rank=1) == [0.0, 0.0, 5.0, 0.0, 0.0, 0.0]
+
+
+def test_two_pauses_at_one_gradient_add_up() -> None:
+    """The second does not replace the first."""
+    section = {"pauses": [{"learner": 0, "after": 2, "seconds": seconds} for seconds in (5, 0.5)]}
+    assert delays(section, count=3) == [0.0, 5.5, 0.0]
+
+
+def test_every_learner_and_seed_has_a_stream_of_its_own() -> None:
+    """The same again for the same learner and seed, other delays for others."""
+    drawn = delays({"jitter": 0.5})
+    assert delays({"jitter": 0.5}) == drawn
+    assert not set(delays({"jitter": 0.5}, rank=1)) & set(drawn)
+    assert not set(delays({"jitter": 0.5}, seed=2)) & set(drawn)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"slow": {0: "0.5x"}},
+        {"slow": {0: "fast"}},
+        {"slow": {-1: 2}},
+        {"slow": {0: float("inf")}},
+        {"jitter": -0.1},
+        {"jitter": float("nan")},
+        {"pauses": [{"learner": 0, "after": 0, "seconds": 1}]},
+        {"pauses": [{"learner": -1, "after": 1, "seconds": 1}]},
+        {"pauses": [{"learner": 0, "after": 1, "seconds": 0}]},
+    ],
+)
+def test_what_cannot_be_a_delay_is_refused(section: dict[str, object]) -> None:
+    """Nobody can be sped up, wait for ever, or pause before the first gradient."""
+    with pytest.raises(ValidationError):
+        Stragglers.model_validate(section)
+
+
+def test_entries_for_learners_that_are_not_there_are_named() -> None:
+    """By their key, the last learner that exists beside them."""
+    stragglers = Stragglers.model_validate(
+        {
+            "slow": {1: 2, 4: 2},
+            "pauses": [{"learner": 0, "after": 1, "seconds": 1}, {"learner": 9, "after": 1, "seconds": 1}],
+        }
+    )
+    assert list(stragglers.problems(world=4)) == [
+        "stragglers.slow.4: there is no learner 4 among 4; the last is learner 3",
+        "stragglers.pauses.1.learner: there is no learner 9 among 4; the last is learner 3",
+    ]
+    assert list(stragglers.problems(world=10)) == []
