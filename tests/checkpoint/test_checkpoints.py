@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,17 +25,19 @@ def write_model(folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> No
     save_file({"weights": weights, **buffers}, folder / "model.safetensors")
 
 
-def state(rank: int, world: int, position: Ticket, weights: list[float] | None = None) -> LearnerState:
+def state(
+    rank: int, world: int, position: Ticket, weights: list[float] | None = None, minutes: float = 1.5
+) -> LearnerState:
     """The state of a learner with momentum and a buffer of its own."""
     parameter = torch.nn.Parameter(torch.tensor(weights or [float(rank), 1.0, 2.0]))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     parameter.grad = torch.full((3,), float(rank))
     optimizer.step()
     buffers = {"mean": torch.tensor([float(rank)]), "count": torch.tensor(rank)}
-    return LearnerState(rank, world, position, 1.5, parameter.detach(), buffers, optimizer.state_dict())
+    return LearnerState(rank, world, position, minutes, parameter.detach(), buffers, optimizer.state_dict())
 
 
-def writer(experiment: Path, keep: int = 2) -> CheckpointWriter:
+def writer(experiment: Path, keep: int = 2, team_size: int | None = None) -> CheckpointWriter:
     """A writer for learners that arrive one after the other in this process."""
     arrived: Counter[str] = Counter()
 
@@ -42,15 +45,21 @@ def writer(experiment: Path, keep: int = 2) -> CheckpointWriter:
         arrived[name] += 1
         return arrived[name]
 
-    return CheckpointWriter(experiment / "checkpoints", arrive, write_model, {"model": "m"}, keep)
+    return CheckpointWriter(experiment / "checkpoints", arrive, write_model, {"model": "m"}, keep, team_size)
 
 
-def save_all(experiment: Path, world: int, position: Ticket, keep: int = 2) -> Path:
+def save_all(experiment: Path, world: int, position: Ticket, keep: int = 2, team_size: int | None = None) -> Path:
     """A checkpoint by all learners."""
-    together = writer(experiment, keep)
-    folders = [together.save(state(rank, world, position)) for rank in range(world)]
-    assert folders[-1] is not None
-    return folders[-1]
+    together = writer(experiment, keep, team_size)
+    checkpoints = [together.save(state(rank, world, position)) for rank in range(world)]
+    assert checkpoints[-1] is not None
+    return checkpoints[-1].folder
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says about itself, as JSON."""
+    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return content
 
 
 def test_a_checkpoint_appears_only_when_the_last_learner_has_written(tmp_path: Path) -> None:
@@ -60,8 +69,10 @@ def test_a_checkpoint_appears_only_when_the_last_learner_has_written(tmp_path: P
     assert checkpoints_in(tmp_path / "checkpoints") == []
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         latest(tmp_path)
-    folder = together.save(state(0, 2, Ticket(1, 0, 8)))
-    assert folder == tmp_path / "checkpoints" / "step-00000008" == latest(tmp_path)
+    saved = together.save(state(0, 2, Ticket(1, 0, 8)))
+    assert saved is not None
+    assert saved.folder == tmp_path / "checkpoints" / "step-00000008" == latest(tmp_path)
+    assert saved == load(saved.folder)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000008"]
 
 
@@ -103,14 +114,40 @@ def test_another_number_of_learners_begins_with_the_consensus(tmp_path: Path) ->
 def test_another_number_of_learners_cannot_share_an_epoch_that_has_begun(tmp_path: Path) -> None:
     """In the middle of an epoch the message says what would do instead."""
     checkpoint = load(save_all(tmp_path, 2, Ticket(3, 4, 28)))
-    with pytest.raises(CheckpointError, match=r"saved by 2 learners after 4 mini-batches of epoch 4; .*learners=2"):
+    with pytest.raises(CheckpointError, match=r"saved by 2 learners .* after 4 mini-batches of epoch 4; .*learners=2"):
         checkpoint.start(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "possible"),
+    [((2, 1), (3, 1), True), ((4, 2), (6, 2), True), ((2, 1), (2, 2), False), ((4, None), (4, 1), False)],
+    ids=["alone, one more", "one more super-learner", "together from now on", "alone from now on"],
+)
+def test_an_epoch_that_has_begun_goes_on_with_teams_of_the_same_size(
+    tmp_path: Path, before: tuple[int, int | None], after: tuple[int, int], possible: bool
+) -> None:
+    """Its batches depend on how many learners claim together, and on nothing else that may change."""
+    world, team_size = before
+    checkpoint = load(save_all(tmp_path, world, Ticket(3, 4, 28), team_size=team_size))
+    if possible:
+        assert torch.equal(checkpoint.start(0, *after).weights, checkpoint.consensus())
+        return
+    with pytest.raises(CheckpointError, match=rf"{after[0]} learners \({after[1]} claiming together\) would divide"):
+        checkpoint.start(0, *after)
+
+
+def test_between_epochs_teams_may_become_others(tmp_path: Path) -> None:
+    """Each learner still goes on from its own state if there are as many."""
+    checkpoint = load(save_all(tmp_path, 2, Ticket(3, 0, 24)))
+    for rank in range(2):
+        assert torch.equal(checkpoint.start(rank, 2, 1).weights, state(rank, 2, Ticket(3, 0, 24)).weights)
 
 
 def test_a_consensus_alone_can_be_used_but_not_resumed(tmp_path: Path) -> None:
     """A simulation keeps no learner's own state, and says so when asked for it."""
-    folder = writer(tmp_path).save_consensus([state(rank, 2, Ticket(1, 0, 8)) for rank in range(2)])
-    checkpoint = load(folder)
+    saved = writer(tmp_path).save_consensus([state(rank, 2, Ticket(1, 0, 8)) for rank in range(2)])
+    checkpoint = load(saved.folder)
+    assert saved == checkpoint
     assert torch.equal(load_file(checkpoint.model_folder / "model.safetensors")["mean"], torch.tensor([0.5]))
     with pytest.raises(CheckpointError, match="not of a simulation"):
         checkpoint.start(0, 2)
@@ -125,6 +162,80 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert latest(tmp_path).name == "step-00004000"
 
 
+def test_learners_may_be_epochs_apart(tmp_path: Path) -> None:
+    """Several checkpoints are then under way; each is complete when its last learner arrives, and none is lost."""
+    folder = tmp_path / "checkpoints"
+    together = writer(tmp_path, keep=2)
+    ends = [Ticket(epoch, 0, 10 * epoch) for epoch in (1, 2, 3)]
+    assert [together.save(state(0, 3, end)) for end in ends] == [None] * 3
+    assert [together.save(state(2, 3, end)) for end in ends[:2]] == [None] * 2
+    assert checkpoints_in(folder) == []
+    assert len(list(folder.iterdir())) == 3
+    for end in ends[:2]:
+        saved = together.save(state(1, 3, end))
+        assert saved is not None
+        assert load(latest(tmp_path)).manifest.position.ticket == end
+    assert together.save(state(1, 3, ends[2])) is None
+    saved = together.save(state(2, 3, ends[2]))
+    assert saved is not None
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000020", "step-00000030"]
+    for rank in range(3):
+        assert torch.equal(load(saved.folder).learner(rank).weights, state(rank, 3, ends[2]).weights)
+
+
+@pytest.mark.parametrize("world", [3, 2], ids=["as many", "fewer"])
+def test_learners_that_arrived_at_different_times_go_on_at_the_same(tmp_path: Path, world: int) -> None:
+    """A budget of minutes belongs to the run: all go on at the time of the last to arrive, whoever completed."""
+    together = writer(tmp_path)
+    for rank, minutes in enumerate((4.0, 9.0, 6.0)):
+        saved = together.save(state(rank, 3, Ticket(1, 0, 8), minutes=minutes))
+    assert saved is not None
+    assert saved.manifest.minutes == 9.0
+    assert [load(saved.folder).learner(rank).minutes for rank in range(3)] == [4.0, 9.0, 6.0]
+    assert [load(saved.folder).start(rank, world).minutes for rank in range(world)] == [9.0] * world
+
+
+def test_a_checkpoint_knows_how_far_its_learners_are_apart(tmp_path: Path) -> None:
+    """The same from files as from states: the mean square of what parts learners from their mean."""
+    states = [state(rank, 3, Ticket(1, 0, 8)) for rank in range(3)]
+    columns = torch.stack([each.weights for each in states], dim=1).double()
+    expected = float((columns - columns.mean(dim=1, keepdim=True)).square().sum() / 3)
+    saved = load(save_all(tmp_path / "processes", 3, Ticket(1, 0, 8)))
+    simulated = writer(tmp_path / "virtual").save_consensus(states)
+    assert expected > 0.1
+    assert saved.manifest.consensus_distance == pytest.approx(expected, rel=1e-6)
+    assert simulated.manifest.consensus_distance == saved.manifest.consensus_distance
+
+
+def test_a_distance_that_is_no_number_does_not_spoil_a_checkpoint(tmp_path: Path) -> None:
+    """Weights that have exploded are saved all the same, without one."""
+    together = writer(tmp_path)
+    together.save(state(0, 2, Ticket(1, 0, 8)))
+    saved = together.save(state(1, 2, Ticket(1, 0, 8), [float("inf"), 1.0, 2.0]))
+    assert saved is not None
+    assert load(saved.folder).manifest.consensus_distance is None
+
+
+def test_a_checkpoint_of_format_1_can_be_resumed(tmp_path: Path) -> None:
+    """It knows neither the distance nor teams: all learners claimed together then."""
+    folder = save_all(tmp_path, 2, Ticket(1, 4, 12), team_size=1)
+    manifest = manifest_of(folder)
+    del manifest["consensus_distance"], manifest["team_size"]
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
+    checkpoint = load(folder)
+    assert checkpoint.manifest.consensus_distance is None
+    assert torch.equal(checkpoint.start(1, 2).weights, state(1, 2, Ticket(1, 4, 12)).weights)
+    with pytest.raises(CheckpointError, match="2 claiming together"):
+        checkpoint.start(1, 2, team_size=1)
+
+
+def test_what_an_earlier_version_cannot_read_has_a_newer_format(tmp_path: Path) -> None:
+    """Such a version says then that a newer Starling is needed, rather than complain of a key."""
+    manifest = manifest_of(save_all(tmp_path, 1, Ticket(1, 0, 8)))
+    assert manifest["format"] == 2
+    assert {"consensus_distance", "team_size"} <= manifest.keys()
+
+
 def test_a_checkpoint_that_is_there_is_left_alone(tmp_path: Path) -> None:
     """A resumed run with nothing to add does not rewrite the checkpoint that it came from."""
     folder = save_all(tmp_path, 1, Ticket(1, 0, 8))
@@ -135,9 +246,10 @@ def test_a_checkpoint_that_is_there_is_left_alone(tmp_path: Path) -> None:
 
 def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
     """Partial folders are never taken for checkpoints, and go at the next start."""
-    writer(tmp_path).save(state(0, 2, Ticket(1, 0, 8)))
-    (partial,) = (tmp_path / "checkpoints").iterdir()
-    assert partial.name == ".step-00000008.partial"
+    for end in (Ticket(1, 0, 8), Ticket(2, 0, 16)):
+        writer(tmp_path).save(state(0, 2, end))
+    partial = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert partial == [".step-00000008.partial", ".step-00000016.partial"]
     remove_partial(tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) == []
 

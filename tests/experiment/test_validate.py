@@ -38,5 +38,5 @@ def test_a_score_says_after_how_much_training(tree: Tree, position: Ticket, begi
     assert saved is not None
     said: list[str] = []
     with Validation(recipe, folder.tensorboard, said.append) as validation:
-        validation.saved(saved)
+        validation.saved(saved.folder)
     assert [line[: len(beginning or "")] for line in said] == ([beginning] if beginning else [])

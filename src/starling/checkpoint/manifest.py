@@ -10,7 +10,8 @@ from starling.configuration import Config
 from starling.errors import CheckpointError
 from starling.workload import Ticket
 
-FORMAT = 1
+FORMAT = 2
+"""2 added `team_size` and `consensus_distance`; checkpoints of format 1 are read without them."""
 MANIFEST = "manifest.json"
 MODEL = "model"
 """The folder of the consensus model inside a checkpoint."""
@@ -47,8 +48,13 @@ class Manifest(Config):
     """How many learners trained."""
     learners: int = Field(ge=0)
     """How many of them have their own state here: all, or none."""
+    team_size: int | None = Field(default=None, ge=1)
+    """How many of them claimed mini-batches together; None: all."""
     position: Position
     minutes: float = Field(ge=0)
+    """Time spent training when the last learner arrived."""
+    consensus_distance: float | None = Field(default=None, ge=0)
+    """(1/L) sum_l |w_l - mean|^2 of the learners' weights as they are here; None if that is not a number."""
     files: dict[str, FileEntry]
     """Every other file, by its path inside the checkpoint."""
 

@@ -56,24 +56,29 @@ class Checkpoint:
         """The mean of all learners' weights `[P]`, summed in rank order."""
         return rank_ordered_mean(self.learner(rank).weights for rank in range(self.manifest.learners))
 
-    def start(self, rank: int, world: int) -> LearnerState:
-        """From what learner `rank` of `world` goes on.
+    def start(self, rank: int, world: int, team_size: int | None = None) -> LearnerState:
+        """From what learner `rank` of `world` goes on, in teams of `team_size` (None: all) that claim together.
 
         With as many learners as before, each goes on from its own state. With another number, all begin with the
-        consensus weights, and learner r with the optimizer state of the former learner r modulo their number; the
-        batches of an epoch depend on the number of learners, so that this is possible between two epochs only.
-        Raises CheckpointError otherwise.
+        consensus weights, and learner r with the optimizer state of the former learner r modulo their number. The
+        time spent is that of the last learner to arrive, the same for all. The batches of an epoch depend on the size
+        of a team, so that another one is possible between two epochs only. Raises CheckpointError otherwise.
         """
         before, position = self.manifest.learners, self.manifest.position
-        if world == before or before == 0:
+        if before == 0:
             return self.learner(rank)
-        if position.index != 0:
+        team, team_before = team_size or world, self.manifest.team_size or self.manifest.world
+        if team != team_before and position.index != 0:
             raise CheckpointError(
-                f"{self.folder} was saved by {before} learners after {position.index} mini-batches of epoch "
-                f"{position.epoch + 1}; {world} learners would divide that epoch differently. Resume with "
-                f"learners={before}, or from a checkpoint at the end of an epoch"
+                f"{self.folder} was saved by {before} learners ({team_before} claiming together) after "
+                f"{position.index} mini-batches of epoch {position.epoch + 1}; {world} learners ({team} claiming "
+                f"together) would divide that epoch differently. Resume with learners={before} and the strategy as it "
+                "was, or from a checkpoint at the end of an epoch"
             )
-        return replace(self.learner(rank % before), rank=rank, world=world, weights=self.consensus())
+        if world == before:
+            return replace(self.learner(rank), minutes=self.manifest.minutes)
+        former = self.learner(rank % before)
+        return replace(former, rank=rank, world=world, minutes=self.manifest.minutes, weights=self.consensus())
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -5,15 +5,19 @@
     checkpoints/step-00001234/model/                   the consensus model, ready for use
     checkpoints/step-00001234/manifest.json            the SHA-256 of every file
 
-Steps are counted over all learners, so that names sort by age.
+Steps are counted over all learners, so that names sort by age. Learners of an asynchronous strategy come to the end of
+an epoch at different times: several checkpoints may then be under way at once, each in a folder of its own. The last
+learner to arrive completes one before it goes on to the next, so that they are completed in their order.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import Field
+from safetensors import safe_open
 from torch import Tensor
 
 from starling.averaging import rank_ordered_mean
@@ -21,6 +25,7 @@ from starling.checkpoint.encoding import encode_state
 from starling.checkpoint.files import (
     partial_folder,
     publish,
+    read_json,
     read_tensors,
     remove,
     write_json,
@@ -28,9 +33,10 @@ from starling.checkpoint.files import (
     writing,
 )
 from starling.checkpoint.manifest import MANIFEST, MODEL, Listing, Manifest, Position
-from starling.checkpoint.reader import checkpoints_in
+from starling.checkpoint.reader import Checkpoint, checkpoints_in
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
+from starling.consensus import consensus_distance
 from starling.errors import CheckpointError
 
 
@@ -49,7 +55,8 @@ class CheckpointWriter:
     """One learner's part in writing the checkpoints of a run; all learners share one file system.
 
     `arrive(name)` counts the learners that have written their part of checkpoint `name`, this one included; the last
-    of them completes the checkpoint, and removes all but the newest `keep`.
+    of them completes the checkpoint, and removes all but the newest `keep`. `team_size` learners (None: all) claim
+    their mini-batches together.
     """
 
     def __init__(
@@ -59,15 +66,17 @@ class CheckpointWriter:
         write_model: WriteModel,
         fingerprints: dict[str, str],
         keep: int = 2,
+        team_size: int | None = None,
     ) -> None:
         self.folder = folder
         self._arrive = arrive
         self._write_model = write_model
         self._fingerprints = fingerprints
         self._keep = keep
+        self._team_size = team_size
 
-    def save(self, state: LearnerState) -> Path | None:
-        """Write this learner's part; the checkpoint's folder if that completed it, None otherwise.
+    def save(self, state: LearnerState) -> Checkpoint | None:
+        """Write this learner's part; the checkpoint if that completed it, None otherwise.
 
         A checkpoint that is already there, because a resumed run had nothing to add, is left as it is.
         """
@@ -80,11 +89,10 @@ class CheckpointWriter:
             write_learner(partial, state)
             if self._arrive(final.name) < state.world:
                 return None
-            self._complete(partial, final, state)
-        return final
+            return self._complete(partial, final, state)
 
-    def save_consensus(self, states: Sequence[LearnerState]) -> Path:
-        """Write the consensus model of `states` alone, for use but not for resuming; the checkpoint's folder."""
+    def save_consensus(self, states: Sequence[LearnerState]) -> Checkpoint:
+        """Write the consensus model of `states` alone, for use but not for resuming."""
         final = self.folder / checkpoint_name(states[0].position.step)
         with writing(final):
             partial = partial_folder(final)
@@ -92,10 +100,11 @@ class CheckpointWriter:
             weights = rank_ordered_mean(state.weights for state in states)
             buffers = _mean_of_buffers([state.buffers for state in states])
             self._write_model(partial / MODEL, weights, buffers)
-            self._finish(partial, final, states[0], num_learners=0)
-        return final
+            distance = consensus_distance((state.weights for state in states), weights)
+            minutes = max(state.minutes for state in states)
+            return self._finish(partial, final, states[0], 0, minutes, distance)
 
-    def _complete(self, partial: Path, final: Path, state: LearnerState) -> None:
+    def _complete(self, partial: Path, final: Path, state: LearnerState) -> Checkpoint:
         paths = [partial / f"learner-{rank}.safetensors" for rank in range(state.world)]
         missing = [path.name for path in paths if not path.is_file()]
         if missing:
@@ -103,20 +112,26 @@ class CheckpointWriter:
                 f"{final}: {', '.join(missing)} did not appear in {partial}; "
                 "all learners need one shared file system for the experiment folder"
             )
-        weights = rank_ordered_mean(read_tensors(path)["weights"] for path in paths)
+        weights = rank_ordered_mean(_weights(path) for path in paths)
         buffers = _mean_of_buffers([_buffers(read_tensors(path)) for path in paths]) if state.buffers else {}
         self._write_model(partial / MODEL, weights, buffers)
-        self._finish(partial, final, state, num_learners=state.world)
+        distance = consensus_distance((_weights(path) for path in paths), weights)
+        minutes = max(float(read_json(path.with_suffix(".json"))["minutes"]) for path in paths)
+        return self._finish(partial, final, state, state.world, minutes, distance)
 
-    def _finish(self, partial: Path, final: Path, state: LearnerState, num_learners: int) -> None:
+    def _finish(
+        self, partial: Path, final: Path, state: LearnerState, num_learners: int, minutes: float, distance: float
+    ) -> Checkpoint:
         position = state.position
         manifest = Manifest(
             starling=version("starling-asr"),
             fingerprints=self._fingerprints,
             world=state.world,
             learners=num_learners,
+            team_size=self._team_size,
             position=Position(epoch=position.epoch, index=position.index, step=position.step),
-            minutes=state.minutes,
+            minutes=minutes,
+            consensus_distance=distance if math.isfinite(distance) else None,
             files=Listing.of(partial).entries,
         )
         write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
@@ -125,6 +140,7 @@ class CheckpointWriter:
         publish(partial, final)
         for old in checkpoints_in(self.folder)[: -self._keep]:
             remove(old)
+        return Checkpoint(final, manifest)
 
 
 def checkpoint_name(step: int) -> str:
@@ -145,6 +161,13 @@ def write_learner(folder: Path, state: LearnerState) -> None:
     }
     write_tensors(folder / f"learner-{state.rank}.safetensors", tensors)
     write_json(folder / f"learner-{state.rank}.json", scalars)
+
+
+def _weights(path: Path) -> Tensor:
+    """A learner's weights `[P]`, without reading what its optimizer remembers."""
+    with safe_open(path, framework="pt") as file:
+        weights: Tensor = file.get_tensor("weights")
+    return weights
 
 
 def _buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
