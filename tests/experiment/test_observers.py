@@ -2,17 +2,22 @@
 
 import io
 import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from starling.engines.job import EpochReport, Spent
+from starling.checkpoint.reader import load
+from starling.engines.job import Averaging, EpochReport, Spent
 from starling.errors import ProtocolError
-from starling.experiment.observers import Log, Message, Messages, Metered, show
-from starling.report.meter import EpochEnd, Snapshot
+from starling.experiment.observers import Log, Message, Messages, Metered, Saver, show
+from starling.report.curves import Curves
+from starling.report.meter import FAR, EpochEnd, Snapshot
 from starling.report.progress import Display
 from starling.workload import Ticket
-from tests.checkpoint.test_checkpoints import state
+from tests.checkpoint.test_checkpoints import state, writer
 from tests.report.steps import step
 
 
@@ -27,6 +32,14 @@ class Kept:
 
     def epoch(self, end: EpochEnd) -> None:
         self.heard.append(end)
+
+
+def shown(message: Message) -> str:
+    """What the launcher prints of a message."""
+    text = io.StringIO()
+    with Display("demo", 2, Console(file=text, force_terminal=False, width=200)) as display:
+        show(json.loads(json.dumps(message)), display)
+    return text.getvalue()
 
 
 def test_no_step_is_lost_between_snapshots() -> None:
@@ -51,15 +64,65 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
     for listener in (Log(here), Messages(lambda message: sent.append(json.dumps(message)))):
         observer = Metered(listener, world=2, every=0.0)
         observer.on_step(step(3))
-        observer.on_epoch(EpochReport(0, 0, 4, 5.0, Spent(4.0, 0.5, 0.5)), state(0, 2, Ticket(1, 0, 10)))
+        averaging = Averaging(rounds=6, bytes_sent=3_000_000, staleness=Counter({0: 1, 2: 3}))
+        observer.on_epoch(EpochReport(0, 0, 4, 5.0, Spent(4.0, 0.5, 0.5), averaging), state(0, 2, Ticket(1, 0, 10)))
     console = Console(file=there, force_terminal=False, width=200)
     with Display("demo", 2, console) as display:
         for line in sent:
             show(json.loads(line), display)
-        show({"saved": "exp/demo/checkpoints/step-00000010"}, display)
     lines = there.getvalue().splitlines()
-    assert lines[:-1] == here.getvalue().splitlines()
-    assert lines[-1] == "saved exp/demo/checkpoints/step-00000010"
+    assert lines == here.getvalue().splitlines()
+    assert "1.50 rounds per gradient, staleness 1.5 (at most 2), 3.0 MB sent" in lines[-1]
+
+
+def test_the_end_of_an_epoch_arrives_as_it_was() -> None:
+    """Through JSON, the histogram and the distance included."""
+    kept, sent = Kept(), list[str]()
+    averaging = Averaging(rounds=6, bytes_sent=3, staleness=Counter({0: 1, 2: 3, 10 * FAR: 1}))
+    for listener in (kept, Messages(lambda message: sent.append(json.dumps(message, allow_nan=False)))):
+        Metered(listener, world=2, every=0.0).on_epoch(
+            EpochReport(0, 0, 5, 5.0, Spent(4.0, 0.5, 0.5), averaging, 0.25), state(0, 2, Ticket(1, 0, 10))
+        )
+    (end,) = kept.heard
+    assert isinstance(end, EpochEnd)
+    assert EpochEnd(**json.loads(sent[0])["epoch"]) == end
+    assert (end.step, end.consensus_distance, end.num_rounds) == (10, 0.25, 6)
+
+
+def test_a_checkpoint_is_shown_with_the_consensus_distance() -> None:
+    """Three digits; without it where it is not known."""
+    assert shown({"saved": "exp/demo/checkpoints/step-00000010", "consensus_distance": 0.0123456}) == (
+        "saved exp/demo/checkpoints/step-00000010, consensus distance 0.0123\n"
+    )
+    for message in ({"saved": "step-00000010", "consensus_distance": None}, {"saved": "step-00000010"}):
+        assert shown(message) == "saved step-00000010\n"
+
+
+def test_who_completes_a_checkpoint_tells_and_draws_how_far_learners_are_apart(tmp_path: Path) -> None:
+    """Nobody else does, and the points of different learners make one curve by the step of the run."""
+    told: list[tuple[int, Message]] = []
+    together = writer(tmp_path)
+    savers = [
+        Saver(together, lambda message, rank=rank: told.append((rank, message)), lambda: Curves(tmp_path / "curves"))
+        for rank in range(2)
+    ]
+    for epoch, order in ((1, (0, 1)), (2, (1, 0))):
+        for rank in order:
+            end = state(rank, 2, Ticket(epoch, 0, 8 * epoch), [4.0 * rank * epoch, 1.0, 2.0])
+            savers[rank].on_epoch(EpochReport(rank, epoch - 1, 4, 5.0, Spent()), end)
+    assert [rank for rank, _ in told] == [1, 0]
+    distances = [message["consensus_distance"] for _, message in told]
+    assert [message["saved"] for _, message in told] == [
+        str(tmp_path / "checkpoints" / name) for name in ("step-00000008", "step-00000016")
+    ]
+    assert distances == [load(Path(message["saved"])).manifest.consensus_distance for _, message in told]
+    assert distances[1] > distances[0] > 0.0
+    drawn = [
+        (each.step, each.value)
+        for file in (tmp_path / "curves").iterdir()
+        for each in EventAccumulator(str(file)).Reload().Scalars("consensus/distance")
+    ]
+    assert sorted(drawn) == [(8, pytest.approx(distances[0])), (16, pytest.approx(distances[1]))]
 
 
 def test_what_a_learner_does_is_told_to_the_launcher() -> None:
@@ -70,10 +133,14 @@ def test_what_a_learner_does_is_told_to_the_launcher() -> None:
     assert [message["doing"] for message in sent] == ["computing batch 4 of epoch 2"]
 
 
-def test_a_message_of_another_version_is_an_error() -> None:
+@pytest.mark.parametrize(
+    "message",
+    [{"progress": {"speed": 3}}, {"epoch": {"speed": 3}}, {"saved": "step-00000010", "consensus_distance": "far"}],
+)
+def test_a_message_of_another_version_is_an_error(message: Message) -> None:
     """Rather than a guess."""
     with (
         Display("demo", 2, Console(file=io.StringIO())) as display,
         pytest.raises(ProtocolError, match="does not understand"),
     ):
-        show({"progress": {"speed": 3}}, display)
+        show(message, display)

@@ -1,5 +1,7 @@
 """Log lines say what people look for."""
 
+from dataclasses import replace
+
 import pytest
 
 from starling.report.lines import duration, epoch_line, progress_line
@@ -39,6 +41,39 @@ def test_time_that_went_elsewhere_is_not_blamed_on_data_or_peers() -> None:
     """A first step that warms up is neither; and one learner has no peers that could wait less."""
     assert epoch_line(EpochEnd(0, 2, 0, 5, 10.0, 8.0, 0.0, 0.05)).endswith("0.5 % waiting for peers")
     assert epoch_line(EpochEnd(0, 1, 0, 5, 10.0, 5.0, 0.0, 5.0)).endswith("50.0 % waiting for peers")
+
+
+def test_an_asynchronous_epoch_says_how_learners_agreed() -> None:
+    """Rounds, staleness and traffic, before the advice."""
+    end = EpochEnd(
+        0,
+        2,
+        0,
+        4,
+        10.0,
+        9.5,
+        0.3,
+        0.2,
+        num_rounds=6,
+        bytes_sent=1_234_567_890,
+        mean_staleness=2.25,
+        largest_staleness=7,
+    )
+    agreed = "1.50 rounds per gradient, staleness 2.2 (at most 7), 1,234.6 MB sent"
+    assert epoch_line(end).endswith(f"2.0 % waiting for peers, {agreed}")
+    assert epoch_line(replace(end, computing=6.5, waiting_for_data=3.3)).endswith(
+        f"{agreed}; it waits for data: raise batches.num_workers if cores are idle"
+    )
+    assert "0.00 rounds per gradient, staleness 2.2" in epoch_line(replace(end, num_rounds=0))
+    assert "1.50 rounds per gradient, staleness 0.0" in epoch_line(
+        replace(end, mean_staleness=0.0, largest_staleness=0)
+    )
+
+
+def test_a_synchronous_epoch_says_nothing_of_rounds() -> None:
+    """Its gradients are never stale, whatever it sends."""
+    line = epoch_line(EpochEnd(0, 2, 0, 4, 10.0, 9.5, 0.3, 0.2, bytes_sent=1_000_000, staleness=[4]))
+    assert line.endswith("2.0 % waiting for peers")
 
 
 def test_one_step_is_not_several() -> None:

@@ -1,8 +1,11 @@
 """Snapshots are means weighted by frames."""
 
+from collections import Counter
+
 import pytest
 
-from starling.report.meter import Meter
+from starling.engines.job import Averaging, EpochReport, Spent
+from starling.report.meter import FAR, EpochEnd, Meter
 from tests.report.steps import step
 
 
@@ -51,3 +54,31 @@ def test_nobody_can_say_the_time_left_before_anything_is_spent() -> None:
     assert snapshot is not None
     assert snapshot.minutes_left is None
     assert snapshot.audio_rate == 0.0
+
+
+def test_an_epoch_says_how_stale_gradients_were_and_what_agreeing_took() -> None:
+    """Counts by staleness, rounds for each gradient, bytes, and the distance where it is known."""
+    averaging = Averaging(rounds=6, bytes_sent=1234, staleness=Counter({3: 1, 0: 2, 1: 1}))
+    end = EpochEnd.of(EpochReport(1, 2, 4, 5.0, Spent(4.0, 0.5, 0.25), averaging, 0.125), world=8, step=96)
+    assert (end.rank, end.world, end.epoch, end.step, end.num_steps) == (1, 8, 2, 96, 4)
+    assert (end.computing, end.waiting_for_data, end.waiting_for_peers) == (4.0, 0.5, 0.25)
+    assert (end.num_rounds, end.rounds_per_gradient, end.bytes_sent) == (6, 1.5, 1234)
+    assert end.staleness == [2, 1, 0, 1]
+    assert (end.mean_staleness, end.largest_staleness, end.consensus_distance) == (1.0, 3, 0.125)
+
+
+def test_far_staleness_is_counted_together_but_its_mean_and_largest_are_exact() -> None:
+    """However late a gradient is, a message about it stays small."""
+    averaging = Averaging(staleness=Counter({1: 1, FAR: 2, FAR + 1: 3, 10 * FAR: 4}))
+    end = EpochEnd.of(EpochReport(0, 0, 10, 5.0, Spent(), averaging), world=2, step=20)
+    assert len(end.staleness) == FAR + 1
+    assert (end.staleness[1], end.staleness[FAR], sum(end.staleness)) == (1, 9, 10)
+    assert end.largest_staleness == 10 * FAR
+    assert end.mean_staleness == pytest.approx((1 + 2 * FAR + 3 * (FAR + 1) + 40 * FAR) / 10)
+
+
+def test_an_epoch_without_a_gradient_has_no_rounds_for_each() -> None:
+    """Neither a division by zero nor a histogram."""
+    end = EpochEnd.of(EpochReport(0, 0, 0, 0.0, Spent(), Averaging(rounds=2)), world=2, step=0)
+    assert (end.rounds_per_gradient, end.mean_staleness, end.largest_staleness) == (0.0, 0.0, 0)
+    assert end.staleness == []

@@ -46,7 +46,7 @@ class Metered:
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self._pass_on(report.rank)
-        self._listener.epoch(EpochEnd.of(report, self._world))
+        self._listener.epoch(EpochEnd.of(report, self._world, state.position.step))
 
     def _meter(self, rank: int) -> Meter:
         return self._meters.setdefault(rank, Meter(self._world))
@@ -97,24 +97,38 @@ def show(message: Message, display: Display) -> None:
         if "epoch" in message:
             display.epoch(EpochEnd(**message["epoch"]))
         if "saved" in message:
-            display.say(f"saved {message['saved']}")
-    except TypeError as error:
+            display.say(_saved_line(message["saved"], message.get("consensus_distance")))
+    except (TypeError, ValueError) as error:
         raise ProtocolError(f"a learner sent what this version does not understand: {error}") from error
 
 
-class Saver:
-    """Writes a checkpoint at every end of an epoch; tells who completed it."""
+def _saved_line(folder: str, distance: float | None) -> str:
+    return f"saved {folder}" if distance is None else f"saved {folder}, consensus distance {distance:.3g}"
 
-    def __init__(self, writer: CheckpointWriter, tell: Callable[[Message], None]) -> None:
+
+class Saver:
+    """Writes a checkpoint at every end of an epoch. Who completes it tells, and draws the consensus distance with the
+    curves that `make_curves` makes: a new file for each point, for they may come from any learner."""
+
+    def __init__(
+        self, writer: CheckpointWriter, tell: Callable[[Message], None], make_curves: Callable[[], Curves]
+    ) -> None:
         self._writer = writer
         self._tell = tell
+        self._make_curves = make_curves
 
     def on_step(self, report: StepReport) -> None: ...
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        folder = self._writer.save(state)
-        if folder is not None:
-            self._tell({"saved": str(folder)})
+        checkpoint = self._writer.save(state)
+        if checkpoint is None:
+            return
+        distance = checkpoint.manifest.consensus_distance
+        self._tell({"saved": str(checkpoint.folder), "consensus_distance": distance})
+        if distance is not None:
+            curves = self._make_curves()
+            curves.consensus_distance(distance, state.position.step)
+            curves.close()
 
 
 class CurvesByRank:

@@ -1,5 +1,6 @@
 """Curves for TensorBoard, one folder for each learner."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -24,17 +25,47 @@ class Curves:
             self._writer.add_scalar(name, value, snapshot.step)
 
     def epoch(self, end: EpochEnd) -> None:
-        """Add where the time went, by epoch (counted from 1)."""
+        """Add where the time went and how learners agreed, by epoch (counted from 1); the consensus distance, where it
+        is known, by the step of the run."""
         for name, seconds in (
             ("time/computing", end.computing),
             ("time/waiting_for_data", end.waiting_for_data),
             ("time/waiting_for_peers", end.waiting_for_peers),
         ):
             self._writer.add_scalar(name, end.share(seconds), end.epoch + 1)
+        for name, value in (
+            ("averaging/rounds_per_gradient", end.rounds_per_gradient),
+            ("averaging/megabytes_sent", end.bytes_sent / 1e6),
+            ("averaging/mean_staleness", end.mean_staleness),
+        ):
+            self._writer.add_scalar(name, value, end.epoch + 1)
+        if any(end.staleness):
+            self._staleness(end.staleness, end.epoch + 1)
+        if end.consensus_distance is not None:
+            self.consensus_distance(end.consensus_distance, end.step)
+
+    def consensus_distance(self, distance: float, step: int) -> None:
+        """Add a consensus distance after `step` mini-batches of the run."""
+        self._writer.add_scalar("consensus/distance", distance, step)
 
     def word_error_rate(self, rate: float, step: int) -> None:
         """Add a word error rate, in per cent, after `step` mini-batches of the run."""
         self._writer.add_scalar("valid/wer", rate, step)
+
+    def _staleness(self, counts: Sequence[int], epoch: int) -> None:
+        """Add a histogram with a bucket of width 1 around each whole number."""
+        present = [value for value, count in enumerate(counts) if count]
+        self._writer.add_histogram_raw(
+            "averaging/staleness",
+            min=present[0] - 0.5,
+            max=present[-1] + 0.5,
+            num=sum(counts),
+            sum=sum(value * count for value, count in enumerate(counts)),
+            sum_squares=sum(value * value * count for value, count in enumerate(counts)),
+            bucket_limits=[value + 0.5 for value in range(len(counts))],
+            bucket_counts=list(counts),
+            global_step=epoch,
+        )
 
     def close(self) -> None:
         """Write what is still in memory."""

@@ -19,12 +19,13 @@ def progress_line(snapshot: Snapshot) -> str:
 
 
 def epoch_line(end: EpochEnd) -> str:
-    """How an epoch went for a learner: steps, time, and the share of it spent computing."""
+    """How an epoch went for a learner: steps, time, the share of it spent computing, and how learners agreed if that
+    went on beside it."""
     steps = "step" if end.num_steps == 1 else "steps"
     line = (
         f"({end.rank}/{end.world}) epoch {end.epoch + 1} ended: {end.num_steps} {steps} in {duration(end.seconds)}, "
         f"{end.share(end.computing):.1f} % computing, {end.share(end.waiting_for_data):.1f} % waiting for data, "
-        f"{end.share(end.waiting_for_peers):.1f} % waiting for peers"
+        f"{end.share(end.waiting_for_peers):.1f} % waiting for peers{_averaging(end)}"
     )
     if end.num_steps == 0 or end.share(end.computing) >= _BUSY:
         return line
@@ -34,6 +35,16 @@ def epoch_line(end: EpochEnd) -> str:
     if for_peers >= _LITTLE and end.world > 1:
         return f"{line}; it waits for peers: another strategy may wait less"
     return line
+
+
+def _averaging(end: EpochEnd) -> str:
+    """What an asynchronous strategy did in the background; nothing of the others."""
+    if end.num_rounds == 0 and end.largest_staleness == 0:
+        return ""
+    return (
+        f", {end.rounds_per_gradient:.2f} rounds per gradient, "
+        f"staleness {end.mean_staleness:.1f} (at most {end.largest_staleness}), {end.bytes_sent / 1e6:,.1f} MB sent"
+    )
 
 
 def time_left(snapshot: Snapshot) -> str:

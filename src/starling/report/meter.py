@@ -1,10 +1,13 @@
 """From the reports of single gradients to what people read: means over a stretch of training."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from starling.engines.job import EpochReport, Spent, StepReport
+from starling.engines.job import EpochReport, StepReport
 
 Seconds = float
+FAR = 255
+"""Staleness from here on is counted together, in the last place of `EpochEnd.staleness`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """One learner's part of an epoch, as it is reported to people."""
+    """One learner's part of an epoch, as it is reported to people; all of it can be sent as JSON."""
 
     rank: int
     world: int
@@ -54,24 +57,59 @@ class EpochEnd:
     computing: Seconds
     waiting_for_data: Seconds
     waiting_for_peers: Seconds
+    step: int = 0
+    """Mini-batches of the run before the epoch's end, of all learners."""
+    num_rounds: int = 0
+    """Averaging rounds of the epoch."""
+    bytes_sent: int = 0
+    """To other learners."""
+    staleness: Sequence[int] = ()
+    """How many gradients had a staleness of 0, 1, 2, …; the place `FAR` counts all of at least that."""
+    mean_staleness: float = 0.0
+    largest_staleness: int = 0
+    consensus_distance: float | None = None
+    """(1/L) sum_l |w_l - mean|^2 at the epoch's end, where it is known."""
 
     @classmethod
-    def of(cls, report: EpochReport, world: int) -> "EpochEnd":
-        spent: Spent = report.spent
+    def of(cls, report: EpochReport, world: int, step: int) -> "EpochEnd":
+        """Of a report at the end of an epoch, `step` mini-batches of all learners after the beginning of the run."""
+        spent, averaging = report.spent, report.averaging
+        num_gradients = averaging.staleness.total()
+        summed = sum(staleness * count for staleness, count in averaging.staleness.items())
         return cls(
-            report.rank,
-            world,
-            report.epoch,
-            report.num_steps,
-            report.seconds,
-            spent.computing,
-            spent.waiting_for_data,
-            spent.waiting_for_peers,
+            rank=report.rank,
+            world=world,
+            epoch=report.epoch,
+            num_steps=report.num_steps,
+            seconds=report.seconds,
+            computing=spent.computing,
+            waiting_for_data=spent.waiting_for_data,
+            waiting_for_peers=spent.waiting_for_peers,
+            step=step,
+            num_rounds=averaging.rounds,
+            bytes_sent=averaging.bytes_sent,
+            staleness=_counts(averaging.staleness),
+            mean_staleness=summed / num_gradients if num_gradients else 0.0,
+            largest_staleness=max(averaging.staleness, default=0),
+            consensus_distance=report.consensus_distance,
         )
+
+    @property
+    def rounds_per_gradient(self) -> float:
+        """Averaging rounds for each gradient; 0 without a gradient."""
+        return self.num_rounds / self.num_steps if self.num_steps else 0.0
 
     def share(self, seconds: Seconds) -> float:
         """`seconds` in per cent of the learner's time in the epoch."""
         return 100.0 * seconds / self.seconds if self.seconds > 0.0 else 0.0
+
+
+def _counts(staleness: Mapping[int, int]) -> list[int]:
+    """Counts in places 0, 1, 2, … up to the last that is not 0, at most `FAR`."""
+    counts = [0] * (1 + min(FAR, max(staleness, default=-1)))
+    for value, count in staleness.items():
+        counts[min(value, FAR)] += count
+    return counts
 
 
 class Meter:
