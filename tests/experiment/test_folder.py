@@ -31,6 +31,7 @@ def save(recipe: Recipe, position: Ticket, world: int = 2) -> None:
         arrive,
         lambda folder, weights, buffers: folder.mkdir(),
         fingerprints(recipe),
+        team_size=recipe.team_size,
     )
     for rank in range(world):
         writer.save(LearnerState(rank, world, position, 0.0, torch.zeros(3), {}, {}))
@@ -112,6 +113,18 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tree: Tree, change: Tree, pro
     save(recipe, Ticket(1, 3, 11))
     with pytest.raises(CheckpointError, match=problem):
         resolve_resume(check_recipe({**tree, "resume": str(recipe.folder), **change}, "r.yaml"))
+
+
+def test_asynchronous_learners_may_become_more_in_the_middle_of_an_epoch(tree: Tree) -> None:
+    """Each claims for itself, so that batches do not depend on how many they are; a synchronous strategy's would."""
+    tree["strategy"] = "adpsgd"
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 3, 11))
+    resumed = {**tree, "resume": str(recipe.folder), "learners": 3}
+    assert resolve_resume(check_recipe(resumed, "r.yaml")).learners == 3
+    with pytest.raises(CheckpointError, match="the strategy as it was"):
+        resolve_resume(check_recipe({**resumed, "strategy": "allreduce", "learners": 2}, "r.yaml"))
 
 
 def test_the_budget_and_the_learning_rate_may_change_in_a_resume(tree: Tree) -> None:

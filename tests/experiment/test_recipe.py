@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from starling.engines.stragglers import Pause
 from starling.errors import ConfigError
 from starling.experiment.recipe import (
     check_recipe,
@@ -14,6 +15,7 @@ from starling.experiment.recipe import (
     fingerprints,
     load_recipe,
     recipe_digest,
+    with_learners,
 )
 
 Tree = dict[str, Any]
@@ -60,11 +62,12 @@ def test_all_problems_are_listed_at_once(tree: Tree) -> None:
     tree["optimizer"]["name"] = "adamm"
     tree["strategy"] = "allreduc"
     tree["cluster"] = {"compute": {"distribution": "uniform", "spread": 2}}
+    tree["stragglers"] = {"slow": {"1": "10x", 2: 3}, "pauses": [{"learner": 7, "after": 1, "seconds": 1}]}
     del tree["name"]
     with pytest.raises(ConfigError) as caught:
         check_recipe(tree, "r.yaml")
     first, *lines = str(caught.value).splitlines()
-    assert first == "recipe r.yaml: 9 problems"
+    assert first == "recipe r.yaml: 11 problems"
     starts = {
         "  learnrs: unknown key; did you mean learners?",
         "  seed: input should be greater than or equal to 0, got -1",
@@ -74,6 +77,8 @@ def test_all_problems_are_listed_at_once(tree: Tree) -> None:
         "  optimizer: name: 'adamm' is not in torch.optim; did you mean adam",
         "  strategy: 'allreduc' is unknown; did you mean 'allreduce'?",
         "  cluster.compute: a uniform spread of 2.0 would give negative times",
+        "  stragglers.slow.2: there is no learner 2 among 2; the last is learner 1",
+        "  stragglers.pauses.0.learner: there is no learner 7 among 2; the last is learner 1",
         "  name: missing",
     }
     assert all(any(line.startswith(start) for line in lines) for start in starts), lines
@@ -85,6 +90,88 @@ def test_a_wrong_option_of_a_strategy_is_a_problem_of_that_key(tree: Tree) -> No
     tree["strategy"] = {"name": "allreduce", "patern": "ring"}
     with pytest.raises(ConfigError, match=r"strategy\.patern: unknown key"):
         check_recipe(tree, "r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            {"slow": {0: "fast"}},
+            "stragglers.slow.0: input should be a valid number, unable to parse string as a number",
+        ),
+        ({"slow": {0: "0.5x"}}, "stragglers.slow.0: input should be greater than or equal to 1, got"),
+        ({"slwo": {0: 2}}, "stragglers.slwo: unknown key; did you mean stragglers.slow?"),
+        ({"pauses": [{"learner": 0, "after": 0, "seconds": 1}]}, "stragglers.pauses.0.after: input should be greater"),
+        ({"pauses": [{"learner": 0, "after": 1}]}, "stragglers.pauses.0.seconds: missing"),
+        (None, "stragglers: must be a mapping of keys to values, got None"),
+    ],
+)
+def test_a_straggler_that_cannot_be_is_a_problem_of_its_key(tree: Tree, change: Tree | None, problem: str) -> None:
+    """One problem, in the words of the others."""
+    tree["stragglers"] = change
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(tree, "r.yaml")
+    first, line = str(caught.value).splitlines()
+    assert first == "recipe r.yaml: a problem"
+    assert line.startswith(f"  {problem}")
+
+
+def test_stragglers_are_written_as_one_speaks(tree: Tree, tmp_path: Path) -> None:
+    """`10x` in a file or an override, which wins; the dumped recipe is the same one."""
+    tree["stragglers"] = {"slow": {0: "10x"}, "pauses": [{"learner": 1, "after": 10, "seconds": 5}]}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
+    recipe = load_recipe(tmp_path / "r.yaml")
+    assert recipe.stragglers.slow == {0: 10.0}
+    assert recipe.stragglers.pauses == (Pause(learner=1, after=10, seconds=5.0),)
+    assert check_recipe(yaml.safe_load(dump_recipe(recipe)), "dumped") == recipe
+    both = load_recipe(tmp_path / "r.yaml", ["stragglers.slow.0=3x", "stragglers.slow.1=2", "stragglers.jitter=0.1"])
+    assert both.stragglers.slow == {0: 3.0, 1: 2.0}
+    assert recipe_digest(both) != recipe_digest(recipe)
+
+
+def test_slow_learners_are_no_longer_a_matter_of_the_cluster(tree: Tree) -> None:
+    """The message leads to where they are now."""
+    tree["cluster"] = {"compute": {"slow": {0: 10}}}
+    with pytest.raises(ConfigError, match=r"cluster\.compute\.slow: unknown key; did you mean stragglers\.slow\?"):
+        check_recipe(tree, "r.yaml")
+
+
+@pytest.mark.parametrize("learners", [3, "3"])
+def test_a_strategy_that_does_not_fit_the_learners_is_one_problem_among_others(tree: Tree, learners: object) -> None:
+    """Before any process starts."""
+    tree |= {"learners": learners, "strategy": {"name": "hadpsgd", "per_node": 2}, "seed": -1}
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(tree, "r.yaml")
+    _, *lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["  seed", "  strategy.per_node"]
+    assert lines[1].endswith("2 learners to a super-learner do not divide 3 learners")
+    tree["learners"] = 0
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(tree, "r.yaml")
+    _, *lines = str(caught.value).splitlines()
+    assert {line.split(":")[0] for line in lines} == {"  learners", "  seed"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "team_size"),
+    [("allreduce", 4), ("adpsgd", 1), ({"name": "hadpsgd", "per_node": 2}, 2)],
+    ids=["all", "alone", "a super-learner"],
+)
+def test_the_strategy_says_who_claims_together(tree: Tree, strategy: object, team_size: int) -> None:
+    """All learners of a synchronous strategy, one super-learner's, or each for itself."""
+    assert check_recipe({**tree, "learners": 4, "strategy": strategy}, "r.yaml").team_size == team_size
+
+
+def test_another_number_of_learners_is_checked_like_the_first(tree: Tree) -> None:
+    """torchrun may start another number than the recipe says."""
+    tree |= {"learners": 4, "strategy": {"name": "hadpsgd", "per_node": 2}, "stragglers": {"slow": {3: 2}}}
+    recipe = check_recipe(tree, "r.yaml")
+    assert with_learners(recipe, 6) == check_recipe({**tree, "learners": 6}, "r.yaml")
+    with pytest.raises(ConfigError) as caught:
+        with_learners(recipe, 3)
+    first, *lines = str(caught.value).splitlines()
+    assert first == "recipe songs with 3 learners: 2 problems"
+    assert {line.split(":")[0] for line in lines} == {"  strategy.per_node", "  stragglers.slow.3"}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """A simulated run is trained, scored, and the same every time."""
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import soundfile
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from starling.checkpoint.reader import latest, load
 from starling.errors import CheckpointError, ConfigError, DataError
@@ -69,6 +71,33 @@ def test_a_simulation_can_be_evaluated_and_used(tree: Tree, songs: Path, tmp_pat
     soundfile.write(tmp_path / "nan.wav", [float("nan")] * 8000, 8000, subtype="FLOAT")
     with pytest.raises(DataError, match=r"nan\.wav: .*not finite"):
         transcribe(experiment, [tmp_path / "nan.wav"], texts.append)
+
+
+def test_an_asynchronous_simulation_reports_rounds_staleness_and_distance(tree: Tree, tmp_path: Path) -> None:
+    """In the log, on the curves and in the manifest."""
+    tree |= {"strategy": "adpsgd", "learners": 3, "batches": {"max_duration": 2}}
+    simulated(tree)
+    experiment = tmp_path / "exp" / "songs-virtual"
+    ends = [line for line in (experiment / "log" / "virtual.log").read_text().splitlines() if "ended" in line]
+    assert len(ends) == 3
+    assert all(
+        re.search(r"\d rounds per gradient, staleness \d+\.\d \(at most \d+\), .* MB sent", line) for line in ends
+    )
+    curves = EventAccumulator(str(experiment / "tensorboard" / "learner-0")).Reload()
+    (drawn,) = curves.Scalars("consensus/distance")
+    manifest = load(latest(experiment)).manifest
+    assert (drawn.step, manifest.team_size) == (manifest.position.step, 1)
+    assert drawn.value > 0.0
+    assert manifest.consensus_distance is not None and manifest.consensus_distance > 0.0
+
+
+def test_a_straggler_of_the_recipe_delays_a_synchronous_simulation(tree: Tree) -> None:
+    """A pause of ten simulated minutes is waited for by all."""
+    tree |= {"overwrite": True}
+    without = simulated(tree)[-2]
+    delayed = simulated({**tree, "stragglers": {"pauses": [{"learner": 1, "after": 1, "seconds": 600}]}})[-2]
+    assert without.startswith("simulated time: 0.")
+    assert delayed.startswith("simulated time: 10 min 0")
 
 
 def test_a_folder_that_is_no_experiment_is_named(tmp_path: Path) -> None:

@@ -45,14 +45,25 @@ def test_models_are_the_same_at_every_call(tree: Tree) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("learners", [1, 2, 3, 5])
-def test_an_epoch_holds_every_utterance_once_in_whole_rounds(tree: Tree, learners: int) -> None:
-    """The number of mini-batches is a multiple of the learners of a synchronous strategy."""
-    tree["learners"] = learners
+@pytest.mark.parametrize(
+    ("learners", "strategy", "team_size"),
+    [
+        *((learners, "allreduce", learners) for learners in (1, 2, 3, 5)),
+        (6, {"name": "hadpsgd", "per_node": 3}, 3),
+        (5, "adpsgd", 1),
+    ],
+)
+def test_an_epoch_holds_every_utterance_once_in_whole_rounds(
+    tree: Tree, learners: int, strategy: object, team_size: int
+) -> None:
+    """The number of mini-batches is a multiple of the learners that claim together."""
+    tree |= {"learners": learners, "strategy": strategy}
     _, workload = ready(tree)
+    alone = ready({**tree, "learners": team_size, "strategy": "allreduce"})[1]
     for epoch in (0, 3, 1):
         batches = workload.num_batches(epoch)
-        assert batches % learners == 0
+        assert batches % team_size == 0
+        assert batches == alone.num_batches(epoch)
         ids = [each for index in range(batches) for part in workload.load(Ticket(epoch, index, 0)) for each in part.ids]
         assert sorted(ids) == sorted(f"song-{number}" for number in range(24))
 

@@ -10,15 +10,13 @@ from starling.configuration import Config
 
 
 class ComputeModel(Config):
-    """Seconds that one gradient takes, drawn anew for each; learner l is `slow[l]` times slower."""
+    """Seconds that one gradient takes, drawn anew for each. Which learners are slower: see `Stragglers`."""
 
     distribution: Literal["constant", "uniform", "log-normal"] = "constant"
     seconds: float = Field(default=0.1, gt=0.0)
     """The mean."""
     spread: float = Field(default=0.0, ge=0.0)
     """uniform: half the width as a share of the mean, below 1; log-normal: the standard deviation of the logarithm."""
-    slow: dict[int, float] = Field(default_factory=dict)
-    """Factors by learner."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> "ComputeModel":
@@ -26,8 +24,6 @@ class ComputeModel(Config):
             raise ValueError(f"a uniform spread of {self.spread} would give negative times; it must be below 1")
         if self.distribution == "constant" and self.spread > 0.0:
             raise ValueError("a constant time has no spread; choose uniform or log-normal")
-        if any(factor <= 0.0 for factor in self.slow.values()):
-            raise ValueError("factors of slow learners must be positive")
         return self
 
 
@@ -36,17 +32,16 @@ class ComputeTimes:
 
     def __init__(self, model: ComputeModel, seed: int, rank: int) -> None:
         self._model = model
-        self._mean = model.seconds * model.slow.get(rank, 1.0)
         self._random = random.Random(derive_seed(seed, "compute time", rank))
 
     def draw(self) -> float:
         """Seconds for the next gradient."""
-        spread = self._model.spread
+        mean, spread = self._model.seconds, self._model.spread
         if self._model.distribution == "uniform":
-            return self._mean * self._random.uniform(1.0 - spread, 1.0 + spread)
+            return mean * self._random.uniform(1.0 - spread, 1.0 + spread)
         if self._model.distribution == "log-normal":
-            return self._mean * self._random.lognormvariate(-0.5 * spread * spread, spread)
-        return self._mean
+            return mean * self._random.lognormvariate(-0.5 * spread * spread, spread)
+        return mean
 
 
 class LinkModel(Config):

@@ -59,8 +59,7 @@ def resolve_resume(recipe: Recipe) -> Recipe:
             f"{folder}: it was trained with another {', '.join(sorted(differing))} than this recipe says; "
             f"resume with what {folder.parent.parent / 'config.yaml'} holds, or train anew without resume"
         )
-    if recipe.strategy.strategy.synchronous:
-        checkpoint.start(0, recipe.learners)
+    checkpoint.start(0, recipe.learners, recipe.team_size)
     return recipe.model_copy(update={"resume": folder})
 
 

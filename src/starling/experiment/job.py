@@ -26,6 +26,7 @@ def make_job(recipe: Recipe, folder: ExperimentFolder) -> Job:
         clip_norm=recipe.optimizer.clip_norm,
         autocast=recipe.engine.autocast == "bf16",
         num_workers=recipe.batches.num_workers,
+        stragglers=recipe.stragglers,
         seed=recipe.seed,
     )
 

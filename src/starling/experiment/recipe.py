@@ -4,15 +4,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from starling.budget import Budget
 from starling.checkpoint.writer import CheckpointConfig
 from starling.configuration import Config
 from starling.engines.cluster import Cluster
+from starling.engines.stragglers import Stragglers
 from starling.errors import ConfigError
 from starling.experiment.optimizer import OptimizerConfig
 from starling.experiment.overrides import apply_overrides
@@ -25,6 +26,8 @@ from starling.speech.models import ModelConfig
 from starling.speech.prepare import DataConfig, set_digest
 from starling.speech.tokens import TokenConfig
 from starling.strategies import Strategy, find_strategy
+
+Learners = Annotated[int, Field(ge=1, le=4096)]
 
 
 class StrategyChoice(BaseModel):
@@ -49,6 +52,10 @@ class StrategyChoice(BaseModel):
         """The options, checked by the strategy's own model; pydantic's ValidationError if they are wrong."""
         return self.strategy.options.model_validate(self.model_extra or {})
 
+    def team_size(self, learners: int) -> int:
+        """How many of them claim mini-batches together; ConfigError if the strategy's options do not fit so many."""
+        return self.strategy.team_size(self.options, learners)
+
 
 class EngineConfig(Config):
     """How a learner computes; the `engine:` section of a recipe."""
@@ -70,7 +77,7 @@ class Recipe(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """The experiment's folder inside `exp`."""
     seed: int = Field(default=1, ge=0)
-    learners: int = Field(default=1, ge=1, le=4096)
+    learners: Learners = 1
     strategy: StrategyChoice = StrategyChoice(name="allreduce")
     budget: Budget
     data: DataConfig
@@ -83,6 +90,8 @@ class Recipe(Config):
     engine: EngineConfig = EngineConfig()
     cluster: Cluster = Cluster()
     """The cluster that `starling simulate` pretends to have."""
+    stragglers: Stragglers = Stragglers()
+    """Slowness on purpose, in training and in simulation."""
     checkpoints: CheckpointConfig = CheckpointConfig()
     validate_every: int | None = Field(default=None, ge=1)
     """Epochs between two scorings of the valid set while training; null: never."""
@@ -98,6 +107,11 @@ class Recipe(Config):
         """The folder of this experiment."""
         return self.exp / self.name
 
+    @property
+    def team_size(self) -> int:
+        """How many learners claim mini-batches together."""
+        return self.strategy.team_size(self.learners)
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a file, with `key=value` overrides. Raises one ConfigError that lists all problems."""
@@ -106,7 +120,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def check_recipe(tree: Tree, where: str) -> Recipe:
     """The recipe of a tree; `where` names it in the ConfigError that lists all problems."""
-    problems = _strategy_problems(tree.get("strategy"))
+    learners = _learners(tree)
+    problems = _strategy_problems(tree.get("strategy"), learners)
+    problems += _straggler_problems(tree.get("stragglers"), learners)
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -115,6 +131,12 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
         count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
         raise ConfigError(f"recipe {where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
     return recipe
+
+
+def with_learners(recipe: Recipe, learners: int) -> Recipe:
+    """The recipe for another number of learners. Raises ConfigError if its strategy or stragglers do not fit them."""
+    tree = recipe.model_dump(mode="json") | {"learners": learners}
+    return check_recipe(tree, f"{recipe.name} with {learners} learners")
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -144,11 +166,28 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
     return digests | {"data": set_digest(recipe.data, recipe.data.train)}
 
 
-def _strategy_problems(choice: Any) -> list[str]:
+def _learners(tree: Tree) -> int | None:
+    """How many learners a tree says, if that is a possible number: the tree's own check says so otherwise."""
+    try:
+        return TypeAdapter[int](Learners).validate_python(tree.get("learners", 1))
+    except ValidationError:
+        return None
+
+
+def _straggler_problems(section: Any, learners: int | None) -> list[str]:
+    """Entries for learners that are not there."""
+    try:
+        stragglers = Stragglers.model_validate(section) if section is not None else Stragglers()
+    except ValidationError:
+        return []  # the tree's own check says so
+    return [] if learners is None else list(stragglers.problems(learners))
+
+
+def _strategy_problems(choice: Any, learners: int | None) -> list[str]:
     try:
         strategy = StrategyChoice.model_validate(choice) if choice is not None else None
         if strategy is not None:
-            _ = strategy.options
+            _ = strategy.options if learners is None else strategy.team_size(learners)
     except ConfigError as error:
         return [str(error)]
     except ValidationError as error:

@@ -30,9 +30,9 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     folder.log.mkdir(exist_ok=True)
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
-    start = (
-        [load(recipe.resume).start(rank, recipe.learners) for rank in range(recipe.learners)] if recipe.resume else None
-    )
+    checkpoint = load(recipe.resume) if recipe.resume else None
+    ranks = range(recipe.learners)
+    start = [checkpoint.start(rank, len(ranks), recipe.team_size) for rank in ranks] if checkpoint else None
     with (
         (folder.log / "virtual.log").open("w", encoding="utf-8") as log,
         Display(title, recipe.learners, console) as display,
@@ -47,7 +47,12 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
         ).run()
     curves.close()
     writer = CheckpointWriter(
-        folder.checkpoints, lambda name: 1, ModelWriter(folder.initial), fingerprints(recipe), recipe.checkpoints.keep
+        folder.checkpoints,
+        lambda name: 1,
+        ModelWriter(folder.initial),
+        fingerprints(recipe),
+        recipe.checkpoints.keep,
+        recipe.team_size,
     )
     writer.save_consensus(outcome.states)
     evaluate(folder.path, None, tell, console)

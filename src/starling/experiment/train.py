@@ -27,7 +27,7 @@ from starling.experiment.observers import (
     Together,
     show,
 )
-from starling.experiment.recipe import Recipe, fingerprints, recipe_digest
+from starling.experiment.recipe import Recipe, fingerprints, recipe_digest, with_learners
 from starling.experiment.setup import make_ready
 from starling.experiment.validate import Validation
 from starling.launch.launcher import launch
@@ -78,7 +78,7 @@ def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Cons
     if place.world != recipe.learners:
         if place.rank == 0:
             console.print(f"{place.world} learners were started; learners={recipe.learners} of the recipe is ignored")
-        recipe = recipe.model_copy(update={"learners": place.world})
+        recipe = with_learners(recipe, place.world)
     if link is None:
         recipe = _agree_on_set_up(recipe, place, console)
     folder = ExperimentFolder(recipe.folder)
@@ -124,19 +124,25 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
 
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     writer = CheckpointWriter(
-        folder.checkpoints, arrive, ModelWriter(folder.initial), fingerprints(recipe), recipe.checkpoints.keep
+        folder.checkpoints,
+        arrive,
+        ModelWriter(folder.initial),
+        fingerprints(recipe),
+        recipe.checkpoints.keep,
+        recipe.team_size,
     )
+    saver = Saver(writer, tell, lambda: Curves(folder.tensorboard / "consensus"))
     listeners = [Metered(Log(sys.stdout), place.world, LOG_EVERY), Metered(curves, place.world, CURVES_EVERY)]
     if link is not None:
         listeners.append(Metered(Messages(tell), place.world, SEND_EVERY))
-    start = load(recipe.resume).start(place.rank, place.world) if recipe.resume else None
+    start = load(recipe.resume).start(place.rank, place.world, recipe.team_size) if recipe.resume else None
     try:
         run_learner(
             make_job(recipe, folder),
             place,
             choose_device(recipe.engine.device, place),
             recipe_digest(recipe),
-            Together([*listeners, Saver(writer, tell)]),
+            Together([*listeners, saver]),
             start,
             recipe.engine.timeout_seconds,
         )

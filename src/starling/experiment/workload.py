@@ -39,8 +39,7 @@ class SpeechWorkload(Workload[Batch]):
         self.features = features
         self.tokenizer = tokenizer
         self.utterances = utterances
-        synchronous = recipe.strategy.strategy.synchronous
-        self._round_size = recipe.learners if synchronous else 1
+        self._round_size = recipe.team_size
         self._plans: OrderedDict[int, list[MiniBatch]] = OrderedDict()
 
     def make_model(self) -> nn.Module:
