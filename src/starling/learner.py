@@ -6,7 +6,7 @@ engine on a simulated clock; the text of the strategy is the same.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -45,6 +45,11 @@ class Learner(ABC):
 
     @property
     @abstractmethod
+    def seed(self) -> int:
+        """The seed of the run, the same on all learners: what they draw from it they agree on without a word."""
+
+    @property
+    @abstractmethod
     def weights(self) -> Tensor:
         """This learner's own model, flat, `[P]`; the model's parameters are views into it. Not to be written to."""
 
@@ -60,20 +65,42 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def mean(self, of: Tensor | Handle[Tensor]) -> Handle[Tensor]:
-        """Start averaging a vector `[P]`, as it is now, over all learners: (1/L) sum_l of_l, summed in rank order.
+    def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
+        """Start averaging a vector, as it is now, over a group of learners (None: all), summed in rank order.
 
-        The result is not to be written to: learners may share it. A handle given to `mean` while its work is under
-        way is not to be awaited for itself. The mean of a gradient's handle may begin before the gradient is complete:
-        the `processes` engine reduces each part while the rest is still being computed, and then a backend chooses the
-        order of the sum.
+        A group other than all is the learner's own team: the learners that claim together with it. The result is not
+        to be written to: learners may share it. A handle given to `mean` while its work is under way is not to be
+        awaited for itself. The mean of a gradient's handle may begin before the gradient is complete: the `processes`
+        engine reduces each part while the rest is still being computed, and then a backend chooses the order of the
+        sum.
         """
 
     @abstractmethod
-    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
-        """Start sending `tensor`, as it is now, to `peer` and receiving the one it sends under the same `tag`.
+    def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
+        """Start sending `tensor` to `peer`, which receives it under the same `tag`.
 
-        Both are of one shape and dtype. Several of one tag meet in the order in which they began.
+        The tensor is not to be changed before the handle was awaited. Several of one tag arrive in their order.
+        """
+
+    @abstractmethod
+    def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
+        """Start receiving what `peer` sends under `tag`, of the shape and dtype of `like`; the result is new memory."""
+
+    @abstractmethod
+    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
+        """Start sending `tensor` to `peer` and receiving the one it sends, alike, under the same `tag`."""
+
+    @abstractmethod
+    def background(self, activity: Coroutine[Any, Any, None]) -> None:
+        """Start a second coroutine of this learner, beside the first. An error in it ends the learner."""
+
+    @abstractmethod
+    def round(self, period: float) -> Handle[int | None]:
+        """Wait for the next averaging round of the run; its number, or None after the last.
+
+        All learners go through the same rounds, 0, 1, 2, …, and through equally many, whatever order they finish in.
+        A round opens for everybody as soon as one learner has made `period` gradients for it: so a slow learner delays
+        nobody's rounds, and about 1 / `period` rounds pass for each gradient of the fastest.
         """
 
     @abstractmethod
@@ -81,13 +108,21 @@ class Learner(ABC):
         """Let the local optimizer change `weights` by `gradient` `[P]`."""
 
     @abstractmethod
-    def apply(self, delta: Tensor) -> None:
-        """weights += delta."""
+    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
+        """weights += delta; or a piece of them, as `pieces` cuts them."""
 
     @abstractmethod
     def replace(self, weights: Tensor) -> None:
         """Put `weights` `[P]` in the place of this learner's own."""
 
     @abstractmethod
-    def snapshot(self) -> Tensor:
-        """A copy of `weights`."""
+    def snapshot(self, piece: slice | None = None) -> Tensor:
+        """A copy of `weights`, or of a piece of them."""
+
+    @abstractmethod
+    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
+        """`weights` cut into pieces of at most `largest` numbers, so that each is changed and sent in little time.
+
+        With `optimizer_state` the pieces of what the optimizer remembers about each weight (momentum, Adam's two
+        moments) follow behind those of the weights, the same on all learners.
+        """

@@ -2,14 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from starling.budget import Budget, Schedule
+from starling.configuration import Config
 from starling.engines.job import Job
 from starling.learner import Learner
-from starling.strategies import STRATEGIES, Strategy
+from starling.strategies import STRATEGIES, NoOptions, Strategy
+from starling.strategies.adpsgd import AsynchronousOptions
+from starling.strategies.hadpsgd import HierarchicalOptions
+from starling.strategies.mixing import MixingOptions
+from starling.topology import PATTERNS
 from tests.contract.problems import Points, TinyRegression, Workload
 
 MakeOptimizer = Callable[..., Optimizer]
@@ -36,14 +42,57 @@ async def ring_of_exchanges(me: Learner) -> None:
         round_number += 1
 
 
-EXCHANGES = Strategy("exchanges", "only in tests", ring_of_exchanges, synchronous=True)
+EXCHANGES = Strategy("exchanges", "only in tests", ring_of_exchanges)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A registered strategy with options, as the contract runs it."""
+
+    strategy: Strategy
+    options: Callable[[int], Config] = lambda world: NoOptions()
+    """From the number of learners."""
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether all learners take their steps together, so that a run is the same however fast they are."""
+        return self.strategy.team_size(self.options(6), 6) == 6
+
+
+def _dpsgd(pattern: str) -> Choice:
+    return Choice(STRATEGIES["dpsgd"], lambda world: MixingOptions(pattern=pattern))
+
+
+def _adpsgd(**options: Any) -> Choice:
+    return Choice(STRATEGIES["adpsgd"], lambda world: AsynchronousOptions(**options))
+
+
+def _hadpsgd(world: int) -> HierarchicalOptions:
+    return HierarchicalOptions(per_node=2 if world % 2 == 0 else 1, pattern="pairs")
+
+
+def choices() -> dict[str, Choice]:
+    """Every registered strategy, in every pattern."""
+    made = {name: Choice(STRATEGIES[name]) for name in ("allreduce", "delay-by-one")}
+    for pattern in PATTERNS:
+        made[f"dpsgd-{pattern}"] = _dpsgd(pattern)
+        made[f"adpsgd-{pattern}"] = _adpsgd(pattern=pattern)
+    made["adpsgd-bfloat16"] = _adpsgd(wire="bfloat16")
+    made["adpsgd-in-pieces"] = _adpsgd(piece_megabytes=4e-5, period=0.5)
+    made["adpsgd-all-averaged"] = _adpsgd(optimizer_state="averaged", pattern="pairs", period=2.0)
+    made["hadpsgd"] = Choice(STRATEGIES["hadpsgd"], _hadpsgd)
+    assert {choice.strategy.name for choice in made.values()} == set(STRATEGIES)
+    return made
+
+
+CHOICES = choices()
 
 
 @dataclass(frozen=True)
 class Case:
     """A run to be made on both engines."""
 
-    strategy: Strategy
+    choice: Choice
     workload: Callable[[int], Workload[Points]]
     optimizer: MakeOptimizer
     steps: int = 24
@@ -54,7 +103,8 @@ class Case:
     def job(self, world: int) -> Job:
         return Job(
             workload=self.workload(world),
-            strategy=self.strategy,
+            strategy=self.choice.strategy,
+            options=self.choice.options(world),
             budget=Budget(steps=self.steps),
             make_optimizer=self.optimizer,
             schedule=self.schedule,
@@ -79,11 +129,11 @@ def accumulated(world: int) -> TinyRegression:
 def cases() -> dict[str, Case]:
     """Every registered strategy in every way that the contract asks about."""
     made = {}
-    for name, strategy in {**STRATEGIES, EXCHANGES.name: EXCHANGES}.items():
-        made[f"{name}/sgd"] = Case(strategy, plain, sgd(0.1))
-        made[f"{name}/adam"] = Case(strategy, plain, adam(0.01), schedule=Schedule(warmup=0.2))
-        made[f"{name}/still"] = Case(strategy, plain, sgd(0.0))
-        made[f"{name}/same-data"] = Case(strategy, same_data, sgd(0.1))
-        made[f"{name}/accumulated"] = Case(strategy, accumulated, sgd(0.1), clip_norm=0.05)
-    made["allreduce/loaded-ahead"] = Case(STRATEGIES["allreduce"], plain, sgd(0.1), num_workers=1)
+    for name, choice in {**CHOICES, EXCHANGES.name: Choice(EXCHANGES)}.items():
+        made[f"{name}/sgd"] = Case(choice, plain, sgd(0.1))
+        made[f"{name}/adam"] = Case(choice, plain, adam(0.01), schedule=Schedule(warmup=0.2))
+        made[f"{name}/still"] = Case(choice, plain, sgd(0.0))
+        made[f"{name}/same-data"] = Case(choice, same_data, sgd(0.1))
+        made[f"{name}/accumulated"] = Case(choice, accumulated, sgd(0.1), clip_norm=0.05)
+    made["allreduce/loaded-ahead"] = Case(CHOICES["allreduce"], plain, sgd(0.1), num_workers=1)
     return made

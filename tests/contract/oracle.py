@@ -5,12 +5,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from starling.topology import complete, identity
+from starling.topology import PATTERNS, complete, find_topology, identity
 
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 Gradient = Callable[[Vector, int], Vector]
 """From weights `[P]` and the number of a mini-batch to the gradient `[P]`."""
+Oracle = Callable[[Vector, Gradient, float, int, int], Matrix]
+"""From the first weights `[P]`, the gradient, the learning rate, the numbers of learners and rounds to `[P, L]`."""
 
 
 def allreduce(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
@@ -31,10 +33,42 @@ def delay_by_one(start: Vector, gradient: Gradient, learning_rate: float, learne
     return weights
 
 
+def dpsgd(pattern: str) -> Oracle:
+    """W <- W T_k - a G(W), T_k after the pattern."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        topology = find_topology(pattern, learners, seed=11)
+        weights = np.tile(start[:, None], (1, learners))
+        for k in range(rounds):
+            gradients = columns(weights, gradient, k)
+            weights = weights @ topology.matrix(k) - learning_rate * gradients
+        return weights
+
+    return run
+
+
+def adpsgd(pattern: str) -> Oracle:
+    """The same with gradients one mixing late, W <- (W - a G(Phi)) T_k with Phi <- W - a G(Phi): what ADPSGD does where
+    all gradients take the same time, longer than a round, and one round passes for each."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        topology = find_topology(pattern, learners, seed=11)
+        weights = taken_at = np.tile(start[:, None], (1, learners))
+        for k in range(rounds):
+            stepped = weights - learning_rate * columns(taken_at, gradient, k)
+            weights, taken_at = stepped @ topology.matrix(k), stepped
+        return weights
+
+    return run
+
+
 def columns(weights: Matrix, gradient: Gradient, k: int) -> Matrix:
     """The gradients of round `k`, `[P, L]`: learner l takes mini-batch k L + l at its own column."""
     learners = weights.shape[1]
     return np.stack([gradient(weights[:, rank], k * learners + rank) for rank in range(learners)], axis=1)
 
 
-ORACLES = {"allreduce": allreduce, "delay-by-one": delay_by_one}
+SYNCHRONOUS = {"allreduce": allreduce, "delay-by-one": delay_by_one} | {
+    f"dpsgd-{pattern}": dpsgd(pattern) for pattern in PATTERNS
+}
+ASYNCHRONOUS = {f"adpsgd-{pattern}": adpsgd(pattern) for pattern in PATTERNS}

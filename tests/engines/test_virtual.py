@@ -14,21 +14,38 @@ import torch
 from starling.budget import Budget
 from starling.engines.cluster import Cluster, ComputeModel, ComputeTimes, LinkModel
 from starling.engines.job import EpochReport, Job, StepReport
+from starling.engines.stragglers import Stragglers
 from starling.engines.virtual import Outcome, VirtualEngine
 from starling.errors import CheckpointError, DataError, Deadlock, NonFiniteError, ProtocolError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
-from tests.contract.cases import cases, sgd
+from tests.contract.cases import CHOICES, Choice, cases, sgd
 from tests.contract.problems import TinyRegression
 
-UNEQUAL = Cluster(compute=ComputeModel(distribution="log-normal", seconds=0.1, spread=0.4, slow={1: 3.0}))
+UNEQUAL = Cluster(compute=ComputeModel(distribution="log-normal", seconds=0.1, spread=0.4))
+ONE_SLOW = Stragglers(slow={1: 3.0})
 
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+every_strategy = pytest.mark.parametrize("strategy", CHOICES)
 
 
-def run(strategy: str | Strategy, world: int, budget: Budget, cluster: Cluster | None = None, seed: int = 1) -> Outcome:
-    found = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
-    job = Job(TinyRegression(), found, budget, sgd(0.1), seed=seed)
+def run(
+    strategy: str | Strategy,
+    world: int,
+    budget: Budget,
+    cluster: Cluster | None = None,
+    seed: int = 1,
+    stragglers: Stragglers = ONE_SLOW,
+) -> Outcome:
+    choice = CHOICES[strategy] if isinstance(strategy, str) else Choice(strategy)
+    job = Job(
+        TinyRegression(),
+        choice.strategy,
+        budget,
+        sgd(0.1),
+        options=choice.options(world),
+        stragglers=stragglers,
+        seed=seed,
+    )
     return VirtualEngine(job, world, cluster).run()
 
 
@@ -63,8 +80,8 @@ def test_the_event_hash_does_not_depend_on_how_python_hashes() -> None:
 def test_allreduce_takes_the_slowest_gradient_and_the_reduction_of_each_round() -> None:
     """Time per round has a closed form: max of the gradients, then 2 (L - 1) messages of P / L numbers."""
     link = LinkModel(latency=0.01, bandwidth=1000.0)
-    cluster = Cluster(compute=ComputeModel(seconds=0.1, slow={2: 10.0}), link=link)
-    outcome = run("allreduce", 3, Budget(steps=12), cluster)
+    cluster = Cluster(compute=ComputeModel(seconds=0.1), link=link)
+    outcome = run("allreduce", 3, Budget(steps=12), cluster, stragglers=Stragglers(slow={2: 10.0}))
     num_bytes = 4 * (5 * 4 + 4 + 4 + 1)
     expected = 4 * (1.0 + 2 * 2 * (0.01 + -(-num_bytes // 3) / 1000.0))
     assert outcome.seconds == pytest.approx(expected)
@@ -73,8 +90,9 @@ def test_allreduce_takes_the_slowest_gradient_and_the_reduction_of_each_round() 
 def test_delay_by_one_hides_the_average_behind_the_gradient() -> None:
     """When the average takes less time than a gradient, only gradients count."""
     cluster = Cluster(compute=ComputeModel(seconds=1.0), link=LinkModel(latency=0.0, bandwidth=1000.0))
-    assert run("delay-by-one", 3, Budget(steps=12), cluster).seconds == pytest.approx(4.0)
-    assert run("allreduce", 3, Budget(steps=12), cluster).seconds > 4.4
+    equal = Stragglers()
+    assert run("delay-by-one", 3, Budget(steps=12), cluster, stragglers=equal).seconds == pytest.approx(4.0)
+    assert run("allreduce", 3, Budget(steps=12), cluster, stragglers=equal).seconds > 4.4
 
 
 def test_waiting_is_booked_to_whom_it_belongs() -> None:
@@ -87,8 +105,10 @@ def test_waiting_is_booked_to_whom_it_belongs() -> None:
         def on_epoch(self, report: EpochReport, state: object) -> None:
             reports[report.rank] = report
 
-    cluster = Cluster(compute=ComputeModel(seconds=0.1, slow={1: 10.0}), link=LinkModel(latency=0.0, bandwidth=1e12))
-    job = Job(TinyRegression(), STRATEGIES["allreduce"], Budget(steps=20), sgd(0.1))
+    cluster = Cluster(compute=ComputeModel(seconds=0.1), link=LinkModel(latency=0.0, bandwidth=1e12))
+    job = Job(
+        TinyRegression(), STRATEGIES["allreduce"], Budget(steps=20), sgd(0.1), stragglers=Stragglers(slow={1: 10.0})
+    )
     VirtualEngine(job, 2, cluster, Watcher()).run()
     fast, slow = reports[0].spent, reports[1].spent
     assert fast.waiting_for_peers / (fast.waiting_for_peers + fast.computing) == pytest.approx(0.9)
@@ -106,7 +126,7 @@ def test_a_deadlock_says_who_waits_for_whom() -> None:
             me.step(await me.mean(gradient))
 
     with pytest.raises(Deadlock, match=r"learner 0 waits for mean 0, which learner 2 did not join; learner 1 waits"):
-        run(Strategy("leaves", "only in tests", leaves_early, synchronous=True), 3, Budget(steps=9))
+        run(Strategy("leaves", "only in tests", leaves_early), 3, Budget(steps=9))
 
 
 def test_an_exchange_that_nobody_answers_is_a_deadlock() -> None:
@@ -116,8 +136,8 @@ def test_an_exchange_that_nobody_answers_is_a_deadlock() -> None:
         me.claim()
         await me.exchange(1 - me.rank, me.weights, tag=me.rank)
 
-    with pytest.raises(Deadlock, match="learner 0 waits for learner 1 to exchange under tag 0; learner 1 waits"):
-        run(Strategy("misses", "only in tests", misses, synchronous=True), 2, Budget(steps=2))
+    with pytest.raises(Deadlock, match="learner 0 waits for learner 1 to send under tag 0; learner 1 waits"):
+        run(Strategy("misses", "only in tests", misses), 2, Budget(steps=2))
 
 
 def test_weights_that_change_under_a_gradient_are_refused() -> None:
@@ -130,7 +150,7 @@ def test_weights_that_change_under_a_gradient_are_refused() -> None:
             me.step(await under_way)
 
     with pytest.raises(ProtocolError, match="learner 0: its weights changed while a gradient"):
-        run(Strategy("hasty", "only in tests", hasty, synchronous=True), 1, Budget(steps=2))
+        run(Strategy("hasty", "only in tests", hasty), 1, Budget(steps=2))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_mini_batch() -> None:
@@ -141,7 +161,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_mini_batch() -> N
 
 
 def made_of(text: Callable[[Learner], Coroutine[Any, Any, None]]) -> Strategy:
-    return Strategy("made up", "only in tests", text, synchronous=True)
+    return Strategy("made up", "only in tests", text)
 
 
 def test_what_a_strategy_raises_arrives_as_it_was() -> None:
@@ -183,15 +203,20 @@ def test_a_gradient_given_to_a_mean_cannot_be_awaited_for_itself() -> None:
 def test_means_and_exchanges_of_the_wrong_size_are_refused_by_name() -> None:
     """gloo would abort the process; the virtual engine says who brought what."""
 
-    async def short(me: Learner) -> None:
-        await me.mean(me.weights[:3])
+    async def long(me: Learner) -> None:
+        await me.mean(torch.cat([me.weights, me.weights]))
+
+    async def uneven(me: Learner) -> None:
+        await me.mean(me.weights[: 3 + me.rank])
 
     async def unequal(me: Learner) -> None:
         await me.exchange(1 - me.rank, me.weights[: 3 + me.rank], tag=4)
 
-    with pytest.raises(ProtocolError, match=r"learner 0 cannot average torch.float32 \[3\]: its weights are .* \[29\]"):
-        run(made_of(short), 2, Budget(steps=2))
-    with pytest.raises(ProtocolError, match=r"learner 1 and learner 0 exchange .* under tag 4: .* \[4\] and .* \[3\]"):
+    with pytest.raises(ProtocolError, match=r"learner 0 cannot average torch.float32 \[58\]: its weights .* \[29\]"):
+        run(made_of(long), 2, Budget(steps=2))
+    with pytest.raises(ProtocolError, match=r"learner 1 cannot join a mean with \[4\]: others brought \[3\]"):
+        run(made_of(uneven), 2, Budget(steps=2))
+    with pytest.raises(ProtocolError, match=r"learner 0 and learner 1 exchange .* under tag 4: .* \[3\] and .* \[4\]"):
         run(made_of(unequal), 2, Budget(steps=2))
 
 
@@ -262,20 +287,18 @@ def test_an_empty_budget_is_a_clean_end(strategy: str, budget: Budget) -> None:
 def test_minutes_are_simulated_minutes_and_agreed_upon() -> None:
     """A budget of minutes ends a synchronous run at the same round for all, by the simulated clock."""
     cluster = Cluster(compute=ComputeModel(distribution="uniform", seconds=1.0, spread=0.5))
-    outcome = run("delay-by-one", 4, Budget(minutes=1.0), cluster)
+    outcome = run("delay-by-one", 4, Budget(minutes=1.0), cluster, stragglers=Stragglers())
     assert 60.0 <= outcome.seconds < 63.0
     assert len({state.position for state in outcome.states}) == 1
 
 
 @pytest.mark.parametrize("distribution", ["constant", "uniform", "log-normal"])
 def test_compute_times_have_the_mean_that_was_asked_for(distribution: str) -> None:
-    """Whatever the distribution, `seconds` is its mean, and a slow learner's is longer by its factor."""
+    """Whatever the distribution, `seconds` is its mean."""
     model = ComputeModel(
         distribution=distribution,  # type: ignore[arg-type]
         seconds=0.2,
         spread=0.0 if distribution == "constant" else 0.5,
-        slow={1: 10.0},
     )
-    for rank, mean in ((0, 0.2), (1, 2.0)):
-        times = ComputeTimes(model, seed=1, rank=rank)
-        assert sum(times.draw() for _ in range(20_000)) / 20_000 == pytest.approx(mean, rel=0.03)
+    times = ComputeTimes(model, seed=1, rank=1)
+    assert sum(times.draw() for _ in range(20_000)) / 20_000 == pytest.approx(0.2, rel=0.03)

@@ -17,9 +17,8 @@ class OrderedMean:
     bytes as a ring all-reduce, 2 (L - 1) / L times the vector. A thread of its own does it behind the computation.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, world: int) -> None:
+    def __init__(self, group: ProcessGroup | None, world: int) -> None:
         self._group = group
-        self._rank = rank
         self._world = world
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starling-mean")
 

@@ -1,5 +1,6 @@
 """A model whose parameters live in one flat vector, and its gradients in another."""
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -44,6 +45,11 @@ class FlatModel:
         for parameter, weight, gradient in views:
             parameter.data = weight
             parameter.grad = gradient
+
+    def twin(self) -> "FlatModel":
+        """A model for other weights, with the same buffers and the same vector of gradients."""
+        shared: dict[int, object] = {id(buffer): buffer for buffer in self.model.buffers()}
+        return FlatModel(copy.deepcopy(self.model, shared), self.weights.device, gradients=self.gradients)
 
     @property
     def num_parameters(self) -> int:

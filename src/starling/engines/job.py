@@ -1,5 +1,6 @@
 """What an engine runs, and what it tells about it."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from starling.budget import Budget, Schedule
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
+from starling.engines.stragglers import Stragglers
 from starling.strategies import NoOptions, Strategy
 from starling.workload import Ticket, Workload
 
@@ -31,7 +33,13 @@ class Job:
     """Compute losses in bfloat16 where torch considers it safe; weights and gradients stay float32."""
     num_workers: int = 0
     """Processes that load mini-batches ahead, for each learner; 0 loads them in the learner itself."""
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    """Slowness on purpose."""
     seed: int = 0
+
+    def team_size(self, world: int) -> int:
+        """How many of `world` learners claim together; ConfigError when the strategy's options do not fit."""
+        return self.strategy.team_size(self.options, world)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,18 @@ class Spent:
     waiting_for_peers: float = 0.0
 
 
+@dataclass
+class Averaging:
+    """What one learner did to agree with the others."""
+
+    rounds: int = 0
+    """Averaging rounds it went through in its background."""
+    bytes_sent: int = 0
+    """To other learners; of a collective, what it sends as a ring."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Gradients by the number of changes made to the weights between their being read for the gradient and the step."""
+
+
 @dataclass(frozen=True)
 class EpochReport:
     """One learner's part of an epoch that has ended, or of the part of it that the budget allowed."""
@@ -71,6 +91,9 @@ class EpochReport:
     num_steps: int
     seconds: float
     spent: Spent
+    averaging: Averaging = field(default_factory=Averaging)
+    consensus_distance: float | None = None
+    """(1/L) sum_l |w_l - mean|^2 at this moment, where the engine knows it: on the virtual clock."""
 
 
 class Observer(Protocol):

@@ -4,85 +4,38 @@ On the CPU everything travels by gloo. On CUDA, with a device for each learner, 
 that share a device fall back to gloo through host memory.
 """
 
-import copy
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from starling.checkpoint.state import LearnerState
-from starling.engines.base import FIRST_TICKET, EngineLearner, given_away
-from starling.engines.collectives import OrderedMean
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import Greeting, greet, part, silent_learners
 from starling.engines.job import Job, Observer
 from starling.engines.loading import Loaded, load_ahead
+from starling.engines.peers import GradientHandle, PeerLearner, Place
 from starling.engines.replica import Replica
-from starling.engines.tickets import TicketSequence, round_tickets
+from starling.engines.stragglers import Stragglers
+from starling.engines.training import TrainingLearner
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import Handle
 
-T = TypeVar("T")
+__all__ = ["Place", "ProcessLearner", "choose_device", "has_own_device", "process_group", "run_learner"]
+
+KEPT_CLAIMS = 1024
+"""Claims of a team that stay in the store: its members are in step but for the mini-batches loaded ahead."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a learner stands among all, and the store through which they meet."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    store: Store
-
-
-class ProcessHandle(Handle[T]):
-    """Work under way in this process; `result()` waits for it once and keeps what it gave."""
-
-    def __init__(self, wait: Callable[[], T]) -> None:
-        self._wait = wait
-        self._results: list[T] = []
-
-    @property
-    def is_finished(self) -> bool:
-        return bool(self._results)
-
-    def result(self) -> T:
-        if not self._results:
-            self._results.append(self._wait())
-        return self._results[0]
-
-
-class GradientHandle(ProcessHandle[Tensor]):
-    """A gradient, computed when it is waited for; `mean` may ask before that for the mean over all learners instead."""
-
-    def __init__(self, rank: int, compute: Callable[[bool], Tensor]) -> None:
-        super().__init__(lambda: compute(False))
-        self._rank = rank
-        self._reduced = ProcessHandle(lambda: compute(True))
-        self._is_given_away = False
-
-    def reduced(self) -> Handle[Tensor]:
-        """The mean over all learners, in whose place the gradient itself is never computed."""
-        self._is_given_away = True
-        return self._reduced
-
-    def result(self) -> Tensor:
-        if self._is_given_away:
-            raise given_away(self._rank)
-        return super().result()
-
-
-class ProcessLearner(EngineLearner):
-    """A learner that is this process."""
+class ProcessLearner(PeerLearner, TrainingLearner):
+    """A learner of a job that is this process."""
 
     def __init__(
         self,
@@ -96,82 +49,42 @@ class ProcessLearner(EngineLearner):
         replica = Replica(flat.weights, flat.gradients, flat.parameters, job.make_optimizer, job.clip_norm)
         if start is not None:
             flat.load_buffers(start.buffers)
-        super().__init__(job, place.rank, place.world, replica, observer, start)
-        self._store = place.store
+        TrainingLearner.__init__(self, job, place.rank, place.world, replica, observer, start)
+        device = flat.weights.device
+        self.meet(place, device, has_own_device(place, device), timeout_seconds)
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._flat = flat
-        self._device = flat.weights.device
-        self._by_nccl = has_own_device(place, self._device)
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
-        self._reducing: DistributedDataParallel | None = None
-        self._begin = time.monotonic()
-        first = start.position if start else FIRST_TICKET
-        tickets = round_tickets(TicketSequence(job.workload, first), job.budget, first, place.world)
-        mine = (ticket for ticket in tickets if (ticket.step - first.step) % place.world == place.rank)
+        self._reducing: dict[bool, DistributedDataParallel] = {}  # by whether it is the model elsewhere
+        mine = self.tickets.take(self._draws(), members=[self.place_in_team])
         self._batches = load_ahead(job.workload, mine, job.num_workers)
-        # a new group would not take over the time-out of the default one, but wait for half an hour
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        self._ordered = OrderedMean(group, place.rank, place.world)
 
-    def now(self) -> float:
-        return time.monotonic() - self._begin
+    def claim(self) -> bool:
+        self._check_background()
+        return super().claim()
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         version, ticket = self.replica.version, self._claimed()[0]
-        mine = at is self.weights
-        if not mine:
-            if self._elsewhere is None:
-                self._elsewhere = FlatModel(
-                    copy.deepcopy(self._flat.model), self._device, gradients=self._flat.gradients
-                )
+        self._gradient_version = version
+        is_mine = at is self.weights
+        if not is_mine:
+            self._elsewhere = self._elsewhere or self._flat.twin()
             self._elsewhere.weights.copy_(at)
 
         def result(reduced: bool) -> Tensor:
-            if mine and self.replica.version != version:
+            if is_mine and self.replica.version != version:
                 raise self.changed_beneath()
             if self._ticket is not ticket:
                 raise ProtocolError(f"learner {self._rank} claimed again before it awaited its gradient")
-            return self._gradient(self._flat if mine or self._elsewhere is None else self._elsewhere, reduced)
+            return self._gradient(self._flat if is_mine or self._elsewhere is None else self._elsewhere, reduced)
 
-        return GradientHandle(self._rank, result)
+        # who is slow on purpose sleeps before the others have its gradient, which DDP would have sent by then
+        return GradientHandle(self, result, may_reduce=self.job.stragglers == Stragglers())
 
     def step(self, gradient: Tensor) -> None:
         begin = self.now()
         super().step(gradient)
         self.spent.computing += self.now() - begin
-
-    def mean(self, of: Tensor | Handle[Tensor]) -> Handle[Tensor]:
-        if isinstance(of, GradientHandle) and not of.is_finished:
-            return of.reduced()
-        if isinstance(of, ProcessHandle) and of.is_finished:
-            of = of.result()
-        if isinstance(of, Handle):
-            return ProcessHandle(lambda: self.mean(of.result()).result())
-        self.check_mean(of)
-        if self._by_nccl:
-            vector = of.clone()
-            work = dist.all_reduce(vector, async_op=True)
-
-            def reduced() -> Tensor:
-                self._for_peers("a mean", work.wait)
-                return vector.div_(self._world)
-
-            return ProcessHandle(reduced)
-        under_way = self._ordered.start(of)
-        return ProcessHandle(lambda: self._for_peers("a mean", under_way.result).to(self._device))
-
-    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
-        self.check_peer(peer)
-        mine = tensor.detach().to("cpu", copy=True)
-        theirs = torch.empty_like(mine)
-        works = [dist.isend(mine, peer, tag=tag), dist.irecv(theirs, peer, tag=tag)]
-
-        def result() -> Tensor:
-            for work in works:
-                if work is not None:
-                    self._for_peers(f"an exchange with learner {peer}", work.wait)
-            return theirs.to(self._device)
-
-        return ProcessHandle(result)
 
     def drive(self) -> LearnerState:
         """Run the strategy to its end; the state in which it leaves this learner."""
@@ -180,45 +93,59 @@ class ProcessLearner(EngineLearner):
             while True:
                 coroutine.send(None)  # it waits inside the handle's result
         except StopIteration:
-            return self.state()
+            self._end_rounds()
+            return self.finish(self.tickets.handed_out(self._num_drawn()))
         finally:
             self._ordered.close()
 
     def _gradient(self, flat: FlatModel, reduced: bool) -> Tensor:
         begin = self.now()
-        if not reduced or self._world == 1:
+        if not reduced or len(self.team) == 1:
             loss = self.compute_gradient(flat.model, flat)
-        elif flat is not self._flat:
-            raise ProtocolError("the mean of a gradient needs the gradient at `weights`; await the gradient first")
         else:
+            self._count_mean(flat.gradients.nbytes)
+            is_elsewhere = flat is not self._flat
             with self._naming_the_lost("the mean of a gradient"):
-                if self._reducing is None:
-                    self._reducing = DistributedDataParallel(flat.model, broadcast_buffers=False)
-                loss = self.compute_gradient(self._reducing, flat, before_last=self._reducing.no_sync)
+                if is_elsewhere not in self._reducing:
+                    self._reducing[is_elsewhere] = self.reducing(flat.model)
+                reducing = self._reducing[is_elsewhere]
+                loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync)
+        delay = self.delays.after(self.now() - begin)
+        if delay > 0.0:
+            time.sleep(delay)
         self.spent.computing += self.now() - begin
         self.report_step(loss)
         return flat.gradients
 
-    def _for_peers(self, what: str, wait: Callable[[], T]) -> T:
-        begin = self.now()
-        with self._naming_the_lost(what):
-            result = wait()
-        self.spent.waiting_for_peers += self.now() - begin
-        return result
+    def _whereabouts(self) -> str:
+        return f"round {self.num_claimed}" if len(self.team) == self._world else f"after {self.num_claimed} claims"
 
-    @contextmanager
-    def _naming_the_lost(self, what: str) -> Generator[None, None, None]:
-        """Turn a backend's complaint about an address into a `PeerLost` that says what was going on."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not _blames_a_connection(error):
-                raise
-            lost = silent_learners(self._store, self._rank, self._world)
-            raise PeerLost(
-                f"learner {self._rank} lost {lost} in {what}, round {self._next_step // self._world} "
-                f"({str(error).splitlines()[0]})"
-            ) from error
+    def _draws(self) -> Iterator[int]:
+        """The numbers of the portions of tickets that this learner's team gets, one after the other."""
+        if len(self.team) == self._world:
+            yield from count()
+        store = self.place.store
+        for claim in count():
+            if len(self.team) == 1:
+                yield store.add("claims", 1) - 1
+                continue
+            key = f"claims/{self.team.start}/{{}}".format
+            if self.place_in_team == 0:
+                number = store.add("claims", 1) - 1
+                store.set(key(claim), str(number))
+                store.delete_key(key(claim - KEPT_CLAIMS))
+            with self._naming_the_lost("claiming"):
+                yield int(store.get(key(claim)))
+
+    def _num_drawn(self) -> int:
+        """How many portions all teams together have drawn; waits until everybody has made its last claim."""
+        if len(self.team) == self._world:
+            return self.num_claimed
+        store = self.place.store
+        store.set(f"claimed/{self._rank}", "")
+        with self._naming_the_lost("waiting for the last claims"):
+            store.wait([f"claimed/{rank}" for rank in range(self._world)], self._timeout)
+        return int(store.add("claims", 0))
 
     def _next_batch(self) -> Loaded | None:
         begin = self.now()
@@ -226,23 +153,22 @@ class ProcessLearner(EngineLearner):
         self.spent.waiting_for_data += self.now() - begin
         return loaded
 
-    def _agreed_seconds(self, step: int) -> float:
-        """Learner 0's clock, through the store."""
-        key = "clock/{}".format
-        if self._rank == 0:
-            self._store.set(key(step), repr(self.now()))
-            self._store.delete_key(key(step - 2 * self._world))
+    def _agreed_seconds(self) -> float:
+        """The clock of the team's first learner, through the store."""
+        if len(self.team) == 1:
+            return self.now()
+        key = f"clock/{self.team.start}/{{}}".format
+        if self.place_in_team == 0:
+            self.place.store.set(key(self.num_claimed), repr(self.now()))
+            self.place.store.delete_key(key(self.num_claimed - 2))
         with self._naming_the_lost("agreeing on the time"):
-            return float(self._store.get(key(step)))
+            return float(self.place.store.get(key(self.num_claimed)))
 
     def _buffers(self) -> dict[str, Tensor]:
         return dict(self._flat.model.named_buffers())
 
-
-def _blames_a_connection(error: Exception) -> bool:
-    """Whether torch complains of the network; gloo's complaints are RuntimeErrors like any other."""
-    words = ("gloo", "Connection", "Timed out", "peer")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+    def _consensus_distance(self) -> float | None:
+        return None  # nobody here sees all weights; who completes a checkpoint does
 
 
 def choose_device(name: str, place: Place) -> torch.device:

@@ -1,12 +1,14 @@
 """One learner's own weights and optimizer; the parts of `Learner` that are the same on both engines."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from starling.engines.memory import OptimizerMemory
 
 
 class Replica:
@@ -23,9 +25,11 @@ class Replica:
         self.weights = weights
         self.version = 0  # the number of changes made to the weights
         self._gradients = gradients
+        self._parameters = parameters
         self._clip_norm = clip_norm
         self.optimizer = make_optimizer(parameters)
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self._memory: OptimizerMemory | None = None
         self._lock = threading.Lock()
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> None:
@@ -46,21 +50,48 @@ class Replica:
         """The learning rate of the first parameter group."""
         return float(self._peaks[0]) * factor
 
-    def apply(self, delta: Tensor) -> None:
+    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         with self._lock:
-            self.weights.add_(delta)
-            self.version += 1
+            if piece is None:
+                self.weights.add_(delta)
+                self.version += 1
+                return
+            number, mine = self._at(piece)
+            mine.add_(delta)
+            if number > 0 and self._memory is not None and self._memory.never_negative[number - 1]:
+                mine.clamp_(min=0.0)
+            if piece.stop == len(self.weights):  # a change that comes in pieces is one change
+                self.version += 1
 
     def replace(self, weights: Tensor) -> None:
         with self._lock:
             self.weights.copy_(weights)
             self.version += 1
 
-    def snapshot(self) -> Tensor:
+    def snapshot(self, piece: slice | None = None) -> Tensor:
         with self._lock:
-            return self.weights.clone()
+            return self.weights.clone() if piece is None else self._at(piece)[1].clone()
+
+    def pieces(self, largest: int, optimizer_state: bool) -> Sequence[slice]:
+        size = len(self.weights)
+        num_vectors = 1
+        if optimizer_state:
+            with self._lock:
+                self._memory = self._memory or OptimizerMemory(self.optimizer, self._parameters)
+            num_vectors += len(self._memory.vectors)
+        return [
+            slice(number * size + start, number * size + min(start + largest, size))
+            for number in range(num_vectors)
+            for start in range(0, size, largest)
+        ]
 
     def restore(self, weights: Tensor, optimizer: dict[str, Any]) -> None:
         """Go on from saved weights `[P]` and a saved optimizer's `state_dict`."""
         self.replace(weights)
         self.optimizer.load_state_dict(optimizer)
+
+    def _at(self, piece: slice) -> tuple[int, Tensor]:
+        """The vector that a piece is of, by number, and the piece itself: the weights are vector 0."""
+        number, start = divmod(piece.start, len(self.weights))
+        vector = self.weights if number == 0 or self._memory is None else self._memory.vectors[number - 1]
+        return number, vector[start : start + piece.stop - piece.start]

@@ -1,0 +1,66 @@
+"""What an optimizer remembers about each weight, as flat vectors that learners can average."""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from starling.engines.flat import split
+from starling.errors import ConfigError
+
+NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
+"""Second moments. A change computed from an older value could bring them below 0."""
+
+
+class OptimizerMemory:
+    """Vectors `[P]`, one for each thing that the optimizer keeps per weight; its own state becomes views into them.
+
+    Raises ConfigError for an optimizer that keeps anything else than such things and a count of steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        if not optimizer.state:
+            self._begin()
+        names = self._checked_names()
+        self.vectors = [
+            torch.cat([optimizer.state[parameter][name].reshape(-1) for parameter in parameters]) for name in names
+        ]
+        self.never_negative = [name in NEVER_NEGATIVE for name in names]
+        for name, vector in zip(names, self.vectors, strict=True):
+            for parameter, view in zip(parameters, split(vector, parameters), strict=True):
+                optimizer.state[parameter][name] = view
+
+    def _begin(self) -> None:
+        """Let the optimizer make its state, by a step of size 0 that is then forgotten."""
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        self._optimizer.step()
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    value.zero_()
+                elif name == "step":
+                    state[name] = 0
+
+    def _checked_names(self) -> list[str]:
+        kind = type(self._optimizer).__name__
+        names: list[str] = []
+        for parameter in self._parameters:
+            for name, value in self._optimizer.state.get(parameter, {}).items():
+                if name == "step" or value is None:
+                    continue
+                if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                    raise ConfigError(
+                        f"strategy.optimizer_state: {kind} keeps {name!r}, which is no number for each weight and "
+                        "cannot be averaged; choose local"
+                    )
+                if name not in names:
+                    names.append(name)
+        return names

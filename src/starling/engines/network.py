@@ -1,0 +1,232 @@
+"""The simulated network: messages that take time, means that learners join, rounds that open."""
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import simpy
+from torch import Tensor
+
+from starling.engines.cluster import LinkModel
+from starling.errors import ProtocolError
+from starling.learner import Handle
+
+T = TypeVar("T")
+Record = Callable[[int, str, bytes], None]
+"""Notes an event of a learner: rank, kind, detail."""
+
+
+class VirtualHandle(Handle[T]):
+    """Work that is over when `event` happens.
+
+    `waits_for` says what that takes, for the deadlock report; `computing` is how many of the seconds until then are
+    the learner's own computation.
+    """
+
+    def __init__(
+        self,
+        event: simpy.Event,
+        result: Callable[[], T],
+        waits_for: Callable[[], str],
+        computing: float = 0.0,
+    ) -> None:
+        self.event = event
+        self.waits_for = waits_for
+        self.computing = computing
+        self._result = result
+
+    def result(self) -> T:
+        return self._result()
+
+
+class VirtualGradient(VirtualHandle[Tensor]):
+    """A gradient; once `mean` has taken it, only the mean may be awaited, as on the `processes` engine."""
+
+    given_away: Callable[[], ProtocolError] | None = None
+
+    def result(self) -> Tensor:
+        if self.given_away is not None:
+            raise self.given_away()
+        return super().result()
+
+
+@dataclass
+class _Message:
+    event: simpy.Event
+    tensor: Tensor | None = None
+
+
+@dataclass
+class _Channel:
+    """Messages from one learner to another under one tag, in their order; sent and not yet wanted, or wanted before
+    they were sent."""
+
+    sent: deque[_Message] = field(default_factory=deque)
+    wanted: deque[_Message] = field(default_factory=deque)
+
+
+class Mean:
+    """A mean of a group's vectors, summed in rank order; who comes before its turn waits as a copy."""
+
+    def __init__(self, event: simpy.Event, group: Sequence[int]) -> None:
+        self.event = event
+        self.group = group
+        self.result: Tensor | None = None
+        self._num_summed = 0
+        self._early: dict[int, Tensor] = {}
+
+    def join(self, rank: int, vector: Tensor) -> bool:
+        """Add a vector as it is now; whether it was the last."""
+        other = self.result if self.result is not None else next(iter(self._early.values()), vector)
+        if other.shape != vector.shape:
+            raise ProtocolError(
+                f"learner {rank} cannot join a mean with {list(vector.shape)}: others brought {list(other.shape)}"
+            )
+        place = self.group.index(rank)
+        if place != self._num_summed:
+            self._early[place] = vector.clone()
+            return False
+        while True:
+            self.result = vector.clone() if self.result is None else self.result.add_(vector)
+            self._num_summed += 1
+            if self._num_summed not in self._early:
+                break
+            vector = self._early.pop(self._num_summed)
+        if self._num_summed < len(self.group):
+            return False
+        self.result.div_(len(self.group))
+        return True
+
+    def missing(self) -> list[int]:
+        """Who has not joined."""
+        places = range(self._num_summed, len(self.group))
+        return [self.group[place] for place in places if place not in self._early]
+
+
+class Network:
+    """Carries what learners tell each other over links that are all alike."""
+
+    def __init__(self, environment: simpy.Environment, link: LinkModel, record: Record) -> None:
+        self._environment = environment
+        self._link = link
+        self._record = record
+        self._channels: dict[tuple[int, int, int], _Channel] = {}
+        self._means: dict[tuple[int, str, int], Mean] = {}
+
+    def send(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
+        """Let `peer` have `tensor` after the time that a message takes."""
+        key = (rank, peer, tag)
+        channel = self._channels.setdefault(key, _Channel())
+        if channel.wanted:
+            message = channel.wanted.popleft()
+            self._forget(key, channel)
+        else:
+            message = _Message(self._environment.event())
+            channel.sent.append(message)
+        message.tensor = tensor.clone()
+        self._happen(message.event, self._link.send_seconds(tensor.numel() * tensor.element_size()))
+        return VirtualHandle(message.event, lambda: None, lambda: f"its message to learner {peer}")
+
+    def receive(self, rank: int, peer: int, tag: int, check: Callable[[Tensor], None]) -> Handle[Tensor]:
+        """What `peer` sends under `tag`; `check` raises if it is not what was expected."""
+        key = (peer, rank, tag)
+        channel = self._channels.setdefault(key, _Channel())
+        if channel.sent:
+            message = channel.sent.popleft()
+            self._forget(key, channel)
+        else:
+            message = _Message(self._environment.event())
+            channel.wanted.append(message)
+
+        def result() -> Tensor:
+            self._record(rank, "receive", struct.pack("<qq", peer, tag))
+            if message.tensor is None:
+                raise ProtocolError(f"learner {rank} read a message of learner {peer} before it had come")
+            check(message.tensor)
+            return message.tensor
+
+        return VirtualHandle(message.event, result, lambda: f"learner {peer} to send under tag {tag}")
+
+    def mean(
+        self, rank: int, group: Sequence[int], activity: str, number: int, of: Tensor | Handle[Tensor]
+    ) -> Handle[Tensor]:
+        """Join a group's mean of this number: with a vector as it is now, or with a gradient when it is complete.
+
+        Means of a learner's foreground and of its background are counted apart.
+        """
+        name = (group[0], activity, number)
+        mean = self._means.setdefault(name, Mean(self._environment.event(), group))
+
+        def join(vector: Tensor) -> None:
+            if mean.join(rank, vector):
+                del self._means[name]
+                seconds = self._link.reduce_seconds(vector.numel() * vector.element_size(), len(group))
+                self._happen(mean.event, seconds)
+
+        computing = 0.0
+        if isinstance(of, VirtualHandle) and of.event.processed:
+            join(of.result())
+        elif isinstance(of, VirtualHandle):
+            computing = of.computing
+            of.event.callbacks.append(lambda _: join(VirtualHandle.result(of)))
+        elif isinstance(of, Tensor):
+            join(of)
+
+        def result() -> Tensor:
+            self._record(rank, "mean", struct.pack("<q", number))
+            if mean.result is None:
+                raise ProtocolError(f"learner {rank} read a mean before all learners had joined it")
+            return mean.result
+
+        return VirtualHandle(
+            mean.event, result, lambda: f"mean {number}, which {_named(mean.missing())} did not join", computing
+        )
+
+    def _forget(self, key: tuple[int, int, int], channel: _Channel) -> None:
+        if not channel.sent and not channel.wanted:
+            del self._channels[key]
+
+    def _happen(self, event: simpy.Event, seconds: float) -> None:
+        """Let `event` happen after some simulated seconds."""
+        self._environment.timeout(seconds).callbacks.append(lambda _: event.succeed())
+
+
+class VirtualRounds:
+    """The averaging rounds of all learners: see `starling.engines.rounds` for the rule."""
+
+    def __init__(self, environment: simpy.Environment, world: int) -> None:
+        self._environment = environment
+        self._world = world
+        self._events: dict[int, simpy.Event] = {}
+        self._num_entered: dict[int, int] = {}
+        self._num_opened = 0
+        self._num_finished = 0
+
+    def event(self, number: int) -> simpy.Event:
+        """What happens when round `number` opens, or turns out never to open."""
+        return self._events.setdefault(number, self._environment.event())
+
+    def open(self, number: int) -> None:
+        """Open a round, unless somebody has."""
+        if number == self._num_opened:
+            self._num_opened += 1
+            self.event(number).succeed()
+
+    def enter(self, number: int) -> bool:
+        """Whether the round takes place."""
+        entered = self._num_entered[number] = self._num_entered.get(number, 0) + 1
+        if entered == self._world:  # nobody will ask for it again
+            del self._num_entered[number], self._events[number]
+        return number < self._num_opened
+
+    def finish(self) -> None:
+        """A learner will make no more gradients; after the last of them no round opens any more."""
+        self._num_finished += 1
+        if self._num_finished == self._world:
+            self.event(self._num_opened).succeed()
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return " and ".join(f"learner {rank}" for rank in ranks) or "the network"

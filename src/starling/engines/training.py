@@ -1,0 +1,199 @@
+"""What is the same for a learner of a job on both engines: claiming, the gradient's arithmetic, reports."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from starling.budget import Progress
+from starling.chance import derive_seed
+from starling.checkpoint.state import LearnerState
+from starling.engines.base import ReplicaLearner
+from starling.engines.flat import FlatModel
+from starling.engines.job import Averaging, EpochReport, Job, Observer, Spent, StepReport
+from starling.engines.loading import Loaded
+from starling.engines.replica import Replica
+from starling.engines.stragglers import Delays
+from starling.engines.tickets import TeamTickets, TicketSequence
+from starling.errors import CheckpointError, NonFiniteError, ProtocolError
+from starling.workload import Examples, Ticket
+
+FIRST_TICKET = Ticket(epoch=0, index=0, step=0)
+
+
+class TrainingLearner(ReplicaLearner):
+    """A learner of a job on some engine; a subclass brings the clock, the batches and the peers."""
+
+    def __init__(
+        self, job: Job, rank: int, world: int, replica: Replica, observer: Observer, start: LearnerState | None
+    ) -> None:
+        super().__init__(rank, world, job.seed, job.team_size(world), replica)
+        self.job = job
+        self.sequence = TicketSequence(job.workload, start.position if start else FIRST_TICKET)
+        self.tickets = TeamTickets(self.sequence, job.budget, len(self.team))
+        self.num_claimed = 0  # portions that this learner's team has claimed
+        self.delays = Delays(job.stragglers, job.seed, rank)
+        self._observer = observer
+        self._minutes_before = start.minutes if start else 0.0
+        self._ticket: Ticket | None = None
+        self._batch: Sequence[Examples] = ()
+        self._fraction = self._factor = 0.0
+        self._epoch = self.sequence.start.epoch
+        self._epoch_steps, self._epoch_begin = 0, 0.0
+        self._num_epochs_ended = 0
+        self._over_at: float | None = None
+        if start is not None:
+            if start.weights.shape != replica.weights.shape:
+                raise CheckpointError(
+                    f"learner {rank}: the checkpoint holds {start.weights.numel()} weights, the model has "
+                    f"{replica.weights.numel()}; resume with the model that was trained"
+                )
+            replica.restore(start.weights.to(replica.weights.device), start.optimizer)
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds since the engine began, on its clock."""
+
+    @abstractmethod
+    def _agreed_seconds(self) -> float:
+        """`now()` of the claim to come, the same for every learner of the team."""
+
+    @abstractmethod
+    def _next_batch(self) -> Loaded | None:
+        """The next ticket of this learner with its mini-batch; None after the last."""
+
+    @abstractmethod
+    def _buffers(self) -> dict[str, Tensor]:
+        """The model's buffers by name."""
+
+    @abstractmethod
+    def _consensus_distance(self) -> float | None:
+        """(1/L) sum_l |w_l - mean|^2, if the engine knows it."""
+
+    def _step(self, gradient: Tensor) -> None:
+        self.replica.step(gradient, self._factor)
+
+    def claim(self) -> bool:
+        if self._over_at is not None:
+            return False
+        minutes, loaded = self._minutes_before, None
+        if self.job.budget.minutes is not None:
+            minutes += self._agreed_seconds() / 60.0
+        if not self.job.budget.is_spent(Progress(0, 0.0, minutes)):
+            loaded = self._next_batch()
+        if loaded is None:
+            self._over_at = self.now()
+            return False
+        ticket, _ = self._ticket, self._batch = loaded
+        self.num_claimed += 1
+        self._end_epochs(ticket.epoch)
+        self._epoch_steps += 1
+        progress = self.sequence.progress(self.sequence[ticket.step - self.place_in_team], minutes)
+        self._fraction = self.job.budget.fraction(progress)
+        self._factor = self.job.schedule.factor(self._fraction, progress.epochs)
+        return True
+
+    def finish(self, num_portions: int) -> LearnerState:
+        """Report the end of the run, when all learners together were handed out `num_portions`; the final state."""
+        end = self.tickets.first(num_portions)
+        self._end_epochs(end.epoch)
+        if end.index > 0 or self._num_epochs_ended == 0:
+            self._end_epoch(end.epoch, end)
+        return self.state(end)
+
+    def state(self, position: Ticket) -> LearnerState:
+        """What this learner needs to go on from `position` later; valid between two mini-batches."""
+        return LearnerState(
+            rank=self._rank,
+            world=self._world,
+            position=position,
+            minutes=self._minutes_before + self.now() / 60.0,
+            weights=self.replica.weights.detach().cpu(),
+            buffers={name: buffer.detach().cpu() for name, buffer in self._buffers().items()},
+            optimizer=self.replica.optimizer.state_dict(),
+        )
+
+    def _end_epochs(self, until: int) -> None:
+        """End the epochs before `until`; a slow learner may have had no mini-batch of some of them."""
+        while self._epoch < until:
+            self._end_epoch(self._epoch, self.sequence.first_of(self._epoch + 1))
+            self._epoch += 1
+
+    def _end_epoch(self, epoch: int, position: Ticket) -> None:
+        now = self.now() if self._over_at is None else self._over_at
+        report = EpochReport(
+            rank=self._rank,
+            epoch=epoch,
+            num_steps=self._epoch_steps,
+            seconds=now - self._epoch_begin,
+            spent=self.spent,
+            averaging=self.averaging,
+            consensus_distance=self._consensus_distance(),
+        )
+        self._observer.on_epoch(report, self.state(position))
+        self.spent, self.averaging = Spent(), Averaging()
+        self._epoch_steps, self._epoch_begin = 0, now
+        self._num_epochs_ended += 1
+
+    def _claimed(self) -> tuple[Ticket, Sequence[Examples]]:
+        if self._ticket is None:
+            raise ProtocolError(f"learner {self._rank} asked for a gradient before it claimed a mini-batch")
+        return self._ticket, self._batch
+
+    def compute_gradient(
+        self,
+        model: nn.Module,
+        flat: FlatModel,
+        before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> float:
+        """Leave the claimed mini-batch's gradient in `flat.gradients`; the loss.
+
+        Every micro-batch but the last is computed inside `before_last()`.
+        """
+        ticket, batch = self._claimed()
+        device = flat.weights.device
+        flat.gradients.zero_()
+        total = 0.0
+        for place, examples in enumerate(batch):
+            _seed(device, derive_seed(self.job.seed, "gradient", ticket.epoch, ticket.index, place))
+            with nullcontext() if place == len(batch) - 1 else before_last():
+                with torch.autocast(device.type, torch.bfloat16) if self.job.autocast else nullcontext():
+                    loss = self.job.workload.loss(model, examples.to(device))
+                (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return self._finite(total / len(batch), ticket)
+
+    def _finite(self, loss: float, ticket: Ticket) -> float:
+        if loss - loss != 0.0:
+            raise NonFiniteError(
+                f"learner {self._rank}: the loss of mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1} is "
+                f"{loss}; lower the learning rate, clip gradients or warm up for longer"
+            )
+        return loss
+
+    def report_step(self, loss: float) -> None:
+        ticket, batch = self._claimed()
+        self._observer.on_step(
+            StepReport(
+                rank=self._rank,
+                ticket=ticket,
+                num_batches=self.sequence.num_batches(ticket.epoch),
+                fraction=self._fraction,
+                minutes=self._minutes_before + self.now() / 60.0,
+                loss=loss,
+                learning_rate=self.replica.learning_rate(self._factor),
+                num_examples=sum(examples.num_examples for examples in batch),
+                num_frames=sum(examples.num_frames for examples in batch),
+                audio_seconds=sum(examples.seconds for examples in batch),
+            )
+        )
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed what dropout draws from; `torch.manual_seed` takes a millisecond, for devices that are not there."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)

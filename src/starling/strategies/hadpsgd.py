@@ -1,0 +1,80 @@
+"""Hierarchical ADPSGD: super-learners of several learners in step, asynchronous between them."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from pydantic import Field
+
+from starling.learner import Learner
+from starling.strategies.adpsgd import AsynchronousOptions
+from starling.strategies.mixing import Mixing, Wire
+from starling.topology import Topology, find_topology
+
+
+class HierarchicalOptions(AsynchronousOptions):
+    """The options of `hadpsgd`."""
+
+    per_node: int = Field(ge=1)
+    """Learners of one super-learner, usually the devices of a node; learners 0 to per_node - 1 are the first."""
+
+
+async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
+    """A super-learner's learners step together with the mean of their gradients; super-learners average as in `adpsgd`.
+
+    Equation, for super-learners n of G learners each::
+
+        background:  W <- W T_k
+        together:    w_n <- w_n - a (1/G) sum_i g_ni(Phi_n)
+
+    with W `[P, L / G]` the weights, one column a super-learner; T_k the mixing matrix of round k; a the step of the
+    local optimizers, which all learners of a super-learner take alike; Phi_n what w_n was when the gradient began. Each
+    learner exchanges its own share of the weights with its like in the other super-learner and then passes the change
+    on inside, so that no single process carries the node's traffic. Learners of one super-learner apply these changes
+    at moments of their own: their weights agree to rounding, not to the bit, and their gradients may be taken a round
+    apart.
+
+    Source: Zhang et al. 2019, "A Highly Efficient Distributed Deep Learning System for Automatic Speech Recognition",
+    arXiv 1907.05701.
+    """
+    first = me.rank - me.rank % options.per_node
+    node = range(first, first + options.per_node)
+    me.background(_average(me, options, node))
+    while me.claim():
+        me.step(await me.mean(me.gradient(me.snapshot()), node))
+
+
+async def _average(me: Learner, options: HierarchicalOptions, node: range) -> None:
+    between = find_topology(options.pattern, me.world // len(node), me.seed)
+    topology, wire = SideBySide(between, len(node)), Wire(options)
+    pieces = options.pieces(me)
+    while (k := await me.round(options.period)) is not None:
+        for piece in pieces:
+            share = _share(piece, me.rank - node.start, len(node))
+            delta = torch.zeros(piece.stop - piece.start, dtype=me.weights.dtype, device=me.weights.device)
+            if share.stop > share.start:
+                mine = delta[share.start - piece.start : share.stop - piece.start]
+                mine.copy_(await Mixing(me, topology, k, share, wire).delta())
+            me.apply(await me.mean(delta, node) * len(node), piece)
+
+
+class SideBySide(Topology):
+    """As many copies of a topology as a super-learner has learners: each learner mixes with its likes, T x I."""
+
+    def __init__(self, between: Topology, copies: int) -> None:
+        super().__init__(between.world * copies)
+        self._between = between
+        self._copies = copies
+
+    def sources(self, k: int, rank: int) -> Mapping[int, float]:
+        node, local = divmod(rank, self._copies)
+        return {self._copies * peer + local: weight for peer, weight in self._between.sources(k, node).items()}
+
+    def targets(self, k: int, rank: int) -> Sequence[int]:
+        node, local = divmod(rank, self._copies)
+        return [self._copies * peer + local for peer in self._between.targets(k, node)]
+
+
+def _share(piece: slice, local: int, parts: int) -> slice:
+    """Part `local` of `parts` nearly equal parts of a piece."""
+    size = piece.stop - piece.start
+    return slice(piece.start + size * local // parts, piece.start + size * (local + 1) // parts)

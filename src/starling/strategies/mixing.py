@@ -1,0 +1,85 @@
+"""Averaging with others in delta form; what the decentralised strategies share."""
+
+from typing import Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from starling.configuration import Config
+from starling.learner import Learner
+from starling.topology import Topology, check_pattern
+
+
+class MixingOptions(Config):
+    """The options of every strategy that averages with neighbours."""
+
+    pattern: str = "ring"
+    """Who averages with whom: a name in `topology.PATTERNS`, or `module:function` for one of your own."""
+    wire: Literal["float32", "bfloat16"] = "float32"
+    """What travels. bfloat16 halves the bytes; the rounding error is kept and fed back."""
+    optimizer_state: Literal["local", "averaged"] = "local"
+    """What happens to momentum and Adam's moments: each learner keeps its own, or they are averaged as weights are."""
+    piece_megabytes: float = Field(default=16.0, gt=0.0)
+    """Large models travel in pieces of this size, so that the weights are locked briefly and copies are small."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_known(cls, pattern: str) -> str:
+        check_pattern(pattern)
+        return pattern
+
+    def pieces(self, me: Learner) -> list[slice]:
+        """What of `me` is averaged, in pieces."""
+        largest = max(1, int(self.piece_megabytes * 2**20) // me.weights.element_size())
+        return list(me.pieces(largest, self.optimizer_state == "averaged"))
+
+
+class Wire:
+    """What a learner sends of its weights: the weights as they are, or rounded to bfloat16 at half the bytes.
+
+    The rounding error of a piece is kept and added before its next rounding, so that nothing is lost for good: over
+    the rounds, what was sent sums up to what was meant (error feedback; Seide et al. 2014, "1-bit SGD").
+    """
+
+    def __init__(self, options: MixingOptions) -> None:
+        self._dtype = torch.bfloat16 if options.wire == "bfloat16" else None
+        self._errors: dict[int, Tensor] = {}
+
+    def encode(self, mine: Tensor, piece: slice) -> Tensor:
+        """`mine` as it travels; `mine` becomes what the others will take it for."""
+        if self._dtype is None:
+            return mine
+        if piece.start in self._errors:
+            mine.add_(self._errors[piece.start])
+        sent = mine.to(self._dtype)
+        self._errors[piece.start] = mine - sent
+        mine.copy_(sent)
+        return sent
+
+
+class Mixing:
+    """One averaging of a piece of my weights in round k, under way: sent to those who mix me, received from those whom
+    I mix."""
+
+    def __init__(self, me: Learner, topology: Topology, k: int, piece: slice, wire: Wire) -> None:
+        self._mine = me.snapshot(piece)
+        sent = wire.encode(self._mine, piece)
+        self._sending = [me.send(peer, sent, tag=k) for peer in topology.targets(k, me.rank)]
+        self._receiving = [
+            (weight, me.receive(peer, sent, tag=k)) for peer, weight in topology.sources(k, me.rank).items()
+        ]
+
+    async def delta(self) -> Tensor:
+        """How the averaging changes my weights: sum_j T_jl (theirs_j - mine), T_jl the weight with which I mix j.
+
+        Applied as a change, it conserves the mean of all learners whatever a gradient did to the weights meanwhile;
+        writing the average itself would wipe that gradient out.
+        """
+        total: Tensor | None = None
+        for weight, handle in self._receiving:
+            change = (await handle).to(self._mine.dtype).sub_(self._mine).mul_(weight)
+            total = change if total is None else total.add_(change)
+        for sending in self._sending:
+            await sending
+        return torch.zeros_like(self._mine) if total is None else total
