@@ -60,7 +60,9 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
         "config.yaml", "env.txt", "initial", "log", "tensorboard", "checkpoints", "decode",
     }  # fmt: skip
     assert {path.name for path in (experiment / "log").iterdir()} == {"learner-0.log", "learner-1.log"}
-    assert {path.name for path in (experiment / "tensorboard").iterdir()} == {"learner-0", "learner-1", "valid"}
+    assert {path.name for path in (experiment / "tensorboard").iterdir()} == {
+        "consensus", "learner-0", "learner-1", "valid",
+    }  # fmt: skip
     assert load(latest(experiment)).manifest.position.epoch == 25
 
     again = starling(tmp_path, "evaluate", "exp/songs", "--set", "test")

@@ -216,7 +216,7 @@ def test_means_and_exchanges_of_the_wrong_size_are_refused_by_name() -> None:
         run(made_of(long), 2, Budget(steps=2))
     with pytest.raises(ProtocolError, match=r"learner 1 cannot join a mean with \[4\]: others brought \[3\]"):
         run(made_of(uneven), 2, Budget(steps=2))
-    with pytest.raises(ProtocolError, match=r"learner 0 and learner 1 exchange .* under tag 4: .* \[3\] and .* \[4\]"):
+    with pytest.raises(ProtocolError, match=r"learner 1 and learner 0 exchange .* under tag 4: .* \[4\] and .* \[3\]"):
         run(made_of(unequal), 2, Budget(steps=2))
 
 
