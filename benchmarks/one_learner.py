@@ -6,7 +6,8 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from benchmarks.measuring import Bar, median_speed_up
-from benchmarks.training import SideBySide, job_for, plain_loop, tickets_of
+from benchmarks.plain_loop import plain_loop, tickets_of
+from benchmarks.training import SideBySide, job_for
 from starling.engines.processes import Place, run_learner
 from starling.experiment.observers import LOG_EVERY, Log, Metered, Together
 

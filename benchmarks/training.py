@@ -1,12 +1,11 @@
-"""The training that the benchmarks measure: the demo's recipe on a smaller corpus, and a plain PyTorch loop of it."""
+"""The training that the first benchmarks measure: the demo's recipe on a smaller corpus, beside a plain loop of it."""
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from starling.checkpoint.state import LearnerState
 from starling.engines.job import EpochReport, Job, StepReport
@@ -14,7 +13,6 @@ from starling.experiment.folder import ExperimentFolder, claim_folder
 from starling.experiment.job import make_job
 from starling.experiment.recipe import Recipe, load_recipe
 from starling.experiment.setup import set_up
-from starling.workload import Ticket
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 WARM_UP = 4
@@ -97,33 +95,3 @@ class SideBySide:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-def plain_loop(
-    job: Job, tickets: Iterable[Ticket], device: torch.device, wrap: Callable[[nn.Module], nn.Module] = lambda m: m
-) -> Iterator[None]:
-    """What one writes without Starling: the same model, data, optimizer and clipping, step by step."""
-    model = wrap(job.workload.make_model().to(device))
-    parameters = list(model.parameters())
-    optimizer = job.make_optimizer(parameters)
-    for ticket in tickets:
-        (batch,) = job.workload.load(ticket)
-        optimizer.zero_grad()
-        loss = job.workload.loss(model, batch.to(device))
-        loss.backward()
-        if job.clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, job.clip_norm)
-        optimizer.step()
-        loss.item()
-        yield
-
-
-def tickets_of(job: Job, steps: int, rank: int, world: int) -> Iterator[Ticket]:
-    """The tickets that learner `rank` of `world` gets among the first `steps`."""
-    epoch, first = 0, 0
-    for step in range(steps):
-        if step - first >= job.workload.num_batches(epoch):
-            first += job.workload.num_batches(epoch)
-            epoch += 1
-        if step % world == rank:
-            yield Ticket(epoch, step - first, step)

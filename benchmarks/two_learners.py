@@ -7,7 +7,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measuring import Bar, median_speed_up
-from benchmarks.training import SideBySide, job_for, plain_loop, tickets_of
+from benchmarks.plain_loop import plain_loop, tickets_of
+from benchmarks.training import SideBySide, job_for
 from starling.engines.processes import choose_device, run_learner
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
