@@ -15,17 +15,21 @@ class Bar:
     ratio: float
     bar: float
     holds: bool
+    detail: str = ""
+    """The absolute figures behind it, for people."""
 
     @classmethod
-    def at_least(cls, name: str, ratio: float, bar: float) -> "Bar":
-        return cls(name, ratio, bar, ratio >= bar)
+    def at_least(cls, name: str, ratio: float, bar: float, detail: str = "") -> "Bar":
+        return cls(name, ratio, bar, ratio >= bar, detail)
 
     @classmethod
-    def at_most(cls, name: str, ratio: float, bar: float) -> "Bar":
-        return cls(name, ratio, bar, ratio <= bar)
+    def at_most(cls, name: str, ratio: float, bar: float, detail: str = "") -> "Bar":
+        return cls(name, ratio, bar, ratio <= bar, detail)
 
     def as_json(self) -> dict[str, object]:
-        return asdict(self)
+        values = asdict(self)
+        del values["detail"]
+        return values
 
 
 def median_speed_up(pairs: list[tuple[Seconds, Seconds]]) -> float:

@@ -1,0 +1,90 @@
+"""The program of a learner that makes runs one after the other and writes down what it noted: `learner RUNS FOLDER`."""
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.plain_loop import plain_loop, tickets_of
+from benchmarks.runs import DDP, SENDING, Notes, Outcome, Run
+from benchmarks.slow_link import SlowLink
+from starling.engines.greeting import part
+from starling.engines.processes import Place, process_group, run_learner
+from starling.launch.link import Link, reported_errors
+from starling.launch.rendezvous import find_place
+
+CPU = torch.device("cpu")
+TIMEOUT_SECONDS = 120.0
+
+
+def main(runs: list[Run], folder: Path) -> None:
+    torch.set_num_threads(1)
+    place = find_place()
+    outcomes: list[Outcome | None] = []
+    for number, run in enumerate(runs):
+        if place.rank >= run.world:
+            outcomes.append(None)  # the others' run: meanwhile this process waits for the next one to begin
+            continue
+        own = Place(place.rank, run.world, place.local_rank, run.world, PrefixStore(f"run{number}", place.store))
+        outcomes.append(outcome_of(run, own))
+    noted = [None if outcome is None else outcome.as_json() for outcome in outcomes]
+    (folder / f"outcomes-{place.rank}.json").write_text(json.dumps(noted))
+    part(place.store, place.rank, place.world, TIMEOUT_SECONDS)  # learner 0 may keep the store
+
+
+def outcome_of(run: Run, place: Place) -> Outcome:
+    """Be a learner of `run`."""
+    notes = Notes()
+    link = None if run.bytes_per_second is None else SlowLink(run.bytes_per_second)
+    with nullcontext() if link is None else link.under_messages():
+        if run.strategy not in (DDP, SENDING):
+            run_learner(run.job(), place, CPU, "bench", notes, timeout_seconds=TIMEOUT_SECONDS)
+            return notes.outcome
+        with process_group(place, CPU, TIMEOUT_SECONDS):
+            if run.strategy == DDP:
+                reduce(run, place, notes, link)
+            else:
+                send(run, place, notes)
+            notes.ended()
+            part(place.store, place.rank, place.world, TIMEOUT_SECONDS)
+    return notes.outcome
+
+
+def reduce(run: Run, place: Place, notes: Notes, link: SlowLink | None) -> None:
+    """Plain DistributedDataParallel, a fixed number of steps."""
+    if run.steps is None:
+        raise ValueError("plain DDP needs a number of steps")
+
+    def wrap(model: nn.Module) -> nn.Module:
+        reducing = DistributedDataParallel(model)
+        return reducing if link is None else link.under_reducing(reducing, place.world)
+
+    job = run.job()
+    for _ in plain_loop(job, tickets_of(job, run.steps, place.rank, place.world), CPU, wrap):
+        notes.gradient_made()
+
+
+def send(run: Run, place: Place, notes: Notes) -> None:
+    """Learner 0 sends as many numbers as the model has, and waits for a word that they have come."""
+    model, word = torch.zeros(run.num_parameters), torch.zeros(1)
+    for _ in range((run.steps or 0) + 1):
+        if place.rank == 0:
+            sending = dist.isend(model, 1)
+            if sending is not None:
+                sending.wait()
+            dist.recv(word, 1)
+            notes.gradient_made()
+        else:
+            dist.recv(model, 0)
+            dist.send(word, 0)
+
+
+if __name__ == "__main__":
+    with reported_errors(Link.from_environment()):
+        main(Run.from_json(sys.argv[1]), Path(sys.argv[2]))
