@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 from starling.budget import Budget, Schedule
 from starling.configuration import Config
 from starling.engines.job import Job
+from starling.engines.stragglers import Stragglers
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, NoOptions, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.mixing import MixingOptions
 from starling.topology import PATTERNS
-from tests.contract.problems import Points, TinyRegression, Workload
+from tests.contract.problems import ConstantGradient, Points, TinyRegression, Workload
 
 MakeOptimizer = Callable[..., Optimizer]
 
@@ -42,6 +43,8 @@ async def ring_of_exchanges(me: Learner) -> None:
         round_number += 1
 
 
+LEARNING_RATE = 2.0**-6
+"""A power of 2, so that steps of this size are counted without rounding."""
 EXCHANGES = Strategy("exchanges", "only in tests", ring_of_exchanges)
 
 
@@ -78,7 +81,7 @@ def choices() -> dict[str, Choice]:
         made[f"dpsgd-{pattern}"] = _dpsgd(pattern)
         made[f"adpsgd-{pattern}"] = _adpsgd(pattern=pattern)
     made["adpsgd-bfloat16"] = _adpsgd(wire="bfloat16")
-    made["adpsgd-in-pieces"] = _adpsgd(piece_megabytes=4e-5, period=0.5)
+    made["adpsgd-in-pieces"] = _adpsgd(piece_megabytes=1e-4, period=0.5)
     made["adpsgd-all-averaged"] = _adpsgd(optimizer_state="averaged", pattern="pairs", period=2.0)
     made["hadpsgd"] = Choice(STRATEGIES["hadpsgd"], _hadpsgd)
     assert {choice.strategy.name for choice in made.values()} == set(STRATEGIES)
@@ -99,6 +102,7 @@ class Case:
     clip_norm: float | None = None
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
     num_workers: int = 0
+    stragglers: Stragglers = field(default_factory=Stragglers)
 
     def job(self, world: int) -> Job:
         return Job(
@@ -110,6 +114,7 @@ class Case:
             schedule=self.schedule,
             clip_norm=self.clip_norm,
             num_workers=self.num_workers,
+            stragglers=self.stragglers,
             seed=11,
         )
 
@@ -120,6 +125,10 @@ def plain(world: int) -> TinyRegression:
 
 def same_data(world: int) -> TinyRegression:
     return TinyRegression(same_data_for=world)
+
+
+def counted(world: int) -> ConstantGradient:
+    return ConstantGradient(dimensions=1_000)
 
 
 def accumulated(world: int) -> TinyRegression:
@@ -135,5 +144,10 @@ def cases() -> dict[str, Case]:
         made[f"{name}/still"] = Case(choice, plain, sgd(0.0))
         made[f"{name}/same-data"] = Case(choice, same_data, sgd(0.1))
         made[f"{name}/accumulated"] = Case(choice, accumulated, sgd(0.1), clip_norm=0.05)
+        made[f"{name}/counted"] = Case(choice, counted, sgd(LEARNING_RATE), steps=120)
+        made[f"{name}/one-step"] = Case(choice, plain, sgd(0.1), steps=1)
+        made[f"{name}/no-step"] = Case(choice, plain, sgd(0.1), steps=0)
+        made[f"{name}/first-is-slow"] = Case(choice, plain, sgd(0.1), stragglers=Stragglers(slow={0: 30.0}))
+        made[f"{name}/last-is-slow"] = Case(choice, plain, sgd(0.1), stragglers=Stragglers(slow={1: 30.0}, jitter=2.0))
     made["allreduce/loaded-ahead"] = Case(CHOICES["allreduce"], plain, sgd(0.1), num_workers=1)
     return made

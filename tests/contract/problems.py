@@ -59,6 +59,28 @@ class TinyRegression(Workload[Points]):
         return ((model(examples.inputs).squeeze(1) - examples.targets) ** 2).mean()
 
 
+class ConstantGradient(Workload[Points]):
+    """The loss is the sum of the weights: every gradient is 1 everywhere, so that the weights count the steps."""
+
+    def __init__(self, dimensions: int) -> None:
+        self.dimensions = dimensions
+
+    def make_model(self) -> nn.Module:
+        model = nn.Linear(self.dimensions, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model
+
+    def num_batches(self, epoch: int) -> int:
+        return 10
+
+    def load(self, ticket: Ticket) -> Sequence[Points]:
+        return [Points(torch.zeros(1, 1), torch.zeros(1))]
+
+    def loss(self, model: nn.Module, examples: Points) -> Tensor:
+        (weight,) = model.parameters()
+        return weight.sum()
+
+
 class NoisyQuadratic(Workload[Points]):
     """f(w) = h/2 |w|^2 with additive gradient noise of variance 1 per coordinate: the gradient is h w + noise."""
 

@@ -30,11 +30,16 @@ class Pace:
 
     def gradient_made(self) -> None:
         """One more gradient."""
-        self._credit = min(max(1.0, 1.0 / self.period), self._credit + 1.0 / self.period)
+        self._credit = min(self._most, self._credit + 1.0 / self.period)
 
     def entered(self) -> None:
         """A round began, whoever opened it."""
-        self._credit = max(-1.0, self._credit - 1.0)
+        self._credit = max(-self._most, self._credit - 1.0)
+
+    @property
+    def _most(self) -> float:
+        """What one gradient is worth, or what one round costs if that is more."""
+        return max(1.0, 1.0 / self.period)
 
 
 class Rounds:
