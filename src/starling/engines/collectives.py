@@ -1,6 +1,6 @@
 """Sums over real processes."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from starling.averaging import rank_ordered_mean
+from starling.engines.worker import Worker
 
 
 class OrderedMean:
@@ -20,18 +21,18 @@ class OrderedMean:
     def __init__(self, group: ProcessGroup | None, world: int) -> None:
         self._group = group
         self._world = world
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starling-mean")
+        self._thread = Worker("starling-mean")
 
     def start(self, vector: Tensor) -> "Future[Tensor]":
         """Begin the mean of `vector` `[P]` as it is now; the result `[P]` is new memory."""
         chunk = -(-vector.numel() // self._world)
         mine = torch.zeros(chunk * self._world, dtype=vector.dtype, device="cpu")
         mine[: vector.numel()].copy_(vector)
-        return self._thread.submit(self._mean, mine, vector.numel())
+        return self._thread.submit(lambda: self._mean(mine, vector.numel()))
 
     def close(self) -> None:
         """Let what was begun end, and end the thread."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.close()
 
     def _mean(self, mine: Tensor, size: int) -> Tensor:
         if self._world > 1:

@@ -115,9 +115,11 @@ class PeerLearner(ReplicaLearner):
         self._rounds = Rounds(place.store, place.rank, place.world)
         self._background: Background | None = None
         timeout = timedelta(seconds=timeout_seconds)
-        self._ordered = OrderedMean(self._team_group("gloo", timeout), len(self.team))
+        self._ordered = self._ordered_behind = OrderedMean(self._team_group("gloo", timeout), len(self.team))
         is_whole = len(self.team) == place.world
         self._backend_group = None if is_whole else self._team_group("nccl" if by_nccl else "gloo", timeout)
+        if not is_whole:  # the means of two threads must not meet in one group, where their order would be chance
+            self._ordered_behind = OrderedMean(self._team_group("gloo", timeout), len(self.team))
 
     def now(self) -> float:
         """Seconds since this learner met the others."""
@@ -142,7 +144,8 @@ class PeerLearner(ReplicaLearner):
                 return vector.div_(len(self.team))
 
             return ProcessHandle(reduced)
-        under_way = self._ordered.start(of)
+        is_behind = threading.current_thread() is self._background
+        under_way = (self._ordered_behind if is_behind else self._ordered).start(of)
         return ProcessHandle(lambda: self._wait_for("a mean", under_way.result).to(self._device))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
@@ -236,6 +239,10 @@ class PeerLearner(ReplicaLearner):
             self.spent.waiting_for_peers += self.now() - begin
         return result
 
+    def _lost_ones(self) -> str:
+        """Who did not come, in words."""
+        return silent_learners(self.place.store, self._rank, self._world)
+
     def _whereabouts(self) -> str:
         """How far this learner has come, for errors."""
         return f"step {self.replica.version}"
@@ -248,9 +255,9 @@ class PeerLearner(ReplicaLearner):
         except RuntimeError as error:
             if not _blames_a_connection(error):
                 raise
-            lost = silent_learners(self.place.store, self._rank, self._world)
             raise PeerLost(
-                f"learner {self._rank} lost {lost} in {what}, {self._whereabouts()} ({str(error).splitlines()[0]})"
+                f"learner {self._rank} lost {self._lost_ones()} in {what}, {self._whereabouts()} "
+                f"({str(error).splitlines()[0]})"
             ) from error
 
 

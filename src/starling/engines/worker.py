@@ -1,0 +1,50 @@
+"""A thread that keeps no process alive."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Does what it is given in a thread of its own, one after the other.
+
+    Python waits for the threads of a `ThreadPoolExecutor` before it exits, so that one which waits for a lost learner
+    would keep a failed process alive; this thread is a daemon.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def submit(self, task: Callable[[], T]) -> "Future[T]":
+        """Do `task` after all that was given before. Who waits may be released by giving the future an exception."""
+        if self._thread.ident is None:
+            self._thread.start()
+        future: Future[T] = Future()
+        self._tasks.put((task, future))
+        return future
+
+    def close(self) -> None:
+        """Let what was begun end, leave the rest, and end the thread."""
+        while not self._tasks.empty() and (given := self._tasks.get()) is not None:
+            given[1].cancel()
+        if self._thread.ident is not None:
+            self._tasks.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (given := self._tasks.get()) is not None:
+            task, future = given
+            with suppress(InvalidStateError):  # somebody released those who wait
+                try:
+                    result = task()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            del given, task, future
