@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from starling.budget import Budget, Schedule
     from starling.engines.cluster import Cluster
     from starling.engines.job import Job
+    from starling.engines.joined import JoinedLearner, LoopStats
     from starling.engines.virtual import VirtualEngine
     from starling.errors import StarlingError
     from starling.experiment.recipe import Recipe, load_recipe
+    from starling.launch.joining import join
     from starling.learner import Learner
     from starling.speech.recogniser import Recogniser
     from starling.strategies import STRATEGIES
@@ -23,7 +25,9 @@ __all__ = [
     "Budget",
     "Cluster",
     "Job",
+    "JoinedLearner",
     "Learner",
+    "LoopStats",
     "Recipe",
     "Recogniser",
     "Schedule",
@@ -31,6 +35,7 @@ __all__ = [
     "Ticket",
     "VirtualEngine",
     "Workload",
+    "join",
     "load_recipe",
 ]
 
@@ -39,7 +44,9 @@ _HOMES = {
     "Budget": "budget",
     "Cluster": "engines.cluster",
     "Job": "engines.job",
+    "JoinedLearner": "engines.joined",
     "Learner": "learner",
+    "LoopStats": "engines.joined",
     "Recipe": "experiment.recipe",
     "Recogniser": "speech.recogniser",
     "Schedule": "budget",
@@ -47,6 +54,7 @@ _HOMES = {
     "Ticket": "workload",
     "VirtualEngine": "engines.virtual",
     "Workload": "workload",
+    "join": "launch.joining",
     "load_recipe": "experiment.recipe",
 }
 

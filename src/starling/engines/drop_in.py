@@ -1,0 +1,349 @@
+"""The engine for anybody's PyTorch loop: the strategy's text is driven until it waits for a gradient of the loop's.
+
+The text stays the only one. `claim()` is always true; a gradient's handle pauses the text, and the loop's next `step`
+supplies the gradient and drives the text on to the next one. Everything else waits inside its handle, as on the
+`processes` engine.
+"""
+
+import threading
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from starling.configuration import Config
+from starling.engines.attendant import Attendant, Consensus
+from starling.engines.collectives import OrderedMean
+from starling.engines.loop import LoopGradient, LoopReplica, MeanOfGradient
+from starling.engines.peers import PeerLearner, Place
+from starling.engines.processes import has_own_device
+from starling.engines.worker import Worker
+from starling.errors import PeerLost, ProtocolError, StarlingError
+from starling.learner import Handle
+from starling.strategies import Strategy
+
+T = TypeVar("T")
+
+
+class DropInLearner(PeerLearner):
+    """A learner whose gradients come from a loop that is not ours. All is called by the loop's thread, unless it says
+    otherwise."""
+
+    replica: LoopReplica
+
+    def __init__(
+        self,
+        place: Place,
+        strategy: Strategy,
+        options: Config,
+        replica: LoopReplica,
+        seed: int,
+        timeout_seconds: float,
+    ) -> None:
+        super().__init__(place.rank, place.world, seed, strategy.team_size(options, place.world), replica)
+        self.num_steps = 0
+        self.consensus_distance: float | None = None
+        self._strategy_name, self._timeout_seconds = strategy.name, timeout_seconds
+        self._steps_begun, self._is_over = 0, False
+        self._resumed_at = 0.0
+        self._error: BaseException | None = None
+        self._failing = threading.Lock()
+        self._waits: set[Future[Any]] = set()
+        self._all_over = threading.Event()  # all have closed, or something failed
+        self._waiters = Worker("starling-waiter"), Worker("starling-waiter-behind")
+        self._coroutine = strategy.start(self, options)
+        device = replica.weights.device
+        is_whole = len(self.team) == place.world  # then nothing but the loop's own thread makes means
+        self.meet(place, device, has_own_device(place, device) and is_whole, timeout_seconds)
+        self._attendant = self._make_attendant() if place.world > 1 else None
+        if place.world > 1:
+            replica.start_from_first()
+        if self._attendant is not None:
+            self._attendant.listen(self._news, self._failed_behind)
+        self._proceed()
+        self._resumed_at = self.now()
+
+    # what the strategy asks for
+
+    def claim(self) -> bool:
+        self._check()
+        return not self._is_over
+
+    def gradient(self, at: Tensor) -> Handle[Tensor]:
+        if at is not self.replica.loop:
+            self.replica.refresh_loop(None if at is self.weights else at)
+        self._gradient_version = self.replica.version if at is self.weights else self.replica.loop_version
+        self._gradient = LoopGradient(self.replica.own_gradient())
+        return self._gradient
+
+    def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
+        if isinstance(of, LoopGradient):
+            self.check_group(group)
+            if len(self.team) == 1:
+                return of
+            if not of.is_supplied:
+                return MeanOfGradient(of, lambda gradient: super(DropInLearner, self).mean(gradient, group))
+        return super().mean(of, group)
+
+    def snapshot(self, piece: slice | None = None) -> Tensor:
+        """As `Learner.snapshot`; but the whole, asked for by the loop's thread, is what the loop computes at, and
+        valid until the next step: so the weights are copied once a step."""
+        if piece is None and threading.current_thread() is not self._background:
+            return self.replica.loop
+        return super().snapshot(piece)
+
+    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
+        super().apply(delta, piece)
+        self._follow()
+
+    def replace(self, weights: Tensor) -> None:
+        super().replace(weights)
+        self._follow()
+
+    def background(self, activity: Coroutine[Any, Any, None]) -> None:
+        if self._world == 1:
+            activity.close()  # there is nobody to agree with
+        else:
+            super().background(self._reporting(activity))
+
+    # what the loop asks for
+
+    def make_step(self) -> None:
+        """The loop has left a gradient in its parameters: drive the strategy on to the next one."""
+        self.check_in_use("step()")
+        begin, waited = self.now(), self.spent.waiting_for_peers
+        self.spent.computing += begin - self._resumed_at
+        self._steps_begun += 1
+        self._news()
+        self._gradient.is_supplied = True
+        self._proceed()
+        self.num_steps += 1
+        if self._attendant is not None and self._attendant.closed:  # those who have closed want a sign of life
+            self.place.store.set(f"steps/{self._rank}", str(self.num_steps))
+        self._resumed_at = self.now()
+        self.spent.computing += self._resumed_at - begin - (self.spent.waiting_for_peers - waited)
+
+    @contextmanager
+    def consensus(self) -> Generator[None, None, None]:
+        """Let the model hold the mean of all learners' models while the context lasts."""
+        self.check_in_use("consensus()")
+        self.spent.computing += self.now() - self._resumed_at
+        if self._attendant is None:
+            agreed = Consensus(self.replica.contribution(), 0.0)
+        else:
+            request = self._attendant.request(self.num_steps)
+            agreed = self._wait_for("a consensus", lambda: self._released_by_failure(request))
+        self.consensus_distance = agreed.distance
+        try:
+            with self.replica.showing(agreed.mean):
+                yield
+        finally:
+            self._resumed_at = self.now()
+
+    def check_in_use(self, what: str) -> None:
+        """Raise what went wrong elsewhere, or `ProtocolError` where `what` cannot be asked for now."""
+        self._check()
+        if self._is_over:
+            raise ProtocolError(f"learner {self._rank} has closed: {what} must come before that")
+        if self.replica.is_showing:
+            raise ProtocolError(
+                f"learner {self._rank}: {what} inside of consensus(), where the weights are not its own"
+            )
+
+    def close(self) -> None:
+        """Make no more gradients; go on averaging and agreeing until all learners have closed."""
+        self._check()
+        self._is_over = True
+        self.spent.computing += self.now() - self._resumed_at
+        begin = self.now()
+        self._rounds.finish()
+        if self._attendant is not None:
+            self._attendant.announce("closed", self._steps_begun)
+            farewell = Worker("starling-farewell").submit(self._farewell)
+            self._wait_for_all(self._attendant)
+            self._released_by_failure(farewell)
+        if self._background is not None:
+            self._background.join()
+        self._check()
+        for means in (self._ordered, self._ordered_behind, *self._waiters):
+            means.close()
+        if self._attendant is not None:
+            self._attendant.join()
+            self._consensus_means.close()
+        self.replica.refresh_loop()
+        self.spent.waiting_for_peers += self.now() - begin
+
+    def fail(self, error: BaseException) -> None:
+        """Let everything end with this error, unless there was one before. Called by any thread."""
+        with self._failing:
+            if self._error is None:
+                self._error = error
+            waits = list(self._waits)
+        for wait in waits:
+            with suppress(InvalidStateError):
+                wait.set_exception(self._error)
+        self._all_over.set()
+
+    def announce_failure(self, why: str) -> None:
+        """Tell the others that this learner ends without having closed."""
+        if self._attendant is not None:
+            self._attendant.announce("failed", why)
+
+    @property
+    def bytes_sent(self) -> int:
+        """To other learners, consensus included."""
+        return self.averaging.bytes_sent + (self._attendant.bytes_sent if self._attendant else 0)
+
+    # how it is done
+
+    def _proceed(self) -> None:
+        """Drive the strategy until it waits for the loop's next gradient."""
+        try:
+            while not _waits_for_loop(self._coroutine.send(None)):
+                pass
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _make_attendant(self) -> Attendant:
+        everybody = range(self._world)
+        usual = timedelta(seconds=self._timeout_seconds)
+        self._consensus_means = OrderedMean(dist.new_group(everybody, backend="gloo", timeout=usual), self._world)
+        # who has closed waits for others as long as they live, and hears at once of the death of one
+        self._farewell_group = dist.new_group(everybody, backend="gloo", timeout=timedelta(days=20))
+        num_weights = len(self.weights)
+        return Attendant(
+            self.place.store, self._rank, self._world, self._consensus_means, num_weights, self._contribution
+        )
+
+    def _contribution(self) -> tuple[int, Tensor]:
+        return self.num_steps, self.replica.contribution()
+
+    def _farewell(self) -> None:
+        """Meet all others that have closed. Called by a thread of its own."""
+        words = torch.zeros(self._world, dtype=torch.uint8)
+        try:
+            dist.all_to_all_single(torch.empty_like(words), words, group=self._farewell_group)
+        except RuntimeError as error:
+            self._failed_behind(error)
+
+    def _wait_for_all(self, attendant: Attendant) -> None:
+        """Wait until all have closed, as long as those who have not make steps."""
+
+        def signs() -> list[tuple[int, bytes]]:
+            others = [rank for rank in range(self._world) if rank not in attendant.closed]
+            store = self.place.store
+            return [(rank, store.get(key) if store.check([key := f"steps/{rank}"]) else b"") for rank in others]
+
+        before = signs()
+        while not self._all_over.wait(self._timeout_seconds):
+            if (now := signs()) == before:
+                names = " and ".join(f"learner {rank}" for rank, _ in now)
+                raise PeerLost(
+                    f"learner {self._rank} has closed and lost {names}: no step and no close() within "
+                    f"{self._timeout_seconds:g} s; give more timeout_seconds if steps take that long"
+                )
+            before = now
+        self._check()
+
+    def _news(self) -> None:
+        """Draw the consequences of others' closing or failing. Called by any thread."""
+        attendant = self._attendant
+        if attendant is None:
+            return
+        for rank, why in list(attendant.failed.items()):
+            if rank != self._rank:
+                self.fail(PeerLost(f"learner {self._rank} lost learner {rank}, {self._whereabouts()}: {why}"))
+        for rank, steps in list(attendant.closed.items()):
+            if rank in self.team and (
+                steps < self._steps_begun or (self._rank in attendant.closed and steps != self._steps_begun)
+            ):
+                done = "has closed after" if self._is_over else "is in step"
+                self.fail(
+                    ProtocolError(
+                        f"learner {rank} has closed after {steps} steps, and learner {self._rank} {done} "
+                        f"{self._steps_begun}: under {self._strategy_name} they make equal numbers of steps; give "
+                        "them equally many mini-batches, or choose an asynchronous strategy, such as adpsgd"
+                    )
+                )
+        if attendant.is_over:
+            self._all_over.set()
+        if not self._is_over and threading.current_thread() is not attendant:
+            self._check()
+
+    def _check(self) -> None:
+        """Raise what went wrong, if anything has."""
+        if self._error is not None:
+            raise self._error
+
+    def _follow(self) -> None:
+        """The loop's own thread has changed the weights: what the loop computes at follows."""
+        if self.replica.loop is not self.weights and threading.current_thread() is not self._background:
+            self.replica.refresh_loop()
+
+    async def _reporting(self, activity: Coroutine[Any, Any, None]) -> None:
+        """The background's activity, whose failure ends the waiting of the loop's thread."""
+        try:
+            await activity
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _failed_behind(self, error: BaseException) -> None:
+        """A thread of this learner failed."""
+        try:
+            with self._naming_the_lost("agreeing with all"):
+                raise error
+        except BaseException as named:
+            self.fail(named)
+
+    def _wait_for(self, what: str, wait: Callable[[], T]) -> T:
+        # NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes
+        if self._world == 1 or self._by_nccl:
+            return super()._wait_for(what, wait)
+        waiter = self._waiters[threading.current_thread() is self._background]
+        return super()._wait_for(what, lambda: self._released_by_failure(waiter.submit(wait)))
+
+    def _released_by_failure(self, work: "Future[T]") -> T:
+        """The result of work; or what failed elsewhere, so that nobody waits for those who will not come."""
+        with self._failing:
+            if self._error is not None and not work.done():
+                raise self._error
+            self._waits.add(work)
+        try:
+            return work.result()
+        finally:
+            with self._failing:
+                self._waits.discard(work)
+
+    def _lost_ones(self) -> str:
+        if self._attendant is None:
+            return super()._lost_ones()
+        try:
+            self._attendant.announce("roll-call")  # who only computes answers, too, and is not taken for lost
+            lost = super()._lost_ones()
+        except dist.DistError:
+            return "the store that the learners meet in"
+        failed = [f"learner {rank} ({why})" for rank, why in self._attendant.failed.items() if rank != self._rank]
+        return failed[0] if failed else lost
+
+    def _whereabouts(self) -> str:
+        return f"step {self._steps_begun}" if not self._is_over else f"closing after step {self._steps_begun}"
+
+
+def _waits_for_loop(handle: Handle[Any]) -> bool:
+    gradient = handle.gradient if isinstance(handle, MeanOfGradient) else handle
+    return isinstance(gradient, LoopGradient) and not gradient.is_supplied
+
+
+def words_of(error: BaseException | None) -> str:
+    """What an error says, on one line."""
+    if error is None:
+        return "it ended without close()"
+    text = (str(error).splitlines() or [""])[0]
+    return text if isinstance(error, StarlingError) else f"{type(error).__name__}: {text}"

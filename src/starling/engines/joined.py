@@ -1,0 +1,171 @@
+"""What somebody's own PyTorch loop holds of Starling."""
+
+import atexit
+import hashlib
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+from torch.distributed import DistError
+from torch.optim import Optimizer
+
+from starling.configuration import Config
+from starling.engines.drop_in import DropInLearner, words_of
+from starling.engines.greeting import Greeting, greet, part
+from starling.engines.loop import LoopReplica
+from starling.engines.peers import Place
+from starling.engines.processes import process_group
+from starling.strategies import Strategy
+
+
+@dataclass(frozen=True)
+class LoopStats:
+    """What one learner did so far."""
+
+    steps: int
+    rounds: int
+    """Averaging rounds in its background."""
+    rounds_per_gradient: float
+    staleness: dict[int, int]
+    """Gradients by the number of changes made to the weights between their being read for the gradient and the step."""
+    bytes_sent: int
+    seconds_computing: float
+    """Between two calls of `step`, and in the optimizer; not in `consensus`."""
+    seconds_waiting: float
+    """For other learners."""
+    consensus_distance: float | None
+    """(1/L) sum_l |w_l - mean|^2 of all learners' weights at the last `consensus`."""
+
+
+class JoinedLearner:
+    """A model and an optimizer of your own loop, as one learner among several: what `starling.join` returns.
+
+    Call `step()` in place of `optimizer.step()`, evaluate and save inside `with consensus():`, and `close()` at the
+    end. Used as a context manager it closes itself, and tells the others at once if your loop fails. All methods
+    raise `PeerLost`, naming the learner, when another one is gone.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        options: Config,
+        seed: int,
+        timeout_seconds: float,
+    ) -> None:
+        """Meet the others. Raises as `starling.join` says."""
+        is_shared = strategy.team_size(options, place.world) == place.world
+        replica = LoopReplica(model, optimizer, is_shared)
+        self._place, self._timeout_seconds = place, timeout_seconds
+        self._connections = ExitStack()
+        self._is_closed = False
+        if place.world > 1:
+            mine = Greeting(
+                world=place.world,
+                strategy=strategy.name,
+                num_parameters=len(replica.weights),
+                dtype=str(replica.weights.dtype),
+                configuration=f"{options.model_dump_json()}, seed {seed}, model {_digest(model)}",
+                **Greeting.of_versions(),
+            )
+            greet(place.store, place.rank, mine, timeout_seconds)
+            self._connections.enter_context(process_group(place, replica.weights.device, timeout_seconds))
+        self._learner = DropInLearner(place, strategy, options, replica, seed, timeout_seconds)
+        atexit.register(self._at_exit)
+
+    @property
+    def rank(self) -> int:
+        """Which learner this is, in [0, world): for the choice of data, and of who prints and saves."""
+        return self._place.rank
+
+    @property
+    def world(self) -> int:
+        """How many learners there are."""
+        return self._place.world
+
+    def step(self) -> None:
+        """Make an optimizer step with the gradients that `backward` left, and agree with the others as the strategy
+        does.
+
+        Raises `ProtocolError` where learners of a strategy that works in step make unequal numbers of steps.
+        """
+        self._learner.make_step()
+
+    @contextmanager
+    def consensus(self) -> Generator[None, None, None]:
+        """Inside of it the model holds the mean of all learners' weights and floating-point buffers; afterwards
+        exactly what it held before.
+
+        One learner may ask alone, and as often as it likes, while others compute.
+        """
+        with self._learner.consensus():
+            yield
+
+    def stats(self) -> LoopStats:
+        """What this learner did so far."""
+        learner = self._learner
+        return LoopStats(
+            steps=learner.num_steps,
+            rounds=learner.averaging.rounds,
+            rounds_per_gradient=learner.averaging.rounds / max(1, learner.num_steps),
+            staleness=dict(sorted(learner.averaging.staleness.items())),
+            bytes_sent=learner.bytes_sent,
+            seconds_computing=learner.spent.computing,
+            seconds_waiting=learner.spent.waiting_for_peers,
+            consensus_distance=learner.consensus_distance,
+        )
+
+    def close(self) -> None:
+        """Leave when everybody has closed; until then this learner goes on averaging and serving `consensus` calls.
+
+        Calling it again does nothing. Raises `PeerLost` if nobody who is waited for makes a step for
+        `timeout_seconds`.
+        """
+        if self._is_closed:
+            return
+        try:
+            self._learner.close()
+            if self.world > 1:
+                part(self._place.store, self.rank, self.world, self._timeout_seconds)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        self._is_closed = True
+        atexit.unregister(self._at_exit)
+        self._connections.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._abandon(error)
+
+    def _abandon(self, error: BaseException | None) -> None:
+        """Tell the others, and wait for nobody. Connections stay as they are: threads may wait in them."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self._at_exit)
+        with suppress(DistError):  # the store may be gone, too
+            self._learner.announce_failure(words_of(error))
+
+    def _at_exit(self) -> None:
+        self._abandon(getattr(sys, "last_value", None))
+
+
+def _digest(model: nn.Module) -> str:
+    """A digest of what the model consists of."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors])
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

@@ -1,0 +1,204 @@
+"""A model and an optimizer that belong to somebody's own training loop, as a learner's replica."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from starling.engines.flat import split, trainable
+from starling.engines.peers import ProcessHandle
+from starling.engines.replica import Replica
+from starling.errors import ConfigError
+from starling.learner import Handle
+
+
+class OwnGradient(Tensor):
+    """A loop's gradient `[P]`. It is copied together from the parameters' `grad` when something first looks at it: a
+    learner that only steps with it never pays for the copy."""
+
+    fill: Callable[[Tensor], None]
+    is_filled: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            for each in _gradients_in((args, kwargs)):
+                if not each.is_filled:
+                    each.is_filled = True
+                    each.fill(each)
+            return func(*args, **(kwargs or {}))
+
+
+def _gradients_in(arguments: object) -> Generator[OwnGradient, None, None]:
+    if isinstance(arguments, OwnGradient):
+        yield arguments
+    elif isinstance(arguments, list | tuple):
+        for each in arguments:
+            yield from _gradients_in(each)
+    elif isinstance(arguments, Mapping):
+        yield from _gradients_in(list(arguments.values()))
+
+
+class LoopGradient(ProcessHandle[Tensor]):
+    """The gradient that the loop computes next; who awaits it waits for the loop."""
+
+    def __init__(self, gradient: OwnGradient) -> None:
+        super().__init__(lambda: gradient)
+        self.is_supplied = False
+
+
+class MeanOfGradient(ProcessHandle[Tensor]):
+    """The mean of a gradient that the loop computes next."""
+
+    def __init__(self, gradient: LoopGradient, mean: Callable[[Tensor], Handle[Tensor]]) -> None:
+        super().__init__(lambda: mean(gradient.result()).result())
+        self.gradient = gradient
+
+
+def check_loop(model: nn.Module, optimizer: Optimizer) -> None:
+    """`ConfigError` for a model and an optimizer that cannot be trained together with others."""
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError("model: it averages gradients by itself (DistributedDataParallel); give its `.module`")
+    parameters = trainable(model)
+    if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
+        raise ConfigError(f"model: its parameters must be on one device, found {', '.join(sorted(devices))}")
+    own = {id(parameter) for parameter in model.parameters()}
+    known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if strange := [parameter for parameter in known if id(parameter) not in own]:
+        raise ConfigError(
+            f"optimizer: {len(strange)} of its {len(known)} parameters are not the model's, the first has shape "
+            f"{list(strange[0].shape)}; make it from `model.parameters()`, and join all that it trains as one "
+            "`nn.ModuleList`"
+        )
+    if not {id(parameter) for parameter in known} & {id(parameter) for parameter in parameters}:
+        raise ConfigError("optimizer: it has none of the model's trainable parameters")
+
+
+class LoopReplica(Replica):
+    """The weights that a loop computes at, `loop` `[P]`, into which the model's parameters are views; and this
+    learner's own, `weights` `[P]`.
+
+    They are one vector where all learners step together. Otherwise others change `weights` while the loop computes,
+    and `loop` holds what they were when the gradient began: right after the step before.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, is_shared: bool) -> None:
+        parameters = trainable(model)
+        self.model = model
+        self.loop = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        for parameter, view in zip(parameters, split(self.loop, parameters), strict=True):
+            parameter.data = view
+        self._is_shared = is_shared
+        weights = self.loop if is_shared else self.loop.clone()
+        super().__init__(weights, torch.empty(0), parameters, lambda _: optimizer, clip_norm=None)
+        self.loop_version = 0
+        self._own_gradient = torch.empty_like(self.loop).as_subclass(OwnGradient)
+        self._own_gradient.fill = self._flatten
+        self._aside: tuple[Tensor, list[Tensor]] | None = None  # the loop's weights and buffers, when others are shown
+
+    def step(self, gradient: Tensor, learning_rate_factor: float) -> None:
+        """Let the loop's optimizer change the weights by `gradient` `[P]`, at the learning rates it has itself."""
+        with self._lock:
+            if gradient is not self._own_gradient:
+                for parameter, part in zip(self._parameters, split(gradient, self._parameters), strict=True):
+                    parameter.grad = part
+            if not self._is_shared:
+                self.loop.copy_(self.weights)
+            self.optimizer.step()
+            if not self._is_shared:
+                self.weights.copy_(self.loop)
+            self.version += 1
+            self.loop_version = self.version
+
+    @property
+    def is_showing(self) -> bool:
+        """Whether the model holds a consensus instead of this learner's own weights."""
+        return self._aside is not None
+
+    def own_gradient(self) -> OwnGradient:
+        """The gradient that the loop computes next; valid until this is called again."""
+        self._own_gradient.is_filled = False
+        return self._own_gradient
+
+    def refresh_loop(self, at: Tensor | None = None) -> None:
+        """Let the loop compute at the weights as they are now, or at others `[P]`."""
+        with self._lock:
+            self.loop.copy_(self.weights if at is None else at)
+            self.loop_version = self.version
+
+    def pieces(self, largest: int, optimizer_state: bool) -> Sequence[slice]:
+        gradients = [parameter.grad for parameter in self._parameters]
+        if optimizer_state:  # an optimizer remembers nothing about a parameter that has no gradient
+            for parameter in self._parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        try:
+            return super().pieces(largest, optimizer_state)
+        except KeyError as error:
+            raise ConfigError(
+                "strategy.optimizer_state: the optimizer does not remember the same about all trainable parameters; "
+                "choose local"
+            ) from error
+        finally:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    def start_from_first(self) -> None:
+        """Take over all that learner 0's model holds, frozen parameters and buffers included."""
+        tensors = [tensor.detach() for tensor in (*self.model.parameters(), *self.model.buffers())]
+        sizes = [tensor.nbytes for tensor in tensors]
+        contents = torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8).cpu() for tensor in tensors])
+        dist.broadcast(contents, src=0)
+        for tensor, content in zip(tensors, torch.split(contents, sizes), strict=True):
+            tensor.copy_(content.clone().view(tensor.dtype).view(tensor.shape))
+        self.refresh_weights()
+
+    def refresh_weights(self) -> None:
+        """Take the loop's weights for this learner's own."""
+        with self._lock:
+            self.weights.copy_(self.loop)
+
+    def contribution(self) -> Tensor:
+        """What this learner brings to the consensus: its weights and the model's floating-point buffers `[P + B]`, in
+        float32 or better; its own also while it is shown a consensus."""
+        with self._lock:
+            loop, buffers = self._aside or (self.loop, self._floating_buffers())
+            parts = [loop if self._is_shared else self.weights, *buffers]
+            dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
+            return torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])
+
+    @contextmanager
+    def showing(self, consensus: Tensor) -> Generator[None, None, None]:
+        """Let the model hold a consensus `[P + B]` while the context lasts, and then exactly what it held before."""
+        every = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        with self._lock:
+            buffers = self._floating_buffers()
+            self._aside = self.loop.clone(), [buffer.clone() for buffer in buffers]
+            for own, agreed in zip((self.loop, *buffers), split(consensus, (self.loop, *buffers)), strict=True):
+                own.copy_(agreed)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.loop.copy_(self._aside[0])
+                for buffer, own in every:
+                    buffer.copy_(own)
+                self._aside = None
+
+    def _floating_buffers(self) -> list[Tensor]:
+        return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+
+    def _flatten(self, flat: Tensor) -> None:
+        """Copy the parameters' gradients together; who got none counts as 0."""
+        for parameter, part in zip(self._parameters, split(flat, self._parameters), strict=True):
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                part.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)

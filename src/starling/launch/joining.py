@@ -1,0 +1,95 @@
+"""The drop-in: a training loop of anybody's becomes one learner among several."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.optim import Optimizer
+
+from starling.configuration import Config
+from starling.engines.joined import JoinedLearner
+from starling.engines.loop import check_loop
+from starling.engines.peers import Place
+from starling.errors import ConfigError
+from starling.launch.rendezvous import find_place, is_learner
+from starling.strategies import Strategy, find_strategy
+
+
+def join(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: str = "adpsgd",
+    *,
+    seed: int = 0,
+    timeout_seconds: float = 600.0,
+    **options: Any,
+) -> JoinedLearner:
+    """Let your own PyTorch loop train `model` together with the other processes that `torchrun` started.
+
+    `strategy` is a name that `starling strategies` lists, and `options` are its options, such as `pattern="pairs"`.
+    Started as plain `python`, it is one learner by itself, and the loop gives the bits it gave before. The model is on
+    its device already, and the optimizer is any of `torch.optim` over the model's parameters; parameter groups,
+    learning rate schedulers, gradient clipping and autocast are yours as before. All learners start from learner 0's
+    model.
+
+    `seed` is what random patterns are drawn from, and `timeout_seconds` the longest wait for another learner's word.
+
+    Raises `ConfigError` for a strategy, options, a model or an optimizer that do not fit, `ProtocolError` when
+    learners differ, `PeerLost` when one does not come.
+    """
+    check_loop(model, optimizer)
+    chosen = find_strategy(strategy)
+    checked = _checked(chosen, options)
+    if not timeout_seconds > 0.0:
+        raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
+    if not is_learner():
+        place = Place(0, 1, 0, 1, HashStore())
+    elif dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed has a process group already: leave out init_process_group, which starling.join calls "
+            "itself (afterwards torch.distributed can be used as usual), or close the learner that joined before"
+        )
+    else:
+        place = _meet(timeout_seconds)
+    chosen.team_size(checked, place.world)
+    return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds)
+
+
+def _meet(timeout_seconds: float) -> Place:
+    """This process's place, with names in the store for this one joining: all learners join equally often."""
+    place = _find_place(timeout_seconds)
+    store = PrefixStore(f"join/{next(_JOININGS)}", place.store)
+    return Place(place.rank, place.world, place.local_rank, place.local_world, store)
+
+
+_JOININGS: Iterator[int] = count()
+_find_place = cache(find_place)
+"""A process connects to the store once: learner 0 may own it, and it must outlive each joining."""
+
+
+def _checked(strategy: Strategy, options: dict[str, Any]) -> Config:
+    """The strategy's options; `ConfigError` lists all that is wrong with them."""
+    try:
+        return strategy.options.model_validate(options)
+    except ValidationError as error:
+        problems = [
+            _problem(strategy, ".".join(str(part) for part in detail["loc"]), detail["type"], detail["msg"])
+            for detail in error.errors(include_url=False, include_context=False, include_input=False)
+        ]
+        raise ConfigError("\n".join(problems)) from error
+
+
+def _problem(strategy: Strategy, name: str, kind: str, message: str) -> str:
+    if kind != "extra_forbidden":
+        return f"{strategy.name}: {name}: {message.removeprefix('Value error, ')}"
+    known = list(strategy.options.model_fields)
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{strategy.name}: {name!r} is no option of it; {hint}it has {', '.join(known) or 'none'}"
