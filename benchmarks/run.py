@@ -6,43 +6,83 @@ Run as `make bench`. Each figure is a ratio of two things measured alternately i
 import argparse
 import json
 import platform
+import signal
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import one_learner, training, two_learners, virtual_cluster
+from benchmarks import (
+    averaging_cost,
+    fairness,
+    one_learner,
+    start_up,
+    stragglers,
+    throttled_link,
+    training,
+    two_learners,
+    virtual_cluster,
+)
 from benchmarks.measuring import Bar
+
+Measure = Callable[[Path, torch.device], list[Bar]]
+
+BENCHMARKS: dict[str, Measure] = {
+    "one_learner": lambda folder, device: [one_learner.measure(folder, device)],
+    "two_learners": lambda folder, device: [two_learners.measure(folder)],
+    "virtual_cluster": virtual_cluster.measure,
+    "stragglers": lambda folder, device: stragglers.measure(folder),
+    "throttled_link": lambda folder, device: throttled_link.measure(folder),
+    "fairness": lambda folder, device: fairness.measure(folder),
+    "averaging_cost": lambda folder, device: averaging_cost.measure(folder),
+    "start_up": lambda folder, device: start_up.measure(folder),
+}
+"""By the name that `--only` knows them by."""
+ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster"}
+"""Those that train on the demo's corpus."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("bench.json"))
-    output: Path = parser.parse_args().output
+    chosen, output = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all is cleaned up
     torch.set_num_threads(1)  # one thread for each learner, as on a machine that several share
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bars: list[Bar] = []
     with tempfile.TemporaryDirectory(prefix="starling-bench-") as name:
         folder = Path(name)
-        training.prepare(folder)
-        bars = [
-            one_learner.measure(folder, device),
-            two_learners.measure(folder),
-            *virtual_cluster.measure(folder, device),
-        ]
+        if ON_SPEECH & set(chosen):
+            training.prepare(folder)
+        for benchmark in chosen:
+            begin = time.monotonic()
+            bars += BENCHMARKS[benchmark](folder, device)
+            sys.stderr.write(f"{benchmark}: {time.monotonic() - begin:.0f} s\n")
     output.write_text(json.dumps([bar.as_json() for bar in bars], indent=1) + "\n")
-    show(bars, device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    Console().print(table(bars, f"torch {torch.__version__} on {where}"))
     return 0
 
 
-def show(bars: list[Bar], device: torch.device) -> None:
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
-    table = Table("measured", "ratio", "bar", "holds", title=f"torch {torch.__version__} on {where}")
+def parse(arguments: Sequence[str]) -> tuple[list[str], Path]:
+    """The benchmarks that were asked for, in their usual order, and where the figures go."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("bench.json"))
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="BENCHMARK")
+    found = parser.parse_args(arguments)
+    return [name for name in BENCHMARKS if name in found.only], found.output
+
+
+def table(bars: Sequence[Bar], title: str) -> Table:
+    """The bars, one a row."""
+    made = Table("measured", "ratio", "bar", "holds", "absolute", title=title)
     for bar in bars:
-        table.add_row(bar.name, f"{bar.ratio:.3f}", f"{bar.bar:g}", "yes" if bar.holds else "NO")
-    Console().print(table)
+        ratio = f"{bar.ratio:.3f}" if bar.ratio >= 0.1 else f"{bar.ratio:.2g}"
+        made.add_row(bar.name, ratio, f"{bar.bar:g}", "yes" if bar.holds else "NO", bar.detail)
+    return made
 
 
 if __name__ == "__main__":

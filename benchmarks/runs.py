@@ -37,9 +37,9 @@ class Run:
     num_parameters: int = 0
     """Of the emulated device's model."""
     gradient_seconds: Seconds = 0.0
-    """What a gradient takes on the emulated device."""
+    """What a gradient takes on the emulated device; beside a perceptron, what it takes longer."""
     widths: tuple[int, ...] = ()
-    """Of a perceptron that is computed for real, in place of an emulated device."""
+    """Of a perceptron that is computed for real, in place of the emulated device's model."""
     steps: int | None = None
     """Mini-batches of all learners together."""
     seconds: Seconds | None = None
@@ -57,7 +57,9 @@ class Run:
     def job(self) -> Job:
         """This run for an engine; of a run without a strategy, its model and data."""
         workload: Workload[Any] = (
-            Computing(self.widths) if self.widths else EmulatedDevice(self.num_parameters, self.gradient_seconds)
+            Computing(self.widths, self.gradient_seconds)
+            if self.widths
+            else EmulatedDevice(self.num_parameters, self.gradient_seconds)
         )
         options = {"options": AsynchronousOptions(period=1.0 if self.averages else 1e9)}
         return Job(

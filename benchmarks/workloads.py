@@ -37,31 +37,62 @@ class Batch:
         return type(self)(self.inputs.to(device), self.targets.to(device))
 
 
-class _Busy(torch.autograd.Function):
-    """The identity; forward and backward take their time as if a device were computing."""
+class _Device:
+    """Keeps the time of a device that computes beside the processor: it begins when it is given work, and goes from one
+    piece of work to the next without a gap, however late the processor notices."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def begin(self) -> None:
+        """A gradient begins."""
+        self._free_at = time.monotonic()
+
+    def work(self, seconds: float) -> None:
+        """Return when the device has worked for that long."""
+        self._free_at += seconds
+        time.sleep(max(0.0, self._free_at - time.monotonic()))
+
+
+class _Work(torch.autograd.Function):
+    """The identity; the device works in forward and in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
-        ctx.seconds = backward_seconds
-        time.sleep(forward_seconds)
+    def forward(ctx: Any, x: Tensor, device: _Device, forward_seconds: float, backward_seconds: float) -> Tensor:
+        ctx.device, ctx.seconds = device, backward_seconds
+        device.work(forward_seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        return gradients[0], None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.device.work(ctx.seconds)
+        return gradients[0], None, None, None
 
 
 class _Block(nn.Module):
     """Some parameters of an emulated model; backward takes twice as long as forward, as it usually does."""
 
-    def __init__(self, size: int, seconds: float) -> None:
+    def __init__(self, size: int, device: _Device, seconds: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size))
-        self._seconds = seconds
+        self._device, self._seconds = device, seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = _Busy.apply(x + self.weight.sum(), self._seconds / 3, self._seconds * 2 / 3)
+        found: Tensor = _Work.apply(x + self.weight.sum(), self._device, self._seconds / 3, self._seconds * 2 / 3)
+        return found
+
+
+class _Model(nn.Module):
+    """Blocks, one after the other."""
+
+    def __init__(self, num_blocks: int, size: int, seconds: float) -> None:
+        super().__init__()
+        self._device = _Device()
+        self.blocks = nn.Sequential(*(_Block(size, self._device, seconds) for _ in range(num_blocks)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._device.begin()
+        found: Tensor = self.blocks(x)
         return found
 
 
@@ -74,7 +105,7 @@ class EmulatedDevice(Workload[Batch]):
         self._size, self._seconds = num_parameters // self._num_blocks, seconds / self._num_blocks
 
     def make_model(self) -> nn.Module:
-        return nn.Sequential(*(_Block(self._size, self._seconds) for _ in range(self._num_blocks)))
+        return _Model(self._num_blocks, self._size, self._seconds)
 
     def num_batches(self, epoch: int) -> int:
         return 1 << 30
@@ -88,10 +119,11 @@ class EmulatedDevice(Workload[Batch]):
 
 
 class Computing(Workload[Batch]):
-    """A perceptron on random points, computed for real."""
+    """A perceptron on random points, computed for real; each loss takes `seconds` more."""
 
-    def __init__(self, widths: Sequence[int]) -> None:
+    def __init__(self, widths: Sequence[int], seconds: float = 0.0) -> None:
         self._widths = widths
+        self._seconds = seconds
 
     @cached_property
     def _batches(self) -> list[Batch]:
@@ -114,4 +146,6 @@ class Computing(Workload[Batch]):
         return [self._batches[ticket.step % NUM_BATCHES]]
 
     def loss(self, model: nn.Module, examples: Batch) -> Tensor:
+        if self._seconds > 0.0:
+            time.sleep(self._seconds)
         return nn.functional.mse_loss(model(examples.inputs), examples.targets)
