@@ -1,8 +1,37 @@
-"""The arithmetic of the benchmarks; the measurements themselves are `make bench`."""
+"""The arithmetic and the tidiness of the benchmarks; the measurements themselves are `make bench`."""
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import run
+from time import monotonic
 
 import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
 
+from benchmarks.fairness import spread
 from benchmarks.measuring import Bar, median_speed_up
+from benchmarks.namespaces import NoNamespacesError, Throttle, joined_namespaces
+from benchmarks.run import BENCHMARKS, parse, table
+from benchmarks.runs import DDP, SENDING, Outcome, Run, median_ratio, total_rate
+from benchmarks.slow_link import SlowLink
+from benchmarks.starting import (
+    Outcomes,
+    Program,
+    alternately,
+    launched,
+    learner_command,
+    read_outcomes,
+    run_side_by_side,
+)
+from benchmarks.workloads import EmulatedDevice
+from starling.workload import Ticket
+
+THROTTLE = Throttle(rate="100mbit", burst="256kb", latency="20ms")
 
 
 def test_who_is_measured_first_does_not_matter() -> None:
@@ -17,4 +46,193 @@ def test_a_bar_is_held_or_missed_at_its_own_value() -> None:
     """`holds` is the comparison and nothing else, and the JSON has exactly the four keys."""
     assert Bar.at_least("a", 0.97, 0.97).holds and not Bar.at_least("a", 0.9699, 0.97).holds
     assert Bar.at_most("a", 0.2, 0.2).holds and not Bar.at_most("a", 0.2001, 0.2).holds
-    assert Bar.at_most("a", 0.1, 0.2).as_json() == {"name": "a", "ratio": 0.1, "bar": 0.2, "holds": True}
+    assert Bar.at_most("a", 0.1, 0.2, "3 s").as_json() == {"name": "a", "ratio": 0.1, "bar": 0.2, "holds": True}
+
+
+def test_a_rate_leaves_the_warm_up_out() -> None:
+    """Ten gradients a second after three slow ones are 10; two of them that are timed are the fewest."""
+    steady = [100.0 + 0.1 * number for number in range(20)]
+    assert Outcome([0.0, 40.0, 80.0, *steady]).rate == pytest.approx(10.0)
+    assert total_rate([Outcome([0.0, 1.0, 2.0, *steady])] * 4) == pytest.approx(40.0)
+    with pytest.raises(ValueError, match="4 gradients are too few"):
+        _ = Outcome([0.0, 1.0, 2.0, 3.0]).rate
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
+    """A round on a busy machine slows both sides, and one that slows one side only is an outlier."""
+    assert median_ratio([10.0, 5.0, 1.0], [5.0, 2.5, 5.0]) == 2.0
+    assert spread([100, 104, 98, 98]) == pytest.approx(0.06)
+
+
+def test_runs_alternate_and_come_back_by_name_and_round() -> None:
+    """Every round makes each run once, every second round in the other order."""
+    made: list[str] = []
+
+    def make(runs: Sequence[Run]) -> Outcomes:
+        made.extend(run.strategy for run in runs)
+        return [[Outcome(stamps=[float(number)])] for number in range(len(runs))]
+
+    found = alternately({"a": Run("adpsgd", 1), "b": Run(DDP, 1)}, 3, make)
+    assert made == ["adpsgd", DDP, DDP, "adpsgd", "adpsgd", DDP]
+    assert [outcomes[0].stamps for outcomes in found["a"]] == [[0.0], [3.0], [4.0]]
+    assert [outcomes[0].stamps for outcomes in found["b"]] == [[1.0], [2.0], [5.0]]
+
+
+def test_runs_travel_to_the_learners_as_they_are(tmp_path: Path) -> None:
+    """What a learner's command line says are the same runs."""
+    runs = [Run("adpsgd", 4, 13_000, 0.03, seconds=3.0, last_is_slower=10.0), Run(DDP, 2, widths=(8, 4), steps=6)]
+    *_, text, folder = learner_command(runs, tmp_path)
+    assert Run.from_json(text) == runs and folder == str(tmp_path)
+    assert runs[0].job().stragglers.slow == {3: 10.0}
+
+
+def test_an_emulated_device_takes_its_time_and_gives_a_gradient() -> None:
+    """The loss and its gradient take at least what was asked, whatever the blocks; every parameter has a gradient."""
+    workload = EmulatedDevice(num_parameters=1 << 19, seconds=0.03)
+    model = workload.make_model()
+    (batch,) = workload.load(Ticket(0, 0, 0))
+    begin = monotonic()
+    workload.loss(model, batch).backward()
+    assert monotonic() - begin >= 0.03
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert sum(gradient.numel() for gradient in gradients if gradient is not None) == 1 << 19
+
+
+def test_learners_note_what_they_did(tmp_path: Path) -> None:
+    """One learner alone, two that average, and two under plain DDP, by the same two processes."""
+    runs = [
+        Run("allreduce", 1, 1000, 0.001, steps=6),
+        Run("adpsgd", 2, 1000, 0.001, steps=12),
+        Run(DDP, 2, widths=(8, 4), steps=12),
+        Run(SENDING, 2, 1000, steps=5),
+    ]
+    alone, averaging, in_step, sending = launched(runs, tmp_path)
+    assert [len(outcome.stamps) for outcome in alone] == [6]
+    assert sum(len(outcome.stamps) for outcome in averaging) == 12
+    assert averaging[0].rounds == averaging[1].rounds > 0
+    assert all(outcome.bytes_sent == 4000 * outcome.rounds for outcome in averaging)
+    assert [len(outcome.stamps) for outcome in in_step] == [6, 6]
+    assert [len(outcome.stamps) for outcome in sending] == [6, 0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_sent_over_an_emulated_link_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two messages of 1,000 bytes at 50,000 a second are not over before 40 ms; after the context nothing is late."""
+
+    class Sent:
+        def wait(self) -> None: ...
+
+    def send_at_once(tensor: torch.Tensor, peer: int) -> Sent:
+        return Sent()
+
+    monkeypatch.setattr(dist, "isend", send_at_once)
+    begin = monotonic()
+    with SlowLink(bytes_per_second=50_000.0).under_messages():
+        sendings = [dist.isend(torch.zeros(250), 1) for _ in range(2)]
+        for sending in sendings:
+            assert sending is not None
+            sending.wait()
+    assert monotonic() - begin >= 0.04
+    assert dist.isend is send_at_once
+
+
+def program(text: str) -> Program:
+    return Program([sys.executable, "-c", text], {"WORD": "here"})
+
+
+def test_programs_get_their_variables_and_end_well(tmp_path: Path) -> None:
+    """Both have run when the call returns."""
+    text = "import os, pathlib; pathlib.Path({!r}).write_text(os.environ['WORD'])"
+    files = [tmp_path / "a", tmp_path / "b"]
+    run_side_by_side([program(text.format(str(file))) for file in files], tmp_path)
+    assert [file.read_text() for file in files] == ["here", "here"]
+
+
+def test_when_a_program_fails_none_is_left(tmp_path: Path) -> None:
+    """The error shows the end of its log, and the program that would have gone on is gone."""
+    note = tmp_path / "pid"
+    goes_on = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    fails = (
+        f"import pathlib, sys, time; note = pathlib.Path({str(note)!r})\n"
+        "while not note.exists() or not note.read_text(): time.sleep(0)\n"
+        "sys.exit('no such word')"
+    )
+    with pytest.raises(RuntimeError, match="program 1 ended with exit code 1:\nno such word"):
+        run_side_by_side([program(goes_on), program(fails)], tmp_path)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)
+
+
+def test_programs_that_take_too_long_are_ended(tmp_path: Path) -> None:
+    """The limit is for all together."""
+    with pytest.raises(RuntimeError, match=r"did not end within 0\.1 s"):
+        run_side_by_side([program("import time; time.sleep(600)")], tmp_path, limit=0.1)
+
+
+def namespaces_here() -> set[str]:
+    """This machine's network namespaces of benchmarks."""
+    folder = Path("/run/netns")
+    return {file.name for file in folder.glob("starling-bench-*")} if folder.exists() else set()
+
+
+def test_no_namespace_outlives_an_error_among_the_learners() -> None:
+    """Where this machine allows namespaces they see each other, and in any case none is left."""
+    mine: set[str] = set()
+    try:
+        with joined_namespaces(THROTTLE) as (first, second):
+            mine = {first.name, second.name}
+            assert mine <= namespaces_here()
+            seen = run(first.inside(["ip", "route", "get", second.address]), capture_output=True, text=True, check=True)
+            assert f"dev bench0 src {first.address}" in seen.stdout
+            raise ZeroDivisionError
+    except (ZeroDivisionError, NoNamespacesError):
+        pass
+    assert not mine & namespaces_here()
+
+
+@pytest.mark.parametrize("failing", range(10))
+def test_namespaces_that_were_made_are_removed_whatever_fails(failing: int) -> None:
+    """Whichever command fails, one is removed for each that was added, and the failure is what one hears of."""
+    there: set[str] = set()
+    commands: list[Sequence[str]] = []
+
+    def execute(command: Sequence[str]) -> None:
+        commands.append(command)
+        if len(commands) == failing + 1:
+            raise NoNamespacesError("not permitted")
+        if "netns" in command and command[2] == "add":
+            there.add(command[3])
+        elif "delete" in command:
+            there.remove(command[3])
+
+    with pytest.raises(NoNamespacesError, match="not permitted"), joined_namespaces(THROTTLE, execute):
+        pass
+    assert len(commands) > failing
+    assert not there or commands[failing][2] == "delete"  # the one whose removal failed
+    assert len(there) <= 1
+
+
+def test_benchmarks_are_chosen_by_name() -> None:
+    """None named are all; those named come in the usual order; an unknown name is refused."""
+    assert parse([]) == (list(BENCHMARKS), Path("bench.json"))
+    chosen, output = parse(["--only", "start_up", "stragglers", "--output", "elsewhere.json"])
+    assert (chosen, output) == (["stragglers", "start_up"], Path("elsewhere.json"))
+    with pytest.raises(SystemExit):
+        parse(["--only", "speed"])
+
+
+def test_the_table_shows_absolute_figures_and_what_is_missed() -> None:
+    """A row for each bar; small ratios keep two digits."""
+    bars = [Bar.at_least("throughput", 0.5, 0.97, "12 of 24 steps/s"), Bar.at_most("cost", 0.00123, 0.02)]
+    text = io.StringIO()
+    Console(file=text, width=120).print(table(bars, "here"))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.getvalue().splitlines() if "│" in line]
+    assert rows == [["throughput", "0.500", "0.97", "NO", "12 of 24 steps/s"], ["cost", "0.0012", "0.02", "yes", ""]]
+
+
+def test_outcomes_leave_out_who_had_no_part(tmp_path: Path) -> None:
+    """A run of one learner among two has one outcome."""
+    (tmp_path / "outcomes-0.json").write_text('[{"stamps": [1.0]}, {"stamps": [2.0]}]')
+    (tmp_path / "outcomes-1.json").write_text('[null, {"stamps": [3.0]}]')
+    found = read_outcomes([Run("allreduce", 1), Run("adpsgd", 2)], tmp_path)
+    assert [[outcome.stamps for outcome in outcomes] for outcomes in found] == [[[1.0]], [[2.0], [3.0]]]
