@@ -2,6 +2,8 @@
 
 import atexit
 import hashlib
+import logging
+import os
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +21,7 @@ from starling.engines.greeting import Greeting, greet, part
 from starling.engines.loop import LoopReplica
 from starling.engines.peers import Place
 from starling.engines.processes import process_group
+from starling.errors import ProtocolError
 from starling.strategies import Strategy
 
 
@@ -46,7 +49,8 @@ class JoinedLearner:
 
     Call `step()` in place of `optimizer.step()`, evaluate and save inside `with consensus():`, and `close()` at the
     end. Used as a context manager it closes itself, and tells the others at once if your loop fails. All methods
-    raise `PeerLost`, naming the learner, when another one is gone.
+    raise `PeerLost`, naming the learner, when another one is gone. A process that ends without having closed ends
+    with exit code 1, and 130 after Ctrl-C.
     """
 
     def __init__(
@@ -156,12 +160,21 @@ class JoinedLearner:
         if self._is_closed:
             return
         self._is_closed = True
-        atexit.unregister(self._at_exit)
+        self._learner.fail(error or ProtocolError(f"learner {self.rank} ended without close()"))
         with suppress(DistError):  # the store may be gone, too
             self._learner.announce_failure(words_of(error))
 
     def _at_exit(self) -> None:
-        self._abandon(getattr(sys, "last_value", None))
+        """End a process whose learner has not closed: torch would wait for what its groups still wait for, and Python
+        abort when a thread comes back from there."""
+        error = getattr(sys, "last_value", None)
+        self._abandon(error)
+        if self.world > 1:
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _digest(model: nn.Module) -> str:
