@@ -59,9 +59,10 @@ class Learner(ABC):
 
     @abstractmethod
     def gradient(self, at: Tensor) -> Handle[Tensor]:
-        """Start computing the gradient `[P]` of the claimed mini-batch at the weights `at`, as they are now.
+        """Start computing the gradient `[P]` of the claimed mini-batch at the weights `at`.
 
-        The result is valid until the next gradient of this learner begins.
+        `at` is not to be changed before the handle was awaited: where something in the background changes `weights`,
+        take the gradient at a `snapshot()`. The result is valid until the next gradient of this learner begins.
         """
 
     @abstractmethod

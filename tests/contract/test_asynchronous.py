@@ -252,8 +252,8 @@ def test_bytes_are_those_of_the_weights_and_half_of_them_as_bfloat16() -> None:
 
 def test_what_rounding_takes_away_comes_back_later() -> None:
     """Error feedback: the mean of what was sent is what was meant, far below the resolution of bfloat16."""
-    wire = Wire(MixingOptions(wire="bfloat16"))
     meant = torch.tensor([1.0 + 2**-11, 3.14159265])
+    wire = Wire(MixingOptions(wire="bfloat16"), meant, [slice(0, 2)])
     sent = []
     for _ in range(4096):
         mine = meant.clone()

@@ -51,6 +51,12 @@ class FlatModel:
         shared: dict[int, object] = {id(buffer): buffer for buffer in self.model.buffers()}
         return FlatModel(copy.deepcopy(self.model, shared), self.weights.device, gradients=self.gradients)
 
+    def look_at(self, weights: Tensor) -> None:
+        """Make the parameters views into `weights` `[P]`; nothing is copied."""
+        self.weights = weights
+        for parameter, view in zip(self.parameters, split(weights, self.parameters), strict=True):
+            parameter.data = view
+
     @property
     def num_parameters(self) -> int:
         return self.weights.numel()

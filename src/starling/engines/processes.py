@@ -69,7 +69,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         is_mine = at is self.weights
         if not is_mine:
             self._elsewhere = self._elsewhere or self._flat.twin()
-            self._elsewhere.weights.copy_(at)
+            self._elsewhere.look_at(at)
 
         def result(reduced: bool) -> Tensor:
             if is_mine and self.replica.version != version:
@@ -110,6 +110,8 @@ class ProcessLearner(PeerLearner, TrainingLearner):
                     self._reducing[is_elsewhere] = self.reducing(flat.model)
                 reducing = self._reducing[is_elsewhere]
                 loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync)
+        if flat is not self._flat:
+            flat.look_at(self.weights)  # the snapshot is not kept
         delay = self.delays.after(self.now() - begin)
         if delay > 0.0:
             time.sleep(delay)

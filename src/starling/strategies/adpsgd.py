@@ -38,8 +38,8 @@ async def adpsgd(me: Learner, options: AsynchronousOptions) -> None:
 
 
 async def _average(me: Learner, options: AsynchronousOptions) -> None:
-    topology, wire = find_topology(options.pattern, me.world, me.seed), Wire(options)
-    pieces = options.pieces(me)
+    topology, pieces = find_topology(options.pattern, me.world, me.seed), options.pieces(me)
+    wire = Wire(options, me.weights, pieces)
     while (k := await me.round(options.period)) is not None:
         for piece in pieces:
             me.apply(await Mixing(me, topology, k, piece, wire).delta(), piece)

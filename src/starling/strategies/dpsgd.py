@@ -17,8 +17,8 @@ async def dpsgd(me: Learner, options: MixingOptions) -> None:
 
     Source: Lian et al. 2017, "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056.
     """
-    topology, wire = find_topology(options.pattern, me.world, me.seed), Wire(options)
-    pieces, k = options.pieces(me), 0
+    topology, pieces = find_topology(options.pattern, me.world, me.seed), options.pieces(me)
+    wire, k = Wire(options, me.weights, pieces), 0
     while me.claim():
         mixing = [Mixing(me, topology, k, piece, wire) for piece in pieces]
         gradient = await me.gradient(me.weights)

@@ -45,8 +45,8 @@ async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
 
 async def _average(me: Learner, options: HierarchicalOptions, node: range) -> None:
     between = find_topology(options.pattern, me.world // len(node), me.seed)
-    topology, wire = SideBySide(between, len(node)), Wire(options)
-    pieces = options.pieces(me)
+    topology, pieces = SideBySide(between, len(node)), options.pieces(me)
+    wire = Wire(options, me.weights, pieces)
     while (k := await me.round(options.period)) is not None:
         for piece in pieces:
             share = _share(piece, me.rank - node.start, len(node))

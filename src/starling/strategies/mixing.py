@@ -1,5 +1,6 @@
 """Averaging with others in delta form; what the decentralised strategies share."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -42,19 +43,19 @@ class Wire:
     the rounds, what was sent sums up to what was meant (error feedback; Seide et al. 2014, "1-bit SGD").
     """
 
-    def __init__(self, options: MixingOptions) -> None:
+    def __init__(self, options: MixingOptions, weights: Tensor, pieces: Sequence[slice]) -> None:
         self._dtype = torch.bfloat16 if options.wire == "bfloat16" else None
-        self._errors: dict[int, Tensor] = {}
+        self._errors = weights.new_zeros(pieces[-1].stop if self._dtype else 0)
 
     def encode(self, mine: Tensor, piece: slice) -> Tensor:
         """`mine` as it travels; `mine` becomes what the others will take it for."""
         if self._dtype is None:
             return mine
-        if piece.start in self._errors:
-            mine.add_(self._errors[piece.start])
-        sent = mine.to(self._dtype)
-        self._errors[piece.start] = mine - sent
+        error = self._errors[piece]
+        error.add_(mine)  # what is meant: the weights and what rounding has taken from them so far
+        sent = error.to(self._dtype)
         mine.copy_(sent)
+        error.sub_(mine)
         return sent
 
 
