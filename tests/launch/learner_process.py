@@ -1,4 +1,7 @@
-"""The program of a learner process in the launcher's tests: `learner_process.py MODE`."""
+"""The program of a learner process in the launcher's tests: `learner_process.py MODE`.
+
+A mode is a strategy, and what goes wrong: `adpsgd`, `delay-by-one/dies`.
+"""
 
 import os
 import signal
@@ -60,23 +63,27 @@ class Failing(TinyRegression):
 def main(mode: str, link: Link | None) -> None:
     torch.set_num_threads(1)
     place = find_place(timeout_seconds=30)
-    strategy = "delay-by-one" if mode.startswith("delay") or (mode == "strategies" and place.rank) else "allreduce"
-    digest = f"seed {place.rank}" if mode == "digests" else "same"
+    name, _, trouble = mode.partition("/")
+    if trouble == "strategies" and place.rank:
+        name = "delay-by-one"
+    strategy = find_strategy(name)
     job = Job(
-        workload=Failing() if mode == "failing" else TinyRegression(),
-        strategy=find_strategy(strategy),
-        budget=Budget(steps=40 if mode == "short" or mode == "failing" else 1_000_000),
+        workload=Failing() if trouble == "failing" else TinyRegression(),
+        strategy=strategy,
+        options=strategy.options(),
+        budget=Budget(steps=40 if trouble in ("short", "failing") else 1_000_000),
         make_optimizer=sgd(0.01),
-        num_workers=1 if mode == "delay-loading" else 0,
+        num_workers=1 if trouble == "loading" else 0,
     )
-    reporter = Reporter(link, dies=mode == "delay-dies" and place.rank == 2)
+    stops = trouble == "stops"
+    reporter = Stopping(link, dies=False) if stops else Reporter(link, dies=trouble == "dies" and place.rank == 2)
     run_learner(
         job,
         place,
         torch.device("cpu"),
-        digest,
-        Stopping(link, dies=False) if mode == "delay-stops" else reporter,
-        timeout_seconds=2 if mode == "delay-stops" else 30,
+        digest=f"seed {place.rank}" if trouble == "digests" else "same",
+        observer=reporter,
+        timeout_seconds=2 if stops else 30,
     )
 
 

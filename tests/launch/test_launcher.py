@@ -1,6 +1,7 @@
 """Real processes: started together, ended together, none left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,15 +67,17 @@ def test_learners_that_finish_leave_nothing_behind(tmp_path: Path) -> None:
         if "weights" in message:
             weights[rank] = message["weights"]
 
-    launch(command("short"), 3, tmp_path, on_message)
+    launch(command("allreduce/short"), 3, tmp_path, on_message)
     assert weights[0] == weights[1] == weights[2]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"learner-{rank}.log" for rank in range(3)]
     assert not learners_of()
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "delay-by-one", "delay-loading"])
+@pytest.mark.parametrize(
+    "mode", ["allreduce", "delay-by-one", "delay-by-one/loading", "dpsgd", "adpsgd", "adpsgd/loading"]
+)
 def test_a_killed_learner_is_named_and_the_others_are_ended(mode: str, tmp_path: Path) -> None:
-    """kill -9 of one learner of a synchronous run: one message with who, how and when; no orphan."""
+    """kill -9 of one learner: one message with who, how and when; no orphan."""
     kill = At(rank=1, step=30, action=lambda: learner(1).kill())
     with pytest.raises(PeerLost, match=r"learner 1 was killed by SIGKILL while step \d+; its log: .*learner-1.log"):
         launch(command(mode), 3, tmp_path, kill)
@@ -82,8 +85,15 @@ def test_a_killed_learner_is_named_and_the_others_are_ended(mode: str, tmp_path:
     assert not learners_of()
 
 
-@pytest.mark.parametrize("mode", ["delay-dies"])
-def test_survivors_name_the_learner_they_lost(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "where"),
+    [
+        ("delay-by-one/dies", "a mean, round 1"),
+        ("dpsgd/dies", "(sending to|receiving from) learner [012], round 1"),
+        ("adpsgd/dies", "(sending to|receiving from) learner [012], after [0-9]+ claims"),
+    ],
+)
+def test_survivors_name_the_learner_they_lost(mode: str, where: str) -> None:
     """gloo names a network address; without a launcher to tell, the survivors find out who is silent and say when."""
     with loopback_store() as port:
         place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -99,21 +109,22 @@ def test_survivors_name_the_learner_they_lost(mode: str) -> None:
         logs = [process.communicate(timeout=60)[1] for process in learners]
     assert learners[2].returncode == -signal.SIGKILL
     for rank in (0, 1):
-        assert f"PeerLost: learner {rank} lost learner 2 in a mean, round 1" in logs[rank]
+        assert re.search(f"PeerLost: learner {rank} lost learner 2 in {where}", logs[rank])
 
 
-def test_an_error_of_one_learner_is_raised_by_the_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["allreduce", "adpsgd"])
+def test_an_error_of_one_learner_is_raised_by_the_launcher(strategy: str, tmp_path: Path) -> None:
     """The cause is reported, not the losses that it brought to the others."""
     with pytest.raises(DataError, match=r"utterance u21: 0.0 s of audio"):
-        launch(command("failing"), 2, tmp_path)
+        launch(command(f"{strategy}/failing"), 2, tmp_path)
     assert not learners_of()
 
 
 @pytest.mark.parametrize(
     ("mode", "difference"),
     [
-        ("digests", r"differ in configuration: 'seed \d' and 'seed \d'"),
-        ("strategies", r"differ in strategy: '(allreduce|delay-by-one)' and '(allreduce|delay-by-one)'"),
+        ("allreduce/digests", r"differ in configuration: 'seed \d' and 'seed \d'"),
+        ("allreduce/strategies", r"differ in strategy: '(allreduce|delay-by-one)' and '(allreduce|delay-by-one)'"),
     ],
 )
 def test_learners_that_differ_are_refused_in_the_greeting(mode: str, difference: str, tmp_path: Path) -> None:
@@ -157,7 +168,7 @@ def test_learners_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     """kill -9 of the launcher itself leaves no orphan, loading processes included."""
     program = (
         "import sys; from pathlib import Path; from starling.launch.launcher import launch\n"
-        f"launch({command('delay-loading')!r}, 2, Path({str(tmp_path)!r}), "
+        f"launch({command('adpsgd/loading')!r}, 2, Path({str(tmp_path)!r}), "
         "lambda rank, message: print(rank, message.get('step', -1), flush=True))"
     )
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -191,18 +202,19 @@ def test_a_killed_learner_leaves_no_shared_memory_and_no_temporary_file(
 
     kill = At(rank=1, step=10, action=harm)
     with pytest.raises(PeerLost):
-        launch(command("delay-loading"), 2, tmp_path, kill)
+        launch(command("delay-by-one/loading"), 2, tmp_path, kill)
     assert kill.fired
     assert semaphores
     assert not [path for path in semaphores if path.exists()]
     temporary.rmdir()  # it is empty
 
 
-def test_a_learner_that_stops_for_longer_than_the_time_out_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "where"), [("delay-by-one", "a mean"), ("adpsgd", "(sending|receiving) .*")])
+def test_a_learner_that_stops_for_longer_than_the_time_out_is_lost(strategy: str, where: str, tmp_path: Path) -> None:
     """Means of vectors obey `timeout_seconds` too; a stopped learner is named and then ended."""
     stopped: list[int] = []
-    with pytest.raises(PeerLost, match=r"learner 1 lost learner 0 in a mean, round \d+ "):
-        launch(command("delay-stops"), 2, tmp_path, lambda rank, said: stopped.extend([rank] * ("stops" in said)))
+    with pytest.raises(PeerLost, match=rf"learner 1 lost learner 0 in {where}, (round|after) \d+ "):
+        launch(command(f"{strategy}/stops"), 2, tmp_path, lambda rank, said: stopped.extend([rank] * ("stops" in said)))
     assert stopped == [0]
     assert not learners_of()
 
@@ -211,7 +223,7 @@ def test_a_second_signal_ends_at_once_even_a_learner_that_is_stopped(tmp_path: P
     """Nobody is left who could not see the launcher's end."""
     program = (
         "import sys; from pathlib import Path; from starling.launch.launcher import launch\n"
-        f"launch({command('delay-stops')!r}, 2, Path({str(tmp_path)!r}), "
+        f"launch({command('delay-by-one/stops')!r}, 2, Path({str(tmp_path)!r}), "
         "lambda rank, message: print(rank, message.get('stops', False), flush=True))"
     )
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -253,7 +265,7 @@ def test_two_runs_on_one_machine_never_meet(tmp_path: Path) -> None:
 
     def start(name: str, world: int) -> None:
         counted = At(rank=-1, step=0, action=lambda: None)
-        launch(command("short"), world, tmp_path / name, counted)
+        launch(command("allreduce/short"), world, tmp_path / name, counted)
         seen[name] = len(counted.seen)
 
     threads = [threading.Thread(target=start, args=arguments) for arguments in (("first", 2), ("second", 3))]

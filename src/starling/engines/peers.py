@@ -151,22 +151,25 @@ class PeerLearner(ReplicaLearner):
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
         self.averaging.bytes_sent += tensor.nbytes
-        work = dist.isend(self._staging.to_host(tensor).contiguous(), peer, tag=tag)
+        host, what = self._staging.to_host(tensor).contiguous(), f"sending to learner {peer}"
+        with self._naming_the_lost(what):
+            work = dist.isend(host, peer, tag=tag)
 
         def result() -> None:
             if work is not None:
-                self._wait_for(f"sending to learner {peer}", work.wait)
+                self._wait_for(what, work.wait)
 
         return ProcessHandle(result)
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         self.check_peer(peer)
-        theirs = self._staging.empty_like(like)
-        work = dist.irecv(theirs, peer, tag=tag)
+        theirs, what = self._staging.empty_like(like), f"receiving from learner {peer}"
+        with self._naming_the_lost(what):
+            work = dist.irecv(theirs, peer, tag=tag)
 
         def result() -> Tensor:
             if work is not None:
-                self._wait_for(f"receiving from learner {peer}", work.wait)
+                self._wait_for(what, work.wait)
             return self._staging.to_device(theirs)
 
         return ProcessHandle(result)
