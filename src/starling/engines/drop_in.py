@@ -124,7 +124,8 @@ class DropInLearner(PeerLearner):
         self._proceed()
         self.num_steps += 1
         if self._attendant is not None and self._attendant.closed:  # those who have closed want a sign of life
-            self.place.store.set(f"steps/{self._rank}", str(self.num_steps))
+            with self._naming_the_store():
+                self.place.store.set(f"steps/{self._rank}", str(self.num_steps))
         self._resumed_at = self.now()
         self.spent.computing += self._resumed_at - begin - (self.spent.waiting_for_peers - waited)
 
@@ -136,7 +137,8 @@ class DropInLearner(PeerLearner):
         if self._attendant is None:
             agreed = Consensus(self.replica.contribution(), 0.0)
         else:
-            request = self._attendant.request(self.num_steps)
+            with self._naming_the_store():
+                request = self._attendant.request(self.num_steps)
             agreed = self._wait_for("a consensus", lambda: self._released_by_failure(request))
         self.consensus_distance = agreed.distance
         try:
@@ -161,12 +163,13 @@ class DropInLearner(PeerLearner):
         self._is_over = True
         self.spent.computing += self.now() - self._resumed_at
         begin = self.now()
-        self._rounds.finish()
-        if self._attendant is not None:
-            self._attendant.announce("closed", self._steps_begun)
-            farewell = Worker("starling-farewell").submit(self._farewell)
-            self._wait_for_all(self._attendant)
-            self._released_by_failure(farewell)
+        with self._naming_the_store():
+            self._rounds.finish()
+            if self._attendant is not None:
+                self._attendant.announce("closed", self._steps_begun)
+                farewell = Worker("starling-farewell").submit(self._farewell)
+                self._wait_for_all(self._attendant)
+                self._released_by_failure(farewell)
         if self._background is not None:
             self._background.join()
         self._check()
@@ -204,11 +207,26 @@ class DropInLearner(PeerLearner):
     def _proceed(self) -> None:
         """Drive the strategy until it waits for the loop's next gradient."""
         try:
-            while not _waits_for_loop(self._coroutine.send(None)):
-                pass
+            with self._naming_the_store():
+                while not _waits_for_loop(self._coroutine.send(None)):
+                    pass
         except BaseException as error:
             self.fail(error)
             raise
+
+    @contextmanager
+    def _naming_the_store(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise self._lost_store(error) from error
+
+    def _lost_store(self, error: dist.DistError) -> BaseException:
+        """What to raise when the store does not answer."""
+        return self._error or PeerLost(
+            f"learner {self._rank} lost the store that the learners meet in, {self._whereabouts()}: learner 0 or the "
+            f"launcher, which keeps it, has ended ({str(error).splitlines()[0]})"
+        )
 
     def _make_attendant(self) -> Attendant:
         everybody = range(self._world)
