@@ -1,6 +1,7 @@
 """Four learners on emulated devices, one of them ten times slower: what that costs the other three."""
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measuring import Bar
 from benchmarks.runs import Run, median_ratio
@@ -13,7 +14,7 @@ NUM_PARAMETERS, GRADIENT_SECONDS = 13_000, 0.03
 def measure(folder: Path) -> list[Bar]:
     """What the fast learners keep of a lone learner's throughput: the slowest of them under `adpsgd`, the fastest under
     `allreduce`."""
-    device = {"num_parameters": NUM_PARAMETERS, "gradient_seconds": GRADIENT_SECONDS}
+    device: dict[str, Any] = {"num_parameters": NUM_PARAMETERS, "gradient_seconds": GRADIENT_SECONDS}
     found = alternately(
         {
             "solo": Run("allreduce", world=1, seconds=3.0, **device),

@@ -22,7 +22,7 @@ from benchmarks.starting import (
 )
 
 ROUNDS, WORLD = 3, 2
-NUM_PARAMETERS = 1 << 20
+NUM_PARAMETERS = 1 << 21
 THROTTLE = Throttle(rate="200mbit", burst="256kb", latency="20ms")
 EMULATED_BYTES_PER_SECOND = 25e6
 GRADIENTS_PER_SENDING = 4.0
