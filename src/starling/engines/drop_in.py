@@ -65,6 +65,8 @@ class DropInLearner(PeerLearner):
             replica.start_from_first()
         if self._attendant is not None:
             self._attendant.listen(self._news, self._failed_behind)
+        if place.world > 1 and getattr(options, "optimizer_state", "local") == "averaged":
+            replica.pieces(len(replica.weights), optimizer_state=True)  # now: the background would disturb the loop
         self._proceed()
         self._resumed_at = self.now()
 

@@ -135,10 +135,11 @@ class LoopReplica(Replica):
             self.loop_version = self.version
 
     def pieces(self, largest: int, optimizer_state: bool) -> Sequence[slice]:
+        if not optimizer_state or self._memory is not None:
+            return super().pieces(largest, optimizer_state)
         gradients = [parameter.grad for parameter in self._parameters]
-        if optimizer_state:  # an optimizer remembers nothing about a parameter that has no gradient
-            for parameter in self._parameters:
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter in self._parameters:  # an optimizer remembers nothing about one that has no gradient
+            parameter.grad = torch.zeros_like(parameter)
         try:
             return super().pieces(largest, optimizer_state)
         except KeyError as error:
