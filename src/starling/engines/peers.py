@@ -175,7 +175,8 @@ class PeerLearner(ReplicaLearner):
         return ProcessHandle(result)
 
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
-        sending, receiving = self.send(peer, tensor, tag), self.receive(peer, tensor, tag)
+        receiving = self.receive(peer, tensor, tag)  # first, so that both directions flow at once
+        sending = self.send(peer, tensor, tag)
 
         def result() -> Tensor:
             sending.result()

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from starling.experiment.overrides import apply_overrides
 from starling.experiment.recipe import load_recipe
+from starling.experiment.recipe_file import read_recipe
 from starling.experiment.train import train_as_learner
 from starling.launch import rendezvous
 from starling.launch.link import Link, reported_errors
@@ -21,4 +23,8 @@ def run(recipe: Path, overrides: Sequence[str], tell: Say, console: Console) -> 
     """Train as a learner."""
     link = Link.from_environment()
     with reported_errors(link):
-        train_as_learner(load_recipe(recipe, overrides), link, tell, console)
+        learners = rendezvous.number_of_learners()
+        asked = apply_overrides(read_recipe(recipe), overrides).get("learners", learners)
+        if asked != learners and rendezvous.is_first():
+            console.print(f"{learners} learners were started; learners={asked} of the recipe is ignored")
+        train_as_learner(load_recipe(recipe, overrides, learners), link, tell, console)

@@ -113,9 +113,13 @@ class Recipe(Config):
         return self.strategy.team_size(self.learners)
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a file, with `key=value` overrides. Raises one ConfigError that lists all problems."""
-    return check_recipe(apply_overrides(read_recipe(path), overrides), str(path))
+def load_recipe(path: Path, overrides: Sequence[str] = (), learners: int | None = None) -> Recipe:
+    """The recipe in a file, with `key=value` overrides; for another number of learners if that is given.
+
+    Raises one ConfigError that lists all problems.
+    """
+    tree = apply_overrides(read_recipe(path), overrides)
+    return check_recipe(tree if learners is None else tree | {"learners": learners}, str(path))
 
 
 def check_recipe(tree: Tree, where: str) -> Recipe:
@@ -131,12 +135,6 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
         count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
         raise ConfigError(f"recipe {where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
     return recipe
-
-
-def with_learners(recipe: Recipe, learners: int) -> Recipe:
-    """The recipe for another number of learners. Raises ConfigError if its strategy or stragglers do not fit them."""
-    tree = recipe.model_dump(mode="json") | {"learners": learners}
-    return check_recipe(tree, f"{recipe.name} with {learners} learners")
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -27,7 +27,7 @@ from starling.experiment.observers import (
     Together,
     show,
 )
-from starling.experiment.recipe import Recipe, fingerprints, recipe_digest, with_learners
+from starling.experiment.recipe import Recipe, fingerprints, recipe_digest
 from starling.experiment.setup import make_ready
 from starling.experiment.validate import Validation
 from starling.launch.launcher import launch
@@ -75,10 +75,6 @@ def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Cons
     and scores the test sets in the end.
     """
     place = find_place(recipe.engine.timeout_seconds)
-    if place.world != recipe.learners:
-        if place.rank == 0:
-            console.print(f"{place.world} learners were started; learners={recipe.learners} of the recipe is ignored")
-        recipe = with_learners(recipe, place.world)
     if link is None:
         recipe = _agree_on_set_up(recipe, place, console)
     folder = ExperimentFolder(recipe.folder)

@@ -19,6 +19,16 @@ def is_learner() -> bool:
     return all(name in os.environ for name in REQUIRED)
 
 
+def number_of_learners() -> int:
+    """How many learners were started with this one."""
+    return _number("WORLD_SIZE")
+
+
+def is_first() -> bool:
+    """Whether this is learner 0."""
+    return _number("RANK") == 0
+
+
 def find_place(timeout_seconds: float = 600.0) -> Place:
     """This process's place, with the store already connected.
 

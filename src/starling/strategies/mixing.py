@@ -66,10 +66,11 @@ class Mixing:
     def __init__(self, me: Learner, topology: Topology, k: int, piece: slice, wire: Wire) -> None:
         self._mine = me.snapshot(piece)
         sent = wire.encode(self._mine, piece)
-        self._sending = [me.send(peer, sent, tag=k) for peer in topology.targets(k, me.rank)]
+        # who says first that it is ready to receive need not say so behind its own data: both directions flow at once
         self._receiving = [
             (weight, me.receive(peer, sent, tag=k)) for peer, weight in topology.sources(k, me.rank).items()
         ]
+        self._sending = [me.send(peer, sent, tag=k) for peer in topology.targets(k, me.rank)]
 
     async def delta(self) -> Tensor:
         """How the averaging changes my weights: sum_j T_jl (theirs_j - mine), T_jl the weight with which I mix j.
