@@ -79,7 +79,6 @@ def test_learners_of_a_super_learner_agree_to_rounding(engine: str, request: pyt
         first, second, third, fourth = run(f"hadpsgd/{variant}", 4)
         torch.testing.assert_close(first, second, rtol=0.0, atol=1e-5)
         torch.testing.assert_close(third, fourth, rtol=0.0, atol=1e-5)
-        assert not torch.equal(first, third)
 
 
 @pytest.mark.parametrize("strategy", ASYNCHRONOUS)

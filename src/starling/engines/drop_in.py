@@ -322,12 +322,12 @@ class DropInLearner(PeerLearner):
         except BaseException as named:
             self.fail(named)
 
-    def _wait_for(self, what: str, wait: Callable[[], T]) -> T:
+    def _wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None) -> T:
         # NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes
         if self._world == 1 or self._by_nccl:
-            return super()._wait_for(what, wait)
+            return super()._wait_for(what, wait, peer)
         waiter = self._waiters[threading.current_thread() is self._background]
-        return super()._wait_for(what, lambda: self._released_by_failure(waiter.submit(wait)))
+        return super()._wait_for(what, lambda: self._released_by_failure(waiter.submit(wait)), peer)
 
     def _released_by_failure(self, work: "Future[T]") -> T:
         """The result of work; or what failed elsewhere, so that nobody waits for those who will not come."""
@@ -341,12 +341,12 @@ class DropInLearner(PeerLearner):
             with self._failing:
                 self._waits.discard(work)
 
-    def _lost_ones(self) -> str:
+    def _lost_ones(self, suspect: int | None) -> str:
         if self._attendant is None:
-            return super()._lost_ones()
+            return super()._lost_ones(suspect)
         try:
             self._attendant.announce("roll-call")  # who only computes answers, too, and is not taken for lost
-            lost = super()._lost_ones()
+            lost = super()._lost_ones(None)
         except dist.DistError:
             return "the store that the learners meet in"
         failed = [f"learner {rank} ({why})" for rank, why in self._attendant.failed.items() if rank != self._rank]

@@ -71,16 +71,22 @@ def part(store: Store, rank: int, world: int, timeout_seconds: float) -> None:
             ) from error
 
 
-def silent_learners(store: Store, rank: int, world: int, patience_seconds: float = 2.0) -> str:
-    """Name the learners that do not notice, within a moment, that a peer was lost: they are the lost ones."""
+def silent_learners(
+    store: Store, rank: int, world: int, suspect: int | None = None, patience_seconds: float = 2.0
+) -> str:
+    """Name the learners that do not notice, within a moment, that a peer was lost: they are the lost ones.
+
+    `suspect` is the peer whose connection broke, if it was one: it is the lost one, unless it has itself hung up
+    because it noticed that another was lost. Those who wait for others meanwhile may notice much later.
+    """
     store.set(f"noticed/{rank}", "")
     others = [other for other in range(world) if other != rank]
+    asked = others if suspect is None else [suspect]
     try:
-        store.wait([f"noticed/{other}" for other in others], timedelta(seconds=patience_seconds))
-        return "a connection to a peer"
+        store.wait([f"noticed/{other}" for other in asked], timedelta(seconds=patience_seconds))
     except DistError:
-        pass
-    return _absent(store, "noticed", others)
+        return _absent(store, "noticed", asked)
+    return _absent(store, "noticed", others) or "a connection to a peer"
 
 
 def _absent(store: Store, word: str, learners: Iterable[int]) -> str:

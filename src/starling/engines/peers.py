@@ -152,24 +152,24 @@ class PeerLearner(ReplicaLearner):
         self.check_peer(peer)
         self.averaging.bytes_sent += tensor.nbytes
         host, what = self._staging.to_host(tensor).contiguous(), f"sending to learner {peer}"
-        with self._naming_the_lost(what):
+        with self._naming_the_lost(what, peer):
             work = dist.isend(host, peer, tag=tag)
 
         def result() -> None:
             if work is not None:
-                self._wait_for(what, work.wait)
+                self._wait_for(what, work.wait, peer)
 
         return ProcessHandle(result)
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         self.check_peer(peer)
         theirs, what = self._staging.empty_like(like), f"receiving from learner {peer}"
-        with self._naming_the_lost(what):
+        with self._naming_the_lost(what, peer):
             work = dist.irecv(theirs, peer, tag=tag)
 
         def result() -> Tensor:
             if work is not None:
-                self._wait_for(what, work.wait)
+                self._wait_for(what, work.wait, peer)
             return self._staging.to_device(theirs)
 
         return ProcessHandle(result)
@@ -234,25 +234,25 @@ class PeerLearner(ReplicaLearner):
             mine = group if first == self.team.start else mine
         return mine
 
-    def _wait_for(self, what: str, wait: Callable[[], T]) -> T:
-        """Wait for others, and name them if they do not come."""
+    def _wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None) -> T:
+        """Wait for others, or for one peer, and name who is lost if they do not come."""
         begin = self.now()
-        with self._naming_the_lost(what):
+        with self._naming_the_lost(what, peer):
             result = wait()
         if threading.current_thread() is not self._background:
             self.spent.waiting_for_peers += self.now() - begin
         return result
 
-    def _lost_ones(self) -> str:
-        """Who did not come, in words."""
-        return silent_learners(self.place.store, self._rank, self._world)
+    def _lost_ones(self, suspect: int | None) -> str:
+        """Who did not come, in words; `suspect` if a connection to one peer broke."""
+        return silent_learners(self.place.store, self._rank, self._world, suspect)
 
     def _whereabouts(self) -> str:
         """How far this learner has come, for errors."""
         return f"step {self.replica.version}"
 
     @contextmanager
-    def _naming_the_lost(self, what: str) -> Generator[None, None, None]:
+    def _naming_the_lost(self, what: str, peer: int | None = None) -> Generator[None, None, None]:
         """Turn a backend's complaint about an address into a `PeerLost` that says what was going on."""
         try:
             yield
@@ -260,7 +260,7 @@ class PeerLearner(ReplicaLearner):
             if not _blames_a_connection(error):
                 raise
             raise PeerLost(
-                f"learner {self._rank} lost {self._lost_ones()} in {what}, {self._whereabouts()} "
+                f"learner {self._rank} lost {self._lost_ones(peer)} in {what}, {self._whereabouts()} "
                 f"({str(error).splitlines()[0]})"
             ) from error
 
