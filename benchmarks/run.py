@@ -59,9 +59,12 @@ def main() -> int:
             training.prepare(folder)
         for benchmark in chosen:
             begin = time.monotonic()
-            bars += BENCHMARKS[benchmark](folder, device)
+            found = BENCHMARKS[benchmark](folder, device)
+            bars += found
             sys.stderr.write(f"{benchmark}: {time.monotonic() - begin:.0f} s\n")
-    output.write_text(json.dumps([bar.as_json() for bar in bars], indent=1) + "\n")
+            for bar in found:  # at once, and into the file: who stops a long run keeps what was measured
+                sys.stderr.write(f"  {bar.name}: {bar.ratio:.3g}, bar {bar.bar:g}; {bar.detail}\n")
+            output.write_text(json.dumps([bar.as_json() for bar in bars], indent=1) + "\n")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     Console().print(table(bars, f"torch {torch.__version__} on {where}"))
     return 0
