@@ -3,9 +3,14 @@
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
+from starling.engines.flat import trainable
 from starling.topology import PATTERNS, complete, find_topology, identity
+from starling.workload import Ticket
+from tests.contract.problems import TinyRegression
 
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
@@ -60,6 +65,21 @@ def adpsgd(pattern: str) -> Oracle:
         return weights
 
     return run
+
+
+def gradient_of_regression() -> Gradient:
+    """The gradients of `TinyRegression`, in double precision, from autograd."""
+    workload = TinyRegression()
+    model = workload.make_model().double()
+    parameters = trainable(model)
+
+    def gradient(weights: Vector, number: int) -> Vector:
+        nn.utils.vector_to_parameters(torch.from_numpy(weights), parameters)
+        (points,) = workload.load(Ticket(number // 12, number % 12, number))
+        loss = ((model(points.inputs.double()).squeeze(1) - points.targets.double()) ** 2).mean()
+        return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, parameters)]).numpy()
+
+    return gradient
 
 
 def columns(weights: Matrix, gradient: Gradient, k: int) -> Matrix:

@@ -6,14 +6,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from starling.averaging import rank_ordered_mean
 from starling.budget import Budget
 from starling.chance import derive_seed
 from starling.consensus import consensus_distance
 from starling.engines.cluster import Cluster, ComputeModel, LinkModel
-from starling.engines.flat import trainable
 from starling.engines.job import EpochReport, Job, StepReport
 from starling.engines.stragglers import Pause, Stragglers
 from starling.engines.virtual import VirtualEngine
@@ -25,7 +24,7 @@ from starling.topology import pairs_contraction, random_ring_contraction, ring_e
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, LEARNING_RATE, cases, sgd
 from tests.contract.conftest import LARGER, Runner
-from tests.contract.oracle import ASYNCHRONOUS, Vector
+from tests.contract.oracle import ASYNCHRONOUS, gradient_of_regression
 from tests.contract.problems import NoisyQuadratic, TinyRegression
 
 EQUAL = Cluster(compute=ComputeModel(seconds=1.0), link=LinkModel(latency=0.01, bandwidth=1e12))
@@ -85,18 +84,8 @@ def test_learners_of_a_super_learner_agree_to_rounding(engine: str, request: pyt
 @pytest.mark.parametrize("learners", [2, 3, 4])
 def test_learners_of_one_speed_follow_the_delayed_recursion(strategy: str, learners: int) -> None:
     """Where a round takes less time than a gradient and all gradients take the same, ADPSGD has a matrix form."""
-    workload = TinyRegression()
-    model = workload.make_model().double()
-    parameters = trainable(model)
-
-    def gradient(weights: Vector, number: int) -> Vector:
-        nn.utils.vector_to_parameters(torch.from_numpy(weights), parameters)
-        (points,) = workload.load(Ticket(number // 12, number % 12, number))
-        loss = ((model(points.inputs.double()).squeeze(1) - points.targets.double()) ** 2).mean()
-        return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, parameters)]).numpy()
-
     start = torch.cat([part.detach().reshape(-1) for part in TinyRegression().make_model().parameters()])
-    expected = ASYNCHRONOUS[strategy](start.double().numpy(), gradient, 0.1, learners, 24 // learners)
+    expected = ASYNCHRONOUS[strategy](start.double().numpy(), gradient_of_regression(), 0.1, learners, 24 // learners)
     states = VirtualEngine(cases()[f"{strategy}/sgd"].job(learners), learners, EQUAL).run().states
     measured = torch.stack([state.weights for state in states], dim=1).double().numpy()
     np.testing.assert_allclose(measured, expected, rtol=0.0, atol=2e-6)

@@ -14,7 +14,7 @@ from starling.topology import complete, find_topology
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, cases, sgd
 from tests.contract.conftest import Runner
-from tests.contract.oracle import SYNCHRONOUS, Vector
+from tests.contract.oracle import SYNCHRONOUS, gradient_of_regression
 from tests.contract.problems import NoisyQuadratic, TinyRegression
 
 every_strategy = pytest.mark.parametrize("strategy", CHOICES)
@@ -68,17 +68,8 @@ def test_every_synchronous_strategy_follows_its_equation_in_matrix_form(
     strategy: str, engine: str, learners: int, request: pytest.FixtureRequest
 ) -> None:
     """The oracle is the equation in NumPy, in double precision, with gradients from autograd."""
-    workload = TinyRegression()
-    model = workload.make_model().double()
-    parameters = trainable(model)
-
-    def gradient(weights: Vector, number: int) -> Vector:
-        nn.utils.vector_to_parameters(torch.from_numpy(weights), parameters)
-        (points,) = workload.load(Ticket(number // 12, number % 12, number))
-        loss = ((model(points.inputs.double()).squeeze(1) - points.targets.double()) ** 2).mean()
-        return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, parameters)]).numpy()
-
-    expected = SYNCHRONOUS[strategy](flat(model).numpy(), gradient, 0.1, learners, 24 // learners)
+    start = flat(TinyRegression().make_model()).double().numpy()
+    expected = SYNCHRONOUS[strategy](start, gradient_of_regression(), 0.1, learners, 24 // learners)
     run: Runner = request.getfixturevalue(engine)
     measured = torch.stack(run(f"{strategy}/sgd", learners), dim=1).double().numpy()
     np.testing.assert_allclose(measured, expected, rtol=0.0, atol=2e-6)

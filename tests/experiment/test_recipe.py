@@ -135,6 +135,13 @@ def test_slow_learners_are_no_longer_a_matter_of_the_cluster(tree: Tree) -> None
         check_recipe(tree, "r.yaml")
 
 
+@pytest.mark.parametrize("choice", ["hadpsgd", {"name": "hadpsgd"}])
+def test_an_option_that_a_strategy_cannot_do_without_is_asked_for(tree: Tree, choice: object) -> None:
+    """However the strategy is named."""
+    with pytest.raises(ConfigError, match=r"strategy\.per_node"):
+        check_recipe(tree | {"strategy": choice}, "r.yaml")
+
+
 @pytest.mark.parametrize("learners", [3, "3"])
 def test_a_strategy_that_does_not_fit_the_learners_is_one_problem_among_others(tree: Tree, learners: object) -> None:
     """Before any process starts."""

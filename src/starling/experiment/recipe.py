@@ -182,6 +182,7 @@ def _straggler_problems(section: Any, learners: int | None) -> list[str]:
 
 
 def _strategy_problems(choice: Any, learners: int | None) -> list[str]:
+    choice = {"name": choice} if isinstance(choice, str) else choice
     try:
         strategy = StrategyChoice.model_validate(choice) if choice is not None else None
         if strategy is not None:
