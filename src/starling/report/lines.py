@@ -38,13 +38,12 @@ def epoch_line(end: EpochEnd) -> str:
 
 
 def _averaging(end: EpochEnd) -> str:
-    """What an asynchronous strategy did in the background; nothing of the others."""
+    """How a strategy agreed that leaves gradients behind the weights; nothing of the others."""
     if end.num_rounds == 0 and end.largest_staleness == 0:
         return ""
-    return (
-        f", {end.rounds_per_gradient:.2f} rounds per gradient, "
-        f"staleness {end.mean_staleness:.1f} (at most {end.largest_staleness}), {end.bytes_sent / 1e6:,.1f} MB sent"
-    )
+    rounds = f", {end.rounds_per_gradient:.2f} rounds per gradient" if end.num_rounds else ""
+    staleness = f"staleness {end.mean_staleness:.1f} (at most {end.largest_staleness})"
+    return f"{rounds}, {staleness}, {end.bytes_sent / 1e6:,.1f} MB sent"
 
 
 def time_left(snapshot: Snapshot) -> str:
