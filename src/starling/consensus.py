@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 
@@ -12,7 +13,6 @@ def consensus_distance(weights: Iterable[Tensor], mean: Tensor) -> float:
     """
     total, count = 0.0, 0
     for each in weights:
-        difference = (each - mean).double()
-        total += float(difference @ difference)
+        total += float(torch.linalg.vector_norm(each - mean, dtype=torch.float64)) ** 2
         count += 1
     return total / count
