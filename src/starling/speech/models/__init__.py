@@ -1,40 +1,92 @@
 """Acoustic models: a registry by name, presets by size, and the configuration that chooses."""
 
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from starling.configuration import Config
 from starling.speech.chance import borrowed_generators
+from starling.speech.models import deep_speech, recurrent, transformer
 from starling.speech.models.blstm import BlstmCtc
+from starling.speech.models.deep_speech import DeepSpeechCtc
 from starling.speech.models.lstm import LstmCtc
-from starling.speech.models.shape import PRESETS, ModelShape
+from starling.speech.models.shape import Architecture, ModelShape
 from starling.speech.models.subsampling import frames_after
+from starling.speech.models.transformer import Positions, TransformerCtc
 
-__all__ = ["MODELS", "PRESETS", "ModelConfig", "ModelShape", "build_model", "count_parameters"]
+__all__ = ["MODELS", "Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters"]
 
-MODELS: dict[str, type[BlstmCtc] | type[LstmCtc]] = {"blstm": BlstmCtc, "lstm": LstmCtc}
+MODELS = {
+    "blstm": Architecture(BlstmCtc, recurrent.PRESETS),
+    "lstm": Architecture(LstmCtc, recurrent.PRESETS),
+    "transformer": Architecture(TransformerCtc, transformer.PRESETS),
+    "deep-speech": Architecture(DeepSpeechCtc, deep_speech.PRESETS),
+}
 
 
 class ModelConfig(Config):
-    """Which network, and its sizes: a preset, and single sizes put in place of the preset's."""
+    """Which network, and its sizes: a preset, and single sizes put in place of the preset's.
 
-    name: Literal["blstm", "lstm"] = "blstm"
-    preset: Literal["tiny", "small", "medium", "ibm"] = "small"
-    layers: int | None = Field(default=None, ge=1, description="LSTM layers")
-    hidden: int | None = Field(default=None, ge=1, description="units of an LSTM layer, per direction")
+    Each architecture has its own presets and sizes; one that it doesn't have is an error.
+    """
+
+    name: str = Field(default="blstm", description="the architecture: blstm, lstm, transformer or deep-speech")
+    preset: str = Field(default="small", description="tiny, small, or a larger one of the architecture")
+    layers: int | None = Field(default=None, ge=1, description="LSTM layers, or blocks of a transformer")
+    hidden: int | None = Field(
+        default=None, ge=1, description="units of an LSTM layer, per direction; of all layers in deep-speech"
+    )
     bottleneck: int | None = Field(default=None, ge=0, description="units before the outputs; 0: none")
+    width: int | None = Field(default=None, ge=1, description="units of a frame between a transformer's blocks")
+    heads: int | None = Field(default=None, ge=1, description="heads of a transformer's attention")
+    feed_forward: int | None = Field(default=None, ge=1, description="units inside a transformer's feed-forward half")
+    positions: Positions | None = Field(
+        default=None,
+        description="sinusoidal: absolute, added to the frames; rotary: relative, rotates queries and keys",
+    )
     channels: int | None = Field(default=None, ge=1, description="channels of the subsampling convolutions")
+    context: int | None = Field(default=None, ge=0, description="feature frames heard on either side in deep-speech")
     subsampling: Literal[1, 2, 4] | None = Field(default=None, description="feature frames per encoder frame")
     dropout: float | None = Field(default=None, ge=0, lt=1)
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_known(cls, name: str) -> str:
+        if name not in MODELS:
+            near = get_close_matches(name, MODELS, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"{name!r} is unknown; {hint}known are {', '.join(MODELS)}")
+        return name
+
+    @field_validator("preset")
+    @classmethod
+    def _preset_is_known(cls, preset: str, info: ValidationInfo) -> str:
+        name = info.data.get("name")  # absent if it is itself an error
+        if name is not None and preset not in MODELS[name].presets:
+            raise ValueError(f"{name} has no preset {preset!r}; known are {', '.join(MODELS[name].presets)}")
+        return preset
+
+    @field_validator("*")
+    @classmethod
+    def _size_is_one_of_the_architecture(cls, value: object, info: ValidationInfo) -> object:
+        name, size = info.data.get("name"), info.field_name
+        if name is None or value is None or size in ("name", "preset") or size in MODELS[name].sizes:
+            return value
+        raise ValueError(f"{name} has no such size; known are {', '.join(MODELS[name].sizes)}")
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "ModelConfig":
+        _ = self.shape  # raises ValueError for sizes that don't go together
+        return self
 
     @property
     def shape(self) -> ModelShape:
         """The preset with the sizes given here put in."""
         given = self.model_dump(exclude={"name", "preset"}, exclude_none=True)
-        return replace(PRESETS[self.preset], **given)
+        return replace(MODELS[self.name].presets[self.preset], **given)
 
     def encoder_frames(self, num_frames: int) -> int:
         """Frames in which the network emits tokens, of `num_frames` feature frames."""
@@ -48,7 +100,7 @@ def build_model(config: ModelConfig, num_features: int, vocab_size: int, seed: i
     The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).
     """
     with borrowed_generators(seed):
-        return MODELS[config.name](config.shape, num_features, vocab_size)
+        return MODELS[config.name].network(config.shape, num_features, vocab_size)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from starling.speech.models.shape import ModelShape
+from starling.speech.models.recurrent import RecurrentShape
 from starling.speech.models.subsampling import ConvSubsampling
 
 
@@ -37,7 +37,7 @@ class BidirectionalLayer(nn.Module):
 class BlstmCtc(nn.Module):
     """Convolutional subsampling, bidirectional LSTM layers, an optional bottleneck, CTC outputs."""
 
-    def __init__(self, shape: ModelShape, num_features: int, vocab_size: int) -> None:
+    def __init__(self, shape: RecurrentShape, num_features: int, vocab_size: int) -> None:
         super().__init__()
         self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
         widths = [shape.channels] + [2 * shape.hidden] * shape.layers

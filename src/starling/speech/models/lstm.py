@@ -3,14 +3,14 @@
 import torch
 from torch import nn
 
-from starling.speech.models.shape import ModelShape
+from starling.speech.models.recurrent import RecurrentShape
 from starling.speech.models.subsampling import ConvSubsampling
 
 
 class LstmCtc(nn.Module):
     """Convolutional subsampling, LSTM layers in the direction of time, an optional bottleneck, CTC outputs."""
 
-    def __init__(self, shape: ModelShape, num_features: int, vocab_size: int) -> None:
+    def __init__(self, shape: RecurrentShape, num_features: int, vocab_size: int) -> None:
         super().__init__()
         self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
         widths = [shape.channels] + [shape.hidden] * shape.layers

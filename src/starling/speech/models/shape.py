@@ -1,23 +1,30 @@
-"""The sizes of an acoustic model, and the named presets."""
+"""What the sizes of all acoustic models have in common, and what the registry knows of a model."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Every size of a network; each architecture adds its own."""
+
+    subsampling: int  # feature frames per encoder frame: 1, 2 or 4
+    dropout: float
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Every size of a recogniser's network."""
+class Architecture:
+    """A kind of network as recipes see it."""
 
-    layers: int  # LSTM layers
-    hidden: int  # units of an LSTM layer, per direction
-    bottleneck: int  # units between the last LSTM layer and the outputs; 0: none
-    channels: int  # output channels of every subsampling layer
-    subsampling: int  # feature frames per encoder frame: 1, 2 or 4
-    dropout: float  # before every LSTM layer but the first, and before the outputs
+    network: Callable[..., nn.Module]
+    """`network(shape, num_features, vocab_size)`; the shape is of the presets' class."""
+    presets: Mapping[str, ModelShape]
+    """Complete sets of sizes, by name; all of one class, and one of them is `small`."""
 
-
-PRESETS: dict[str, ModelShape] = {
-    "tiny": ModelShape(layers=1, hidden=32, bottleneck=0, channels=32, subsampling=4, dropout=0.0),
-    "small": ModelShape(layers=2, hidden=128, bottleneck=0, channels=128, subsampling=4, dropout=0.1),
-    "medium": ModelShape(layers=4, hidden=320, bottleneck=0, channels=256, subsampling=4, dropout=0.2),
-    "ibm": ModelShape(layers=6, hidden=512, bottleneck=256, channels=256, subsampling=2, dropout=0.2),
-}
+    @property
+    def sizes(self) -> list[str]:
+        """The names of the sizes that it has: its own first, then those that every network has."""
+        common = [field.name for field in fields(ModelShape)]
+        return [field.name for field in fields(self.presets["small"]) if field.name not in common] + common

@@ -1,4 +1,4 @@
-"""Convolutions over time in front of the recurrent layers: fewer frames, wider ones."""
+"""Convolutions over time in front of the other layers: fewer frames, wider ones."""
 
 import torch
 from torch import nn

@@ -1,0 +1,133 @@
+"""A Transformer encoder with CTC outputs."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from starling.speech.models.positions import phases, rotate, sinusoids
+from starling.speech.models.shape import ModelShape
+from starling.speech.models.subsampling import ConvSubsampling, frame_mask
+
+Positions = Literal["sinusoidal", "rotary"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerShape(ModelShape):
+    """Every size of a Transformer; dropout is on the first block's inputs and on what each half of a block adds.
+
+    Raises ValueError for a width that the heads cannot share.
+    """
+
+    layers: int  # blocks
+    width: int  # units of a frame, between the blocks
+    heads: int  # of the attention; they share the width
+    feed_forward: int  # units inside a block's feed-forward half
+    positions: Positions
+    channels: int  # output channels of every subsampling layer
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"{self.heads} heads cannot share a width of {self.width}: each needs the same even number of units "
+                f"(sines and cosines come in pairs); take a width that is a multiple of {2 * self.heads}"
+            )
+
+
+PRESETS = {
+    "tiny": TransformerShape(
+        layers=2, width=64, heads=4, feed_forward=256, positions="rotary", channels=32, subsampling=4, dropout=0.0
+    ),
+    "small": TransformerShape(
+        layers=4, width=128, heads=4, feed_forward=512, positions="rotary", channels=64, subsampling=4, dropout=0.1
+    ),
+    "medium": TransformerShape(
+        layers=6, width=256, heads=4, feed_forward=1024, positions="rotary", channels=128, subsampling=4, dropout=0.1
+    ),
+}
+
+
+class SelfAttention(nn.Module):
+    """softmax(Q K' / sqrt(D)) V in each head, of D = width / heads units; `[B, T, width]` -> `[B, T, width]`.
+
+    The attention's own weights are not dropped: with that, torch's attention would keep `[B, heads, T, T]`
+    for the backward pass, at two to four times the time on a CPU; without, memory grows with T alone.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.inputs = nn.Linear(width, 3 * width)  # queries, keys and values, each the heads one after the other
+        self.outputs = nn.Linear(width, width)
+
+    def forward(self, frames: torch.Tensor, visible: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
+        """`visible` `[B, T, 1]` says which frames are attended to, `angles` `[T, D / 2]` how far each is rotated."""
+        parts = self.inputs(frames).unflatten(2, (3, self.heads, -1))
+        queries, keys, values = parts.unbind(2)
+        if angles is not None:
+            queries, keys = rotate(parts[:, :, :2], angles).unbind(2)
+        attended = F.scaled_dot_product_attention(
+            queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), visible[:, None, None, :, 0]
+        )
+        outputs: torch.Tensor = self.outputs(attended.transpose(1, 2).flatten(2))
+        return outputs
+
+
+class Block(nn.Module):
+    """One pre-norm block, `[B, T, width]` -> `[B, T, width]`.
+
+        x <- x + Attention(LayerNorm(x))
+        x <- x + W2 relu(W1 LayerNorm(x) + b1) + b2
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), with the norms where Xiong et al. 2020, "On layer normalization in
+    the Transformer architecture" (arXiv 2002.04745), figure 1b, put them: it trains without a long warm-up.
+    """
+
+    def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = SelfAttention(width, heads)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.widening = nn.Linear(width, feed_forward)
+        self.narrowing = nn.Linear(feed_forward, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, frames: torch.Tensor, visible: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
+        """`visible` and `angles` as for `SelfAttention`."""
+        frames = frames + self.dropout(self.attention(self.attention_norm(frames), visible, angles))
+        wide = torch.relu(self.widening(self.feed_forward_norm(frames)))
+        added: torch.Tensor = self.dropout(self.narrowing(self.dropout(wide)))
+        return frames + added
+
+
+class TransformerCtc(nn.Module):
+    """Convolutional subsampling, a projection to the width, positions, pre-norm blocks, LayerNorm, CTC outputs."""
+
+    def __init__(self, shape: TransformerShape, num_features: int, vocab_size: int) -> None:
+        super().__init__()
+        self.rotary = shape.positions == "rotary"
+        self.head_size = shape.width // shape.heads
+        self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
+        self.projection = nn.Linear(shape.channels, shape.width)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(
+            Block(shape.width, shape.heads, shape.feed_forward, shape.dropout) for _ in range(shape.layers)
+        )
+        self.norm = nn.LayerNorm(shape.width)
+        self.output = nn.Linear(shape.width, vocab_size)
+
+    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features `[B, T, F]` and lengths `[B]` -> log-probabilities `[B, T', V]` (float32) and lengths `[B]`."""
+        frames, lengths = self.subsampling(features, lengths)
+        frames = self.projection(frames)
+        num_frames, width = frames.shape[1:]
+        angles = phases(num_frames, self.head_size, frames.device) if self.rotary else None
+        if not self.rotary:
+            frames = frames + sinusoids(num_frames, width, frames.device).to(frames.dtype)
+        frames = self.dropout(frames)
+        visible = frame_mask(lengths, num_frames)
+        for block in self.blocks:
+            frames = block(frames, visible, angles)
+        return self.output(self.norm(frames)).float().log_softmax(dim=2), lengths
