@@ -1,9 +1,31 @@
-"""How far learners are from agreeing."""
+"""What learners agree on, and how far they are from agreeing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from starling.averaging import rank_ordered_mean
+
+Places = Sequence[tuple[int, int]]
+"""Pieces of the weights, each from its start to before its stop."""
+
+
+def consensus(weights: Iterable[Tensor], kept: Sequence[Places]) -> Tensor:
+    """The model of a run `[P]`: the mean of all learners' weights `[P]`, or what they keep of it, where any keeps some.
+
+    `kept` gives for each learner the pieces that it keeps; what several keep is averaged.
+    """
+    if not any(kept):
+        return rank_ordered_mean(weights)
+    total = counts = torch.empty(0)
+    for each, places in zip(weights, kept, strict=True):
+        if len(total) == 0:
+            total, counts = torch.zeros_like(each), torch.zeros_like(each)
+        for start, stop in places:
+            total[start:stop] += each[start:stop]
+            counts[start:stop] += 1
+    return total.div_(counts)
 
 
 def consensus_distance(weights: Iterable[Tensor], mean: Tensor) -> float:

@@ -6,7 +6,7 @@ engine on a simulated clock; the text of the strategy is the same.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -24,6 +24,39 @@ class Handle(ABC, Generic[T]):
     @abstractmethod
     def result(self) -> T:
         """The result of finished work; raises what the work raised."""
+
+
+class LoopEnded(Exception):  # noqa: N818 - it is no error
+    """Raised where a strategy awaits a gradient that somebody's own training loop will not make: the loop has ended.
+
+    A strategy whose learners have something to do after their last gradient suppresses it around its loop.
+    """
+
+
+class Shard(ABC):
+    """A piece of the model in host memory with an optimizer of its own: a server's, or memory that learners share."""
+
+    @property
+    @abstractmethod
+    def piece(self) -> slice:
+        """Which piece of the weights `[P]` it is."""
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """How many steps were made on it, by whomever."""
+
+    @abstractmethod
+    def read(self) -> Handle[Tensor]:
+        """Start copying the piece `[n]`."""
+
+    @abstractmethod
+    def step(self, gradient: Tensor, stamp: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Handle[None]:
+        """Start letting the optimizer change the piece by `gradient` `[n]`, which is of host memory.
+
+        `stamp` is that of the learner whose gradient it is (or the last of those in it); `read_at` tells for each
+        gradient in it what `num_steps` was when its weights were read; `scale` multiplies the learning rate.
+        """
 
 
 class Learner(ABC):
@@ -57,12 +90,25 @@ class Learner(ABC):
     def claim(self) -> bool:
         """Take the next mini-batch from the budget shared by all; False once the budget is spent."""
 
+    @property
+    @abstractmethod
+    def stamp(self) -> Tensor:
+        """What a `Shard` must know of the claimed mini-batch, `[k]` of float64 in host memory: its learning rate and
+        the like. k is the same on all learners and at all times."""
+
     @abstractmethod
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         """Start computing the gradient `[P]` of the claimed mini-batch at the weights `at`.
 
         `at` is not to be changed before the handle was awaited: where something in the background changes `weights`,
         take the gradient at a `snapshot()`. The result is valid until the next gradient of this learner begins.
+        """
+
+    @abstractmethod
+    def clip(self, gradient: Tensor) -> Tensor:
+        """Shorten a gradient `[P]` in place to the longest that the run allows, as `step` does by itself.
+
+        `NonFiniteError` if it is not finite.
         """
 
     @abstractmethod
@@ -78,14 +124,22 @@ class Learner(ABC):
 
     @abstractmethod
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
-        """Start sending `tensor` to `peer`, which receives it under the same `tag`.
+        """Start sending `tensor` to `peer`, which receives it under the same `tag`. A learner may send to itself.
 
         The tensor is not to be changed before the handle was awaited. Several of one tag arrive in their order.
         """
 
     @abstractmethod
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        """Start receiving what `peer` sends under `tag`, of the shape and dtype of `like`; the result is new memory."""
+        """Start receiving what `peer` sends under `tag`, of the shape, dtype and device of `like`; the result is new
+        memory."""
+
+    @abstractmethod
+    def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
+        """Wait until one of `handles` is finished; its key. However long it takes, as long as all peers live.
+
+        What is not finished may be waited for again, under the same key.
+        """
 
     @abstractmethod
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
@@ -113,8 +167,8 @@ class Learner(ABC):
         """weights += delta; or a piece of them, as `pieces` cuts them."""
 
     @abstractmethod
-    def replace(self, weights: Tensor) -> None:
-        """Put `weights` `[P]` in the place of this learner's own."""
+    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
+        """Put `weights` `[P]`, or a piece `[n]` of them, in the place of this learner's own."""
 
     @abstractmethod
     def snapshot(self, piece: slice | None = None) -> Tensor:
@@ -126,4 +180,16 @@ class Learner(ABC):
 
         With `optimizer_state` the pieces of what the optimizer remembers about each weight (momentum, Adam's two
         moments) follow behind those of the weights, the same on all learners.
+        """
+
+    @abstractmethod
+    def keep(self, piece: slice) -> Shard:
+        """Keep a piece of the model on behalf of all learners, from this learner's weights on."""
+
+    @abstractmethod
+    def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
+        """Start sharing the model with all learners, in memory that everybody changes without a lock.
+
+        It begins with learner 0's weights; optimizers are each learner's own. ConfigError unless all learners run on
+        one machine.
         """

@@ -232,7 +232,7 @@ def test_a_checkpoint_of_format_1_can_be_resumed(tmp_path: Path) -> None:
 def test_what_an_earlier_version_cannot_read_has_a_newer_format(tmp_path: Path) -> None:
     """Such a version says then that a newer Starling is needed, rather than complain of a key."""
     manifest = manifest_of(save_all(tmp_path, 1, Ticket(1, 0, 8)))
-    assert manifest["format"] == 2
+    assert manifest["format"] == 3
     assert {"consensus_distance", "team_size"} <= manifest.keys()
 
 

@@ -14,8 +14,11 @@ from starling.engines.stragglers import Stragglers
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, NoOptions, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions
+from starling.strategies.delayed import DelayOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
+from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.mixing import MixingOptions
+from starling.strategies.server import ServerOptions
 from starling.topology import PATTERNS
 from tests.contract.problems import ConstantGradient, Points, TinyRegression, Workload
 
@@ -70,6 +73,18 @@ def _adpsgd(**options: Any) -> Choice:
     return Choice(STRATEGIES["adpsgd"], lambda world: AsynchronousOptions(**options))
 
 
+def _served(shards: int = 1, servers: str = "beside", **options: Any) -> Choice:
+    def fitting(world: int) -> ServerOptions:
+        alone = world == 1
+        return ServerOptions(
+            shards=1 if alone else shards,
+            servers="beside" if alone else servers,
+            **options | ({"overlap": False, "sum": 1} if alone and "sum" in options else {}),
+        )
+
+    return Choice(STRATEGIES["parameter-server"], fitting)
+
+
 def _hadpsgd(world: int) -> HierarchicalOptions:
     return HierarchicalOptions(per_node=2 if world % 2 == 0 else 1, pattern="pairs")
 
@@ -84,6 +99,14 @@ def choices() -> dict[str, Choice]:
     made["adpsgd-in-pieces"] = _adpsgd(piece_megabytes=1e-4, period=0.5)
     made["adpsgd-all-averaged"] = _adpsgd(optimizer_state="averaged", pattern="pairs", period=2.0)
     made["hadpsgd"] = Choice(STRATEGIES["hadpsgd"], _hadpsgd)
+    made["server-hybrid"] = _served(update="hybrid")
+    made["server-asynchronous"] = _served(shards=2)
+    made["server-summed"] = _served(update="summed", sum=2, overlap=True, scale_by_staleness=True)
+    made["server-synchronous"] = _served(update="synchronous", shards=2)
+    made["server-bounded-own"] = _served(staleness_bound=1, servers="own")
+    made["server-hybrid-own"] = _served(update="hybrid", servers="own")
+    made["hogwild"] = Choice(STRATEGIES["hogwild"], lambda world: HogwildOptions(piece_megabytes=1e-4))
+    made["delayed"] = Choice(STRATEGIES["delayed"], lambda world: DelayOptions(delay=0 if world == 1 else 2))
     assert {choice.strategy.name for choice in made.values()} == set(STRATEGIES)
     return made
 

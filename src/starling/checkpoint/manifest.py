@@ -10,8 +10,9 @@ from starling.configuration import Config
 from starling.errors import CheckpointError
 from starling.workload import Ticket
 
-FORMAT = 2
-"""2 added `team_size` and `consensus_distance`; checkpoints of format 1 are read without them."""
+FORMAT = 3
+"""2 added `team_size` and `consensus_distance`, 3 what learners keep of the model (`shards`); older checkpoints are
+read without them."""
 MANIFEST = "manifest.json"
 MODEL = "model"
 """The folder of the consensus model inside a checkpoint."""

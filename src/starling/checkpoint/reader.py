@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from starling.averaging import rank_ordered_mean
 from starling.checkpoint.encoding import decode_state
 from starling.checkpoint.files import PARTIAL, read_json, read_tensors
 from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, Position, read_manifest, verify
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.state import LearnerState, ShardState
+from starling.consensus import consensus
 from starling.errors import CheckpointError
 
 
@@ -48,21 +48,25 @@ class Checkpoint:
                     name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
                 },
                 optimizer=decode_state(scalars["optimizer"], tensors),
+                is_worker=scalars.get("is_worker", True),
+                shards=tuple(_decode_shard(shard, tensors) for shard in scalars.get("shards", [])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} does not hold a learner's state ({error!r})") from error
 
     def consensus(self) -> Tensor:
-        """The mean of all learners' weights `[P]`, summed in rank order."""
-        return rank_ordered_mean(self.learner(rank).weights for rank in range(self.manifest.learners))
+        """The model that all learners agree on `[P]`."""
+        ranks = range(self.manifest.learners)
+        return consensus((self.learner(rank).weights for rank in ranks), [self.learner(rank).kept for rank in ranks])
 
     def start(self, rank: int, world: int, team_size: int | None = None) -> LearnerState:
         """From what learner `rank` of `world` goes on, in teams of `team_size` (None: all) that claim together.
 
-        With as many learners as before, each goes on from its own state. With another number, all begin with the
-        consensus weights, and learner r with the optimizer state of the former learner r modulo their number. The
-        time spent is that of the last learner to arrive, the same for all. The batches of an epoch depend on the size
-        of a team, so that another one is possible between two epochs only. Raises CheckpointError otherwise.
+        With as many learners as before, each goes on from its own state. With another number, all begin with
+        the consensus weights, and learner r with the optimizer state of the former learner r modulo their
+        number. Whoever keeps a shard now goes on from what its keeper saved. The time spent is that of the last
+        learner to arrive, the same for all. The batches of an epoch depend on the size of a team, so that
+        another one is possible between two epochs only. Raises CheckpointError otherwise.
         """
         before, position = self.manifest.learners, self.manifest.position
         if before == 0:
@@ -75,10 +79,23 @@ class Checkpoint:
                 f"together) would divide that epoch differently. Resume with learners={before} and the strategy as it "
                 "was, or from a checkpoint at the end of an epoch"
             )
-        if world == before:
-            return replace(self.learner(rank), minutes=self.manifest.minutes)
         former = self.learner(rank % before)
-        return replace(former, rank=rank, world=world, minutes=self.manifest.minutes, weights=self.consensus())
+        shards = self._shards() | {(shard.start, shard.stop): shard for shard in former.shards}
+        start = replace(former, minutes=self.manifest.minutes, shards=tuple(shards.values()))
+        return start if world == before else replace(start, rank=rank, world=world, weights=self.consensus())
+
+    def _shards(self) -> dict[tuple[int, int], ShardState]:
+        """What all learners together kept, by place; of what several kept, the first one's."""
+        found: dict[tuple[int, int], ShardState] = {}
+        for rank in reversed(range(self.manifest.learners)):
+            if read_json(self.folder / f"learner-{rank}.json").get("shards"):
+                found |= {(shard.start, shard.stop): shard for shard in self.learner(rank).shards}
+        return found
+
+
+def _decode_shard(scalars: dict[str, Any], tensors: dict[str, Tensor]) -> ShardState:
+    start, stop = int(scalars["start"]), int(scalars["stop"])
+    return ShardState(start, stop, tensors["weights"][start:stop], decode_state(scalars["optimizer"], tensors))
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -9,6 +9,19 @@ from starling.workload import Ticket
 
 
 @dataclass(frozen=True)
+class ShardState:
+    """A piece of the model that a learner keeps for all, or shares with all."""
+
+    start: int
+    stop: int
+    """Its place in the weights `[P]`: from `start` to before `stop`."""
+    weights: Tensor
+    """`[stop - start]`, on the CPU."""
+    optimizer: dict[str, Any]
+    """Its optimizer's `state_dict`."""
+
+
+@dataclass(frozen=True)
 class LearnerState:
     """One learner at a moment between two mini-batches. Random generators need no place here: every seed is derived
     from the run's seed and the ticket."""
@@ -25,3 +38,13 @@ class LearnerState:
     """The model's buffers by name, on the CPU."""
     optimizer: dict[str, Any]
     """The optimizer's `state_dict`."""
+    shards: tuple[ShardState, ...] = ()
+    """What this learner keeps of the model; where anybody keeps anything, that is the model. Their weights are also in
+    `weights`."""
+    is_worker: bool = True
+    """Whether it computes gradients, so that its weights mean anything beside what it keeps."""
+
+    @property
+    def kept(self) -> list[tuple[int, int]]:
+        """The places of its shards in the weights."""
+        return [(shard.start, shard.stop) for shard in self.shards]

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 from safetensors import safe_open
@@ -34,9 +35,9 @@ from starling.checkpoint.files import (
 )
 from starling.checkpoint.manifest import MANIFEST, MODEL, Listing, Manifest, Position
 from starling.checkpoint.reader import Checkpoint, checkpoints_in
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.state import LearnerState, ShardState
 from starling.configuration import Config
-from starling.consensus import consensus_distance
+from starling.consensus import consensus, consensus_distance
 from starling.errors import CheckpointError
 
 
@@ -97,10 +98,10 @@ class CheckpointWriter:
         with writing(final):
             partial = partial_folder(final)
             partial.mkdir(parents=True, exist_ok=True)
-            weights = rank_ordered_mean(state.weights for state in states)
+            weights = consensus((state.weights for state in states), [state.kept for state in states])
             buffers = _mean_of_buffers([state.buffers for state in states])
             self._write_model(partial / MODEL, weights, buffers)
-            distance = consensus_distance((state.weights for state in states), weights)
+            distance = consensus_distance((state.weights for state in states if state.is_worker), weights)
             minutes = max(state.minutes for state in states)
             return self._finish(partial, final, states[0], 0, minutes, distance)
 
@@ -112,11 +113,14 @@ class CheckpointWriter:
                 f"{final}: {', '.join(missing)} did not appear in {partial}; "
                 "all learners need one shared file system for the experiment folder"
             )
-        weights = rank_ordered_mean(_weights(path) for path in paths)
+        scalars = [read_json(path.with_suffix(".json")) for path in paths]
+        kept = [[(shard["start"], shard["stop"]) for shard in each["shards"]] for each in scalars]
+        weights = consensus((_weights(path) for path in paths), kept)
         buffers = _mean_of_buffers([_buffers(read_tensors(path)) for path in paths]) if state.buffers else {}
         self._write_model(partial / MODEL, weights, buffers)
-        distance = consensus_distance((_weights(path) for path in paths), weights)
-        minutes = max(float(read_json(path.with_suffix(".json"))["minutes"]) for path in paths)
+        workers = [path for path, each in zip(paths, scalars, strict=True) if each["is_worker"]]
+        distance = consensus_distance((_weights(path) for path in workers), weights)
+        minutes = max(float(each["minutes"]) for each in scalars)
         return self._finish(partial, final, state, state.world, minutes, distance)
 
     def _finish(
@@ -158,9 +162,17 @@ def write_learner(folder: Path, state: LearnerState) -> None:
         "position": {"epoch": position.epoch, "index": position.index, "step": position.step},
         "minutes": state.minutes,
         "optimizer": encode_state(state.optimizer, "optimizer", tensors),
+        "is_worker": state.is_worker,
+        "shards": [_encode_shard(shard, tensors) for shard in state.shards],
     }
     write_tensors(folder / f"learner-{state.rank}.safetensors", tensors)
     write_json(folder / f"learner-{state.rank}.json", scalars)
+
+
+def _encode_shard(shard: ShardState, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Its place and its optimizer's values; its weights are in those of its learner."""
+    optimizer = encode_state(shard.optimizer, f"shard.{shard.start}", tensors)
+    return {"start": shard.start, "stop": shard.stop, "optimizer": optimizer}
 
 
 def _weights(path: Path) -> Tensor:

@@ -35,7 +35,8 @@ class Consensus:
 class Attendant(threading.Thread):
     """Listens to what learners announce, and takes part in consensus means on its learner's behalf.
 
-    `contribution` gives the number of steps made and then what the learner brings, with all these steps in it.
+    `contribution` gives the number of steps made and then what the learner brings, with all these steps in it;
+    `own_weights` its weights `[P]`, whose distance from the mean is measured.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Attendant(threading.Thread):
         rank: int,
         world: int,
         means: OrderedMean,
-        num_weights: int,
         contribution: Callable[[], tuple[int, Tensor]],
+        own_weights: Callable[[], Tensor],
     ) -> None:
         super().__init__(name=f"starling-attendant-{rank}", daemon=True)  # it must not keep a failed process alive
         self.closed: dict[int, int] = {}
@@ -57,8 +58,8 @@ class Attendant(threading.Thread):
         self._own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, for it blocks
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world, self._means = rank, world, means
-        self._num_weights = num_weights
         self._contribution = contribution
+        self._own_weights = own_weights
         self._size: int | None = None
         self._lock = threading.Lock()
         self._requests: dict[int, Future[Consensus]] = {}
@@ -115,10 +116,11 @@ class Attendant(threading.Thread):
         with self._lock:
             future = self._requests.pop(number, None) or Future()
             num_steps, mine = self._contribution()
+            own = self._own_weights()
             self._under_way = num_steps, future
         with suppress(InvalidStateError):  # somebody released who waits for it
             try:
-                agreed = self._agree(mine)
+                agreed = self._agree(mine, own)
             except BaseException as error:  # the thread goes on, to answer the others' questions
                 self._on_error(error)
                 future.set_exception(error)
@@ -127,15 +129,15 @@ class Attendant(threading.Thread):
         with self._lock:
             self._under_way = None
 
-    def _agree(self, mine: Tensor) -> Consensus:
+    def _agree(self, mine: Tensor, own: Tensor) -> Consensus:
         self._size = self._size or len(mine)
         if len(mine) != self._size:
             raise ProtocolError(
-                f"learner {self._rank}: its model's buffers had {self._size - self._num_weights} numbers and now have "
-                f"{len(mine) - self._num_weights}; they must keep their shapes"
+                f"learner {self._rank}: its model's buffers had {self._size - len(own)} numbers and now have "
+                f"{len(mine) - len(own)}; they must keep their shapes"
             )
         mean = self._means.start(mine).result()
-        difference = mine[: self._num_weights].cpu().sub_(mean[: self._num_weights])
+        difference = own.cpu().sub_(mean[: len(own)])
         norm = torch.linalg.vector_norm(difference, dtype=torch.float64)
         distance = self._means.start((norm * norm).reshape(1)).result()
         self.bytes_sent += 2 * (self._world - 1) * mine.nbytes // self._world

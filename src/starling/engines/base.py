@@ -1,24 +1,37 @@
 """What is the same for every learner, wherever it lives: its weights, its optimizer, its errors."""
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from starling.checkpoint.state import ShardState
 from starling.engines.job import Averaging, Spent
 from starling.engines.replica import Replica
-from starling.errors import ProtocolError
-from starling.learner import Learner
+from starling.engines.shards import HeldShard, check_piece, host_copy
+from starling.errors import CheckpointError, NonFiniteError, ProtocolError
+from starling.learner import Handle, Learner, Shard
+from starling.strategies import Teams
+
+T = TypeVar("T")
 
 
 class ReplicaLearner(Learner):
     """A learner with weights and an optimizer of its own, and a team: the learners that claim together with it."""
 
-    def __init__(self, rank: int, world: int, seed: int, team_size: int, replica: Replica) -> None:
+    def __init__(self, rank: int, world: int, seed: int, teams: Teams, replica: Replica) -> None:
         self.replica = replica
+        self.teams = teams
+        self.shards: list[HeldShard] = []
+        self.saved_shards: dict[tuple[int, int], ShardState] = {}
+        """What a checkpoint holds of the model, by place."""
         self.spent = Spent()
         self.averaging = Averaging()
-        first = rank - rank % team_size
-        self.team = range(first, first + team_size)
+        self.team = teams.of(rank)
+        self.is_worker = rank < teams.num_workers
         self._rank, self._world, self._seed = rank, world, seed
         self._gradient_version = 0  # of the weights, when the gradient under way began
 
@@ -54,8 +67,8 @@ class ReplicaLearner(Learner):
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         self.replica.apply(delta, piece)
 
-    def replace(self, weights: Tensor) -> None:
-        self.replica.replace(weights)
+    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
+        self.replica.replace(weights, piece)
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
         return self.replica.snapshot(piece)
@@ -63,9 +76,51 @@ class ReplicaLearner(Learner):
     def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
         return self.replica.pieces(largest, optimizer_state)
 
+    def keep(self, piece: slice) -> Shard:
+        check_piece(piece, self)
+        saved = self.saved_shards.get((piece.start, piece.stop))
+        memory = host_copy(self.weights[piece] if saved is None else saved.weights)
+        return self.hold(HeldShard(self, piece, memory, torch.zeros(1, dtype=torch.int64), 0))
+
+    def hold(self, shard: HeldShard) -> HeldShard:
+        """Take a shard into this learner's state; its optimizer goes on from the checkpoint, if there is one."""
+        place = (shard.piece.start, shard.piece.stop)
+        if place in self.saved_shards:
+            shard.restore(self.saved_shards[place])
+        elif self.saved_shards:
+            raise CheckpointError(
+                f"learner {self._rank}: the checkpoint holds the model in pieces {sorted(self.saved_shards)}, none of "
+                f"them {place}; resume with the strategy's shards, or piece_megabytes, as they were"
+            )
+        self.shards.append(shard)
+        return shard
+
+    @abstractmethod
+    def start_on_shard(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
+        """Start doing something that goes over `num_bytes` of host memory so many times."""
+
+    @abstractmethod
+    def set_rates(self, optimizer: Optimizer, peaks: Sequence[float], stamp: Tensor, scale: float) -> None:
+        """Set the learning rates of a shard's optimizer, which began with `peaks`, to `scale` times those of a
+        `stamp`."""
+
+    def clip(self, gradient: Tensor) -> Tensor:
+        norm = self.replica.clip(gradient)
+        if norm - norm != 0.0:
+            raise NonFiniteError(
+                f"learner {self._rank}: the gradient of step {self.num_gradients} is not finite (its norm is {norm}); "
+                "it was not sent. Lower the learning rate or warm up for longer"
+            )
+        return gradient
+
+    @property
+    @abstractmethod
+    def num_gradients(self) -> int:
+        """How many gradients this learner has made."""
+
     def check_peer(self, peer: int) -> None:
-        """`ProtocolError` unless `peer` is another learner."""
-        if peer == self._rank or not 0 <= peer < self._world:
+        """`ProtocolError` unless there is a learner `peer`."""
+        if not 0 <= peer < self._world:
             raise ProtocolError(
                 f"learner {self._rank} cannot exchange with learner {peer} among {self._world} learners"
             )

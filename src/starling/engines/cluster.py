@@ -61,8 +61,20 @@ class LinkModel(Config):
         return 2 * (world - 1) * self.send_seconds(-(-num_bytes // world))
 
 
+class MemoryModel(Config):
+    """The host memory that servers and learners of one machine read and change, free of contention."""
+
+    bandwidth: float = Field(default=1e10, gt=0.0)
+    """Bytes per second."""
+
+    def seconds(self, num_bytes: int, passes: int) -> float:
+        """Seconds to go over so many bytes, so many times."""
+        return num_bytes * passes / self.bandwidth
+
+
 class Cluster(Config):
     """The `cluster:` section of a recipe; `starling simulate` runs on it."""
 
     compute: ComputeModel = Field(default_factory=ComputeModel)
     link: LinkModel = Field(default_factory=LinkModel)
+    memory: MemoryModel = Field(default_factory=MemoryModel)

@@ -5,16 +5,17 @@ supplies the gradient and drives the text on to the next one. Everything else wa
 `processes` engine.
 """
 
+import inspect
 import threading
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from starling.configuration import Config
 from starling.engines.attendant import Attendant, Consensus
@@ -24,10 +25,8 @@ from starling.engines.peers import PeerLearner, Place
 from starling.engines.processes import has_own_device
 from starling.engines.worker import Worker
 from starling.errors import PeerLost, ProtocolError, StarlingError
-from starling.learner import Handle
+from starling.learner import Handle, LoopEnded
 from starling.strategies import Strategy
-
-T = TypeVar("T")
 
 
 class DropInLearner(PeerLearner):
@@ -45,17 +44,13 @@ class DropInLearner(PeerLearner):
         seed: int,
         timeout_seconds: float,
     ) -> None:
-        super().__init__(place.rank, place.world, seed, strategy.team_size(options, place.world), replica)
+        super().__init__(place.rank, place.world, seed, strategy.teams(options, place.world), replica)
         self.num_steps = 0
         self.consensus_distance: float | None = None
-        self._strategy_name, self._timeout_seconds = strategy.name, timeout_seconds
+        self._strategy = strategy
         self._steps_begun, self._is_over = 0, False
         self._resumed_at = 0.0
-        self._error: BaseException | None = None
-        self._failing = threading.Lock()
-        self._waits: set[Future[Any]] = set()
         self._all_over = threading.Event()  # all have closed, or something failed
-        self._waiters = Worker("starling-waiter"), Worker("starling-waiter-behind")
         self._coroutine = strategy.start(self, options)
         device = replica.weights.device
         is_whole = len(self.team) == place.world  # then nothing but the loop's own thread makes means
@@ -72,8 +67,20 @@ class DropInLearner(PeerLearner):
 
     # what the strategy asks for
 
+    @property
+    def stamp(self) -> Tensor:
+        return torch.tensor([float(group["lr"]) for group in self.replica.optimizer.param_groups], dtype=torch.float64)
+
+    @property
+    def num_gradients(self) -> int:
+        return self._steps_begun
+
+    def set_rates(self, optimizer: Optimizer, peaks: Sequence[float], stamp: Tensor, scale: float) -> None:
+        for group, rate in zip(optimizer.param_groups, stamp.tolist(), strict=True):
+            group["lr"] = rate * scale
+
     def claim(self) -> bool:
-        self._check()
+        self._release.check()
         return not self._is_over
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
@@ -103,15 +110,16 @@ class DropInLearner(PeerLearner):
         super().apply(delta, piece)
         self._follow()
 
-    def replace(self, weights: Tensor) -> None:
-        super().replace(weights)
-        self._follow()
+    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
+        super().replace(weights, piece)
+        if piece is None:  # behind the last of several pieces comes a gradient, for which the loop follows anyway
+            self._follow()
 
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
-        if self._world == 1:
+        if self._world == 1 and not self._strategy.is_served:
             activity.close()  # there is nobody to agree with
         else:
-            super().background(self._reporting(activity))
+            super().background(activity)
 
     # what the loop asks for
 
@@ -137,11 +145,11 @@ class DropInLearner(PeerLearner):
         self.check_in_use("consensus()")
         self.spent.computing += self.now() - self._resumed_at
         if self._attendant is None:
-            agreed = Consensus(self.replica.contribution(), 0.0)
+            agreed = Consensus(self._contribution()[1], 0.0)
         else:
             with self._naming_the_store():
                 request = self._attendant.request(self.num_steps)
-            agreed = self._wait_for("a consensus", lambda: self._released_by_failure(request))
+            agreed = self._wait_for("a consensus", lambda: self._release.wait(request))
         self.consensus_distance = agreed.distance
         try:
             with self.replica.showing(agreed.mean):
@@ -151,7 +159,7 @@ class DropInLearner(PeerLearner):
 
     def check_in_use(self, what: str) -> None:
         """Raise what went wrong elsewhere, or `ProtocolError` where `what` cannot be asked for now."""
-        self._check()
+        self._release.check()
         if self._is_over:
             raise ProtocolError(f"learner {self._rank} has closed: {what} must come before that")
         if self.replica.is_showing:
@@ -161,22 +169,26 @@ class DropInLearner(PeerLearner):
 
     def close(self) -> None:
         """Make no more gradients; go on averaging and agreeing until all learners have closed."""
-        self._check()
+        self._release.check()
         self._is_over = True
         self.spent.computing += self.now() - self._resumed_at
         begin = self.now()
         with self._naming_the_store():
             self._rounds.finish()
+            with suppress(LoopEnded, StopIteration):  # up to where it waits for others that end
+                self._coroutine.throw(LoopEnded())
             if self._attendant is not None:
                 self._attendant.announce("closed", self._steps_begun)
                 farewell = Worker("starling-farewell").submit(self._farewell)
                 self._wait_for_all(self._attendant)
-                self._released_by_failure(farewell)
+                self._release.wait(farewell)
+            with suppress(StopIteration):
+                while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
+                    self._coroutine.send(None)
         if self._background is not None:
             self._background.join()
-        self._check()
-        for means in (self._ordered, self._ordered_behind, *self._waiters):
-            means.close()
+        self._release.check()
+        self._close_threads()
         if self._attendant is not None:
             self._attendant.join()
             self._consensus_means.close()
@@ -184,14 +196,7 @@ class DropInLearner(PeerLearner):
         self.spent.waiting_for_peers += self.now() - begin
 
     def fail(self, error: BaseException) -> None:
-        """Let everything end with this error, unless there was one before. Called by any thread."""
-        with self._failing:
-            if self._error is None:
-                self._error = error
-            waits = list(self._waits)
-        for wait in waits:
-            with suppress(InvalidStateError):
-                wait.set_exception(self._error)
+        super().fail(error)
         self._all_over.set()
 
     def announce_failure(self, why: str) -> None:
@@ -225,7 +230,7 @@ class DropInLearner(PeerLearner):
 
     def _lost_store(self, error: dist.DistError) -> BaseException:
         """What to raise when the store does not answer."""
-        return self._error or PeerLost(
+        return self._release.error or PeerLost(
             f"learner {self._rank} lost the store that the learners meet in, {self._whereabouts()}: learner 0 or the "
             f"launcher, which keeps it, has ended ({str(error).splitlines()[0]})"
         )
@@ -236,13 +241,21 @@ class DropInLearner(PeerLearner):
         self._consensus_means = OrderedMean(dist.new_group(everybody, backend="gloo", timeout=usual), self._world)
         # who has closed waits for others as long as they live, and hears at once of the death of one
         self._farewell_group = dist.new_group(everybody, backend="gloo", timeout=timedelta(days=20))
-        num_weights = len(self.weights)
         return Attendant(
-            self.place.store, self._rank, self._world, self._consensus_means, num_weights, self._contribution
+            self.place.store, self._rank, self._world, self._consensus_means, self._contribution, self._own_weights
         )
 
     def _contribution(self) -> tuple[int, Tensor]:
-        return self.num_steps, self.replica.contribution()
+        """How many steps this learner has made, and what it brings to the mean that is the consensus `[P + B]`."""
+        brought = self.replica.contribution()
+        if self._strategy.is_served:  # the model is what servers keep: everybody brings that alone
+            brought[: len(self.weights)] = 0.0
+            for shard in self.shards:
+                brought[shard.piece] = self._world * shard.state().weights
+        return self.num_steps, brought
+
+    def _own_weights(self) -> Tensor:
+        return self.replica.contribution()[: len(self.weights)]
 
     def _farewell(self) -> None:
         """Meet all others that have closed. Called by a thread of its own."""
@@ -269,7 +282,7 @@ class DropInLearner(PeerLearner):
                     f"{self._timeout_seconds:g} s; give more timeout_seconds if steps take that long"
                 )
             before = now
-        self._check()
+        self._release.check()
 
     def _news(self) -> None:
         """Draw the consequences of others' closing or failing. Called by any thread."""
@@ -287,32 +300,19 @@ class DropInLearner(PeerLearner):
                 self.fail(
                     ProtocolError(
                         f"learner {rank} has closed after {steps} steps, and learner {self._rank} {done} "
-                        f"{self._steps_begun}: under {self._strategy_name} they make equal numbers of steps; give "
+                        f"{self._steps_begun}: under {self._strategy.name} they make equal numbers of steps; give "
                         "them equally many mini-batches, or choose an asynchronous strategy, such as adpsgd"
                     )
                 )
         if attendant.is_over:
             self._all_over.set()
         if not self._is_over and threading.current_thread() is not attendant:
-            self._check()
-
-    def _check(self) -> None:
-        """Raise what went wrong, if anything has."""
-        if self._error is not None:
-            raise self._error
+            self._release.check()
 
     def _follow(self) -> None:
         """The loop's own thread has changed the weights: what the loop computes at follows."""
         if self.replica.loop is not self.weights and threading.current_thread() is not self._background:
             self.replica.refresh_loop()
-
-    async def _reporting(self, activity: Coroutine[Any, Any, None]) -> None:
-        """The background's activity, whose failure ends the waiting of the loop's thread."""
-        try:
-            await activity
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     def _failed_behind(self, error: BaseException) -> None:
         """A thread of this learner failed."""
@@ -322,24 +322,10 @@ class DropInLearner(PeerLearner):
         except BaseException as named:
             self.fail(named)
 
-    def _wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None) -> T:
-        # NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes
-        if self._world == 1 or self._by_nccl:
-            return super()._wait_for(what, wait, peer)
-        waiter = self._waiters[threading.current_thread() is self._background]
-        return super()._wait_for(what, lambda: self._released_by_failure(waiter.submit(wait)), peer)
-
-    def _released_by_failure(self, work: "Future[T]") -> T:
-        """The result of work; or what failed elsewhere, so that nobody waits for those who will not come."""
-        with self._failing:
-            if self._error is not None and not work.done():
-                raise self._error
-            self._waits.add(work)
-        try:
-            return work.result()
-        finally:
-            with self._failing:
-                self._waits.discard(work)
+    def _may_be_released(self, is_behind: bool) -> bool:
+        if self._world == 1:
+            return super()._may_be_released(is_behind)
+        return not self._by_nccl
 
     def _lost_ones(self, suspect: int | None) -> str:
         if self._attendant is None:

@@ -12,7 +12,7 @@ from starling.budget import Budget, Schedule
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.engines.stragglers import Stragglers
-from starling.strategies import NoOptions, Strategy
+from starling.strategies import NoOptions, Strategy, Teams
 from starling.workload import Ticket, Workload
 
 
@@ -40,6 +40,10 @@ class Job:
     def team_size(self, world: int) -> int:
         """How many of `world` learners claim together; ConfigError when the strategy's options do not fit."""
         return self.strategy.team_size(self.options, world)
+
+    def teams(self, world: int) -> Teams:
+        """Which of `world` learners claim together; ConfigError when the strategy's options do not fit."""
+        return self.strategy.teams(self.options, world)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from starling.engines.greeting import Greeting, greet, part
 from starling.engines.loop import LoopReplica
 from starling.engines.peers import Place
 from starling.engines.processes import process_group
-from starling.errors import ProtocolError
+from starling.errors import ConfigError, ProtocolError
 from starling.strategies import Strategy
 
 
@@ -64,7 +64,13 @@ class JoinedLearner:
         timeout_seconds: float,
     ) -> None:
         """Meet the others. Raises as `starling.join` says."""
-        is_shared = strategy.team_size(options, place.world) == place.world
+        teams = strategy.teams(options, place.world)
+        if teams.num_workers < place.world:
+            raise ConfigError(
+                f"strategy.servers: own would leave {place.world - teams.num_workers} of {place.world} processes "
+                "without a loop; in your own loop servers run beside it (servers='beside')"
+            )
+        is_shared = teams.size == place.world
         replica = LoopReplica(model, optimizer, is_shared)
         self._place, self._timeout_seconds = place, timeout_seconds
         self._connections = ExitStack()

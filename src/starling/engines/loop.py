@@ -99,6 +99,7 @@ class LoopReplica(Replica):
         self._is_shared = is_shared
         weights = self.loop if is_shared else self.loop.clone()
         super().__init__(weights, torch.empty(0), parameters, lambda _: optimizer, clip_norm=None)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # a server may step in its place: no schedule warns
         self.loop_version = 0
         self._own_gradient = torch.empty_like(self.loop).as_subclass(OwnGradient)
         self._own_gradient.fill = self._flatten
@@ -117,6 +118,21 @@ class LoopReplica(Replica):
                 self.weights.copy_(self.loop)
             self.version += 1
             self.loop_version = self.version
+
+    def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
+        """An optimizer of the kind that the loop has, with its groups and their options."""
+        places = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        groups = []
+        for group in self.optimizer.param_groups:
+            numbers = [places[id(parameter)] for parameter in group["params"] if id(parameter) in places]
+            groups.append(group | {"params": [parameters[number] for number in numbers if number in parameters]})
+        try:
+            return type(self.optimizer)(groups, **self.optimizer.defaults)
+        except TypeError as error:
+            raise ConfigError(
+                f"optimizer: a server cannot make another {type(self.optimizer).__name__} with the options of yours "
+                f"({error}); use one of torch.optim"
+            ) from error
 
     @property
     def is_showing(self) -> bool:

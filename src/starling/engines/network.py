@@ -2,20 +2,25 @@
 
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from itertools import count
+from typing import Any, TypeVar
 
 import simpy
 from torch import Tensor
 
-from starling.engines.cluster import LinkModel
+from starling.engines.cluster import Cluster
 from starling.errors import ProtocolError
 from starling.learner import Handle
 
 T = TypeVar("T")
 Record = Callable[[int, str, bytes], None]
 """Notes an event of a learner: rank, kind, detail."""
+
+
+_ORDER = count()
+"""Numbers for events in the order in which they happen."""
 
 
 class VirtualHandle(Handle[T]):
@@ -35,10 +40,33 @@ class VirtualHandle(Handle[T]):
         self.event = event
         self.waits_for = waits_for
         self.computing = computing
+        self.place: int | None = None
+        """Its place in the order of all that has happened, once it has."""
         self._result = result
+        if event.callbacks is None:
+            self._happened(event)
+        else:
+            event.callbacks.append(self._happened)
 
     def result(self) -> T:
         return self._result()
+
+    def _happened(self, _: object) -> None:
+        self.place = next(_ORDER)
+
+
+def first_of(environment: simpy.Environment, handles: Mapping[int, Handle[Any]]) -> VirtualHandle[int]:
+    """The key of the handle whose work is over first."""
+    work = {key: handle for key, handle in handles.items() if isinstance(handle, VirtualHandle)}
+
+    def result() -> int:
+        return min((handle.place, key) for key, handle in work.items() if handle.place is not None)[1]
+
+    return VirtualHandle(
+        simpy.AnyOf(environment, [handle.event for handle in work.values()]),
+        result,
+        lambda: " or ".join(handle.waits_for() for handle in work.values()) or "nothing",
+    )
 
 
 class VirtualGradient(VirtualHandle[Tensor]):
@@ -108,9 +136,9 @@ class Mean:
 class Network:
     """Carries what learners tell each other over links that are all alike."""
 
-    def __init__(self, environment: simpy.Environment, link: LinkModel, record: Record) -> None:
+    def __init__(self, environment: simpy.Environment, cluster: Cluster, record: Record) -> None:
         self._environment = environment
-        self._link = link
+        self._link, self._memory = cluster.link, cluster.memory
         self._record = record
         self._channels: dict[tuple[int, int, int], _Channel] = {}
         self._means: dict[tuple[int, str, int], Mean] = {}
@@ -126,7 +154,8 @@ class Network:
             message = _Message(self._environment.event())
             channel.sent.append(message)
         message.tensor = tensor.clone()
-        self._happen(message.event, self._link.send_seconds(tensor.numel() * tensor.element_size()))
+        seconds = self._memory.seconds(tensor.nbytes, 1) if rank == peer else self._link.send_seconds(tensor.nbytes)
+        self._happen(message.event, seconds)
         return VirtualHandle(message.event, lambda: None, lambda: f"its message to learner {peer}")
 
     def receive(self, rank: int, peer: int, tag: int, check: Callable[[Tensor], None]) -> Handle[Tensor]:

@@ -2,10 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -19,11 +21,16 @@ from starling.engines.base import ReplicaLearner
 from starling.engines.collectives import OrderedMean
 from starling.engines.greeting import silent_learners
 from starling.engines.rounds import Rounds
+from starling.engines.shards import HeldShard, check_piece, host_copy
+from starling.engines.shared_memory import share_memory
 from starling.engines.staging import Staging
+from starling.engines.waiting import FirstOf, Release
+from starling.engines.worker import Worker
 from starling.errors import PeerLost, ProtocolError
-from starling.learner import Handle
+from starling.learner import Handle, Shard
 
 T = TypeVar("T")
+FOREVER = timedelta(days=20)
 
 
 @dataclass(frozen=True)
@@ -38,17 +45,32 @@ class Place:
 
 
 class ProcessHandle(Handle[T]):
-    """Work under way in this process; `result()` waits for it once and keeps what it gave."""
+    """Work under way in this process; `result()` waits for it once and keeps what it gave.
 
-    def __init__(self, wait: Callable[[], T]) -> None:
+    `wait_long`, if there is one, is another way to wait for it: in a thread beside those of the strategy, and as long
+    as all peers live.
+    """
+
+    def __init__(self, wait: Callable[[], T], wait_long: Callable[[], T] | None = None) -> None:
         self._wait = wait
+        self._wait_long = wait_long or wait
         self._results: list[T] = []
+        self._error: BaseException | None = None
 
     @property
     def is_finished(self) -> bool:
         return bool(self._results)
 
+    def finish(self) -> None:
+        """Wait for it long; an error is raised by `result`."""
+        try:
+            self._results.append(self._wait_long())
+        except BaseException as error:
+            self._error = error
+
     def result(self) -> T:
+        if self._error is not None:
+            raise self._error
         if not self._results:
             self._results.append(self._wait())
         return self._results[0]
@@ -57,10 +79,12 @@ class ProcessHandle(Handle[T]):
 class Background(threading.Thread):
     """A learner's second coroutine, in a thread. It waits inside its handles and polls nothing."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None], rank: int) -> None:
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, None], rank: int, on_error: Callable[[BaseException], None]
+    ) -> None:
         super().__init__(name=f"starling-background-{rank}", daemon=True)  # it must not keep a failed learner alive
         self._coroutine = coroutine
-        self._error: BaseException | None = None
+        self._on_error = on_error
 
     def run(self) -> None:
         try:
@@ -69,12 +93,7 @@ class Background(threading.Thread):
         except StopIteration:
             pass
         except BaseException as error:
-            self._error = error
-
-    def check(self) -> None:
-        """Raise what went wrong in the background, if anything has."""
-        if self._error is not None:
-            raise self._error
+            self._on_error(error)
 
 
 class GradientHandle(ProcessHandle[Tensor]):
@@ -114,6 +133,11 @@ class PeerLearner(ReplicaLearner):
         self._staging = Staging(device)
         self._rounds = Rounds(place.store, place.rank, place.world)
         self._background: Background | None = None
+        self._release = Release()
+        self._waiters = Worker("starling-waiter"), Worker("starling-waiter-behind")
+        self._firsts: FirstOf[ProcessHandle[Any]] = FirstOf()
+        self._own_messages: dict[int, SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+        self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
         self._ordered = self._ordered_behind = OrderedMean(self._team_group("gloo", timeout), len(self.team))
         is_whole = len(self.team) == place.world
@@ -150,6 +174,9 @@ class PeerLearner(ReplicaLearner):
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
+        if peer == self._rank:
+            self._own_messages[tag].put(tensor.clone())
+            return ProcessHandle(lambda: None)
         self.averaging.bytes_sent += tensor.nbytes
         host, what = self._staging.to_host(tensor).contiguous(), f"sending to learner {peer}"
         with self._naming_the_lost(what, peer):
@@ -163,6 +190,9 @@ class PeerLearner(ReplicaLearner):
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         self.check_peer(peer)
+        if peer == self._rank:
+            own = self._own_messages[tag].get
+            return ProcessHandle(lambda: self._wait_for("its own server", own), own)
         theirs, what = self._staging.empty_like(like), f"receiving from learner {peer}"
         with self._naming_the_lost(what, peer):
             work = dist.irecv(theirs, peer, tag=tag)
@@ -170,7 +200,57 @@ class PeerLearner(ReplicaLearner):
         def result() -> Tensor:
             if work is not None:
                 self._wait_for(what, work.wait, peer)
-            return self._staging.to_device(theirs)
+            return self._staging.to_device(theirs) if like.device.type != "cpu" else theirs
+
+        def patient_result() -> Tensor:
+            if work is not None:
+                with self._naming_the_lost(what, peer):
+                    work.wait(FOREVER)
+            return self._staging.to_device(theirs) if like.device.type != "cpu" else theirs
+
+        return ProcessHandle(result, patient_result)
+
+    def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
+        work = {key: handle for key, handle in handles.items() if isinstance(handle, ProcessHandle)}
+
+        def result() -> int:
+            begin = self.now()
+            key = self._firsts.of(work)
+            if threading.current_thread() is not self._background:
+                self.spent.waiting_for_peers += self.now() - begin
+            return key
+
+        return ProcessHandle(result)
+
+    def start_on_shard(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
+        def result() -> T:
+            begin = self.now()
+            done = do()
+            if threading.current_thread() is not self._background:
+                self.spent.computing += self.now() - begin
+            return done
+
+        return ProcessHandle(result)
+
+    def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
+        for piece in pieces:
+            check_piece(piece, self)
+
+        def result() -> Sequence[Shard]:
+            own, num_counts = host_copy(self.weights), len(pieces) * self._world
+            memory = share_memory(
+                self.place.store, self._rank, self._world, 8 * num_counts + own.nbytes, self._timeout_seconds
+            )
+            counts = memory[: 8 * num_counts].view(torch.int64).view(len(pieces), self._world)
+            weights = memory[8 * num_counts :].view(own.dtype)
+            if self._rank == 0:
+                weights.copy_(own)
+                self.place.store.set("shared weights", "")
+            self._wait_for("shared weights", lambda: self.place.store.get("shared weights"))
+            return [
+                self.hold(HeldShard(self, piece, weights[piece], counts[number], self._rank))
+                for number, piece in enumerate(pieces)
+            ]
 
         return ProcessHandle(result)
 
@@ -187,8 +267,12 @@ class PeerLearner(ReplicaLearner):
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
         if self._background is not None:
             raise ProtocolError(f"learner {self._rank} has a background already; it can have one")
-        self._background = Background(activity, self._rank)
+        self._background = Background(activity, self._rank, self.fail)
         self._background.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Let everything that this learner waits for end with this error. Called by any thread."""
+        self._release.fail(error)
 
     def round(self, period: float) -> Handle[int | None]:
         def result() -> int | None:
@@ -209,17 +293,18 @@ class PeerLearner(ReplicaLearner):
         super()._step(gradient)
         self._rounds.gradient_made()
 
-    def _check_background(self) -> None:
-        """Raise what went wrong in the background, if anything has."""
-        if self._background is not None:
-            self._background.check()
-
     def _end_rounds(self) -> None:
         """No gradients will follow: wait until all rounds have ended. The others may still be computing."""
         self._rounds.finish()
         if self._background is not None:
             self._background.join()
-            self._background.check()
+            self._release.check()
+        self._close_threads()
+
+    def _close_threads(self) -> None:
+        """Nothing is waited for any more."""
+        for means in (self._ordered, self._ordered_behind, *self._waiters, self._firsts):
+            means.close()
 
     def _count_mean(self, num_bytes: int) -> None:
         """Count what a mean over the team sends."""
@@ -228,8 +313,8 @@ class PeerLearner(ReplicaLearner):
     def _team_group(self, backend: str, timeout: timedelta) -> ProcessGroup | None:
         """A group of this learner's team; every process makes those of all teams, in one order."""
         # a new group would not take over the time-out of the default one, but wait for half an hour
-        size, mine = len(self.team), None
-        for first in range(0, self._world if size > 1 else 0, size):
+        size, mine = self.teams.size, None
+        for first in range(0, self.teams.num_workers if size > 1 else 0, size):
             group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
             mine = group if first == self.team.start else mine
         return mine
@@ -237,11 +322,22 @@ class PeerLearner(ReplicaLearner):
     def _wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None) -> T:
         """Wait for others, or for one peer, and name who is lost if they do not come."""
         begin = self.now()
+        is_behind = threading.current_thread() is self._background
         with self._naming_the_lost(what, peer):
-            result = wait()
-        if threading.current_thread() is not self._background:
+            if self._may_be_released(is_behind):
+                result = self._release.wait(self._waiters[is_behind].submit(wait))
+            else:
+                result = wait()
+        if not is_behind:
             self.spent.waiting_for_peers += self.now() - begin
         return result
+
+    def _may_be_released(self, is_behind: bool) -> bool:
+        """Whether a wait, of the background or not, ends when something failed in another thread.
+
+        NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes.
+        """
+        return self._background is not None and not is_behind and not self._by_nccl
 
     def _lost_ones(self, suspect: int | None) -> str:
         """Who did not come, in words; `suspect` if a connection to one peer broke."""

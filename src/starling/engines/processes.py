@@ -52,15 +52,15 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         TrainingLearner.__init__(self, job, place.rank, place.world, replica, observer, start)
         device = flat.weights.device
         self.meet(place, device, has_own_device(place, device), timeout_seconds)
-        self._timeout = timedelta(seconds=timeout_seconds)
         self._flat = flat
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
         self._reducing: dict[bool, DistributedDataParallel] = {}  # by whether it is the model elsewhere
-        mine = self.tickets.take(self._draws(), members=[self.place_in_team])
+        draws = self._draws() if self.is_worker else iter(())
+        mine = self.tickets.take(draws, members=[self.place_in_team])
         self._batches = load_ahead(job.workload, mine, job.num_workers)
 
     def claim(self) -> bool:
-        self._check_background()
+        self._release.check()
         return super().claim()
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
@@ -146,7 +146,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         store = self.place.store
         store.set(f"claimed/{self._rank}", "")
         with self._naming_the_lost("waiting for the last claims"):
-            store.wait([f"claimed/{rank}" for rank in range(self._world)], self._timeout)
+            store.wait([f"claimed/{rank}" for rank in range(self._world)], timedelta(seconds=self._timeout_seconds))
         return int(store.add("claims", 0))
 
     def _next_batch(self) -> Loaded | None:

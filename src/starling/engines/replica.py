@@ -27,6 +27,7 @@ class Replica:
         self._gradients = gradients
         self._parameters = parameters
         self._clip_norm = clip_norm
+        self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer(parameters)
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._memory: OptimizerMemory | None = None
@@ -38,13 +39,27 @@ class Replica:
             if gradient.data_ptr() != self._gradients.data_ptr():
                 self._gradients.copy_(gradient)
             if self._clip_norm is not None:
-                norm = float(torch.linalg.vector_norm(self._gradients))
-                if norm > self._clip_norm:
-                    self._gradients.mul_(self._clip_norm / norm)
+                self.clip(self._gradients)
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor
             self.optimizer.step()
             self.version += 1
+
+    def clip(self, gradient: Tensor) -> float:
+        """Shorten `gradient` `[P]` to the longest allowed; its length before."""
+        norm = float(torch.linalg.vector_norm(gradient))
+        if self._clip_norm is not None and norm > self._clip_norm:
+            gradient.mul_(self._clip_norm / norm)
+        return norm
+
+    def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
+        """An optimizer like this replica's, for parts of parameters, each given by the number of its parameter."""
+        return self._make_optimizer(list(parameters.values()))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters, in the order of the weights."""
+        return self._parameters
 
     def learning_rate(self, factor: float) -> float:
         """The learning rate of the first parameter group."""
@@ -63,10 +78,11 @@ class Replica:
             if piece.stop == len(self.weights):  # a change that comes in pieces is one change
                 self.version += 1
 
-    def replace(self, weights: Tensor) -> None:
+    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         with self._lock:
-            self.weights.copy_(weights)
-            self.version += 1
+            (self.weights if piece is None else self._at(piece)[1]).copy_(weights)
+            if piece is None or piece.stop == len(self.weights):  # a change that comes in pieces is one change
+                self.version += 1
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
         with self._lock:

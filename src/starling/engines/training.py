@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from starling.budget import Progress
 from starling.chance import derive_seed
@@ -30,10 +31,10 @@ class TrainingLearner(ReplicaLearner):
     def __init__(
         self, job: Job, rank: int, world: int, replica: Replica, observer: Observer, start: LearnerState | None
     ) -> None:
-        super().__init__(rank, world, job.seed, job.team_size(world), replica)
+        super().__init__(rank, world, job.seed, job.teams(world), replica)
         self.job = job
         self.sequence = TicketSequence(job.workload, start.position if start else FIRST_TICKET)
-        self.tickets = TeamTickets(self.sequence, job.budget, len(self.team))
+        self.tickets = TeamTickets(self.sequence, job.budget, job.team_size(world))
         self.num_claimed = 0  # portions that this learner's team has claimed
         self.delays = Delays(job.stragglers, job.seed, rank)
         self._observer = observer
@@ -52,6 +53,7 @@ class TrainingLearner(ReplicaLearner):
                     f"{replica.weights.numel()}; resume with the model that was trained"
                 )
             replica.restore(start.weights.to(replica.weights.device), start.optimizer)
+            self.saved_shards = {(shard.start, shard.stop): shard for shard in start.shards}
 
     @abstractmethod
     def now(self) -> float:
@@ -73,11 +75,26 @@ class TrainingLearner(ReplicaLearner):
     def _consensus_distance(self) -> float | None:
         """(1/L) sum_l |w_l - mean|^2, if the engine knows it."""
 
+    @property
+    def stamp(self) -> Tensor:
+        return torch.tensor([self._factor, self._epoch], dtype=torch.float64)
+
+    @property
+    def num_gradients(self) -> int:
+        return self.num_claimed
+
+    def set_rates(self, optimizer: Optimizer, peaks: Sequence[float], stamp: Tensor, scale: float) -> None:
+        factor, epoch = stamp.tolist()
+        if not self.is_worker:  # nothing else tells it how far the run has come
+            self._end_epochs(int(epoch))
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor * scale
+
     def _step(self, gradient: Tensor) -> None:
         self.replica.step(gradient, self._factor)
 
     def claim(self) -> bool:
-        if self._over_at is not None:
+        if self._over_at is not None or not self.is_worker:
             return False
         minutes, loaded = self._minutes_before, None
         if self.job.budget.minutes is not None:
@@ -106,14 +123,21 @@ class TrainingLearner(ReplicaLearner):
 
     def state(self, position: Ticket) -> LearnerState:
         """What this learner needs to go on from `position` later; valid between two mini-batches."""
+        weights, shards = self.replica.weights.detach().cpu(), tuple(shard.state() for shard in self.shards)
+        if shards:
+            weights = weights.clone()
+            for shard in shards:
+                weights[shard.start : shard.stop] = shard.weights
         return LearnerState(
             rank=self._rank,
             world=self._world,
             position=position,
             minutes=self._minutes_before + self.now() / 60.0,
-            weights=self.replica.weights.detach().cpu(),
+            weights=weights,
             buffers={name: buffer.detach().cpu() for name, buffer in self._buffers().items()},
             optimizer=self.replica.optimizer.state_dict(),
+            shards=shards,
+            is_worker=self.is_worker,
         )
 
     def _end_epochs(self, until: int) -> None:

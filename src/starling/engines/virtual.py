@@ -6,30 +6,31 @@ happen while a learner waits, that is a deadlock, and the error says who waits f
 
 import hashlib
 import struct
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import simpy
 import torch
 from torch import Tensor, nn
 
-from starling.averaging import rank_ordered_mean
 from starling.checkpoint.state import LearnerState
-from starling.consensus import consensus_distance
+from starling.consensus import consensus, consensus_distance
 from starling.engines.cluster import Cluster, ComputeTimes
 from starling.engines.flat import FlatModel, split
 from starling.engines.job import Job, Observer, Silence
 from starling.engines.loading import Loaded, load_ahead
-from starling.engines.network import Network, VirtualGradient, VirtualHandle, VirtualRounds
+from starling.engines.network import Network, VirtualGradient, VirtualHandle, VirtualRounds, first_of
 from starling.engines.replica import Replica
 from starling.engines.rounds import Pace
+from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.tickets import TeamTickets, TicketSequence
 from starling.engines.training import FIRST_TICKET, TrainingLearner
 from starling.errors import Deadlock, ProtocolError
-from starling.learner import Handle
+from starling.learner import Handle, Shard
 
+T = TypeVar("T")
 FOREGROUND, BACKGROUND = "", "'s background"
 """What a learner is doing, as the deadlock report says it."""
 
@@ -99,6 +100,27 @@ class VirtualLearner(TrainingLearner):
         self._engine.record(self._rank, "claim", struct.pack("<q", step))
         return claimed
 
+    def start_on_shard(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
+        def result() -> T:
+            self._engine.record(self._rank, "shard", struct.pack("<q", passes))
+            return do()
+
+        seconds = self._engine.cluster.memory.seconds(num_bytes, passes)
+        return VirtualHandle(self._engine.environment.timeout(seconds), result, lambda: "its own memory", seconds)
+
+    def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
+        for piece in pieces:
+            check_piece(piece, self)
+        memory, counts = self._engine.shared(len(pieces))
+        shards = [
+            self.hold(HeldShard(self, piece, memory[piece], counts[number], self._rank))
+            for number, piece in enumerate(pieces)
+        ]
+        return VirtualHandle(self._engine.environment.timeout(0.0), lambda: shards, lambda: "shared memory")
+
+    def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
+        return first_of(self._engine.environment, handles)
+
     def _step(self, gradient: Tensor) -> None:
         super()._step(gradient)
         self._engine.record(self._rank, "step")
@@ -142,7 +164,7 @@ class VirtualLearner(TrainingLearner):
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
-        self.averaging.bytes_sent += tensor.nbytes
+        self.averaging.bytes_sent += tensor.nbytes if peer != self._rank else 0
         return self._engine.network.send(self._rank, peer, tensor, tag)
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
@@ -199,7 +221,7 @@ class VirtualEngine:
         self.world = world
         self.cluster = cluster or Cluster()
         self.environment = simpy.Environment()
-        self.network = Network(self.environment, self.cluster.link, self.record)
+        self.network = Network(self.environment, self.cluster, self.record)
         self.rounds = VirtualRounds(self.environment, world)
         self.model = FlatModel(job.workload.make_model(), device)
         self.agreed_seconds: dict[tuple[int, int], float] = {}
@@ -207,6 +229,7 @@ class VirtualEngine:
         self._num_events = 0
         self._waiting: dict[tuple[int, str], VirtualHandle[Any]] = {}
         self._draws: dict[tuple[int, int], int] = {}
+        self._shared: tuple[Tensor, Tensor] | None = None
         team_size = job.team_size(world)
         sequence = TicketSequence(job.workload, start[0].position if start else FIRST_TICKET)
         self._tickets = TeamTickets(sequence, job.budget, team_size)
@@ -267,9 +290,24 @@ class VirtualEngine:
         return loss
 
     def consensus_distance(self) -> float:
-        """(1/L) sum_l |w_l - mean|^2, now."""
+        """(1/L) sum_l |w_l - consensus|^2, now."""
         weights = [learner.weights for learner in self._learners]
-        return consensus_distance(weights, rank_ordered_mean(weights))
+        if not any(learner.shards for learner in self._learners):
+            return consensus_distance(weights, consensus(weights, []))
+        model = torch.cat([shard.weights for shard in self._shards()])
+        return consensus_distance((learner.weights for learner in self._learners if learner.is_worker), model)
+
+    def _shards(self) -> list[HeldShard]:
+        """The pieces of the model, each once, in their order."""
+        found = {shard.piece.start: shard for learner in self._learners for shard in learner.shards}
+        return [found[start] for start in sorted(found)]
+
+    def shared(self, num_pieces: int) -> tuple[Tensor, Tensor]:
+        """The memory that all learners share, `[P]`, and for each piece the steps of each learner on it."""
+        if self._shared is None:
+            counts = torch.zeros(num_pieces, self.world, dtype=torch.int64)
+            self._shared = host_copy(self._learners[0].weights), counts
+        return self._shared
 
     def _new_replica(self) -> Replica:
         weights = self.model.weights.clone()

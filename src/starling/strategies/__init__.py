@@ -11,21 +11,25 @@ from starling.learner import Learner
 from starling.strategies.adpsgd import AsynchronousOptions, adpsgd
 from starling.strategies.allreduce import allreduce
 from starling.strategies.delay_by_one import delay_by_one
+from starling.strategies.delayed import DelayOptions, delayed
 from starling.strategies.dpsgd import dpsgd
 from starling.strategies.hadpsgd import HierarchicalOptions, hadpsgd
+from starling.strategies.hogwild import HogwildOptions, hogwild
 from starling.strategies.mixing import MixingOptions
+from starling.strategies.parameter_server import parameter_server
+from starling.strategies.server import ServerOptions
 from starling.topology import find_topology
 
 TeamSize = Callable[[Any, int], int]
-"""From a strategy's options and the number of learners to the number of those that claim together; ConfigError when the
-two do not fit."""
+"""From a strategy's options and the number of learners to the number of those that claim together, or that claim at
+all; ConfigError when the two do not fit."""
 
 
 class NoOptions(Config):
     """The options of a strategy that has none."""
 
 
-def _everybody(options: NoOptions, world: int) -> int:
+def _everybody(options: Config, world: int) -> int:
     return world
 
 
@@ -48,6 +52,44 @@ def _node(options: HierarchicalOptions, world: int) -> int:
     return options.per_node
 
 
+def _each(options: Config, world: int) -> int:
+    return 1
+
+
+def _workers(options: ServerOptions, world: int) -> int:
+    """How many workers there are; ConfigError when there are too few learners for the servers."""
+    if options.servers == "own" and world <= options.shards:
+        raise ConfigError(
+            f"strategy.shards: {options.shards} servers as learners of their own leave no worker among {world} "
+            "learners; start more learners, or choose servers: beside"
+        )
+    if options.shards > world:
+        raise ConfigError(
+            f"strategy.shards: {options.shards} servers do not fit beside {world} learners; at most {world}"
+        )
+    return len(options.workers(world))
+
+
+def _served(options: ServerOptions, world: int) -> int:
+    workers = _workers(options, world)
+    return workers if options.update == "hybrid" else 1
+
+
+@dataclass(frozen=True)
+class Teams:
+    """Who claims together: the first `num_workers` learners, in teams of `size`. The others claim nothing."""
+
+    num_workers: int
+    size: int
+
+    def of(self, rank: int) -> range:
+        """The team of a learner; who claims nothing is alone."""
+        if rank >= self.num_workers:
+            return range(rank, rank + 1)
+        first = rank - rank % self.size
+        return range(first, first + self.size)
+
+
 @dataclass(frozen=True)
 class Strategy:
     """A strategy as the engines and the recipes see it."""
@@ -60,6 +102,14 @@ class Strategy:
     """A team claims a mini-batch for each of its learners at once, and they compute in step. All learners are the team
     of a synchronous strategy; each learner is its own where nobody waits for anybody."""
     options: type[Config] = NoOptions
+    num_workers: TeamSize = _everybody
+    """How many learners claim mini-batches: the first ones. The others serve them."""
+    is_served: bool = False
+    """Whether the model is what servers keep, rather than the mean of all learners' weights."""
+
+    def teams(self, options: Config, world: int) -> Teams:
+        """Which of `world` learners claim together; ConfigError when the options do not fit so many."""
+        return Teams(self.num_workers(options, world), self.team_size(options, world))
 
     def start(self, learner: Learner, options: Config) -> Coroutine[Any, Any, None]:
         """The coroutine of one learner, not yet begun."""
@@ -74,6 +124,19 @@ STRATEGIES = {
         Strategy("dpsgd", "average with neighbours at each step", dpsgd, _everybody_mixing, MixingOptions),
         Strategy("adpsgd", "average with neighbours in the background", adpsgd, _alone, AsynchronousOptions),
         Strategy("hadpsgd", "nodes in step inside, adpsgd between them", hadpsgd, _node, HierarchicalOptions),
+        Strategy(
+            "parameter-server",
+            "workers push gradients to servers, which keep the model",
+            parameter_server,
+            _served,
+            ServerOptions,
+            _workers,
+            is_served=True,
+        ),
+        Strategy("hogwild", "change one shared model without a lock", hogwild, _each, HogwildOptions),
+        Strategy(
+            "delayed", "step with the mean gradient of some steps ago, for studies", delayed, _everybody, DelayOptions
+        ),
     )
 }
 

@@ -1,0 +1,74 @@
+"""Memory that the processes of one machine share. It has no name, so that nothing of it can be left behind."""
+
+import json
+import mmap
+import os
+import secrets
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from starling.errors import ConfigError, PeerLost
+
+_TOKEN_BYTES = 64
+_KEY = "shared memory"
+
+
+def share_memory(store: Store, rank: int, world: int, num_bytes: int, timeout_seconds: float) -> Tensor:
+    """`num_bytes` of zeros `[num_bytes]` of uint8 that all learners see alike.
+
+    Learner 0 makes it and the others open it through /proc; once all have, it lives as long as one of them does.
+    Raises ConfigError when a learner is on another machine, PeerLost when one does not come.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("strategy: hogwild needs Linux, whose processes can share memory that has no name")
+    if rank == 0:
+        memory = _make(store, num_bytes)
+    else:
+        memory = _open(store, rank, num_bytes, timeout_seconds)
+    store.set(f"{_KEY}/{rank}", "")
+    try:
+        store.wait([f"{_KEY}/{other}" for other in range(world)], timedelta(seconds=timeout_seconds))
+    except DistError as error:
+        absent = [str(other) for other in range(world) if not store.check([f"{_KEY}/{other}"])]
+        raise PeerLost(
+            f"learner {rank} waited {timeout_seconds:g} s for learner {' and '.join(absent)} to open the shared memory"
+        ) from error
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=_TOKEN_BYTES)
+
+
+def _make(store: Store, num_bytes: int) -> mmap.mmap:
+    file = os.memfd_create("starling", os.MFD_CLOEXEC)  # stays open, for the others to find
+    os.ftruncate(file, _TOKEN_BYTES + num_bytes)
+    memory = mmap.mmap(file, _TOKEN_BYTES + num_bytes)
+    token = secrets.token_hex(_TOKEN_BYTES // 2)
+    memory[:_TOKEN_BYTES] = token.encode()
+    store.set(_KEY, json.dumps([os.getpid(), file, token]))
+    return memory
+
+
+def _open(store: Store, rank: int, num_bytes: int, timeout_seconds: float) -> mmap.mmap:
+    try:
+        store.wait([_KEY], timedelta(seconds=timeout_seconds))
+    except DistError as error:
+        raise PeerLost(f"learner {rank} waited {timeout_seconds:g} s for learner 0 to share its memory") from error
+    pid, file, token = json.loads(store.get(_KEY))
+    try:
+        with Path(f"/proc/{pid}/fd/{file}").open("r+b") as opened:
+            memory = mmap.mmap(opened.fileno(), _TOKEN_BYTES + num_bytes)
+    except (OSError, ValueError) as error:
+        raise _elsewhere(rank, str(error)) from error
+    if memory[:_TOKEN_BYTES] != token.encode():
+        raise _elsewhere(rank, "another process has its number here")
+    return memory
+
+
+def _elsewhere(rank: int, why: str) -> ConfigError:
+    return ConfigError(
+        f"strategy: hogwild: learner {rank} cannot share the memory of learner 0 ({why}); all learners must run on one "
+        "machine, as one user: use parameter-server or adpsgd between machines"
+    )

@@ -1,0 +1,47 @@
+"""Lock-free SGD: one model in memory that all learners of a machine share."""
+
+from contextlib import suppress
+
+from pydantic import Field
+
+from starling.configuration import Config
+from starling.learner import Learner, LoopEnded
+
+
+class HogwildOptions(Config):
+    """The options of `hogwild`."""
+
+    piece_megabytes: float = Field(default=16.0, gt=0.0)
+    """The model is read and changed in pieces of this size. On the virtual engine others come in between two pieces;
+    on processes they come in anywhere."""
+
+
+async def hogwild(me: Learner, options: HogwildOptions) -> None:
+    """Every learner reads and changes one shared model, without a lock and waiting for nobody.
+
+    Equation, with w the only weights there are::
+
+        each learner, again and again:   w <- w - a g(Phi)
+
+    with a the step of the learner's own optimizer; Phi what it read of w, piece by piece, while others changed it, so
+    that parts of Phi may be of different ages. A step may overwrite what another learner writes at the same moment:
+    such losses are rare and are accepted.
+
+    Source: Niu et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", arXiv
+    1106.5730. There gradients are sparse and steps plain SGD; here neither is asked for.
+    """
+    largest = max(1, int(options.piece_megabytes * 2**20) // me.weights.element_size())
+    shared = await me.share(me.pieces(largest))
+    with suppress(LoopEnded):
+        while me.claim():
+            read_at = [part.num_steps for part in shared]
+            for part in shared:
+                me.replace(await part.read(), part.piece)
+            gradient = me.clip(await me.gradient(me.weights)).cpu()
+            for part, when in zip(shared, read_at, strict=True):
+                await part.step(gradient[part.piece], me.stamp, [when])
+    for peer in range(me.world):  # everybody has made its last step
+        if peer != me.rank:
+            await me.exchange(peer, me.stamp, tag=0)
+    for part in shared:
+        me.replace(await part.read(), part.piece)
