@@ -52,7 +52,9 @@ class Attendant(threading.Thread):
         self.closed: dict[int, int] = {}
         """Who has closed, and after how many steps."""
         self.failed: dict[int, str] = {}
-        """Who failed, and how."""
+        """Who failed by itself, and how."""
+        self.bereft: dict[int, str] = {}
+        """Who failed because it had lost another."""
         self.bytes_sent = 0
         self._store = store
         self._own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, for it blocks
@@ -108,6 +110,8 @@ class Attendant(threading.Thread):
         else:
             if what == "closed":
                 self.closed[rank] = int(word)
+            elif what == "bereft":
+                self.bereft[rank] = str(word)
             else:
                 self.failed[rank] = str(word)
             self._on_news()

@@ -199,10 +199,10 @@ class DropInLearner(PeerLearner):
         super().fail(error)
         self._all_over.set()
 
-    def announce_failure(self, why: str) -> None:
+    def announce_failure(self, error: BaseException | None) -> None:
         """Tell the others that this learner ends without having closed."""
         if self._attendant is not None:
-            self._attendant.announce("failed", why)
+            self._attendant.announce("bereft" if isinstance(error, PeerLost) else "failed", words_of(error))
 
     @property
     def bytes_sent(self) -> int:
@@ -292,6 +292,10 @@ class DropInLearner(PeerLearner):
         for rank, why in list(attendant.failed.items()):
             if rank != self._rank:
                 self.fail(PeerLost(f"learner {self._rank} lost learner {rank}, {self._whereabouts()}: {why}"))
+        for rank, why in list(attendant.bereft.items()):
+            if rank != self._rank and self._release.error is None:
+                lost = self._lost_ones(None)
+                self.fail(PeerLost(f"learner {self._rank} lost {lost}, {self._whereabouts()}: {why}"))
         for rank, steps in list(attendant.closed.items()):
             if rank in self.team and (
                 steps < self._steps_begun or (self._rank in attendant.closed and steps != self._steps_begun)

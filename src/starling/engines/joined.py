@@ -16,7 +16,7 @@ from torch.distributed import DistError
 from torch.optim import Optimizer
 
 from starling.configuration import Config
-from starling.engines.drop_in import DropInLearner, words_of
+from starling.engines.drop_in import DropInLearner
 from starling.engines.greeting import Greeting, greet, part
 from starling.engines.loop import LoopReplica
 from starling.engines.peers import Place
@@ -168,7 +168,7 @@ class JoinedLearner:
         self._is_closed = True
         self._learner.fail(error or ProtocolError(f"learner {self.rank} ended without close()"))
         with suppress(DistError):  # the store may be gone, too
-            self._learner.announce_failure(words_of(error))
+            self._learner.announce_failure(error)
 
     def _at_exit(self) -> None:
         """End a process whose learner has not closed: torch would wait for what its groups still wait for, and Python
