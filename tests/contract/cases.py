@@ -58,6 +58,12 @@ class Choice:
     strategy: Strategy
     options: Callable[[int], Config] = lambda world: NoOptions()
     """From the number of learners."""
+    counts_whole: bool = False
+    """Whether each gradient moves the model by all of itself, rather than by its share of a mean."""
+
+    def share(self, world: int) -> float:
+        """By how much of itself each gradient moves the mean of `world` learners' weights."""
+        return 1.0 if self.counts_whole else 1.0 / self.strategy.num_workers(self.options(world), world)
 
     @property
     def is_synchronous(self) -> bool:
@@ -82,7 +88,7 @@ def _served(shards: int = 1, servers: str = "beside", **options: Any) -> Choice:
             **options | ({"overlap": False, "sum": 1} if alone and "sum" in options else {}),
         )
 
-    return Choice(STRATEGIES["parameter-server"], fitting)
+    return Choice(STRATEGIES["parameter-server"], fitting, counts_whole=options.get("update") != "hybrid")
 
 
 def _hadpsgd(world: int) -> HierarchicalOptions:
@@ -101,11 +107,11 @@ def choices() -> dict[str, Choice]:
     made["hadpsgd"] = Choice(STRATEGIES["hadpsgd"], _hadpsgd)
     made["server-hybrid"] = _served(update="hybrid")
     made["server-asynchronous"] = _served(shards=2)
-    made["server-summed"] = _served(update="summed", sum=2, overlap=True, scale_by_staleness=True)
+    made["server-summed"] = _served(update="summed", sum=2, overlap=True)
     made["server-synchronous"] = _served(update="synchronous", shards=2)
     made["server-bounded-own"] = _served(staleness_bound=1, servers="own")
     made["server-hybrid-own"] = _served(update="hybrid", servers="own")
-    made["hogwild"] = Choice(STRATEGIES["hogwild"], lambda world: HogwildOptions(piece_megabytes=1e-4))
+    made["hogwild"] = Choice(STRATEGIES["hogwild"], lambda world: HogwildOptions(piece_megabytes=1e-4), True)
     made["delayed"] = Choice(STRATEGIES["delayed"], lambda world: DelayOptions(delay=0 if world == 1 else 2))
     assert {choice.strategy.name for choice in made.values()} == set(STRATEGIES)
     return made

@@ -13,10 +13,14 @@ from torch import Tensor
 from starling.engines.cluster import Cluster, ComputeModel
 from starling.engines.virtual import VirtualEngine
 from starling.launch.launcher import launch
-from tests.contract.cases import cases
+from tests.contract.cases import CHOICES, EXCHANGES, cases
 
-LARGER = ("hadpsgd/", "adpsgd-pairs/", "adpsgd-random/")
-"""What four processes run, too: two super-learners of two, and asynchronous learners with several neighbours."""
+LARGER = ("hadpsgd/", "adpsgd-pairs/", "adpsgd-random/", "server-summed/", "hogwild/")
+"""What four processes run, too: two super-learners of two, asynchronous learners with several neighbours or none."""
+ALONE = ("/sgd", "/adam")
+"""What one process runs."""
+IN_STEP = ("/sgd", "/adam", "/accumulated", "/same-data")
+"""What only strategies run whose result does not depend on speeds."""
 Runner = Callable[[str, int], list[Tensor]]
 """From a case's name and the number of learners to their final weights `[P]`, by rank."""
 
@@ -34,7 +38,7 @@ def on_processes(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     @cache
     def run_all(world: int) -> dict[str, list[Tensor]]:
         folder = tmp_path_factory.mktemp(f"processes-{world}")
-        names = [name for name in cases() if world < 4 or name.startswith(LARGER)]
+        names = [name for name in cases() if _is_asked_for(name, world)]
         command = [sys.executable, "-m", "tests.contract.learner_process", json.dumps(names), str(folder)]
         launch(command, world, folder)
         return {
@@ -43,6 +47,17 @@ def on_processes(tmp_path_factory: pytest.TempPathFactory) -> Runner:
         }
 
     return lambda name, world: run_all(world)[name]
+
+
+def _is_asked_for(name: str, world: int) -> bool:
+    """Whether a test asks for this case of so many processes."""
+    choice, _, _ = name.partition("/")
+    if world == 1:
+        return name.endswith(ALONE)
+    if world == 4 and not name.startswith(LARGER):
+        return False
+    in_step = choice == EXCHANGES.name or choice == "hadpsgd" or CHOICES[choice].is_synchronous
+    return in_step or not name.endswith(IN_STEP)
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,21 @@ def delay_by_one(start: Vector, gradient: Gradient, learning_rate: float, learne
     return weights
 
 
+def delayed(delay: int) -> Oracle:
+    """W <- W - a G(W_{k-d}) 1 1^T / L: every mean of gradients waits for d rounds."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        weights = np.tile(start[:, None], (1, learners))
+        late: list[Matrix] = []
+        for k in range(rounds):
+            late.append(columns(weights, gradient, k) @ complete(learners))
+            if len(late) > delay:
+                weights = weights - learning_rate * late.pop(0)
+        return weights - learning_rate * sum(late)
+
+    return run
+
+
 def dpsgd(pattern: str) -> Oracle:
     """W <- W T_k - a G(W), T_k after the pattern."""
 
@@ -88,7 +103,10 @@ def columns(weights: Matrix, gradient: Gradient, k: int) -> Matrix:
     return np.stack([gradient(weights[:, rank], k * learners + rank) for rank in range(learners)], axis=1)
 
 
-SYNCHRONOUS = {"allreduce": allreduce, "delay-by-one": delay_by_one} | {
-    f"dpsgd-{pattern}": dpsgd(pattern) for pattern in PATTERNS
-}
+SYNCHRONOUS = {
+    "allreduce": allreduce,
+    "delay-by-one": delay_by_one,
+    "server-hybrid": allreduce,
+    "delayed": delayed(2),
+} | {f"dpsgd-{pattern}": dpsgd(pattern) for pattern in PATTERNS}
 ASYNCHRONOUS = {f"adpsgd-{pattern}": adpsgd(pattern) for pattern in PATTERNS}

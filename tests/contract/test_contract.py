@@ -90,7 +90,7 @@ def test_both_engines_agree(
         assert torch.equal(real, virtual)
 
 
-SUMMED_BY_A_BACKEND = {"allreduce"}
+SUMMED_BY_A_BACKEND = {"allreduce", "delayed"}
 
 
 @pytest.mark.parametrize("learners", [2, 3])
@@ -147,9 +147,19 @@ def test_the_stationary_variance_is_the_closed_form(strategy: str) -> None:
     mean = weights.mean(dim=0)
     of_mean = learners * float((mean**2).mean())
     of_rest = float(((weights - mean) ** 2).sum(dim=0).mean()) / (learners - 1)
-    assert of_mean == pytest.approx(a * a / (1 - (1 - a * h) ** 2), rel=5 * (2 / dimensions) ** 0.5)
-    expected_of_rest = 0.0 if strategy == "allreduce" else _variance_beside_the_mean(strategy, learners, a, h)
+    expected = _variance_under_delay(2, a, h) if strategy == "delayed" else a * a / (1 - (1 - a * h) ** 2)
+    assert of_mean == pytest.approx(expected, rel=5 * (2 / dimensions) ** 0.5)
+    is_one_model = strategy in ("allreduce", "delayed", "server-hybrid")
+    expected_of_rest = 0.0 if is_one_model else _variance_beside_the_mean(strategy, learners, a, h)
     assert of_rest == pytest.approx(expected_of_rest, rel=0.03, abs=1e-12)
+
+
+def _variance_under_delay(delay: int, a: float, h: float) -> float:
+    """a^2 times the sum of squares of w_{k+1} = w_k - a h w_{k-d}, w_0 = 1: what becomes of each gradient's noise."""
+    response = [0.0] * delay + [1.0]
+    for _ in range(60):
+        response.append(response[-1] - a * h * response[-1 - delay])
+    return a * a * float(np.square(response[delay:]).sum())
 
 
 def _variance_beside_the_mean(strategy: str, learners: int, a: float, h: float) -> float:
