@@ -1,0 +1,369 @@
+"""Parameter servers and Hogwild on the virtual clock: what each rule is equal to, and what it bounds."""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from torch import Tensor, nn
+
+from starling.budget import Budget
+from starling.checkpoint.state import LearnerState
+from starling.configuration import Config
+from starling.consensus import consensus
+from starling.engines.cluster import Cluster, ComputeModel, LinkModel, MemoryModel
+from starling.engines.job import EpochReport, Job, StepReport
+from starling.engines.stragglers import Stragglers
+from starling.engines.virtual import Outcome, VirtualEngine
+from starling.errors import ConfigError, NonFiniteError
+from starling.strategies import STRATEGIES, NoOptions
+from starling.strategies.hogwild import HogwildOptions
+from starling.strategies.server import ServerOptions
+from tests.contract.cases import MakeOptimizer, adam, sgd
+from tests.contract.oracle import Vector, gradient_of_regression
+from tests.contract.problems import ConstantGradient, Points, TinyRegression, Workload
+
+AT_ONCE = LinkModel(latency=0.0, bandwidth=1e18)
+INSTANT = MemoryModel(bandwidth=1e18)
+EQUAL = Cluster(compute=ComputeModel(seconds=1.0), link=LinkModel(latency=0.01, bandwidth=1e15), memory=INSTANT)
+ADAM = adam(0.01)
+VARYING = Cluster(compute=ComputeModel(distribution="log-normal", spread=0.5), link=AT_ONCE, memory=INSTANT)
+
+
+class Notes:
+    """Remembers what learners report."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepReport] = []
+        self.staleness: Counter[int] = Counter()
+
+    def on_step(self, report: StepReport) -> None:
+        self.steps.append(report)
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self.staleness.update(report.averaging.staleness)
+
+
+def run(
+    strategy: str,
+    options: Config,
+    learners: int,
+    cluster: Cluster = EQUAL,
+    optimizer: MakeOptimizer = ADAM,
+    workload: Workload[Points] | None = None,
+    notes: Notes | None = None,
+    **job: Any,
+) -> Outcome:
+    return VirtualEngine(
+        Job(
+            workload or TinyRegression(),
+            STRATEGIES[strategy],
+            make_optimizer=optimizer,
+            options=options,
+            **{"budget": Budget(steps=24), "seed": 11} | job,
+        ),
+        learners,
+        cluster,
+        notes,
+    ).run()
+
+
+def served(learners: int, cluster: Cluster = EQUAL, **options: Any) -> Tensor:
+    """What a run with servers of their own for so many workers ends in."""
+    choice = ServerOptions(servers="own", **options)
+    return model(run("parameter-server", choice, learners + choice.shards, cluster))
+
+
+def model(outcome: Outcome) -> Tensor:
+    return consensus([state.weights for state in outcome.states], [state.kept for state in outcome.states])
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("learners", [2, 3, 4])
+def test_hybrid_is_allreduce_to_rounding(learners: int, shards: int) -> None:
+    """The mean of all gradients at the same weights, under Adam, wherever the step is made."""
+    expected = model(run("allreduce", NoOptions(), learners))
+    torch.testing.assert_close(served(learners, VARYING, update="hybrid", shards=shards), expected, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("cluster", [EQUAL, VARYING], ids=["equal", "varying"])
+def test_summed_over_one_gradient_is_asynchronous(cluster: Cluster) -> None:
+    """To the bit, and in the same time."""
+    one = run("parameter-server", ServerOptions(update="summed", sum=1), 4, cluster)
+    asynchronous = run("parameter-server", ServerOptions(), 4, cluster)
+    assert torch.equal(model(one), model(asynchronous))
+    assert one.event_hash == asynchronous.event_hash
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("learners", [2, 3, 4])
+def test_summed_over_all_workers_of_one_speed_is_a_synchronous_step(learners: int, shards: int) -> None:
+    """Gradients that arrive together make one step before anybody gets weights again."""
+    for combine in ("sum", "mean"):
+        summed = served(learners, update="summed", sum=learners, combine=combine, shards=shards)
+        assert torch.equal(summed, served(learners, update="hybrid", combine=combine))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"update": "hybrid"},
+        {"update": "synchronous"},
+        {},
+        {"overlap": True},
+        {"update": "summed", "sum": 3},
+        {"staleness_bound": 1},
+        {"scale_by_staleness": True},
+    ],
+    ids=str,
+)
+def test_sharding_changes_nothing(options: dict[str, Any]) -> None:
+    """Where messages take no time, any number of servers gives the bits of one, whatever the workers' speeds."""
+    expected = served(3, VARYING, **options)
+    for shards in (2, 5):
+        assert torch.equal(served(3, VARYING, **options, shards=shards), expected)
+
+
+def one_after_the_other(
+    seconds: Sequence[float], steps: int, rate: Callable[[int], float]
+) -> tuple[Vector, Counter[int]]:
+    """Asynchronous SGD as a list of events, in NumPy: w <- w - a g(Phi) whenever a worker is done. `rate` gives the
+    learning rate for a gradient of that staleness; the last weights, and how often each staleness was seen."""
+    gradient = gradient_of_regression()
+    start = torch.cat([part.detach().reshape(-1) for part in TinyRegression().make_model().parameters()])
+    weights, changes, seen = start.double().numpy(), 0, Counter[int]()
+    under_way = [(each, worker, worker, weights, 0) for worker, each in enumerate(seconds)]
+    claimed = len(seconds)
+    heapq.heapify(under_way)
+    while under_way:
+        now, worker, ticket, read, when = heapq.heappop(under_way)
+        staleness = changes - when
+        weights = weights - rate(staleness) * gradient(read, ticket)
+        changes, seen[staleness] = changes + 1, seen[staleness] + 1
+        if claimed < steps:
+            heapq.heappush(under_way, (now + seconds[worker], worker, claimed, weights, changes))
+            claimed += 1
+    return weights, seen
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "rate"),
+    [
+        ("parameter-server", ServerOptions(), lambda staleness: 0.05),
+        ("parameter-server", ServerOptions(shards=3), lambda staleness: 0.05),
+        ("parameter-server", ServerOptions(scale_by_staleness=True), lambda staleness: 0.05 / max(1, staleness)),
+        ("hogwild", HogwildOptions(), lambda staleness: 0.05),
+    ],
+    ids=["asynchronous", "sharded", "scaled by staleness", "hogwild"],
+)
+def test_asynchronous_updates_follow_their_events(strategy: str, options: Config, rate: Callable[[int], float]) -> None:
+    """Workers of unlike speed against a list of events in double precision: every change in its order, at its age."""
+    seconds = (1.0, 2.3, 3.7)
+    slow = Stragglers(slow={rank: each for rank, each in enumerate(seconds) if each > 1.0})
+    instant = Cluster(compute=ComputeModel(seconds=1.0), link=AT_ONCE, memory=INSTANT)
+    expected, seen = one_after_the_other(seconds, 24, rate)
+    notes = Notes()
+    outcome = run(strategy, options, 3, instant, sgd(0.05), notes=notes, stragglers=slow)
+    assert_allclose(model(outcome).double().numpy(), expected, rtol=0.0, atol=2e-6)
+    pieces = getattr(options, "shards", 1)
+    assert notes.staleness == Counter({staleness: count * pieces for staleness, count in seen.items()})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    workers=st.integers(2, 5),
+    bound=st.integers(0, 4),
+    overlap=st.booleans(),
+    update=st.sampled_from(["asynchronous", "summed"]),
+    factors=st.lists(st.floats(1.0, 20.0), min_size=5, max_size=5),
+    jitter=st.floats(0.0, 3.0),
+    latency=st.floats(0.0, 2.0),
+    seed=st.integers(0, 1000),
+)
+def test_a_staleness_bound_is_never_exceeded(
+    workers: int,
+    bound: int,
+    overlap: bool,
+    update: str,
+    factors: list[float],
+    jitter: float,
+    latency: float,
+    seed: int,
+) -> None:
+    """Whatever the speeds: nobody begins a gradient when it is more than `bound` ahead of the slowest that is left."""
+    options = ServerOptions.model_validate(
+        {
+            "update": update,
+            "sum": 2 if update == "summed" else None,
+            "staleness_bound": bound,
+            "overlap": overlap and bound > 0,
+        }
+    )
+    notes = Notes()
+    run(
+        "parameter-server",
+        options,
+        workers,
+        Cluster(compute=ComputeModel(seconds=1.0), link=LinkModel(latency=latency, bandwidth=1e15)),
+        sgd(0.01),
+        notes=notes,
+        budget=Budget(steps=30),
+        stragglers=Stragglers(slow=dict(enumerate(factors[:workers])), jitter=jitter),
+        seed=seed,
+    )
+    last = {report.rank: place for place, report in enumerate(notes.steps)}
+    made = Counter(dict.fromkeys(last, 0))
+    furthest = 0
+    for place, report in enumerate(notes.steps):
+        # whoever makes its last gradient later than this one is still among those that may be waited for
+        slowest = min((made[rank] for rank in last if last[rank] > place and rank != report.rank), default=None)
+        if slowest is not None:
+            furthest = max(furthest, made[report.rank] - slowest)
+        made[report.rank] += 1
+    assert furthest <= bound
+    assert sum(made.values()) == 30
+
+
+def test_without_a_bound_a_fast_worker_runs_ahead() -> None:
+    """What the property above would find: ten gradients of the fast one for each of the slow one."""
+    notes = Notes()
+    slow = Stragglers(slow={1: 10.0})
+    run("parameter-server", ServerOptions(), 2, EQUAL, notes=notes, budget=Budget(minutes=0.5), stragglers=slow)
+    made = Counter(report.rank for report in notes.steps)
+    assert made[0] > 8 * made[1] > 0
+
+
+def test_one_worker_at_a_time_is_never_stale() -> None:
+    """`synchronous`: gradients do not overlap in time, each is taken at the newest weights, and all get their turns."""
+    notes = Notes()
+    outcome = run("parameter-server", ServerOptions(update="synchronous", shards=2), 3, EQUAL, notes=notes)
+    assert set(notes.staleness) == {0}
+    assert outcome.seconds > 24.0
+    assert Counter(report.rank for report in notes.steps) == {0: 8, 1: 8, 2: 8}
+    plain = run("allreduce", NoOptions(), 1)
+    torch.testing.assert_close(model(outcome), model(plain), rtol=0.0, atol=1e-6)
+
+
+def test_the_gradients_left_over_make_a_last_step() -> None:
+    """Seven gradients in sums of three are three steps, and none is lost."""
+    weights = model(
+        run(
+            "parameter-server",
+            ServerOptions(update="summed", sum=3),
+            2,
+            optimizer=sgd(1.0),
+            workload=ConstantGradient(4),
+            budget=Budget(steps=7),
+        )
+    )
+    assert torch.equal(weights, torch.full((4,), -7.0))
+
+
+class Torn(ConstantGradient):
+    """Remembers whether weights that began alike, and change alike, were unlike when a gradient was taken."""
+
+    num_torn = 0
+
+    def loss(self, network: nn.Module, examples: Points) -> Tensor:
+        (weight,) = network.parameters()
+        self.num_torn += bool((weight != weight[0, 0]).any())
+        return super().loss(network, examples)
+
+
+@pytest.mark.parametrize(("pieces", "is_torn"), [(1, False), (8, True)])
+def test_hogwild_reads_while_others_write(pieces: int, is_torn: bool) -> None:
+    """Others come in between two pieces, so that what was read is of different ages; yet no step is lost."""
+    workload = Torn(64)
+    slow_memory = Cluster(
+        compute=ComputeModel(distribution="uniform", seconds=1.0, spread=0.5), memory=MemoryModel(bandwidth=256.0)
+    )
+    options = HogwildOptions(piece_megabytes=256 / pieces / 2**20)
+    outcome = run("hogwild", options, 4, slow_memory, sgd(1.0), workload, budget=Budget(steps=60))
+    assert (workload.num_torn > 0) == is_torn
+    assert torch.equal(model(outcome), torch.full((64,), -60.0))
+
+
+class Overflowing(TinyRegression):
+    """From some mini-batch on, the loss is finite and its gradient is not."""
+
+    def loss(self, network: nn.Module, examples: Points) -> Tensor:
+        loss = super().loss(network, examples)
+        (first, *_) = network.parameters()
+        return loss + (first.sum() * 0.0).sqrt() if examples.targets.sum() > 3.0 else loss
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("parameter-server", ServerOptions()), ("hogwild", HogwildOptions())], ids=str
+)
+def test_a_gradient_that_is_not_finite_is_not_sent(strategy: str, options: Config) -> None:
+    """The learner says which step it was, and the model stays as it was."""
+    with pytest.raises(NonFiniteError, match=r"learner \d: the gradient of step \d+ is not finite .* was not sent"):
+        run(strategy, options, 3, workload=Overflowing())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"update": "summed"}, "summed needs sum"),
+        ({"sum": 4}, "sum belongs to update: summed, not to asynchronous"),
+        ({"update": "summed", "sum": 0}, "greater than or equal to 1"),
+        ({"update": "hybrid", "staleness_bound": 3}, "under hybrid workers wait for each other anyway"),
+        ({"staleness_bound": -1}, "greater than or equal to 0"),
+        ({"combine": "mean"}, "under asynchronous each gradient makes a step of its own"),
+        ({"update": "synchronous", "overlap": True}, "needs the new weights first"),
+        ({"overlap": True, "staleness_bound": 0}, "overlap needs 1"),
+        ({"shards": 0}, "greater than or equal to 1"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    """Before anything starts."""
+    with pytest.raises(ValueError, match=message):
+        ServerOptions.model_validate(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "learners", "message"),
+    [
+        (ServerOptions(shards=3), 2, "3 servers do not fit beside 2 learners"),
+        (ServerOptions(shards=2, servers="own"), 2, "leave no worker among 2 learners"),
+        (ServerOptions(shards=30), 30, "30 servers cannot share the model's 29 parameters"),
+    ],
+    ids=["beside", "own", "parameters"],
+)
+def test_more_servers_than_there_is_room_for_are_refused(options: ServerOptions, learners: int, message: str) -> None:
+    """By number of learners, and by number of parameters."""
+    with pytest.raises(ConfigError, match=message):
+        run("parameter-server", options, learners)
+
+
+def test_the_servers_optimizer_and_the_last_weights_are_what_a_resumed_run_has() -> None:
+    """A run of 24 + 24 gradients has the bits of one of 48, momentum and Adam's count of steps included."""
+    options = ServerOptions(update="hybrid", shards=2, servers="own")
+
+    def job(steps: int) -> Job:
+        workload, budget = TinyRegression(), Budget(steps=steps)
+        return Job(workload, STRATEGIES["parameter-server"], budget, adam(0.01), options=options, seed=11)
+
+    whole = VirtualEngine(job(48), 4, EQUAL).run()
+    half = VirtualEngine(job(24), 4, EQUAL).run().states
+    resumed = VirtualEngine(job(48), 4, EQUAL, start=half).run()
+    assert torch.equal(model(resumed), model(whole))
+    assert not torch.equal(model(resumed), consensus([each.weights for each in half], [each.kept for each in half]))
+
+
+def test_what_servers_keep_is_the_consensus_and_workers_end_with_it() -> None:
+    """Every learner that computes has the last weights at the end; servers have their own pieces of them."""
+    outcome = run("parameter-server", ServerOptions(shards=2, servers="own"), 5, VARYING)
+    expected = model(outcome)
+    assert [state.is_worker for state in outcome.states] == [True, True, True, False, False]
+    assert [state.kept for state in outcome.states[3:]] == [[(0, 14)], [(14, 29)]]
+    for state in outcome.states[:3]:
+        assert torch.equal(state.weights, expected)
+    assert np.isfinite(expected.numpy()).all()
