@@ -25,7 +25,8 @@ from starling.engines.peers import GradientHandle, PeerLearner, Place
 from starling.engines.replica import Replica
 from starling.engines.stragglers import Stragglers
 from starling.engines.training import TrainingLearner
-from starling.errors import PeerLost, ProtocolError
+from starling.engines.worker import end_with_threads
+from starling.errors import PeerLost, ProtocolError, StarlingError
 from starling.learner import Handle
 
 __all__ = ["Place", "ProcessLearner", "choose_device", "has_own_device", "process_group", "run_learner"]
@@ -233,7 +234,11 @@ def run_learner(
         **Greeting.of_versions(),
     )
     greet(place.store, place.rank, mine, timeout_seconds)
-    with process_group(place, device, timeout_seconds):
-        state = ProcessLearner(job, place, flat, observer, start, timeout_seconds).drive()
-        part(place.store, place.rank, place.world, timeout_seconds)
+    try:
+        with process_group(place, device, timeout_seconds):
+            state = ProcessLearner(job, place, flat, observer, start, timeout_seconds).drive()
+            part(place.store, place.rank, place.world, timeout_seconds)
+    except Exception as error:
+        end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
+        raise
     return state

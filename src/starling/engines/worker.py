@@ -1,5 +1,8 @@
-"""A thread that keeps no process alive."""
+"""Threads that keep no process alive."""
 
+import atexit
+import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -8,6 +11,25 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def end_with_threads(exit_code: int) -> None:
+    """Let this process end well although threads wait in it for what will not come.
+
+    Python leaves such a thread alone when it ends, and aborts the process when the thread comes back meanwhile. So once
+    all else that is to happen at the end has happened, the process ends here: with 1 after an exception that nobody
+    caught, else with `exit_code`.
+    """
+
+    def end() -> None:
+        atexit.unregister(end)
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1 if hasattr(sys, "last_value") else exit_code)
+
+    atexit.register(end)
 
 
 class Worker:
