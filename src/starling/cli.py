@@ -20,6 +20,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+studies = typer.Typer(
+    help="Grids of runs on the virtual engine that answer one question each.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(studies, name="study", epilog="Example: [bold]starling study staleness[/bold]")
+
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -125,6 +132,24 @@ def strategies(debug: Debug = False) -> None:
         width = max(map(len, STRATEGIES))
         for strategy in STRATEGIES.values():
             typer.echo(f"{strategy.name:{width}}  {strategy.summary}")
+
+
+@studies.command(epilog="Example: [bold]starling study staleness recipes/staleness.yaml study.jobs=4[/bold]")
+def staleness(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A recipe with a section `study`.")
+    ] = "recipes/staleness.yaml",
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Tell the effect of a larger batch from that of stale gradients; cells that are done are not computed again."""
+    with _errors(debug):
+        from starling.experiment.study.config import load_study
+        from starling.experiment.study.study import run_study
+
+        given = [recipe, *(overrides or ())]
+        path = Path("recipes/staleness.yaml" if "=" in recipe else given.pop(0))
+        run_study(load_study(path, given), typer.echo, _console())
 
 
 def main() -> None:
