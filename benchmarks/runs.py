@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -15,7 +15,6 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.job import EpochReport, Job, StepReport
 from starling.engines.stragglers import Stragglers
 from starling.strategies import find_strategy
-from starling.strategies.adpsgd import AsynchronousOptions
 from starling.workload import Workload
 
 Seconds = float
@@ -45,8 +44,8 @@ class Run:
     seconds: Seconds | None = None
     last_is_slower: float = 1.0
     """How many times longer the last learner's gradients take."""
-    averages: bool = True
-    """False: the learners of `adpsgd` never open a round."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The strategy's."""
     bytes_per_second: float | None = None
     """Emulates a link of this speed where no real one can be throttled."""
 
@@ -61,15 +60,15 @@ class Run:
             if self.widths
             else EmulatedDevice(self.num_parameters, self.gradient_seconds)
         )
-        options = {"options": AsynchronousOptions(period=1.0 if self.averages else 1e9)}
+        strategy = find_strategy("allreduce" if self.strategy in (DDP, SENDING) else self.strategy)
         return Job(
             workload=workload,
-            strategy=find_strategy("allreduce" if self.strategy in (DDP, SENDING) else self.strategy),
+            strategy=strategy,
+            options=strategy.options.model_validate(self.options),
             budget=Budget(steps=self.steps, minutes=None if self.seconds is None else self.seconds / 60.0),
             make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
             schedule=Schedule(decay="constant"),
             stragglers=Stragglers(slow={self.world - 1: self.last_is_slower} if self.last_is_slower > 1.0 else {}),
-            **(options if self.strategy == "adpsgd" else {}),  # type: ignore[arg-type]
         )
 
 

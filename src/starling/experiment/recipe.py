@@ -52,6 +52,10 @@ class StrategyChoice(BaseModel):
         """The options, checked by the strategy's own model; pydantic's ValidationError if they are wrong."""
         return self.strategy.options.model_validate(self.model_extra or {})
 
+    def num_workers(self, learners: int) -> int:
+        """How many of them compute; ConfigError if the strategy's options do not fit so many."""
+        return self.strategy.num_workers(self.options, learners)
+
     def team_size(self, learners: int) -> int:
         """How many of them claim mini-batches together; ConfigError if the strategy's options do not fit so many."""
         return self.strategy.team_size(self.options, learners)
@@ -106,6 +110,11 @@ class Recipe(Config):
     def folder(self) -> Path:
         """The folder of this experiment."""
         return self.exp / self.name
+
+    @property
+    def num_workers(self) -> int:
+        """How many learners compute gradients."""
+        return self.strategy.num_workers(self.learners)
 
     @property
     def team_size(self) -> int:

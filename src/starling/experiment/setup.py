@@ -62,8 +62,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     seconds = recipe.batches.max_duration * recipe.batches.accumulate
     say(
         f"{count_parameters(recogniser.model):,} parameters, {tokenizer.vocab_size} tokens, {batches} mini-batches of "
-        f"up to {seconds:g} s of audio in the first epoch; {recipe.learners} learners take "
-        f"{seconds * recipe.learners:g} s at a time"
+        f"up to {seconds:g} s of audio in the first epoch; {recipe.num_workers} learners take "
+        f"{seconds * recipe.num_workers:g} s at a time"
     )
 
 
