@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -71,16 +72,24 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
     assert re.fullmatch(r"\S+0\.flac\t(DO|RE|MI|FA)( (DO|RE|MI|FA))*\n", spoken.stdout), spoken.stderr
 
 
-def test_a_resumed_run_ends_in_the_same_bits_as_one_that_was_never_stopped(tree: Tree, tmp_path: Path) -> None:
-    """Weights, momentum and position of both learners go on exactly as they were."""
+@pytest.mark.parametrize(
+    ("strategy", "learners"),
+    [("delay-by-one", 2), ("{name: parameter-server, update: hybrid, servers: own}", 3)],
+    ids=["delay-by-one", "hybrid"],
+)
+def test_a_resumed_run_ends_in_the_same_bits_as_one_that_was_never_stopped(
+    strategy: str, learners: int, tree: Tree, tmp_path: Path
+) -> None:
+    """Weights, momentum and position of all learners, a server included, go on exactly as they were."""
     recipe = written(tree, tmp_path)
-    straight = starling(tmp_path, "train", recipe, "name=straight", "budget.epochs=2")
-    first = starling(tmp_path, "train", recipe, "name=stopped", "budget.epochs=1")
-    second = starling(tmp_path, "train", recipe, "name=stopped", "budget.epochs=2", "resume=exp/stopped")
+    choice = (f"strategy={strategy}", f"learners={learners}")
+    straight = starling(tmp_path, "train", recipe, *choice, "name=straight", "budget.epochs=2")
+    first = starling(tmp_path, "train", recipe, *choice, "name=stopped", "budget.epochs=1")
+    second = starling(tmp_path, "train", recipe, *choice, "name=stopped", "budget.epochs=2", "resume=exp/stopped")
     assert (straight.returncode, first.returncode, second.returncode) == (0, 0, 0), second.stderr
     one, other = (latest(tmp_path / "exp" / name) for name in ("straight", "stopped"))
     assert one.name == other.name
-    for rank in range(2):
+    for rank in range(learners):
         mine, theirs = (load_file(folder / f"learner-{rank}.safetensors") for folder in (one, other))
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
