@@ -192,7 +192,9 @@ class PeerLearner(ReplicaLearner):
         self.check_peer(peer)
         if peer == self._rank:
             own = self._own_messages[tag].get
-            return ProcessHandle(lambda: self._wait_for("its own server", own), own)
+            return ProcessHandle(
+                lambda: self._wait_for("its own server", own).to(like.device), lambda: own().to(like.device)
+            )
         theirs, what = self._staging.empty_like(like), f"receiving from learner {peer}"
         with self._naming_the_lost(what, peer):
             work = dist.irecv(theirs, peer, tag=tag)

@@ -27,9 +27,20 @@ def share_memory(store: Store, rank: int, world: int, num_bytes: int, timeout_se
     if not hasattr(os, "memfd_create"):
         raise ConfigError("strategy: hogwild needs Linux, whose processes can share memory that has no name")
     if rank == 0:
-        memory = _make(store, num_bytes)
+        file = os.memfd_create("starling", os.MFD_CLOEXEC)
+        try:
+            memory = _make(store, file, num_bytes)
+            _wait_for_all(store, rank, world, timeout_seconds)  # who find it by the number of this file
+        finally:
+            os.close(file)
     else:
         memory = _open(store, rank, num_bytes, timeout_seconds)
+        _wait_for_all(store, rank, world, timeout_seconds)
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=_TOKEN_BYTES)
+
+
+def _wait_for_all(store: Store, rank: int, world: int, timeout_seconds: float) -> None:
+    """Until all have opened the memory."""
     store.set(f"{_KEY}/{rank}", "")
     try:
         store.wait([f"{_KEY}/{other}" for other in range(world)], timedelta(seconds=timeout_seconds))
@@ -38,11 +49,9 @@ def share_memory(store: Store, rank: int, world: int, num_bytes: int, timeout_se
         raise PeerLost(
             f"learner {rank} waited {timeout_seconds:g} s for learner {' and '.join(absent)} to open the shared memory"
         ) from error
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=_TOKEN_BYTES)
 
 
-def _make(store: Store, num_bytes: int) -> mmap.mmap:
-    file = os.memfd_create("starling", os.MFD_CLOEXEC)  # stays open, for the others to find
+def _make(store: Store, file: int, num_bytes: int) -> mmap.mmap:
     os.ftruncate(file, _TOKEN_BYTES + num_bytes)
     memory = mmap.mmap(file, _TOKEN_BYTES + num_bytes)
     token = secrets.token_hex(_TOKEN_BYTES // 2)
