@@ -101,6 +101,9 @@ class Recipe(Config):
     """Epochs between two scorings of the valid set while training; null: never."""
     resume: Path | None = None
     """An experiment (its newest checkpoint) or one checkpoint to go on from."""
+    warm_start: Path | None = None
+    """An experiment whose newest model, or a folder of a recogniser, whose weights training begins with; only the
+    output layer may differ."""
     overwrite: bool = False
     """Remove an earlier run of the same name, rather than moving it aside."""
     exp: Path = Path("exp")

@@ -13,6 +13,7 @@ from starling.chance import derive_seed
 from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder, check_claim, claim_folder, unwritable
 from starling.experiment.recipe import Recipe
+from starling.experiment.warm_start import warm_start
 from starling.experiment.workload import SpeechWorkload
 from starling.report.progress import Say
 from starling.speech.features import LogMel
@@ -45,8 +46,8 @@ def make_ready(recipe: Recipe, say: Say, progress: Progress | None = None) -> Ex
 def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progress | None = None) -> None:
     """Prepare the data and make the tokens; leave in `folder.initial` the recogniser as it is before training.
 
-    Raises DataError when the training set cannot be used: unreadable, too small for so many learners, characters
-    outside the alphabet, utterances too short for CTC.
+    Raises ConfigError when the warm start does not fit, DataError when the training set cannot be used: unreadable,
+    too small for so many learners, characters outside the alphabet, utterances too short for CTC.
     """
     say(describe(prepare(recipe.data, progress)))
     train = SpeechSet.open(recipe.data.set_folder(recipe.data.train))
@@ -55,6 +56,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     if recipe.features.normalise == "global":
         features.fit(train)
     recogniser = Recogniser.create(recipe.model, features, tokenizer, derive_seed(recipe.seed, "model"))
+    if recipe.warm_start is not None and recipe.resume is None:
+        say(warm_start(recogniser, recipe.warm_start))
     _leave_out_too_short(recipe, train, recogniser, folder.too_short, say)
     recogniser.save(folder.initial)
     workload = load_workload(recipe, folder)
@@ -71,7 +74,8 @@ def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:
     """The training problem that `set_up` has made ready."""
     initial = Recogniser.load(folder.initial)
     train = SpeechSet.open(recipe.data.set_folder(recipe.data.train))
-    return SpeechWorkload(recipe, train, initial.features, initial.tokenizer, _kept(train, folder.too_short))
+    kept = _kept(train, folder.too_short)
+    return SpeechWorkload(recipe, train, initial.features, initial.tokenizer, kept, folder.initial)
 
 
 @contextmanager

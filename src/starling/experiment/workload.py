@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from starling.experiment.recipe import Recipe
 from starling.speech.batches import Batch, MiniBatch, load_batch, plan_epoch
 from starling.speech.features import LogMel
 from starling.speech.losses import ctc_loss
-from starling.speech.models import build_model
+from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import Tokenizer
 from starling.workload import Ticket, Workload
@@ -23,7 +24,7 @@ _PLANS_KEPT = 2  # the epoch that is being trained on, and the one that is loade
 class SpeechWorkload(Workload[Batch]):
     """The training set of a recipe. Everything random is a pure function of the recipe's seed and the ticket.
 
-    `utterances` are the indices in `speech_set` to train on.
+    `utterances` are the indices in `speech_set` to train on, `initial` the folder of the recogniser to begin with.
     """
 
     def __init__(
@@ -33,18 +34,19 @@ class SpeechWorkload(Workload[Batch]):
         features: LogMel,
         tokenizer: Tokenizer,
         utterances: NDArray[np.int64],
+        initial: Path,
     ) -> None:
         self.recipe = recipe
         self.speech_set = speech_set
         self.features = features
         self.tokenizer = tokenizer
         self.utterances = utterances
+        self.initial = initial
         self._round_size = recipe.team_size
         self._plans: OrderedDict[int, list[MiniBatch]] = OrderedDict()
 
     def make_model(self) -> nn.Module:
-        seed = derive_seed(self.recipe.seed, "model")
-        return build_model(self.recipe.model, self.features.num_features, self.tokenizer.vocab_size, seed)
+        return Recogniser.load(self.initial).model
 
     def num_batches(self, epoch: int) -> int:
         return len(self._plan(epoch))
