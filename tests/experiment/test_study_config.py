@@ -35,9 +35,15 @@ def studied(tree: Tree) -> Tree:
 
 
 def test_the_recipe_that_comes_with_starling_asks_the_whole_question() -> None:
-    """Every arm for two models, two optimizers, two warm-ups and two numbers of workers, three times."""
+    """Every arm for two models, two optimizers, two warm-ups and two numbers of workers."""
     study = load_study(RECIPE)
-    assert len(cells(study.grid)) == 2 * 2 * 2 * (1 + 4 * 2) * 3 == 216
+    found = cells(study.grid)
+    assert {(cell.setting, cell.arm, cell.workers) for cell in found} == {
+        (cell.setting, cell.arm, cell.workers)
+        for cell in cells(study.grid.model_copy(update={"fewer_seeds": {}, "seeds": (1,)}))
+    }
+    assert study.grid.workers == (4, 16)
+    assert len({cell.setting for cell in found}) == 2 * 2 * 2
     assert set(study.grid.arms) == set(ARMS)
     assert {model.name for model in study.grid.models.values()} == {"blstm", "transformer"}
     assert study.base.budget.epochs is None
@@ -49,6 +55,15 @@ def test_the_grid_has_every_cell_once(studied: Tree) -> None:
     assert len(found) == len({cell.name for cell in found}) == 2 * 2 * 2 * (1 + 4 * 2) * 3
     assert sum(cell.arm == "one" for cell in found) == 2 * 2 * 2 * 3
     assert {cell.workers for cell in found if cell.arm == "one"} == {None}
+
+
+def test_some_cells_may_have_fewer_seeds(studied: Tree) -> None:
+    """The first ones; where two limits meet, the lower one holds."""
+    studied["study"]["fewer_seeds"] = {4: 1, "sgd": 2}
+    found = cells(check_study(studied, "s.yaml").grid)
+    for adam, workers, seeds in ((True, 2, {1, 2, 3}), (True, 4, {1}), (False, 2, {1, 2}), (False, 4, {1})):
+        chosen = [cell for cell in found if (cell.setting.optimizer == "adam", cell.workers) == (adam, workers)]
+        assert {cell.seed for cell in chosen} == seeds
 
 
 def test_cells_that_load_the_same_mini_batches_stand_together(studied: Tree) -> None:
@@ -138,6 +153,7 @@ def test_all_problems_of_a_study_are_listed_at_once(studied: Tree) -> None:
         ),
         (STUDY | {"optimizers": {"a": {"name": "adm", "lr": 1}}}, r"study\.optimizers\.a: .*'adm' is not in torch"),
         (STUDY | {"optimizers": {"a": {"name": "adam", "lr": -1}}}, r"study\.optimizers\.a: optimizer\.lr: "),
+        (STUDY | {"fewer_seeds": {"adan": 1, 16: 1}}, r"fewer_seeds: nothing is called adan, 16; it may name lstm, "),
         ([], r"study: .*mapping|dictionary"),
     ],
 )

@@ -46,6 +46,8 @@ class StudyConfig(Config):
     arms: tuple[str, ...] = Field(default=tuple(ARMS), min_length=1)
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(1, 2, 3), min_length=1)
     """Of the first weights, the order of the data and the times of the cluster."""
+    fewer_seeds: dict[int | str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """How many of the seeds a number of workers, an optimizer, a model or an arm gets, where not all of them."""
     jobs: int = Field(default=1, ge=1, le=256)
     """Processes that compute cells side by side; the results do not depend on it."""
 
@@ -76,6 +78,21 @@ class StudyConfig(Config):
                     f"it has {', '.join(optimizer.lr) or 'none'}"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _fewer_seeds_are_of_something(self) -> "StudyConfig":
+        known = [*self.models, *self.optimizers, *self.arms, *self.workers]
+        unknown = [str(key) for key in self.fewer_seeds if key not in known]
+        if unknown:
+            raise ValueError(
+                f"fewer_seeds: nothing is called {', '.join(unknown)}; it may name {', '.join(map(str, known))}"
+            )
+        return self
+
+    def seeds_of(self, model: str, optimizer: str, arm: str, workers: int | None) -> tuple[int, ...]:
+        """The seeds of such cells: the first of all, as many as the scarcest of their labels allows."""
+        allowed = [self.fewer_seeds.get(label, len(self.seeds)) for label in (model, optimizer, arm, workers) if label]
+        return self.seeds[: min(allowed)]
 
 
 class Study(Config):

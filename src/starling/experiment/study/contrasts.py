@@ -11,6 +11,10 @@ from starling.experiment.study.words import verdict
 
 HARMS = ("batch", "delay", "asynchronous", "summed")
 """Arms whose loss against `one` is compared."""
+_INTRODUCTION = (
+    "Each loss is against `one` in the same setting and seed. None can be much more than what `one` leaves to 100 %, "
+    "so that losses near the end of the scale look more alike than they are."
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ def contrast_sections(outcomes: Outcomes) -> list[str]:
     for title, contrasts in sections:
         said = [line for contrast in contrasts for line in _contrast(outcomes, contrast)]
         if said:
-            lines += ["", f"## {title}", "", "Each loss is against `one` in the same setting and seed.", "", *said]
+            lines += ["", f"## {title}", "", _INTRODUCTION, "", *said]
     return lines
 
 
@@ -51,21 +55,21 @@ def _contrast(outcomes: Outcomes, contrast: Contrast) -> Iterator[str]:
     """A sentence for each arm and number of workers: what each side loses, and whether that differs."""
     for arm in (arm for arm in HARMS if arm in outcomes.arms):
         for workers in outcomes.workers:
-            losses = [_losses(outcomes, side, arm, workers) for side in (contrast.first, contrast.second)]
-            found = difference(*losses)
+            lost = [losses(outcomes, side, arm, workers) for side in (contrast.first, contrast.second)]
+            found = difference(*lost)
             if found is None:
                 continue
             first, second = contrast.first.label, contrast.second.label
             what = f"`{arm}`, {workers} workers, {contrast.same}"
-            means = [f"{estimate(list(loss.values())).mean:+.1f}" for loss in losses]
-            if not any(_learned(outcomes, side, arm, workers) for side in (contrast.first, contrast.second)):
+            means = [f"{estimate(list(loss.values())).mean:+.1f}" for loss in lost]
+            if not any(learned_any(outcomes, side, arm, workers) for side in (contrast.first, contrast.second)):
                 said = "neither learned, so that the losses say nothing"
             else:
                 said = verdict(found, f"{second} loses more", f"{first} loses more")
             yield f"- {what}: {first} {means[0]}, {second} {means[1]}; {said}."
 
 
-def _losses(outcomes: Outcomes, side: Side, arm: str, workers: int) -> dict[int, float]:
+def losses(outcomes: Outcomes, side: Side, arm: str, workers: int) -> dict[int, float]:
     """By seed: points lost against `one`, the mean over the side's settings."""
     several = []
     for setting in side.settings:
@@ -74,7 +78,8 @@ def _losses(outcomes: Outcomes, side: Side, arm: str, workers: int) -> dict[int,
     return mean_by_seed(several)
 
 
-def _learned(outcomes: Outcomes, side: Side, arm: str, workers: int) -> bool:
+def learned_any(outcomes: Outcomes, side: Side, arm: str, workers: int) -> bool:
+    """Whether an arm learned in any of a side's settings."""
     return any(outcomes.learned(setting, arm, workers) for setting in side.settings)
 
 

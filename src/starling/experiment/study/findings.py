@@ -1,14 +1,16 @@
 """What a study found, in words. Every sentence is computed from the results, and says what they cannot show."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from starling.experiment.study.answers import answers
 from starling.experiment.study.arms import ARMS
 from starling.experiment.study.contrasts import contrast_sections
 from starling.experiment.study.grid import Setting
 from starling.experiment.study.intervals import Estimate, difference, estimate
 from starling.experiment.study.outcomes import LEARNED_NOTHING, Outcomes
-from starling.experiment.study.words import listed, seeds, settings, verdict
+from starling.experiment.study.words import listed, settings, verdict
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ def findings(outcomes: Outcomes, name: str) -> list[str]:
         f"# What was found: {name}",
         "",
         f"{len(outcomes.results)} runs, {num_diverged} of which diverged{diverged}. Differences are in points of word "
-        "error rate, more is worse; they are paired by seed, and their intervals are 95 % by Student's t over "
-        f"{seeds(len(outcomes.seeds))}. Where both sides have at least {LEARNED_NOTHING:g} % of words wrong, neither "
-        "learned and nothing is compared. Among so many intervals about one in twenty is wrong by chance.",
+        "error rate, more is worse; they are paired by seed, and their intervals are 95 % by Student's t over seeds, "
+        f"of which there are {len(outcomes.seeds)} at most. Where both sides have at least {LEARNED_NOTHING:g} % of "
+        "words wrong, neither learned and nothing is compared. Among so many intervals about one in twenty is wrong "
+        "by chance.",
         "",
         *_baseline(outcomes),
+        *answers(outcomes),
     ]
     for effect in EFFECTS:
         if {effect.before, effect.after} <= set(outcomes.arms):
@@ -73,7 +77,7 @@ def _baseline(outcomes: Outcomes) -> Iterator[str]:
 
 def _effect(outcomes: Outcomes, effect: Effect) -> Iterator[str]:
     """How often an effect shows, then every single difference."""
-    tally, lines = Tally(), []
+    tally, lines = Counter[str](), []
     for model in outcomes.models:
         for optimizer in outcomes.optimizers:
             for workers in _worker_numbers(outcomes, effect):
@@ -86,47 +90,37 @@ def _effect(outcomes: Outcomes, effect: Effect) -> Iterator[str]:
                 if said:
                     number = "" if workers is None else f", {workers} workers"
                     lines.append(f"- {model}, {optimizer}{number}: {'; '.join(said)}.")
-    yield from ([tally.sentence(), "", *lines] if lines else ["Not measured."])
+    yield from ([_counts(tally), "", *lines] if lines else ["Not measured."])
 
 
 def _one_difference(
-    outcomes: Outcomes, effect: Effect, setting: Setting, workers: int | None, tally: "Tally"
+    outcomes: Outcomes, effect: Effect, setting: Setting, workers: int | None, tally: Counter[str]
 ) -> str | None:
     before, after = (outcomes.wers(setting, arm, workers) for arm in (effect.before, effect.after))
     found = difference(before, after)
     if found is None:
         return None
-    rates = f"{estimate(list(before.values())).mean:.1f} → {estimate(list(after.values())).mean:.1f}"
+    common = before.keys() & after.keys()
+    rates = " → ".join(f"{estimate([each[seed] for seed in common]).mean:.1f}" for each in (before, after))
     if not (outcomes.learned(setting, effect.before, workers) or outcomes.learned(setting, effect.after, workers)):
-        tally.add(None)
-        return f"{rates}, neither learned"
-    tally.add(found)
-    return f"{rates}, {verdict(found, 'worse', 'better')}"
+        found = None
+    tally[_outcome(found)] += 1
+    return f"{rates}, {_outcome(found) if found is None else verdict(found, 'worse', 'better')}"
 
 
-class Tally:
-    """Counts how differences come out."""
+def _outcome(found: Estimate | None) -> str:
+    """What a difference counts as; None where neither side learned."""
+    if found is None:
+        return "neither learned"
+    if found.half is None:
+        return "only one seed, and hence no interval"
+    return {1: "worse", -1: "better", 0: "no difference that the seeds can show"}[found.sign]
 
-    def __init__(self) -> None:
-        self._worse = self._better = self._unclear = self._neither = 0
 
-    def add(self, found: Estimate | None) -> None:
-        """Count a difference; None where neither side learned."""
-        self._neither += found is None
-        self._worse += found is not None and found.sign > 0
-        self._better += found is not None and found.sign < 0
-        self._unclear += found is not None and found.sign == 0
-
-    def sentence(self) -> str:
-        """Of how many settings what is true."""
-        total = self._worse + self._better + self._unclear + self._neither
-        counts = {
-            "worse": self._worse,
-            "better": self._better,
-            "no difference that the seeds can show": self._unclear,
-            "neither learned": self._neither,
-        }
-        return f"Of {settings(total)}: {listed([f'{words} in {count}' for words, count in counts.items()])}."
+def _counts(tally: Counter[str]) -> str:
+    """Of how many settings what is true."""
+    parts = [f"{words} in {count}" for words, count in tally.most_common()]
+    return f"Of {settings(tally.total())}: {listed(parts)}."
 
 
 def _worker_numbers(outcomes: Outcomes, effect: Effect) -> Sequence[int | None]:

@@ -46,9 +46,9 @@ def cells(grid: StudyConfig) -> list[Cell]:
     """Every cell once; those that load the same mini-batches stand together, and seeds one after the other."""
     found = [
         Cell(Setting(model, optimizer, warmup), arm, workers, seed)
-        for seed in grid.seeds
         for arm, workers in _arms(grid)
         for model, optimizer, warmup in product(grid.models, grid.optimizers, grid.warmups)
+        for seed in grid.seeds_of(model, optimizer, arm, workers)
     ]
     return sorted(found, key=lambda cell: (grid.seeds.index(cell.seed), _team_size(cell)))
 
