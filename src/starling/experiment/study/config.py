@@ -81,11 +81,12 @@ class StudyConfig(Config):
 
     @model_validator(mode="after")
     def _fewer_seeds_are_of_something(self) -> "StudyConfig":
-        known = [*self.models, *self.optimizers, *self.arms, *self.workers]
-        unknown = [str(key) for key in self.fewer_seeds if key not in known]
+        known = [*self.models, *self.optimizers, *ARMS]
+        unknown = [key for key in self.fewer_seeds if isinstance(key, str) and key not in known]
         if unknown:
             raise ValueError(
-                f"fewer_seeds: nothing is called {', '.join(unknown)}; it may name {', '.join(map(str, known))}"
+                f"fewer_seeds: nothing is called {', '.join(unknown)}; it may name a number of workers, "
+                f"{', '.join(known)}"
             )
         return self
 
