@@ -1,7 +1,8 @@
 """What happens in a short run on the virtual engine: who computes when, who waits, what travels."""
 
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,20 +11,24 @@ from torch import Tensor, nn
 from starling.budget import Budget
 from starling.chance import derive_seed
 from starling.configuration import Config
-from starling.engines.cluster import Cluster, ComputeModel, LinkModel
+from starling.engines.cluster import Cluster, ComputeModel, LinkModel, MemoryModel
 from starling.engines.job import Job
 from starling.engines.stragglers import Stragglers
 from starling.engines.virtual import VirtualEngine
-from starling.strategies import STRATEGIES, Strategy
+from starling.strategies import STRATEGIES
+from starling.strategies.server import GRADIENT
 from starling.workload import Ticket, Workload
 
 NUM_WEIGHTS = 120
 WEIGHTS_SECONDS = 0.03
 """The time that all weights take from one learner to another."""
+PASS_SECONDS = 0.002
+"""The time to go over all weights in host memory once."""
 GRADIENT_SECONDS = 0.1
 SLOW = 0
 SLOWER = 3.0
 LEARNERS = 4
+"""Those that compute; a server of its own comes on top."""
 STEPS = 24
 
 
@@ -55,8 +60,20 @@ class Mean:
 
 @dataclass(frozen=True)
 class Message:
+    """Weights or a gradient on their way to somebody else."""
+
     sender: int
     receiver: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """A learner's reading or stepping of a piece of the model in host memory."""
+
+    rank: int
+    is_step: bool
     begin: float
     end: float
 
@@ -69,6 +86,7 @@ class Events:
     averagings: list[Averaging] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    shard_works: list[ShardWork] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
     """When the averaging rounds opened, and last when it was clear that no other would."""
     claimed_last: dict[int, float] = field(default_factory=dict)
@@ -78,17 +96,23 @@ class Events:
         """A learner's gradients."""
         return [gradient for gradient in self.gradients if gradient.rank == rank]
 
+    def on_shards(self, rank: int) -> list[ShardWork]:
+        """What a learner did to pieces of the model in host memory."""
+        return [work for work in self.shard_works if work.rank == rank]
+
 
 class Watch:
     """Notes what one learner's strategy asks for and when it comes, by the engine's clock, and changes nothing."""
 
     def __init__(self, me: Any, events: Events, link: LinkModel) -> None:
         self._me, self._events, self._link = me, events, link
-        self._version = 0
-        self._asked = {
-            name: getattr(me, name) for name in ("claim", "gradient", "step", "mean", "send", "receive", "round")
-        }
-        for name in self._asked:
+        self._not_stepped: deque[tuple[int, int]] = deque()  # gradients' numbers, and the weights' version then
+        self._num_begun = 0
+        self._arrived: deque[tuple[int, int]] = deque()  # at this server: whose gradient, which of its
+        self._num_arrived: dict[int, int] = {}
+        names = ("claim", "gradient", "step", "mean", "send", "receive", "round", "keep", "share")
+        self._asked = {name: getattr(me, name) for name in names}
+        for name in names:
             setattr(me, name, getattr(self, f"_{name}"))
 
     def _claim(self) -> bool:
@@ -98,14 +122,16 @@ class Watch:
         return claimed
 
     def _gradient(self, at: Tensor) -> Any:
-        begin, self._version = self._me.now(), self._me.replica.version
+        begin = self._me.now()
+        self._not_stepped.append((self._num_begun, self._me.replica.version))
+        self._num_begun += 1
         handle = self._asked["gradient"](at)
         self._when(handle, lambda end: self._events.gradients.append(Gradient(self._me.rank, begin, end)))
         return handle
 
     def _step(self, gradient: Tensor) -> None:
-        number = len(self._events.of(self._me.rank)) - 1
-        self._events.staleness[self._me.rank, number] = self._me.replica.version - self._version
+        number, version = self._not_stepped.popleft()
+        self._events.staleness[self._me.rank, number] = self._me.replica.version - version
         self._asked["step"](gradient)
 
     def _mean(self, of: Any, group: Sequence[int] | None = None) -> Any:
@@ -127,14 +153,58 @@ class Watch:
     def _send(self, peer: int, tensor: Tensor, tag: int) -> Any:
         begin = self._me.now()
         handle = self._asked["send"](peer, tensor, tag)
-        self._when(handle, lambda end: self._events.messages.append(Message(self._me.rank, peer, begin, end)))
+        if peer != self._me.rank and tensor.numel() > NUM_WEIGHTS / 8:  # else it is a word, or to oneself
+            self._when(handle, lambda end: self._events.messages.append(Message(self._me.rank, peer, begin, end)))
         return handle
 
     def _receive(self, peer: int, like: Tensor, tag: int) -> Any:
         begin = self._me.now()
         handle = self._asked["receive"](peer, like, tag)
-        self._when(handle, lambda end: self._events.averagings.append(Averaging(self._me.rank, begin, end)))
+
+        def ended(end: float) -> None:
+            self._events.averagings.append(Averaging(self._me.rank, begin, end))
+            if self._me.shards and tag == GRADIENT:
+                number = self._num_arrived[peer] = self._num_arrived.get(peer, -1) + 1
+                self._arrived.append((peer, number))
+
+        self._when(handle, ended)
         return handle
+
+    def _keep(self, piece: slice) -> Any:
+        shard = self._asked["keep"](piece)
+        self._watch_shard(shard, whose=lambda count: sorted(self._arrived.popleft() for _ in range(count)))
+        return shard
+
+    def _share(self, pieces: Sequence[slice]) -> Any:
+        handle = self._asked["share"](pieces)
+        for shard in self._me.shards:
+            self._watch_shard(shard, whose=lambda _: [(self._me.rank, self._num_begun - 1)])
+        return handle
+
+    def _watch_shard(self, shard: Any, whose: Callable[[int], list[tuple[int, int]]]) -> None:
+        """Note its work; `whose` tells which gradients (rank and number) a step of so many is made of."""
+        read, step = shard.read, shard.step
+
+        def watched_read() -> Any:
+            begin, handle = self._me.now(), read()
+            self._note_work(handle, is_step=False, begin=begin)
+            return handle
+
+        def watched_step(gradient: Tensor, stamp: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Any:
+            begin, handle = self._me.now(), step(gradient, stamp, read_at, scale)
+            self._note_work(handle, is_step=True, begin=begin)
+
+            def ended(_: float) -> None:
+                for of, when in zip(whose(len(read_at)), read_at, strict=True):
+                    self._events.staleness[of] = max(self._events.staleness.get(of, 0), shard.num_steps - when)
+
+            self._when(handle, ended)
+            return handle
+
+        shard.read, shard.step = watched_read, watched_step
+
+    def _note_work(self, handle: Any, is_step: bool, begin: float) -> None:
+        self._when(handle, lambda end: self._events.shard_works.append(ShardWork(self._me.rank, is_step, begin, end)))
 
     def _round(self, period: float) -> Any:
         handle = self._asked["round"](period)
@@ -178,7 +248,10 @@ class _Numbers:
 
 
 def record(name: str, options: dict[str, Any]) -> Events:
-    """Run `STEPS` mini-batches of a strategy on `LEARNERS` learners, one of them slow, and tell what happened."""
+    """Run `STEPS` mini-batches of a strategy on `LEARNERS` learners, one of them slow, and tell what happened.
+
+    A server of its own is a learner more.
+    """
     strategy = STRATEGIES[name]
     chosen: Config = strategy.options.model_validate(options)
     link = LinkModel(latency=0.0, bandwidth=NUM_WEIGHTS * 4 / WEIGHTS_SECONDS)
@@ -190,13 +263,17 @@ def record(name: str, options: dict[str, Any]) -> Events:
 
     job = Job(
         Line(),
-        Strategy(name, strategy.summary, watched, strategy.team_size, strategy.options),
+        replace(strategy, run=watched),
         Budget(steps=STEPS),
         lambda parameters: torch.optim.SGD(parameters, lr=0.001),
         options=chosen,
         stragglers=Stragglers(slow={SLOW: SLOWER}),
         seed=4,
     )
-    compute = ComputeModel(distribution="uniform", seconds=GRADIENT_SECONDS, spread=0.2)
-    VirtualEngine(job, LEARNERS, Cluster(compute=compute, link=link)).run()
+    cluster = Cluster(
+        compute=ComputeModel(distribution="uniform", seconds=GRADIENT_SECONDS, spread=0.2),
+        link=link,
+        memory=MemoryModel(bandwidth=NUM_WEIGHTS * 4 / PASS_SECONDS),
+    )
+    VirtualEngine(job, LEARNERS + (options.get("servers") == "own"), cluster).run()
     return events

@@ -28,6 +28,8 @@ DARK = {
     "node": "#22324a",
 }
 ON_BARS = "#ffffff"
+WIDTH = 880
+"""Of every picture, in pixels."""
 
 
 def _rules(colours: Mapping[str, str]) -> str:
