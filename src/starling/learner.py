@@ -92,6 +92,11 @@ class Learner(ABC):
 
     @property
     @abstractmethod
+    def version(self) -> int:
+        """How many changes were made to `weights`."""
+
+    @property
+    @abstractmethod
     def stamp(self) -> Tensor:
         """What a `Shard` must know of the claimed mini-batch, `[k]` of float64 in host memory: its learning rate and
         the like. k is the same on all learners and at all times."""
@@ -159,8 +164,11 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def step(self, gradient: Tensor) -> None:
-        """Let the local optimizer change `weights` by `gradient` `[P]`."""
+    def step(self, gradient: Tensor, read_at: int | None = None) -> None:
+        """Let the local optimizer change `weights` by `gradient` `[P]`.
+
+        `read_at` is what `version` was when the weights of the gradient were read; None: it is the newest gradient.
+        """
 
     @abstractmethod
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:

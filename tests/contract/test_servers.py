@@ -23,6 +23,7 @@ from starling.engines.stragglers import Stragglers
 from starling.engines.virtual import Outcome, VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
 from starling.strategies import STRATEGIES, NoOptions
+from starling.strategies.delayed import DelayOptions
 from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.server import ServerOptions
 from tests.contract.cases import MakeOptimizer, adam, sgd
@@ -41,12 +42,14 @@ class Notes:
 
     def __init__(self) -> None:
         self.steps: list[StepReport] = []
+        self.epochs: list[EpochReport] = []
         self.staleness: Counter[int] = Counter()
 
     def on_step(self, report: StepReport) -> None:
         self.steps.append(report)
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self.epochs.append(report)
         self.staleness.update(report.averaging.staleness)
 
 
@@ -248,6 +251,32 @@ def test_one_worker_at_a_time_is_never_stale() -> None:
     assert Counter(report.rank for report in notes.steps) == {0: 8, 1: 8, 2: 8}
     plain = run("allreduce", NoOptions(), 1)
     torch.testing.assert_close(model(outcome), model(plain), rtol=0.0, atol=1e-6)
+
+
+def test_staleness_is_counted_from_the_weights_that_a_gradient_was_taken_at() -> None:
+    """With `overlap` those are the ones before the last pull; with `delayed`, those of d steps ago."""
+    overlapping, late = Notes(), Notes()
+    run("parameter-server", ServerOptions(overlap=True), 1, EQUAL, notes=overlapping)
+    assert overlapping.staleness == Counter({0: 1, 1: 23})
+    run("delayed", DelayOptions(delay=3), 1, EQUAL, notes=late)
+    assert late.staleness == Counter({0: 1, 1: 1, 2: 1, 3: 21})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("parameter-server", ServerOptions()),
+        ("parameter-server", ServerOptions(servers="own", staleness_bound=1)),
+        ("hogwild", HogwildOptions()),
+    ],
+    ids=["beside", "own", "hogwild"],
+)
+def test_no_learner_spends_more_than_the_time_there_was(strategy: str, options: Config) -> None:
+    """Waiting for the others behind the last mini-batch is no part of an epoch."""
+    notes = Notes()
+    run(strategy, options, 3, VARYING, notes=notes, stragglers=Stragglers(slow={0: 10.0}))
+    for report in notes.epochs:
+        assert report.spent.computing + report.spent.waiting_for_peers <= report.seconds * (1 + 1e-9)
 
 
 def test_the_gradients_left_over_make_a_last_step() -> None:

@@ -117,6 +117,19 @@ def test_one_learner_is_the_plain_loop_to_the_bit(strategy: str, options: dict[s
     assert torch.equal(train(True), train(False))
 
 
+def test_gradients_that_are_late_are_applied_when_the_loop_ends() -> None:
+    """`delayed` holds the last ones back; closing lets none be lost."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    with starling.join(model, torch.optim.SGD(model.parameters(), lr=1.0), "delayed", delay=3) as learner:
+        for _ in range(5):
+            model.zero_grad()
+            model.weight.sum().backward()
+            learner.step()
+        assert flat(model).item() == -2.0
+    assert flat(model).item() == -5.0
+
+
 @every_world
 @pytest.mark.parametrize("name", ["allreduce", "delay-by-one", "dpsgd-random", "dpsgd-pairs", "server-hybrid"])
 def test_learners_in_step_follow_their_equation(name: str, world: int, joined: Runner) -> None:

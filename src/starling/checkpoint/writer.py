@@ -99,7 +99,7 @@ class CheckpointWriter:
             partial = partial_folder(final)
             partial.mkdir(parents=True, exist_ok=True)
             weights = consensus((state.weights for state in states), [state.kept for state in states])
-            buffers = _mean_of_buffers([state.buffers for state in states])
+            buffers = _mean_of_buffers([state.buffers for state in states if state.is_worker])
             self._write_model(partial / MODEL, weights, buffers)
             distance = consensus_distance((state.weights for state in states if state.is_worker), weights)
             minutes = max(state.minutes for state in states)
@@ -116,9 +116,9 @@ class CheckpointWriter:
         scalars = [read_json(path.with_suffix(".json")) for path in paths]
         kept = [[(shard["start"], shard["stop"]) for shard in each["shards"]] for each in scalars]
         weights = consensus((_weights(path) for path in paths), kept)
-        buffers = _mean_of_buffers([_buffers(read_tensors(path)) for path in paths]) if state.buffers else {}
-        self._write_model(partial / MODEL, weights, buffers)
         workers = [path for path, each in zip(paths, scalars, strict=True) if each["is_worker"]]
+        buffers = _mean_of_buffers([_buffers(read_tensors(path)) for path in workers]) if state.buffers else {}
+        self._write_model(partial / MODEL, weights, buffers)
         distance = consensus_distance((_weights(path) for path in workers), weights)
         minutes = max(float(each["minutes"]) for each in scalars)
         return self._finish(partial, final, state, state.world, minutes, distance)
@@ -188,7 +188,7 @@ def _buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mean_of_buffers(buffers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Floating-point buffers are averaged; the others are learner 0's."""
+    """Floating-point buffers of those that compute are averaged; the others are the first one's."""
     return {
         name: rank_ordered_mean(each[name] for each in buffers) if first.is_floating_point() else first
         for name, first in buffers[0].items()

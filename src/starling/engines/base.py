@@ -56,8 +56,13 @@ class ReplicaLearner(Learner):
         """This learner's place in its team, from 0."""
         return self._rank - self.team.start
 
-    def step(self, gradient: Tensor) -> None:
-        self.averaging.staleness[self.replica.version - self._gradient_version] += 1
+    @property
+    def version(self) -> int:
+        return self.replica.version
+
+    def step(self, gradient: Tensor, read_at: int | None = None) -> None:
+        when = self._gradient_version if read_at is None else read_at
+        self.averaging.staleness[self.replica.version - when] += 1
         self._step(gradient)
 
     def _step(self, gradient: Tensor) -> None:

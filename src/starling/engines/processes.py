@@ -82,9 +82,9 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         # who is slow on purpose sleeps before the others have its gradient, which DDP would have sent by then
         return GradientHandle(self, result, may_reduce=self.job.stragglers == Stragglers())
 
-    def step(self, gradient: Tensor) -> None:
+    def step(self, gradient: Tensor, read_at: int | None = None) -> None:
         begin = self.now()
-        super().step(gradient)
+        super().step(gradient, read_at)
         self.spent.computing += self.now() - begin
 
     def drive(self) -> LearnerState:

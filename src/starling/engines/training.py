@@ -46,6 +46,7 @@ class TrainingLearner(ReplicaLearner):
         self._epoch_steps, self._epoch_begin = 0, 0.0
         self._num_epochs_ended = 0
         self._over_at: float | None = None
+        self._spent_when_over = Spent()
         if start is not None:
             if start.weights.shape != replica.weights.shape:
                 raise CheckpointError(
@@ -102,7 +103,8 @@ class TrainingLearner(ReplicaLearner):
         if not self.job.budget.is_spent(Progress(0, 0.0, minutes)):
             loaded = self._next_batch()
         if loaded is None:
-            self._over_at = self.now()
+            self._over_at, self._spent_when_over = self.now(), self.spent
+            self.spent = Spent()  # what comes now is not training
             return False
         ticket, _ = self._ticket, self._batch = loaded
         self.num_claimed += 1
@@ -147,13 +149,16 @@ class TrainingLearner(ReplicaLearner):
             self._epoch += 1
 
     def _end_epoch(self, epoch: int, position: Ticket) -> None:
-        now = self.now() if self._over_at is None else self._over_at
+        now, spent = self.now(), self.spent
+        if self._over_at is not None:
+            now, spent = self._over_at, self._spent_when_over
+            self._spent_when_over = Spent()
         report = EpochReport(
             rank=self._rank,
             epoch=epoch,
             num_steps=self._epoch_steps,
             seconds=now - self._epoch_begin,
-            spent=self.spent,
+            spent=spent,
             averaging=self.averaging,
             consensus_distance=self._consensus_distance(),
         )

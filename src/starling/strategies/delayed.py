@@ -1,12 +1,13 @@
 """Synchronous data parallelism with gradients that are late on purpose."""
 
 from collections import deque
+from contextlib import suppress
 
 from pydantic import Field
 from torch import Tensor
 
 from starling.configuration import Config
-from starling.learner import Learner
+from starling.learner import Learner, LoopEnded
 
 
 class DelayOptions(Config):
@@ -31,10 +32,12 @@ async def delayed(me: Learner, options: DelayOptions) -> None:
     Source: the delayed updates by which Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for
     Transformers", arXiv 1906.03496, tell the effect of staleness from that of the batch size.
     """
-    late: deque[Tensor] = deque()
-    while me.claim():
-        late.append((await me.mean(me.gradient(me.weights))).clone())
-        if len(late) > options.delay:
-            me.step(late.popleft())
-    for gradient in late:
-        me.step(gradient)
+    late: deque[tuple[Tensor, int]] = deque()
+    with suppress(LoopEnded):
+        while me.claim():
+            read_at = me.version
+            late.append(((await me.mean(me.gradient(me.weights))).clone(), read_at))
+            if len(late) > options.delay:
+                me.step(*late.popleft())
+    for gradient, read_at in late:
+        me.step(gradient, read_at)

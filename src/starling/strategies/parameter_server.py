@@ -49,12 +49,13 @@ async def _work(me: Learner, servers: Sequence["Remote"], options: ServerOptions
     with suppress(LoopEnded):
         await _pull(servers, options)
         while me.claim():
+            ages = [server.age for server in servers]
             gradient = me.clip(await me.gradient(me.weights))
             for server in servers:
                 await server.arrive()
                 await server.settle()
-            for server in servers:
-                server.push(gradient.clone() if options.overlap else gradient)
+            for server, age in zip(servers, ages, strict=True):
+                server.push(gradient.clone() if options.overlap else gradient, age)
             if options.overlap:
                 for server in servers:
                     server.ask(PULL)
@@ -84,7 +85,8 @@ class Remote:
 
     def __init__(self, me: Learner, rank: int, piece: slice) -> None:
         self._me, self._rank, self._piece = me, rank, piece
-        self._age = torch.zeros(1, dtype=torch.float64)
+        self.age = torch.zeros(1, dtype=torch.float64)
+        """How many steps of the server are in the weights that this worker has, `[1]`."""
         self._like = torch.empty(piece.stop - piece.start, dtype=me.weights.dtype)  # in host memory, as the shard
         self._arriving: tuple[Handle[Tensor], Handle[Tensor]] | None = None
         self._sending: list[Handle[None]] = []
@@ -92,22 +94,26 @@ class Remote:
     def ask(self, what: float) -> None:
         """Tell the server what is wanted. After PULL comes `arrive`."""
         if what == PULL:
-            age = self._me.receive(self._rank, self._age, AGE)
+            age = self._me.receive(self._rank, self.age, AGE)
             self._arriving = age, self._me.receive(self._rank, self._like, WEIGHTS)
-        word = torch.tensor([what, float(self._age)], dtype=torch.float64)
-        self._sending.append(self._me.send(self._rank, torch.cat([word, self._me.stamp]), REQUEST))
+        self._tell(what, self.age)
 
     async def arrive(self) -> None:
         """Take the weights that were asked for, if any were, in place of one's own."""
         if self._arriving is not None:
             age, weights = self._arriving
-            self._arriving, self._age = None, await age
+            self._arriving, self.age = None, await age
             self._me.replace(await weights, self._piece)
 
-    def push(self, gradient: Tensor) -> None:
-        """Start sending the server its piece of a gradient `[P]`, which is not to be changed before `settle`."""
-        self.ask(PUSH)
+    def push(self, gradient: Tensor, age: Tensor) -> None:
+        """Start sending the server its piece of a gradient `[P]`, which is not to be changed before `settle`, and the
+        age of the weights that it was taken at."""
+        self._tell(PUSH, age)
         self._sending.append(self._me.send(self._rank, gradient[self._piece], GRADIENT))
+
+    def _tell(self, what: float, age: Tensor) -> None:
+        words = torch.cat([torch.tensor([what], dtype=torch.float64), age, self._me.stamp])
+        self._sending.append(self._me.send(self._rank, words, REQUEST))
 
     async def settle(self) -> None:
         """Wait until the server has all that was sent."""

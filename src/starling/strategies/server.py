@@ -27,7 +27,7 @@ class ServerOptions(Config):
     combine: Literal["sum", "mean"] | None = None
     """What is made of several gradients; by default the mean under `hybrid`, the sum under `summed`."""
     staleness_bound: int | None = Field(default=None, ge=0)
-    """A worker that has sent so many more gradients than the slowest waits; null: nobody waits."""
+    """A worker that would be more than so many gradients ahead of the slowest waits; null: nobody waits."""
     shards: int = Field(default=1, ge=1)
     """Servers, each of which keeps a part of the model in host memory, with the optimizer's state."""
     servers: Literal["beside", "own"] = "beside"
