@@ -2,10 +2,12 @@
 
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from starling.errors import ConfigError, DataError
+from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.study.cell import late_on_purpose, mean_staleness
 from starling.experiment.study.config import check_study, load_study
 from starling.experiment.study.grid import cells, recipe_of
 from starling.experiment.study.results import CellResult, ResultFolder
 from starling.experiment.study.study import run_study
+from starling.experiment.study.workers import Task, compute
 
 Tree = dict[str, Any]
 
@@ -152,6 +155,25 @@ def test_an_error_in_a_cell_names_it_and_what_is_kept(studied: Tree, monkeypatch
         run(studied)
     assert caught.value.__notes__[0] == "in cell lstm-adam-warmup0.1-delay-3-seed1"
     assert "0 of 2 cells are kept in" in caught.value.__notes__[1]
+
+
+def test_a_process_that_dies_is_an_error_that_names_its_cell(studied: Tree, tmp_path: Path) -> None:
+    """Killed from outside, or for want of memory; nobody waits for it for ever."""
+    study = check_study(studied, "s.yaml")
+    tasks = [Task(cell, recipe_of(study, cell), tmp_path) for cell in cells(study.grid)]
+    results = compute(tasks, jobs=2)
+    threading.Thread(target=_kill_children).start()
+    with pytest.raises(StarlingError, match=r"cell lstm-adam-warmup0\.1-\w+-3-seed1: .* exit code -9") as caught:
+        list(results)
+    assert not isinstance(caught.value, DataError)
+    assert not multiprocessing.active_children()
+
+
+def _kill_children() -> None:
+    while not (children := multiprocessing.active_children()):
+        pass
+    for child in children:
+        child.kill()
 
 
 def test_a_result_that_cannot_be_read_is_named(studied: Tree, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -50,7 +50,10 @@ def compute(tasks: Sequence[Task], jobs: int) -> Generator[CellResult, None, Non
         return
     with _started(min(jobs, len(tasks))) as workers:
         waiting = iter(tasks)
-        busy = {line: task for line, task in zip(workers, waiting, strict=False) if _send(line, task)}
+        busy: dict[Connection, Task] = {}
+        for first, task in zip(workers, waiting, strict=False):
+            _send(first, task)
+            busy[first] = task
         while busy:
             for line in wait(list(busy)):
                 if not isinstance(line, Connection):
@@ -58,7 +61,8 @@ def compute(tasks: Sequence[Task], jobs: int) -> Generator[CellResult, None, Non
                 task = busy.pop(line)
                 result = _receive(line, workers[line], task)
                 following = next(waiting, None)
-                if following is not None and _send(line, following):
+                if following is not None:
+                    _send(line, following)
                     busy[line] = following
                 yield result
 
@@ -88,12 +92,12 @@ def _started(count: int) -> Generator[dict[Connection, BaseProcess], None, None]
                 process.kill()
 
 
-def _send(line: Connection, task: Task) -> bool:
+def _send(line: Connection, task: Task) -> None:
     setting = task.cell.setting
     cell = [setting.model, setting.optimizer, setting.warmup, task.cell.arm, task.cell.workers, task.cell.seed]
     content = {"cell": cell, "recipe": dump_recipe(task.recipe), "ready": str(task.ready)}
-    line.send_bytes(json.dumps(content).encode())
-    return True
+    with suppress(OSError):  # the process has died: whoever waits for its answer says so
+        line.send_bytes(json.dumps(content).encode())
 
 
 def _receive(line: Connection, process: BaseProcess, task: Task) -> CellResult:
