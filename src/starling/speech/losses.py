@@ -2,18 +2,36 @@
 
 import math
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batches import Batch
-from starling.speech.features import LogMel, UtteranceSource
+from starling.speech.features import LogMel
 from starling.speech.models import ModelConfig
 from starling.speech.tokens import BLANK, Tokenizer
+
+
+class Transcripts(Protocol):
+    """What the check below needs to know of a set; `SpeechSet` knows it."""
+
+    @property
+    def sampling_rate(self) -> int: ...
+
+    @property
+    def durations(self) -> NDArray[np.float32]: ...
+
+    def __len__(self) -> int: ...
+
+    def id(self, index: int) -> str: ...
+
+    def text(self, index: int) -> str: ...
 
 
 class TooShort(NamedTuple):
@@ -42,7 +60,7 @@ def frames_needed(tokens: list[int]) -> int:
 
 
 def check_ctc_fits(
-    speech_set: UtteranceSource,
+    speech_set: Transcripts,
     tokenizer: Tokenizer,
     model: ModelConfig,
     features: LogMel,

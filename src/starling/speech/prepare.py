@@ -17,10 +17,12 @@ from pydantic import Field, field_validator, model_validator
 from starling.configuration import Config
 from starling.errors import DataError
 from starling.speech.chance import one_thread
-from starling.speech.checking import Checked, Checker, FilterConfig, TextStyle
+from starling.speech.check.config import CheckConfig
 from starling.speech.corpora import CorpusConfig, Utterance
+from starling.speech.left_out import left_out_of
 from starling.speech.store import FORMAT, SetSummary, SpeechSet, SpeechWriter, read_summary
 from starling.speech.strings import StringsConfig, copies_problem, join_strings, plan_strings
+from starling.speech.usable import Checked, Checker, FilterConfig, TextStyle
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a set, utterances done, and utterances in all (0: not known)."""
@@ -38,6 +40,8 @@ class DataConfig(Config):
     text: TextStyle = "upper"
     """Normaliser of transcripts; runs of spaces become one whichever is chosen."""
     filter: FilterConfig = FilterConfig()
+    check: CheckConfig = CheckConfig()
+    """What `starling check` looks for; changes nothing that is prepared."""
     strings: StringsConfig | None = None
     """Join recordings into strings, e.g. isolated digits into connected ones."""
     shard_size: int = Field(default=1000, ge=1)
@@ -113,6 +117,9 @@ def prepare(config: DataConfig, progress: Progress | None = None) -> Summary:
 def set_digest(config: DataConfig, name: str) -> str:
     """Digest of all settings that a set is made from; sets of other names do not change it."""
     settings = config.model_dump(mode="json", include={"sampling_rate", "text", "filter", "shard_size"})
+    del settings["filter"]["leave_out"]  # what it holds counts, not where it is
+    if left_out := left_out_of(config.filter.leave_out, name):
+        settings["left_out"] = sorted(left_out)
     corpus = config.corpus.model_dump(mode="json")
     corpus["sets"] = corpus["sets"][name]
     strings = config.strings.model_dump(mode="json") if config.strings else None
@@ -189,16 +196,17 @@ def _prepare_set(config: DataConfig, name: str, report: Progress) -> None:
 
 
 def _write_set(config: DataConfig, name: str, folder: Path, report: Progress) -> None:
-    checker = Checker(name, config.sampling_rate, config.text, config.filter)
+    left_out = left_out_of(config.filter.leave_out, name)
+    checker = Checker(name, config.sampling_rate, config.text, config.filter, left_out)
     utterances: Iterable[Utterance] = config.corpus.utterances(name)
     if config.strings is not None:
-        checked = _counted(checker.usable(utterances), utterances, f"{name} (checking)", report)
+        checked = counted(checker.usable(utterances), utterances, f"{name} (checking)", report)
         recordings = [checker.reread(utterance) for utterance, _ in checked]
         plans = plan_strings([each.speaker for each in recordings], config.strings, name)
         utterances = join_strings(recordings, plans, config.strings, config.sampling_rate)
         checker.seen.clear()
     with SpeechWriter(folder, name, config.sampling_rate, config.shard_size) as writer:
-        for utterance, audio in _counted(checker.usable(utterances), utterances, name, report):
+        for utterance, audio in counted(checker.usable(utterances), utterances, name, report):
             writer.write(utterance.id, utterance.speaker, utterance.text, audio)
         dropped = checker.finish()
         rows = "".join(f"{each.id}\t{each.seconds:.3f}\t{each.reason}\n" for each in dropped)
@@ -206,10 +214,10 @@ def _write_set(config: DataConfig, name: str, folder: Path, report: Progress) ->
         writer.finish(set_digest(config, name), len(dropped), sum(each.seconds for each in dropped))
 
 
-def _counted(
+def counted(
     usable: Iterable[Checked], utterances: Iterable[Utterance], label: str, report: Progress
 ) -> Iterator[Checked]:
-    """The usable utterances, reporting progress on the way."""
+    """The usable ones of some utterances, reporting progress under a label on the way."""
     total = len(utterances) if isinstance(utterances, Sequence) else 0
     done = 0
     for done, each in enumerate(usable, start=1):

@@ -1,9 +1,9 @@
 """Which utterances may be used: every check of ids, transcripts and audio, in one place."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Literal, Self
 
 import numpy as np
@@ -15,8 +15,11 @@ from pydantic import Field, model_validator
 from starling.configuration import Config
 from starling.errors import DataError
 from starling.speech.corpora import Audio, Utterance
+from starling.speech.left_out import LeftOut
 
 TextStyle = Literal["upper", "lower", "as-is"]
+Fault = Literal["left out", "id", "speaker", "transcript", "audio", "silence", "length"]
+"""What is wrong with an utterance that is not used."""
 Checked = tuple[Utterance, NDArray[np.float32]]
 LOUDEST = 4.0
 """Samples beyond this are not audio in -1..1 (a little over 1 is clipped)."""
@@ -34,6 +37,8 @@ class FilterConfig(Config):
     """What an unusable utterance does: end the preparation, or be skipped and counted."""
     max_skipped: float = Field(default=0.01, ge=0, le=1)
     """Largest share of a set that may be skipped as unusable."""
+    leave_out: Path | None = None
+    """A list of utterances to leave out, as `starling check --drop` writes it."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -50,18 +55,32 @@ class Dropped:
     seconds: float
     reason: str
     bad: bool
+    fault: Fault
 
 
 class _Unusable(Exception):  # noqa: N818 - never leaves this module
-    def __init__(self, reason: str, seconds: float = 0.0, bad: bool = True) -> None:
-        self.reason, self.seconds, self.bad = reason, seconds, bad
+    def __init__(self, reason: str, fault: Fault, seconds: float = 0.0, bad: bool = True) -> None:
+        self.reason, self.fault, self.seconds, self.bad = reason, fault, seconds, bad
+
+
+class _Silent(DataError):  # noqa: N818 - never leaves this module under its own name
+    """All samples are zero."""
 
 
 class Checker:
     """Checks the utterances of one set, and remembers which were dropped."""
 
-    def __init__(self, name: str, sampling_rate: int, style: TextStyle, limits: FilterConfig) -> None:
+    def __init__(
+        self,
+        name: str,
+        sampling_rate: int,
+        style: TextStyle,
+        limits: FilterConfig,
+        left_out: Mapping[str, LeftOut] | None = None,
+    ) -> None:
+        """`left_out` gives what is not wanted, by id."""
         self._name, self._rate, self._style, self._limits = name, sampling_rate, style, limits
+        self._left_out = left_out or {}
         self._total = 0
         self.dropped: list[Dropped] = []
         self.seen: set[str] = set()
@@ -75,6 +94,7 @@ class Checker:
         for utterance in utterances:
             self._total += 1
             try:
+                self._check_wanted(utterance)
                 clean = replace(utterance, text=self._checked_text(utterance), speaker=_speaker(utterance))
                 audio = self._checked_audio(utterance)
             except _Unusable as problem:
@@ -83,7 +103,7 @@ class Checker:
                         f"set {self._name}: utterance {utterance.id!r} ({utterance.origin}): {problem.reason}; "
                         f"correct it, or set data.filter.on_bad=skip"
                     ) from problem
-                self.dropped.append(Dropped(utterance.id, problem.seconds, problem.reason, problem.bad))
+                self.dropped.append(_dropped(utterance, problem))
                 continue
             self.seen.add(utterance.id)
             yield clean, audio
@@ -117,17 +137,21 @@ class Checker:
             raise DataError(f"set {self._name}: no utterance is left of {self._total}; the first dropped: {examples}")
         return self.dropped
 
+    def _check_wanted(self, utterance: Utterance) -> None:
+        if (item := self._left_out.get(utterance.id)) is not None:
+            raise _Unusable(f"left out: {item.reason}", "left out", item.seconds, bad=False)
+
     def _checked_text(self, utterance: Utterance) -> str:
         name = utterance.id
         _check_id(name)
         if name in self.seen:
-            raise _Unusable("its id is used twice")
+            raise _Unusable("its id is used twice", "id")
         text = " ".join(utterance.text.split())
         text = {"upper": text.upper(), "lower": text.lower(), "as-is": text}[self._style]
         if not text:
-            raise _Unusable("its transcript is empty")
+            raise _Unusable("its transcript is empty", "transcript")
         if not _encodes(text):
-            raise _Unusable("its transcript is not valid Unicode")
+            raise _Unusable("its transcript is not valid Unicode", "transcript")
         return text
 
     def _checked_audio(self, utterance: Utterance) -> NDArray[np.float32]:
@@ -136,12 +160,16 @@ class Checker:
             check_samples(samples)
             samples = resampled(samples, rate, self._rate)
         except DataError as error:
-            raise _Unusable(str(error)) from error
+            raise _Unusable(str(error), "silence" if isinstance(error, _Silent) else "audio") from error
         seconds = len(samples) / self._rate
         if not self._limits.min_seconds <= seconds <= self._limits.max_seconds:
             limits = f"{self._limits.min_seconds:g} to {self._limits.max_seconds:g} s"
-            raise _Unusable(f"lasts {seconds:.3f} s, kept are {limits}", seconds, bad=False)
+            raise _Unusable(f"lasts {seconds:.3f} s, kept are {limits}", "length", seconds, bad=False)
         return samples
+
+
+def _dropped(utterance: Utterance, problem: _Unusable) -> Dropped:
+    return Dropped(utterance.id, problem.seconds, problem.reason, problem.bad, problem.fault)
 
 
 def check_samples(samples: NDArray[np.float32]) -> None:
@@ -159,7 +187,7 @@ def check_samples(samples: NDArray[np.float32]) -> None:
     if peak > LOUDEST:
         raise DataError(f"the audio reaches {peak:g}, where -1 to 1 is full scale; rescale it")
     if peak == 0:
-        raise DataError(f"the audio is silent: all {len(samples)} samples are 0")
+        raise _Silent(f"the audio is silent: all {len(samples)} samples are 0")
 
 
 def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
@@ -189,14 +217,14 @@ def _check_id(name: str) -> None:
         or not {".", ".."}.isdisjoint(parts)
     ):
         raise _Unusable(
-            f"its id is not usable: 1 to {MAX_ID_BYTES} bytes, no spaces, control characters, '..' or leading '/'"
+            f"its id is not usable: 1 to {MAX_ID_BYTES} bytes, no spaces, control characters, '..' or leading '/'", "id"
         )
 
 
 def _speaker(utterance: Utterance) -> str:
     speaker = "_".join(utterance.speaker.split())
     if not _encodes(speaker):
-        raise _Unusable("its speaker is not valid Unicode")
+        raise _Unusable("its speaker is not valid Unicode", "speaker")
     return speaker or "unknown"
 
 

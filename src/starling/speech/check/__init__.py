@@ -1,0 +1,1 @@
+"""Checking a corpus: faults, duplicates, and overlap between training and test."""

@@ -1,0 +1,178 @@
+"""What utterances share with each other: audio, texts, speakers."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from starling.speech.check.collect import Line, Record
+from starling.speech.check.config import CheckConfig, Kind
+from starling.speech.check.findings import Finding
+from starling.speech.check.sound import likeness
+from starling.speech.check.texts import Near, near_texts
+from starling.speech.corpora import Audio
+
+Told = Callable[[int, int], None]
+"""Called with how many are done, and how many there are."""
+Group = list[int]
+"""Places of utterances of one set that are the same, in order."""
+_ENVELOPE_DB = 4.0  # beyond this mean difference, waveforms need no comparing; MP3 of a digit at 8 kHz made 3.4
+_MOST_COMPARED = 5  # waveforms one is compared with, of the nearest envelopes: what bounds the time
+
+
+def shared_audio(records: Sequence[Record], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
+    """Utterances whose decoded audio is that of another, or alike where text and length are the same.
+
+    Inside a set, all but the first; between training and a held-out set, those of either side.
+    """
+    groups: dict[bytes, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
+    for place, record in enumerate(records):
+        groups[record.sound.digest][record.set].append(place)
+    overlaps = []
+    for by_set in groups.values():
+        for places in by_set.values():
+            for place in places[1:]:
+                yield _shared(records, "same-audio", place, places[0])
+        overlaps += [
+            (by_set[train], places, 1.0) for name, places in by_set.items() if train in by_set and name != train
+        ]
+    later_of: dict[int, Finding] = {}
+    for first, second, value in _alike(records, groups.values(), train, config, told):
+        name, other = records[first[0]].set, records[second[0]].set
+        if name == other:
+            earlier, later = sorted((first[0], second[0]))
+            found = _shared(records, "same-text-and-length", later, earlier, value, config.alike)
+            later_of.setdefault(later, found)
+        else:
+            overlaps.append((first, second, value) if name == train else (second, first, value))
+    yield from later_of.values()
+    seen: set[tuple[int, str]] = set()
+    for ours, theirs, value in overlaps:
+        for places, others in ((ours, theirs), (theirs, ours)):
+            for place in places:
+                key = (place, records[others[0]].set)
+                if key not in seen:
+                    seen.add(key)
+                    yield _shared(records, "overlap-audio", place, others[0], value, config.alike)
+
+
+def shared_texts(lines: Sequence[Line], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
+    """Near-duplicates of texts inside a set, and equal or near ones in training and in a held-out set."""
+    texts: dict[str, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
+    for place, line in enumerate(lines):
+        texts[line.text][line.set].append(place)
+    held_out = dict.fromkeys(line.set for line in lines if line.set != train)
+    groups = [dict(by_set) for by_set in texts.values()]
+    for here, near in zip(groups, near_texts(list(texts), config.similarity, config.ngram, told), strict=True):
+        nearest_first = sorted(near, key=lambda each: -each[1])
+        for name, places in here.items():
+            yield from _near_inside(lines, name, places, groups, nearest_first, config.similarity)
+            for other in held_out if name == train else [train]:
+                yield from _near_across(lines, other, here, places, groups, nearest_first, config.similarity)
+
+
+def shared_speakers(records: Sequence[Record], train: str) -> Iterator[Finding]:
+    """Speakers of the training set who speak in a held-out set; one finding for each and each such set."""
+    spoken: dict[str, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
+    for place, record in enumerate(records):
+        if record.speaker != "unknown":
+            spoken[record.speaker][record.set].append(place)
+    for speaker, by_set in spoken.items():
+        if ours := by_set.get(train):
+            for places in (places for name, places in by_set.items() if name != train):
+                first, other = records[places[0]], records[ours[0]]
+                detail = f"{speaker}: {len(places)} utterances in {first.set}, {len(ours)} in {train}"
+                yield Finding("overlap-speaker", first.set, first.id, train, other.id, len(places), 0, detail)
+
+
+def _near_inside(
+    lines: Sequence[Line], name: str, places: Group, groups: Sequence[Mapping[str, Group]], near: Near, limit: float
+) -> Iterator[Finding]:
+    """Every utterance of set `name` at `places`, of one text, whose text was there before or nearly so."""
+    for group, value in near:
+        if (other := groups[group].get(name)) and other[0] < places[0]:
+            yield _shared(lines, "near-text", places[0], other[0], value, limit)
+            break
+    for place in places[1:]:
+        yield _shared(lines, "near-text", place, places[0], 1.0, limit)
+
+
+def _near_across(
+    lines: Sequence[Line],
+    other: str,
+    here: Mapping[str, Group],
+    places: Group,
+    groups: Sequence[Mapping[str, Group]],
+    near: Near,
+    limit: float,
+) -> Iterator[Finding]:
+    """Every utterance at `places`, of one text, whose text is in set `other` too, or nearly so."""
+    if theirs := here.get(other):
+        for place in places:
+            yield _shared(lines, "overlap-text", place, theirs[0], 1.0)
+        return
+    for group, value in near:
+        if theirs := groups[group].get(other):
+            for place in places:
+                yield _shared(lines, "overlap-near-text", place, theirs[0], value, limit)
+            return
+
+
+def _alike(
+    records: Sequence[Record], groups: Iterable[Mapping[str, Group]], train: str, config: CheckConfig, told: Told
+) -> Iterator[tuple[Group, Group, float]]:
+    """Pairs of groups, of one text and length, that are one recording though their samples differ.
+
+    Text and length alone say little: of 3,000 spoken digits, 13,701 pairs of one speaker and digit are equal in
+    length to 20 ms, and none is a copy. So envelopes must be near each other, and then the waveforms.
+    """
+    by_text: dict[str, list[Group]] = defaultdict(list)
+    for by_set in groups:
+        for places in by_set.values():
+            by_text[records[places[0]].text].append(places)
+    done = 0
+    for candidates in by_text.values():
+        if len(candidates) > 1:
+            yield from _alike_of_one_text(records, candidates, train, config)
+        done += sum(map(len, candidates))
+        told(done, len(records))
+
+
+def _alike_of_one_text(
+    records: Sequence[Record], groups: list[Group], train: str, config: CheckConfig
+) -> Iterator[tuple[Group, Group, float]]:
+    groups = sorted(groups, key=lambda places: records[places[0]].sound.seconds)
+    members = [records[places[0]] for places in groups]
+    seconds = np.array([each.sound.seconds for each in members])
+    envelopes = np.stack([np.frombuffer(each.sound.envelope, np.int8) for each in members]).astype(np.int16)
+    ends = np.searchsorted(seconds, seconds + config.length_tolerance + 1e-9, side="right")
+    for i, first in enumerate(members):
+        others = range(i + 1, int(ends[i]))
+        distances = np.abs(envelopes[others.start : others.stop] - envelopes[i]).mean(axis=1) / 2  # dB
+        audio: Audio | None = None
+        compared = 0
+        for j in (others[int(place)] for place in np.argsort(distances, kind="stable")):
+            if distances[j - others.start] > _ENVELOPE_DB or compared == _MOST_COMPARED:
+                break
+            second = members[j]
+            alone = first.set != second.set and train not in (first.set, second.set)
+            if alone or first.sound.digest == second.sound.digest:
+                continue
+            compared += 1
+            audio = audio or first.read()
+            value = likeness(audio, second.read(), config.length_tolerance)
+            if value >= config.alike:
+                yield groups[i], groups[j], value
+
+
+def _shared(
+    items: Sequence[Record] | Sequence[Line],
+    kind: Kind,
+    place: int,
+    other: int,
+    value: float | None = None,
+    limit: float | None = None,
+) -> Finding:
+    own, theirs = items[place], items[other]
+    seconds = own.sound.seconds if isinstance(own, Record) else own.seconds
+    return Finding(kind, own.set, own.id, theirs.set, theirs.id, value, limit, seconds=seconds)

@@ -1,0 +1,124 @@
+"""What a check has found, and the lists that keep it."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from starling.errors import DataError
+from starling.speech.check.config import OVERLAPS, SEEN_IN_TRAINING, CheckConfig, Kind
+from starling.speech.left_out import LeftOut
+from starling.speech.tables import read_table, replace_file, write_table
+
+FORMAT = 1
+_HEADER = ("kind", "set", "id", "other_set", "other_id", "value", "limit", "detail")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with an utterance, or that it shares with another.
+
+    `value` is what was measured and `limit` what it was compared with, where there are such numbers.
+    """
+
+    kind: Kind
+    set: str
+    id: str
+    other_set: str = ""
+    other_id: str = ""
+    value: float | None = None
+    limit: float | None = None
+    detail: str = ""
+    seconds: float = 0.0
+    """Length of the utterance."""
+    droppable: bool = True
+    """False where leaving out its id would leave out another utterance too."""
+
+
+@dataclass(frozen=True)
+class SetSize:
+    """What was looked at in one set, and the digest of the settings that it is made from."""
+
+    name: str
+    utterances: int
+    seconds: float
+    digest: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings about the sets of a corpus."""
+
+    train: str
+    sets: tuple[SetSize, ...]
+    findings: tuple[Finding, ...]
+
+    def count(self, kind: Kind, set_name: str) -> int:
+        """How many findings of a kind a set has."""
+        return sum(each.kind == kind and each.set == set_name for each in self.findings)
+
+
+def list_path(folder: Path) -> Path:
+    """Where the findings about the data in `folder` are listed."""
+    return folder / "check.tsv"
+
+
+def write_report(folder: Path, report: Report) -> Path:
+    """Write the list of findings, and beside it, last, of which data they are; returns the list's path."""
+    path, stamp = list_path(folder), _stamp(folder)
+    try:
+        stamp.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"{stamp}: cannot be replaced: {error}") from error
+    write_table(path, _HEADER, map(_row, report.findings))
+    content = {"format": FORMAT, "train": report.train, "sets": {each.name: each.digest for each in report.sets}}
+    replace_file(stamp, json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def seen_in_training(folder: Path, train: str, test: str, digests: tuple[str, str]) -> frozenset[str] | None:
+    """Utterances of set `test` with a near-duplicate in set `train`; None when no check of the two is in `folder`.
+
+    `digests` are those of the two sets now.
+
+    Raises:
+        DataError: the check is of other data, or damaged.
+    """
+    try:
+        content = json.loads(_stamp(folder).read_text(encoding="utf-8"))
+        checked = content["sets"] if content["format"] == FORMAT and content["train"] == train else {}
+        own = (checked.get(train), checked.get(test))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{_stamp(folder)}: cannot be read ({error}); run `starling check` again") from error
+    if test == train or None in own:
+        return None
+    if own != digests:
+        raise DataError(f"{list_path(folder)} is of other data than these; run `starling check` again")
+    rows = (row for _, row in read_table(list_path(folder), _HEADER) if row["kind"] in SEEN_IN_TRAINING)
+    return frozenset(row["id"] for row in rows if (row["set"], row["other_set"]) == (test, train))
+
+
+def to_drop(report: Report, config: CheckConfig, earlier: Iterable[LeftOut] = ()) -> list[LeftOut]:
+    """What is to be left out from now on: the `earlier` ones, and what was found, each utterance once.
+
+    Of duplicates the first of a set stays; of overlaps only the training side goes.
+    """
+    items = {(item.set, item.id): item for item in earlier}
+    for each in report.findings:
+        only_train = config.drop_from == "train" or each.kind in OVERLAPS
+        if each.kind in config.drop and each.droppable and (each.set == report.train or not only_train):
+            like = f" of {each.other_id} in {each.other_set}" if each.other_id else ""
+            item = LeftOut(each.set, each.id, each.seconds, f"{each.kind}{like}")
+            items.setdefault((item.set, item.id), item)
+    return list(items.values())
+
+
+def _stamp(folder: Path) -> Path:
+    return folder / "check.json"
+
+
+def _row(each: Finding) -> Sequence[str]:
+    numbers = ["" if number is None else f"{number:.6g}" for number in (each.value, each.limit)]
+    return (each.kind, each.set, each.id, each.other_set, each.other_id, *numbers, each.detail)

@@ -1,0 +1,61 @@
+"""Tab-separated lists that Starling writes and reads again."""
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from starling.errors import DataError
+from starling.speech.corpora.lines import read_lines
+
+
+def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a list as a whole or not at all.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    text = io.StringIO()
+    table = csv.writer(text, dialect="excel-tab", lineterminator="\n")
+    table.writerow(header)
+    table.writerows(rows)
+    replace_file(path, text.getvalue())
+
+
+def read_table(path: Path, header: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line and fields of every row.
+
+    Raises:
+        DataError: missing, not such a list, or beyond the limits of `read_lines`.
+    """
+    rows = csv.reader((line + "\n" for _, line in read_lines(path)), dialect="excel-tab", strict=True)
+    try:
+        first = next(rows, [])
+        if first != list(header):
+            raise DataError(f"{path}: its columns are {', '.join(first) or 'none'}; expected are {', '.join(header)}")
+        for row in rows:
+            if len(row) != len(header):
+                raise DataError(f"{path}:{rows.line_num}: {len(row)} columns, the header has {len(header)}")
+            yield rows.line_num, dict(zip(header, row, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path}:{rows.line_num}: not a tab-separated list: {error}") from error
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a text file as a whole or not at all.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DataError(f"{path}: cannot be written: {error}; make room there, or set another folder") from error
