@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from starling.cli import app
 from starling.strategies import STRATEGIES
 
-COMMANDS = ("prepare", "train", "simulate", "evaluate", "transcribe", "strategies")
+COMMANDS = ("prepare", "check", "train", "simulate", "evaluate", "transcribe", "strategies")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -55,6 +55,7 @@ def test_help_does_not_load_torch() -> None:
         (["train", "r.yaml", "learnrs=2"], 2, "learnrs: unknown key; did you mean learners?"),
         (["simulate", "r.yaml", "learners"], 2, "must have the form key=value"),
         (["prepare", "r.yaml"], 5, "corpus not found"),
+        (["check", "r.yaml"], 5, "corpus not found"),
         (["train", "r.yaml"], 5, "corpus not found"),
         (["evaluate", "exp/absent"], 6, "exp/absent is not an experiment"),
         (["transcribe", "exp/absent", "a.wav"], 6, "exp/absent is not an experiment"),

@@ -69,6 +69,26 @@ def prepare(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = 
         typer.echo(preparation.describe(summary))
 
 
+@app.command(epilog="Example: [bold]starling check recipes/demo.yaml data.check.silence_db=-50[/bold]")
+def check(
+    data: Annotated[
+        Path,
+        typer.Argument(metavar="DATA", help="A recipe, or a folder that was prepared from one.", show_default=False),
+    ],
+    overrides: Overrides = None,
+    drop: Annotated[bool, typer.Option("--drop", help="List what to leave out, for data.filter.leave_out.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 5 if anything is found.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Find faults, duplicates, and overlap between training and test, in a corpus; list them in check.tsv."""
+    with _errors(debug):
+        from rich.console import Console
+
+        from starling.experiment import check
+
+        check.check(data, overrides or (), drop, strict, typer.echo, Console(), _console())
+
+
 @app.command(epilog="Example: [bold]starling train recipes/fsdd.yaml learners=2 strategy=delay-by-one[/bold]")
 def train(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train with several learner processes, and score the test sets.

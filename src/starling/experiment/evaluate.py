@@ -1,6 +1,6 @@
 """Scoring the sets of an experiment, and transcribing files, with its newest consensus model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,11 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.job import use_threads
 from starling.experiment.recipe import Recipe, load_recipe
 from starling.report.progress import Bars, Say
+from starling.speech.check.findings import seen_in_training
 from starling.speech.corpora.audio import read_audio
-from starling.speech.prepare import prepare
+from starling.speech.prepare import DataConfig, prepare, set_digest
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring import write_score_files
+from starling.speech.scoring import line_of_unseen, write_score_files
 from starling.speech.store import SpeechSet
 
 
@@ -42,8 +43,9 @@ def evaluate(experiment: Path, sets: Sequence[str] | None, tell: Say, console: C
             speech_set = SpeechSet.open(recipe.data.set_folder(name))
             hypotheses = recogniser.recognise(speech_set, progress=partial(bars, f"decoding {name}"))
         references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
-        score = write_score_files(folder.decode, name, references, hypotheses, recipe.data.text)
-        for line in (name, *score.lines()):
+        remarks = _unseen(recipe.data, name, references, hypotheses)
+        score = write_score_files(folder.decode, name, references, hypotheses, recipe.data.text, remarks)
+        for line in (name, *score.lines(), *remarks):
             tell(line)
 
 
@@ -85,6 +87,17 @@ def _check_set(recipe: Recipe, name: str) -> None:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"set {name!r} is not in data.corpus.sets; {hint}known are {', '.join(known)}")
+
+
+def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypotheses: Mapping[str, str]) -> list[str]:
+    """The score without what is nearly in training too, where `starling check` has found such; or why there is none."""
+    try:
+        digests = set_digest(data, data.train), set_digest(data, name)
+        seen = seen_in_training(data.folder, data.train, name, digests)
+    except DataError as error:
+        return [f"no score without near-duplicates of training: {error}"]
+    line = line_of_unseen(references, hypotheses, seen or ())
+    return [] if line is None else [line]
 
 
 def _read_all_channels(file: Path) -> tuple[NDArray[np.float32], int]:

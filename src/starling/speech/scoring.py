@@ -1,7 +1,7 @@
 """Error rates as speech people write them, and the files that show every error."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +99,18 @@ def score(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> Score
     )
 
 
+def line_of_unseen(references: Mapping[str, str], hypotheses: Mapping[str, str], seen: Collection[str]) -> str | None:
+    """The %WER line without the utterances that have a near-duplicate in training; None where there are none."""
+    unseen = {name: text for name, text in references.items() if name not in seen}
+    without = len(references) - len(unseen)
+    if not without:
+        return None
+    if not unseen:
+        return f"all {without} utterances have a near-duplicate in training: none is left to score without"
+    result = score(unseen, {name: text for name, text in hypotheses.items() if name in unseen})
+    return f"{result.lines()[0]}, without {without} utterances that have a near-duplicate in training"
+
+
 def align(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[str, Alignment]:
     """The word alignment of every utterance; an utterance without a hypothesis is all deletions."""
     return {
@@ -108,11 +120,17 @@ def align(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[
 
 
 def write_score_files(
-    folder: Path, set_name: str, references: Mapping[str, str], hypotheses: Mapping[str, str], normaliser: str
+    folder: Path,
+    set_name: str,
+    references: Mapping[str, str],
+    hypotheses: Mapping[str, str],
+    normaliser: str,
+    remarks: Sequence[str] = (),
 ) -> Score:
     """Score a set and write `recogs-`, `errs-` and `wer-summary-<set_name>.txt` into `folder`.
 
-    `normaliser` names what was done to the texts before. Raises DataError as `score` does.
+    `normaliser` names what was done to the texts before; `remarks` stand below the scores. Raises DataError as
+    `score` does.
     """
     result = score(references, hypotheses)
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +138,7 @@ def write_score_files(
         f"{name}:\tref={text.split()}\n{name}:\thyp={hypotheses.get(name, '').split()}\n"
         for name, text in references.items()
     )
-    summary = [f"set {set_name}, text normaliser: {normaliser}", *result.lines()]
+    summary = [f"set {set_name}, text normaliser: {normaliser}", *result.lines(), *remarks]
     errors = [*summary, "", *_error_lines(align(references, hypotheses))]
     (folder / f"recogs-{set_name}.txt").write_text(recogs, encoding="utf-8")
     (folder / f"errs-{set_name}.txt").write_text("\n".join(errors) + "\n", encoding="utf-8")

@@ -164,7 +164,7 @@ def _faults(record: Record, config: CheckConfig) -> Iterator[Finding]:
     sound = record.sound
     finding = partial(Finding, set=record.set, id=record.id, seconds=sound.seconds)
     if sound.level_db < config.silence_db:
-        yield finding(kind="silence", value=sound.level_db, limit=config.silence_db, detail="dB")
+        yield finding(kind="silence", value=sound.level_db, limit=config.silence_db, detail="dB, root mean square")
     if sound.clipped >= config.clipped:
         yield finding(kind="clipping", value=sound.clipped, limit=config.clipped, detail="of the samples at full scale")
     low, high = config.seconds_per_character
