@@ -41,7 +41,8 @@ def _hurt(outcomes: Outcomes, first: Side, second: Side, workers: int) -> Iterat
     if not any(learned_any(outcomes, side, "asynchronous", workers) for side in (first, second)):
         yield f"under plain asynchronous updates neither {first.label} nor {second.label} learned"
         return
-    means = [estimate(list(each.values())).mean for each in lost]
+    common = lost[0].keys() & lost[1].keys()
+    means = [estimate([each[seed] for seed in common]).mean for each in lost]
     said = verdict(found, f"{second.label} is hurt more", f"{first.label} is hurt more")
     yield (
         f"plain asynchronous updates cost {first.label} {means[0]:.1f} points and {second.label} {means[1]:.1f}; {said}"
@@ -53,7 +54,8 @@ def _restored(outcomes: Outcomes, side: Side, workers: int) -> Iterator[str]:
     won, left = difference(plain, summed), difference(one, summed)
     if won is None or left is None:
         return
-    means = [estimate(list(each.values())).mean for each in (plain, summed, one)]
+    common = plain.keys() & summed.keys() & one.keys()
+    means = [estimate([each[seed] for seed in common]).mean for each in (plain, summed, one)]
     rates = f"summing takes {means[0]:.1f} % wrong to {means[1]:.1f}, where one learner has {means[2]:.1f}"
     if not any(learned_any(outcomes, side, arm, workers) for arm in ("asynchronous", "summed")):
         yield f"{rates}; neither asynchronous arm learned"

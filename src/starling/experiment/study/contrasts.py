@@ -61,7 +61,8 @@ def _contrast(outcomes: Outcomes, contrast: Contrast) -> Iterator[str]:
                 continue
             first, second = contrast.first.label, contrast.second.label
             what = f"`{arm}`, {workers} workers, {contrast.same}"
-            means = [f"{estimate(list(loss.values())).mean:+.1f}" for loss in lost]
+            common = lost[0].keys() & lost[1].keys()
+            means = [f"{estimate([loss[seed] for seed in common]).mean:+.1f}" for loss in lost]
             if not any(learned_any(outcomes, side, arm, workers) for side in (contrast.first, contrast.second)):
                 said = "neither learned, so that the losses say nothing"
             else:
