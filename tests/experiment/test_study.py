@@ -17,7 +17,6 @@ import yaml
 from rich.console import Console
 
 from starling.errors import ConfigError, DataError, StarlingError
-from starling.experiment.study.cell import late_on_purpose, mean_staleness
 from starling.experiment.study.config import check_study, load_study
 from starling.experiment.study.grid import cells, recipe_of
 from starling.experiment.study.results import CellResult, ResultFolder
@@ -186,13 +185,3 @@ def test_a_folder_that_cannot_be_written_is_named(studied: Tree, tmp_path: Path)
     (tmp_path / "exp").write_text("in the way")
     with pytest.raises(ConfigError, match="cannot be written"):
         run(studied)
-
-
-def test_the_staleness_of_gradients_that_are_late_on_purpose_is_that_of_the_definition(studied: Tree) -> None:
-    """Gradient i is taken after max(0, i - d) steps and makes step i: min(i, d) changes lie between."""
-    study = check_study(studied, "s.yaml")
-    recipes = {cell.arm: recipe_of(study, cell) for cell in cells(study.grid)}
-    staleness = late_on_purpose(recipes["delay"], 12)
-    assert staleness == {0: 1, 1: 1, 2: 10}
-    assert mean_staleness(staleness) == 21 / 12
-    assert not late_on_purpose(recipes["asynchronous"], 12)

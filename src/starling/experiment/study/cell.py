@@ -25,7 +25,6 @@ from starling.experiment.study.results import NOTHING_RECOGNISED, CellResult
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring import score
 from starling.speech.store import SpeechSet
-from starling.strategies.delayed import DelayOptions
 
 CURVE_POINTS = 50
 LAST = 0.9
@@ -80,7 +79,6 @@ def run_cell(recipe: Recipe, cell: Cell, ready: Path, memory: Memory) -> CellRes
         diverged, seconds = not bool(torch.isfinite(weights).all()), outcome.seconds
     except NonFiniteError:
         weights, diverged, seconds = torch.empty(0), True, watcher.seconds
-    staleness = late_on_purpose(recipe, watcher.num_gradients) or watcher.staleness
     errors, words = (0, 0) if diverged else _score(recipe, folder, weights)
     result = partial(
         CellResult,
@@ -101,22 +99,11 @@ def run_cell(recipe: Recipe, cell: Cell, ready: Path, memory: Memory) -> CellRes
         curve=watcher.curve(),
         num_gradients=watcher.num_gradients,
         num_steps=_num_steps(cell, watcher.num_gradients),
-        mean_staleness=mean_staleness(staleness),
-        largest_staleness=max(staleness, default=0),
+        mean_staleness=mean_staleness(watcher.staleness),
+        largest_staleness=max(watcher.staleness, default=0),
         simulated_seconds=seconds,
         cpu_seconds=time.process_time() - begin,
     )
-
-
-def late_on_purpose(recipe: Recipe, num_gradients: int) -> Counter[int]:
-    """How many gradients had which staleness under `delayed`, by its definition; nothing under other strategies.
-
-    An engine counts what happened to the weights since a learner's newest gradient, not since the one it kept back.
-    """
-    options = recipe.strategy.options
-    if not isinstance(options, DelayOptions):
-        return Counter()
-    return Counter(min(number, options.delay) for number in range(num_gradients))
 
 
 def mean_staleness(staleness: Counter[int]) -> float:
