@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from starling.errors import DataError
 from starling.experiment.recipe_file import read_recipe
-from starling.speech.usable import resampled
 from starling.speech.prepare import DataConfig, Summary, describe, prepare, set_digest
 from starling.speech.store import SpeechSet
+from starling.speech.usable import resampled
 
 _RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
