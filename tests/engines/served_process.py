@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -23,27 +22,28 @@ KILLED_AT = 40
 
 
 class Killing(ConstantGradient):
-    """Whoever loads a certain mini-batch kills the victim, were it itself."""
+    """Whoever loads a certain mini-batch sends the victim a signal, were it itself."""
 
-    def __init__(self, store: Store, victim: int) -> None:
+    def __init__(self, store: Store, victim: int, number: int) -> None:
         super().__init__(dimensions=1000)
-        self._store, self._victim = store, victim
+        self._store, self._victim, self._number = store, victim, number
 
     def load(self, ticket: Ticket) -> Sequence[Points]:
         if ticket.step == KILLED_AT:
             self._store.set("fired", "")
-            os.kill(int(self._store.get(f"pid/{self._victim}")), signal.SIGKILL)
+            os.kill(int(self._store.get(f"pid/{self._victim}")), self._number)
         return super().load(ticket)
 
 
-def main(strategy: str, options: str, victim: str) -> None:
+def main(strategy: str, options: str, victim: str, number: str = "9", timeout_seconds: str = "60") -> None:
     torch.set_num_threads(1)
     place = find_place()
     place.store.set(f"pid/{place.rank}", str(os.getpid()))
     chosen = find_strategy(strategy)
     checked = chosen.options.model_validate(json.loads(options))
-    job = Job(Killing(place.store, int(victim)), chosen, Budget(steps=5000), adam(0.01), options=checked)
-    run_learner(job, place, torch.device("cpu"), "", Silence(), timeout_seconds=60.0)
+    workload = Killing(place.store, int(victim), int(number))
+    job = Job(workload, chosen, Budget(steps=5000), adam(0.01), options=checked)
+    run_learner(job, place, torch.device("cpu"), "", Silence(), timeout_seconds=float(timeout_seconds))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ SERVED: dict[str, dict[str, Any]] = {
         "steps": {"0": 4, "1": 40},
     },
     "hogwild": {"strategy": "hogwild"},
+    "hogwild-uneven": {"strategy": "hogwild", "steps": {"0": 4, "1": 30}, "asks": 1},
 }
 CASES: dict[str, dict[str, Any]] = {
     "allreduce": {"strategy": "allreduce"},
@@ -186,7 +187,7 @@ def test_statistics_count_what_happened(world: int, joined: Runner) -> None:
             steps, _, staleness, sent = each["stats"].tolist()
             assert steps == CASES[name].get("steps", {}).get(str(rank), STEPS)
             assert steps == staleness or name in SERVED
-            assert sent > 0 or name == "hogwild"
+            assert sent > 0 or "hogwild" in name
             assert (each["seconds"] >= 0.0).all()
         assert len({int(each["stats"][1]) for each in outcomes}) == 1, name
     assert int(joined(world)["last-has-many"][0]["stats"][1]) > 0
@@ -201,8 +202,9 @@ def test_loops_that_share_a_model_end_with_it(name: str, world: int, joined: Run
     assert not torch.equal(outcomes[0]["weights"], outcomes[0]["start"])
     steps, _, staleness, _ = torch.stack([each["stats"] for each in outcomes]).sum(dim=0).tolist()
     assert staleness == steps * SERVED[name].get("options", {}).get("shards", 1)
-    if name == "server-hybrid":  # nobody is ahead when anybody asks: what servers keep is what all have
-        for each in outcomes:
+    if name == "server-hybrid" or (name == "hogwild-uneven" and world == 2):
+        # nobody makes a step after the last asks: what servers keep, or all share, is what all end with
+        for each in [each for each in outcomes if "consensus" in each]:
             torch.testing.assert_close(each["consensus"], each["weights"])
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,38 @@ def test_survivors_of_a_server_or_a_worker_name_it_and_end(strategy: str, option
     for rank in {0, 1, 2} - {victim}:
         assert learners[rank].returncode == 1
         assert f"PeerLost: learner {rank} lost learner {victim}" in logs[rank], logs[rank]
+
+
+@pytest.mark.parametrize(
+    ("options", "victim"),
+    [({"servers": "own", "staleness_bound": 1}, 1), ({"update": "hybrid"}, 0)],
+    ids=["worker", "server"],
+)
+def test_one_that_stands_still_beyond_the_time_out_is_named_and_nobody_is_left(
+    options: dict[str, Any], victim: int
+) -> None:
+    """SIGSTOP: all others end, servers included, and the blame does not fall on who waited for it, too."""
+    with loopback_store() as port:
+        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        learners = [
+            subprocess.Popen(
+                [*command("parameter-server", options, victim), str(int(signal.SIGSTOP)), "5"],
+                env={**os.environ, **place, "RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(3)
+        ]
+        try:
+            logs = {rank: learners[rank].communicate(timeout=60)[1] for rank in {0, 1, 2} - {victim}}
+            assert learners[victim].poll() is None
+        finally:
+            for learner in learners:
+                learner.kill()
+                learner.wait()
+    for rank, log in logs.items():
+        assert learners[rank].returncode == 1
+        assert f"PeerLost: learner {rank} lost learner {victim}" in log, log
 
 
 def test_under_the_launcher_the_cause_is_the_death(tmp_path: Path) -> None:

@@ -82,7 +82,10 @@ class Checkpoint:
         former = self.learner(rank % before)
         shards = self._shards() | {(shard.start, shard.stop): shard for shard in former.shards}
         start = replace(former, minutes=self.manifest.minutes, shards=tuple(shards.values()))
-        return start if world == before else replace(start, rank=rank, world=world, weights=self.consensus())
+        if world == before:
+            return start
+        buffers = former.buffers if former.is_worker else self.learner(0).buffers  # a server's are those of the start
+        return replace(start, rank=rank, world=world, weights=self.consensus(), buffers=buffers)
 
     def _shards(self) -> dict[tuple[int, int], ShardState]:
         """What all learners together kept, by place; of what several kept, the first one's."""

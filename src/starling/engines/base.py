@@ -1,5 +1,6 @@
 """What is the same for every learner, wherever it lives: its weights, its optimizer, its errors."""
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -25,6 +26,7 @@ class ReplicaLearner(Learner):
     def __init__(self, rank: int, world: int, seed: int, teams: Teams, replica: Replica) -> None:
         self.replica = replica
         self.teams = teams
+        self.counting = threading.Lock()  # between the background, which counts, and the end of an epoch
         self.shards: list[HeldShard] = []
         self.saved_shards: dict[tuple[int, int], ShardState] = {}
         """What a checkpoint holds of the model, by place."""
@@ -91,7 +93,7 @@ class ReplicaLearner(Learner):
         """Take a shard into this learner's state; its optimizer goes on from the checkpoint, if there is one."""
         place = (shard.piece.start, shard.piece.stop)
         if place in self.saved_shards:
-            shard.restore(self.saved_shards[place])
+            shard.restore(self.saved_shards.pop(place))
         elif self.saved_shards:
             raise CheckpointError(
                 f"learner {self._rank}: the checkpoint holds the model in pieces {sorted(self.saved_shards)}, none of "

@@ -48,6 +48,7 @@ class DropInLearner(PeerLearner):
         self.num_steps = 0
         self.consensus_distance: float | None = None
         self._strategy = strategy
+        self._num_groups = len(replica.optimizer.param_groups)
         self._steps_begun, self._is_over = 0, False
         self._resumed_at = 0.0
         self._all_over = threading.Event()  # all have closed, or something failed
@@ -69,7 +70,13 @@ class DropInLearner(PeerLearner):
 
     @property
     def stamp(self) -> Tensor:
-        return torch.tensor([float(group["lr"]) for group in self.replica.optimizer.param_groups], dtype=torch.float64)
+        rates = [float(group["lr"]) for group in self.replica.optimizer.param_groups]
+        if len(rates) != self._num_groups:
+            raise ProtocolError(
+                f"learner {self._rank}: its optimizer had {self._num_groups} parameter groups when it joined and has "
+                f"{len(rates)} now; add groups before starling.join"
+            )
+        return torch.tensor(rates, dtype=torch.float64)
 
     @property
     def num_gradients(self) -> int:
@@ -179,9 +186,11 @@ class DropInLearner(PeerLearner):
                 self._coroutine.throw(LoopEnded())
             if self._attendant is not None:
                 self._attendant.announce("closed", self._steps_begun)
-                farewell = Worker("starling-farewell").submit(self._farewell)
+                farewell = Worker("starling-farewell")
+                met = farewell.submit(self._farewell)
                 self._wait_for_all(self._attendant)
-                self._release.wait(farewell)
+                self._release.wait(met)
+                farewell.close()
             with suppress(StopIteration):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
@@ -250,8 +259,8 @@ class DropInLearner(PeerLearner):
         brought = self.replica.contribution()
         if self._strategy.is_served:  # the model is what servers keep: everybody brings that alone
             brought[: len(self.weights)] = 0.0
-            for shard in self.shards:
-                brought[shard.piece] = self._world * shard.state().weights
+        for shard in self.shards:
+            brought[shard.piece] = shard.copy() * (self._world if self._strategy.is_served else 1)
         return self.num_steps, brought
 
     def _own_weights(self) -> Tensor:
@@ -327,9 +336,7 @@ class DropInLearner(PeerLearner):
             self.fail(named)
 
     def _may_be_released(self, is_behind: bool) -> bool:
-        if self._world == 1:
-            return super()._may_be_released(is_behind)
-        return not self._by_nccl
+        return self._world > 1 or super()._may_be_released(is_behind)
 
     def _lost_ones(self, suspect: int | None) -> str:
         if self._attendant is None:

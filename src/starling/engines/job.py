@@ -83,7 +83,8 @@ class Averaging:
     bytes_sent: int = 0
     """To other learners; of a collective, what it sends as a ring."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """Gradients by the number of changes made to the weights between their being read for the gradient and the step."""
+    """Gradients by the number of changes made to the weights between their being read for the gradient and the step; of
+    weights that servers keep, counted by each server."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,8 @@ class JoinedLearner:
                 strategy=strategy.name,
                 num_parameters=len(replica.weights),
                 dtype=str(replica.weights.dtype),
-                configuration=f"{options.model_dump_json()}, seed {seed}, model {_digest(model)}",
+                configuration=f"{options.model_dump_json()}, seed {seed}, model {_digest(model)}, "
+                f"{len(optimizer.param_groups)} parameter groups",
                 **Greeting.of_versions(),
             )
             greet(place.store, place.rank, mine, timeout_seconds)

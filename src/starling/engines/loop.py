@@ -128,7 +128,7 @@ class LoopReplica(Replica):
             groups.append(group | {"params": [parameters[number] for number in numbers if number in parameters]})
         try:
             return type(self.optimizer)(groups, **self.optimizer.defaults)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"optimizer: a server cannot make another {type(self.optimizer).__name__} with the options of yours "
                 f"({error}); use one of torch.optim"

@@ -31,6 +31,7 @@ from starling.learner import Handle, Shard
 
 T = TypeVar("T")
 FOREVER = timedelta(days=20)
+_PATIENCE = "; give more timeout_seconds if all are well and only slow"
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class PeerLearner(ReplicaLearner):
         self._background: Background | None = None
         self._release = Release()
         self._waiters = Worker("starling-waiter"), Worker("starling-waiter-behind")
-        self._firsts: FirstOf[ProcessHandle[Any]] = FirstOf()
+        self._firsts: tuple[FirstOf[ProcessHandle[Any]], FirstOf[ProcessHandle[Any]]] = FirstOf(), FirstOf()
         self._own_messages: dict[int, SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
@@ -164,7 +165,8 @@ class PeerLearner(ReplicaLearner):
             work = dist.all_reduce(vector, group=self._backend_group, async_op=True)
 
             def reduced() -> Tensor:
-                self._wait_for("a mean", work.wait)
+                # NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes
+                self._wait_for("a mean", work.wait, in_this_thread=True)
                 return vector.div_(len(self.team))
 
             return ProcessHandle(reduced)
@@ -216,13 +218,19 @@ class PeerLearner(ReplicaLearner):
         work = {key: handle for key, handle in handles.items() if isinstance(handle, ProcessHandle)}
 
         def result() -> int:
-            begin = self.now()
-            key = self._firsts.of(work)
-            if threading.current_thread() is not self._background:
+            begin, is_behind = self.now(), threading.current_thread() is self._background
+            key = self._firsts[is_behind].of(work, self._notice_losses)
+            if not is_behind:
                 self.spent.waiting_for_peers += self.now() - begin
             return key
 
         return ProcessHandle(result)
+
+    def _notice_losses(self) -> None:
+        """Raise `PeerLost` if others have noticed a loss: who waits for whoever comes first would not."""
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        if any(self.place.store.check([f"noticed/{rank}"]) for rank in others):
+            raise PeerLost(f"learner {self._rank} lost {self._lost_ones(None)}, {self._whereabouts()}")
 
     def start_on_shard(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
         def result() -> T:
@@ -305,7 +313,7 @@ class PeerLearner(ReplicaLearner):
 
     def _close_threads(self) -> None:
         """Nothing is waited for any more."""
-        for means in (self._ordered, self._ordered_behind, *self._waiters, self._firsts):
+        for means in (self._ordered, self._ordered_behind, *self._waiters, *self._firsts):
             means.close()
 
     def _count_mean(self, num_bytes: int) -> None:
@@ -321,12 +329,12 @@ class PeerLearner(ReplicaLearner):
             mine = group if first == self.team.start else mine
         return mine
 
-    def _wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None) -> T:
+    def _wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None, in_this_thread: bool = False) -> T:
         """Wait for others, or for one peer, and name who is lost if they do not come."""
         begin = self.now()
         is_behind = threading.current_thread() is self._background
         with self._naming_the_lost(what, peer):
-            if self._may_be_released(is_behind):
+            if self._may_be_released(is_behind) and not in_this_thread:
                 result = self._release.wait(self._waiters[is_behind].submit(wait))
             else:
                 result = wait()
@@ -335,11 +343,8 @@ class PeerLearner(ReplicaLearner):
         return result
 
     def _may_be_released(self, is_behind: bool) -> bool:
-        """Whether a wait, of the background or not, ends when something failed in another thread.
-
-        NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes.
-        """
-        return self._background is not None and not is_behind and not self._by_nccl
+        """Whether a wait, of the background or not, ends when something failed in another thread."""
+        return self._background is not None and not is_behind
 
     def _lost_ones(self, suspect: int | None) -> str:
         """Who did not come, in words; `suspect` if a connection to one peer broke."""
@@ -359,11 +364,11 @@ class PeerLearner(ReplicaLearner):
                 raise
             raise PeerLost(
                 f"learner {self._rank} lost {self._lost_ones(peer)} in {what}, {self._whereabouts()} "
-                f"({str(error).splitlines()[0]})"
+                f"({str(error).splitlines()[0]}){_PATIENCE if 'timed out' in str(error).lower() else ''}"
             ) from error
 
 
 def _blames_a_connection(error: Exception) -> bool:
     """Whether torch complains of the network; gloo's complaints are RuntimeErrors like any other."""
-    words = ("gloo", "Connection", "Timed out", "peer")
+    words = ("gloo", "Connection", "Timed out", "peer", "pair closure")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)

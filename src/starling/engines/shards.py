@@ -50,8 +50,9 @@ class HeldShard(Shard):
 
     def step(self, gradient: Tensor, stamp: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Handle[None]:
         def do() -> None:
-            for when in read_at:
-                self._learner.averaging.staleness[self.num_steps - when] += 1
+            with self._learner.counting:
+                for when in read_at:
+                    self._learner.averaging.staleness[self.num_steps - when] += 1
             self._learner.set_rates(self.optimizer, self._peaks, stamp, scale)
             with self._lock:
                 self._gradient.copy_(gradient)
@@ -59,6 +60,11 @@ class HeldShard(Shard):
                 self._counts[self._place] += 1
 
         return self._learner.start_on_shard(self.weights.nbytes, STEP_PASSES, do)
+
+    def copy(self) -> Tensor:
+        """The weights as they are now."""
+        with self._lock:
+            return self.weights.clone()
 
     def state(self) -> ShardState:
         """What a checkpoint keeps of it, as a copy."""

@@ -97,6 +97,7 @@ class TrainingLearner(ReplicaLearner):
     def claim(self) -> bool:
         if self._over_at is not None or not self.is_worker:
             return False
+        self.saved_shards.clear()  # who keeps some has taken them
         minutes, loaded = self._minutes_before, None
         if self.job.budget.minutes is not None:
             minutes += self._agreed_seconds() / 60.0
@@ -153,17 +154,19 @@ class TrainingLearner(ReplicaLearner):
         if self._over_at is not None:
             now, spent = self._over_at, self._spent_when_over
             self._spent_when_over = Spent()
+        with self.counting:
+            averaging, self.averaging = self.averaging, Averaging()
         report = EpochReport(
             rank=self._rank,
             epoch=epoch,
             num_steps=self._epoch_steps,
             seconds=now - self._epoch_begin,
             spent=spent,
-            averaging=self.averaging,
+            averaging=averaging,
             consensus_distance=self._consensus_distance(),
         )
         self._observer.on_epoch(report, self.state(position))
-        self.spent, self.averaging = Spent(), Averaging()
+        self.spent = Spent()
         self._epoch_steps, self._epoch_begin = 0, now
         self._num_epochs_ended += 1
 

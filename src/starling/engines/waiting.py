@@ -1,17 +1,18 @@
 """Waiting in threads: for what a failure elsewhere ends, and for the first of several."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from starling.engines.worker import Worker
 
 T = TypeVar("T")
 H = TypeVar("H")
+LOOK_AROUND_SECONDS = 1.0
 
 
 class Release:
@@ -57,14 +58,21 @@ class FirstOf(Generic[H]):
         self._finished: SimpleQueue[tuple[int, H]] = SimpleQueue()
         self._workers: dict[int, Worker] = {}
 
-    def of(self, handles: Mapping[int, H]) -> int:
-        """The key of one that is finished, well or not. It is told once: its result is to be taken."""
+    def of(self, handles: Mapping[int, H], look_around: Callable[[], None]) -> int:
+        """The key of one that is finished, well or not. It is told once: its result is to be taken.
+
+        While nothing comes, `look_around` is called now and then, and may raise.
+        """
         for key, handle in handles.items():
             if self._watched.get(key) is not handle:
                 self._watched[key] = handle
                 self._workers.setdefault(key, Worker(f"starling-first-{key}")).submit(partial(self._watch, key, handle))
         while True:
-            key, handle = self._finished.get()
+            try:
+                key, handle = self._finished.get(timeout=LOOK_AROUND_SECONDS)
+            except Empty:
+                look_around()
+                continue
             if handles.get(key) is handle:
                 return key
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -53,8 +53,9 @@ class Worker:
 
     def close(self) -> None:
         """Let what was begun end, leave the rest, and end the thread."""
-        while not self._tasks.empty() and (given := self._tasks.get()) is not None:
-            given[1].cancel()
+        with suppress(Empty):
+            while (given := self._tasks.get_nowait()) is not None:
+                given[1].cancel()
         if self._thread.ident is not None:
             self._tasks.put(None)
             self._thread.join()

@@ -62,10 +62,11 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     recogniser.save(folder.initial)
     workload = load_workload(recipe, folder)
     batches = workload.num_batches(0)
+    learners = "learner" if recipe.num_workers == 1 else "learners"
     seconds = recipe.batches.max_duration * recipe.batches.accumulate
     say(
         f"{count_parameters(recogniser.model):,} parameters, {tokenizer.vocab_size} tokens, {batches} mini-batches of "
-        f"up to {seconds:g} s of audio in the first epoch; {recipe.num_workers} learners take "
+        f"up to {seconds:g} s of audio in the first epoch; {recipe.num_workers} {learners} take "
         f"{seconds * recipe.num_workers:g} s at a time"
     )
 

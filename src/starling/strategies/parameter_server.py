@@ -54,8 +54,9 @@ async def _work(me: Learner, servers: Sequence["Remote"], options: ServerOptions
             for server in servers:
                 await server.arrive()
                 await server.settle()
+            pushed = gradient.clone() if options.overlap else gradient  # the next gradient takes its place
             for server, age in zip(servers, ages, strict=True):
-                server.push(gradient.clone() if options.overlap else gradient, age)
+                server.push(pushed, age)
             if options.overlap:
                 for server in servers:
                     server.ask(PULL)
