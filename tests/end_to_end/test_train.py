@@ -74,8 +74,10 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
 
 @pytest.mark.parametrize(
     ("strategy", "learners"),
-    [("delay-by-one", 2), ("{name: parameter-server, update: hybrid, servers: own}", 3)],
-    ids=["delay-by-one", "hybrid"],
+    [
+        pytest.param("delay-by-one", 2, id="delay-by-one"),
+        pytest.param("{name: parameter-server, update: hybrid, servers: own}", 3, id="hybrid", marks=pytest.mark.soak),
+    ],
 )
 def test_a_resumed_run_ends_in_the_same_bits_as_one_that_was_never_stopped(
     strategy: str, learners: int, tree: Tree, tmp_path: Path

@@ -25,7 +25,12 @@ CASES = {
     "worker under a bound": ("parameter-server", {"staleness_bound": 1, "servers": "own"}, 0),
     "hogwild": ("hogwild", {}, 1),
 }
-every_case = pytest.mark.parametrize(("strategy", "options", "victim"), CASES.values(), ids=list(CASES))
+LONG = ("server of two", "worker of asynchronous", "worker under a bound")
+"""Left to `make soak`: each starts three processes."""
+every_case = pytest.mark.parametrize(
+    ("strategy", "options", "victim"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.soak] if name in LONG else []) for name, case in CASES.items()],
+)
 
 
 def command(strategy: str, options: dict[str, Any], victim: int) -> list[str]:
