@@ -12,7 +12,8 @@ from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batches import Batch, load_batch
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.store import SpeechSet, SpeechWriter
+from starling.speech.shard_writer import SpeechWriter
+from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
 
 INDICES = np.array([3, 0, 7, 5])

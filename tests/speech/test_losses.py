@@ -13,7 +13,8 @@ from starling.speech.batches import Batch, load_batch
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import check_ctc_fits, ctc_loss, frames_needed
 from starling.speech.models import ModelConfig, build_model
-from starling.speech.store import SpeechSet, SpeechWriter
+from starling.speech.shard_writer import SpeechWriter
+from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
 
 

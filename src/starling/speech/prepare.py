@@ -20,7 +20,8 @@ from starling.speech.chance import one_thread
 from starling.speech.check.config import CheckConfig
 from starling.speech.corpora import CorpusConfig, Utterance
 from starling.speech.left_out import left_out_of
-from starling.speech.store import FORMAT, SetSummary, SpeechSet, SpeechWriter, read_summary
+from starling.speech.shard_writer import SpeechWriter
+from starling.speech.store import FORMAT, SetSummary, SpeechSet, read_summary
 from starling.speech.strings import StringsConfig, copies_problem, join_strings, plan_strings
 from starling.speech.usable import Checked, Checker, FilterConfig, TextStyle
 
