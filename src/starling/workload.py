@@ -32,15 +32,21 @@ class Ticket:
     """The right to compute one mini-batch; every ticket is handed out exactly once.
 
     `epoch` and `index` say which mini-batch; `step` counts the tickets before it since the beginning of the run.
+    `part` is the part of a divided data set that whoever computes it may see.
     """
 
     epoch: int
     index: int
     step: int
+    part: int = 0
 
 
 class Workload(ABC, Generic[ExamplesT]):
-    """A training problem, the same on every learner. What a mini-batch holds depends on its ticket alone."""
+    """A training problem, the same on every learner. What a mini-batch holds depends on its ticket alone, not on how
+    many learners there are or who computes it."""
+
+    num_parts: int = 1
+    """Parts that the data are divided into, for studies: learner r takes its mini-batches from part r modulo this."""
 
     @abstractmethod
     def make_model(self) -> nn.Module:
@@ -48,7 +54,7 @@ class Workload(ABC, Generic[ExamplesT]):
 
     @abstractmethod
     def num_batches(self, epoch: int) -> int:
-        """Mini-batches in an epoch, at least 1; a multiple of the learners for a synchronous strategy."""
+        """Mini-batches in an epoch, at least 1."""
 
     @abstractmethod
     def load(self, ticket: Ticket) -> Sequence[ExamplesT]:

@@ -61,6 +61,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     _leave_out_too_short(recipe, train, recogniser, folder.too_short, say)
     recogniser.save(folder.initial)
     workload = load_workload(recipe, folder)
+    _check_share(len(workload.utterances), recipe.team_size)
     batches = workload.num_batches(0)
     learners = "learner" if recipe.num_workers == 1 else "learners"
     seconds = recipe.batches.max_duration * recipe.batches.accumulate
@@ -69,6 +70,20 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
         f"up to {seconds:g} s of audio in the first epoch; {recipe.num_workers} {learners} take "
         f"{seconds * recipe.num_workers:g} s at a time"
     )
+    if batches < recipe.team_size:
+        say(
+            f"warning: an epoch has {batches} mini-batches for {recipe.team_size} learners that step together, so that "
+            "one step takes mini-batches of several epochs: lower batches.max_duration, or use fewer learners"
+        )
+
+
+def _check_share(count: int, team_size: int) -> None:
+    """DataError when so many utterances are too few for so many learners that step together."""
+    if count < max(1, team_size):
+        raise DataError(
+            f"{count} utterances cannot be shared by {team_size} learners that step together: "
+            f"use at most {count} learners or a larger training set"
+        )
 
 
 def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:

@@ -42,7 +42,6 @@ class SpeechWorkload(Workload[Batch]):
         self.tokenizer = tokenizer
         self.utterances = utterances
         self.initial = initial
-        self._round_size = recipe.team_size
         self._plans: OrderedDict[int, list[MiniBatch]] = OrderedDict()
 
     def make_model(self) -> nn.Module:
@@ -72,7 +71,7 @@ class SpeechWorkload(Workload[Batch]):
         if epoch not in self._plans:
             seed = derive_seed(self.recipe.seed, "plan")
             durations = self.speech_set.durations[self.utterances]
-            self._plans[epoch] = plan_epoch(durations, self.recipe.batches, seed, epoch, self._round_size)
+            self._plans[epoch] = plan_epoch(durations, self.recipe.batches, seed, epoch)
             while len(self._plans) > _PLANS_KEPT:
                 self._plans.popitem(last=False)
         return self._plans[epoch]
