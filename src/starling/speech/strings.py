@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -91,21 +92,23 @@ def join_strings(
 
 
 def _joined(recordings: Sequence[Utterance], plan: StringPlan, config: StringsConfig, sampling_rate: int) -> Utterance:
-    members = [recordings[i] for i in plan.members]
-
-    def read() -> Audio:
-        random = np.random.default_rng([config.seed, *plan.id.encode(), *plan.members])
-        level = 10 ** (config.gap_level_db / 20)
-        pieces: list[NDArray[np.float32]] = []
-        for member in members:
-            if pieces:
-                gap = round(random.uniform(*config.gap_seconds) * sampling_rate)
-                pieces.append((level * random.standard_normal(gap)).astype(np.float32))
-            pieces.append(member.read()[0])
-        return np.concatenate(pieces), sampling_rate
-
+    members = tuple(recordings[i] for i in plan.members)
     text = " ".join(member.text for member in members)
-    return Utterance(plan.id, plan.speaker, text, f"a string of {', '.join(m.id for m in members)}", read)
+    origin = f"a string of {', '.join(member.id for member in members)}"
+    stretch = "; ".join(member.stretch for member in members)
+    return Utterance(plan.id, plan.speaker, text, origin, partial(_read, members, plan, config, sampling_rate), stretch)
+
+
+def _read(members: Sequence[Utterance], plan: StringPlan, config: StringsConfig, sampling_rate: int) -> Audio:
+    random = np.random.default_rng([config.seed, *plan.id.encode(), *plan.members])
+    level = 10 ** (config.gap_level_db / 20)
+    pieces: list[NDArray[np.float32]] = []
+    for member in members:
+        if pieces:
+            gap = round(random.uniform(*config.gap_seconds) * sampling_rate)
+            pieces.append((level * random.standard_normal(gap)).astype(np.float32))
+        pieces.append(member.read()[0])
+    return np.concatenate(pieces), sampling_rate
 
 
 def copies_problem(config: StringsConfig, sets: Collection[str]) -> str | None:

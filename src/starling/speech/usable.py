@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, Self
 
@@ -110,11 +111,12 @@ class Checker:
 
     def reread(self, utterance: Utterance) -> Utterance:
         """The same utterance with audio that comes at the set's sampling rate."""
+        return replace(utterance, read=partial(_read_at, self._rate, utterance))
 
-        def read() -> Audio:
-            return resampled(*utterance.read(), self._rate), self._rate
-
-        return replace(utterance, read=read)
+    def count(self, total: int, dropped: Iterable[Dropped]) -> None:
+        """Take in what another checker has found in `total` other utterances of the set."""
+        self._total += total
+        self.dropped += dropped
 
     def finish(self) -> list[Dropped]:
         """What was dropped.
@@ -166,6 +168,10 @@ class Checker:
             limits = f"{self._limits.min_seconds:g} to {self._limits.max_seconds:g} s"
             raise _Unusable(f"lasts {seconds:.3f} s, kept are {limits}", "length", seconds, bad=False)
         return samples
+
+
+def _read_at(rate: int, utterance: Utterance) -> Audio:
+    return resampled(*utterance.read(), rate), rate
 
 
 def _dropped(utterance: Utterance, problem: _Unusable) -> Dropped:

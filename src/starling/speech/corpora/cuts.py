@@ -4,6 +4,7 @@ import inspect
 import tempfile
 from collections.abc import Iterator
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,8 +163,16 @@ def _utterance(cut: Any, utterance_id: str | None, origin: str, channel: int | N
         spoken[0].speaker or "unknown",
         spoken[0].text,
         origin,
-        lambda: _load(cut, origin, channel, root),
+        partial(_load, cut, origin, channel, root),
+        _stretch(cut),
     )
+
+
+def _stretch(cut: Any) -> str:
+    """The files of a cut and the part of them that it is."""
+    tracks = [track.cut for track in cut.tracks] if hasattr(cut, "tracks") else [cut]
+    sources = [source for each in tracks if each.has_recording for source in each.recording.sources]
+    return " ".join([*(str(each.source) for each in sources if each.type == "file"), str(cut.start), str(cut.duration)])
 
 
 def _load(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audio:

@@ -1,6 +1,7 @@
 """Speech made by a synthesiser, for the demo."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, Self
 
 import numpy as np
@@ -63,10 +64,10 @@ class SyntheticCorpus(Config):
 
     def _utterance(self, name: str, text: str, sentence: Sentence, samples: NDArray[np.int16], rate: int) -> Utterance:
         voice = sentence.voice.rpartition("+")[2]
-
-        def read() -> Audio:
-            set_name, _, number = name.rpartition("-")
-            random = np.random.default_rng([self.seed, *set_name.encode(), int(number)])
-            return add_noise(samples.astype(np.float32) / 32768.0, random, self.snr), rate
-
+        set_name, _, number = name.rpartition("-")
+        read = partial(_noisy, samples, rate, (self.seed, *set_name.encode(), int(number)), self.snr)
         return Utterance(name, voice, text, f"espeak-ng, voice {sentence.voice}", read)
+
+
+def _noisy(samples: NDArray[np.int16], rate: int, seed: tuple[int, ...], snr: tuple[float, float]) -> Audio:
+    return add_noise(samples.astype(np.float32) / 32768.0, np.random.default_rng(seed), snr), rate

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ class Utterance:
     """One transcribed utterance of a corpus, its audio not read yet.
 
     `origin` says where it came from (a file, or a line of a manifest); `read` returns the audio or raises
-    `DataError`.
+    `DataError`. An importer's utterances can be sent to another process.
     """
 
     id: str
@@ -28,6 +29,8 @@ class Utterance:
     text: str
     origin: str
     read: Callable[[], Audio]
+    stretch: str = ""
+    """The file and the stretch of it that `read` reads, where that is not settled by the settings of the corpus."""
 
 
 class FileCorpus(Config):
@@ -70,13 +73,13 @@ class FileCorpus(Config):
         """An utterance of an audio file; `fields` are id, speaker, text and audio, start and duration in seconds."""
         origin = f"{manifest}:{line}"
         path = self.audio_path(manifest, origin, fields["audio"])
-        channel = self.channel
         return Utterance(
             fields["id"],
             fields["speaker"],
             fields["text"],
             origin,
-            lambda: read_audio(path, start, duration, channel),
+            partial(read_audio, path, start, duration, self.channel),
+            f"{path} {start} {duration}",
         )
 
     def audio_path(self, manifest: Path, origin: str, name: str) -> Path:
