@@ -1,76 +1,151 @@
-"""The plan of an epoch: every utterance exactly once, whole rounds, batches within their limit."""
+"""The plan of an epoch: every utterance exactly once, in windows of shards, batches within their limit."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starling.errors import DataError
-from starling.speech.planning import BatchConfig, plan_epoch
+from starling.speech.planning import BatchConfig, EpochPlan, MiniBatch, Planner, in_similar_groups
 
-DURATIONS = st.lists(st.floats(0.1, 20), min_size=1, max_size=200).map(lambda values: np.array(values, np.float32))
+SEEDS = st.integers(0, 2**63 - 1)
 CONFIGS = st.builds(
     BatchConfig,
     max_duration=st.floats(1, 100),
     accumulate=st.integers(1, 4),
     num_buckets=st.integers(1, 30),
+    window=st.integers(1, 6),
+    similar=st.integers(1, 9),
 )
 
 
-@given(DURATIONS, CONFIGS, st.integers(0, 2**32), st.integers(0, 5), st.integers(1, 20))
-def test_every_utterance_is_in_exactly_one_micro_batch(durations, config, seed, epoch, round_size):
-    """Whatever the durations and options, an epoch deals out each utterance once, in whole rounds."""
-    if len(durations) < round_size:
-        with pytest.raises(DataError, match=f"{len(durations)} utterances cannot be shared by {round_size} learners"):
-            plan_epoch(durations, config, seed, epoch, round_size)
-        return
-    plan = plan_epoch(durations, config, seed, epoch, round_size)
-    dealt = np.concatenate([micro for mini in plan for micro in mini])
+@st.composite
+def sets(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Durations and shards of up to 200 utterances; shards are of any sizes, and some numbers are not used."""
+    durations = draw(st.lists(st.floats(0.1, 20), min_size=1, max_size=200))
+    steps = draw(st.lists(st.sampled_from([0, 0, 0, 1, 1, 2]), min_size=len(durations), max_size=len(durations)))
+    return np.array(durations, np.float32), np.cumsum(steps).astype(np.int32)
+
+
+def corpus(count: int, shard_size: int = 1000) -> tuple[np.ndarray, np.ndarray]:
+    """Utterances of 1 to 20 s in shards of one size."""
+    durations = np.random.default_rng(0).uniform(1, 20, count).astype(np.float32)
+    return durations, (np.arange(count) // shard_size).astype(np.int32)
+
+
+def lists(plan: EpochPlan) -> list[list[list[int]]]:
+    return [plain(mini) for mini in plan]
+
+
+def plain(mini: MiniBatch) -> list[list[int]]:
+    return [micro.tolist() for micro in mini]
+
+
+@given(sets(), CONFIGS, SEEDS, st.integers(0, 5))
+def test_every_utterance_is_in_exactly_one_micro_batch(utterances, config, seed, epoch):
+    """Whatever the durations, shards and options, an epoch deals out each utterance once."""
+    durations, shards = utterances
+    plan = Planner(durations, shards, config, seed).epoch(epoch)
+    minis = list(plan)
+    assert len(minis) == plan.num_batches
+    dealt = np.concatenate([micro for mini in minis for micro in mini])
     assert sorted(dealt.tolist()) == list(range(len(durations)))
-    assert len(plan) % round_size == 0
-    accumulate = min(config.accumulate, len(durations) // round_size)
-    assert all(len(mini) == accumulate and all(len(micro) for micro in mini) for mini in plan)
+    assert all(len(mini) <= config.accumulate and all(len(micro) for micro in mini) for mini in minis)
+    if len(np.unique(shards)) <= config.window:
+        assert {len(mini) for mini in minis} == {min(config.accumulate, len(durations))}
 
 
-@given(DURATIONS, CONFIGS, st.integers(1, 20))
-def test_a_micro_batch_stays_within_max_duration(durations, config, round_size):
-    """Counted with its padding, unless it is one long utterance or the set leaves no choice but to merge."""
-    if len(durations) < round_size:
-        return
-    plan = plan_epoch(durations, config, 1, 0, round_size)
-    micro_batches = [micro for mini in plan for micro in mini]
-    multiple = min(config.accumulate, len(durations) // round_size) * round_size
-    merged = len(micro_batches) + multiple > len(durations)
-    for micro in micro_batches:
-        padded = len(micro) * float(durations[micro].max())
-        assert padded <= config.max_duration * (1 + 1e-6) or len(micro) == 1 or merged
+@given(sets(), CONFIGS)
+def test_a_micro_batch_stays_within_max_duration(utterances, config):
+    """Counted with its padding, unless it is one long utterance or the window leaves no choice but to merge."""
+    durations, shards = utterances
+    planner = Planner(durations, shards, config, 1)
+    for number in range(planner.num_windows(0)):
+        micro_batches = [micro for mini in planner.window(0, number) for micro in mini]
+        in_window = sum(map(len, micro_batches))
+        merged = len(micro_batches) + config.accumulate > in_window
+        for micro in micro_batches:
+            padded = len(micro) * float(durations[micro].max())
+            assert padded <= config.max_duration * (1 + 1e-6) or len(micro) == 1 or merged
 
 
-@given(DURATIONS, CONFIGS, st.integers(0, 1000))
-def test_a_plan_is_a_pure_function(durations, config, seed):
-    """The same arguments give the same plan, and global generators are neither used nor moved."""
+@given(sets(), CONFIGS, SEEDS)
+def test_a_mini_batch_is_a_pure_function_however_it_is_asked_for(utterances, config, seed):
+    """Backwards, among other epochs or alone, by one planner or another: the same; global generators are left alone."""
+    durations, shards = utterances
     before = np.random.get_state()[1].copy()
-    first, second = (plan_epoch(durations, config, seed, 3) for _ in range(2))
-    assert [[micro.tolist() for micro in mini] for mini in first] == [
-        [micro.tolist() for micro in mini] for mini in second
-    ]
+    whole = lists(Planner(durations, shards, config, seed).epoch(3))
+    other = Planner(durations.copy(), shards.copy(), config, seed)
+    for index in reversed(range(len(whole))):
+        _ = other.epoch(index % 4)[0]
+        assert plain(other.epoch(3)[index]) == whole[index]
+    with pytest.raises(IndexError, match=f"mini-batch {len(whole)} of epoch 3, which has {len(whole)}"):
+        other.epoch(3)[len(whole)]
     assert np.array_equal(before, np.random.get_state()[1])
 
 
-def test_the_batches_of_a_round_have_similar_durations():
-    """Learners that step together wait for the slowest: within a round the padded sizes are close."""
-    durations = np.random.default_rng(0).uniform(1, 20, 20_000).astype(np.float32)
-    plan = plan_epoch(durations, BatchConfig(max_duration=120), 1, 0, round_size=8)
+@given(sets(), CONFIGS, SEEDS)
+def test_a_window_is_a_few_whole_shards(utterances, config, seed):
+    """At most `window` of them, and no shard is in two windows: so many files are open at a time."""
+    durations, shards = utterances
+    planner = Planner(durations, shards, config, seed)
+    seen: set[int] = set()
+    for number in range(planner.num_windows(0)):
+        members = np.concatenate([micro for mini in planner.window(0, number) for micro in mini])
+        own = set(shards[members].tolist())
+        assert len(own) <= config.window and not own & seen
+        seen |= own
+    assert seen == set(shards.tolist())
+
+
+def test_windows_are_about_equal_and_come_in_another_order_each_epoch():
+    """25 shards in windows of 10 are 8, 8 and 9, not 10, 10 and 5; which are together is chance."""
+    durations, shards = corpus(25_000)
+    planner = Planner(durations, shards, BatchConfig(), 1)
+    together = []
+    for epoch in (0, 1):
+        windows = [np.concatenate([m for mini in planner.window(epoch, number) for m in mini]) for number in range(3)]
+        together.append([frozenset(shards[members].tolist()) for members in windows])
+        assert sorted(map(len, windows)) == [8000, 8000, 9000]
+    assert set(together[0]).isdisjoint(together[1])
+
+
+def test_a_small_set_is_shuffled_as_one():
+    """Up to `window` shards are one window: any two utterances may meet."""
+    durations, shards = corpus(5000, shard_size=500)
+    planner = Planner(durations, shards, BatchConfig(), 1)
+    assert planner.num_windows(0) == 1
+    met = {len(set(shards[micro].tolist())) for mini in planner.epoch(0) for micro in mini}
+    assert max(met) >= 5
+
+
+def test_mini_batches_in_a_row_have_similar_durations():
+    """Eight learners that step together wait for the slowest: the padded sizes of each eight are close."""
+    durations, shards = corpus(20_000)
+    plan = list(Planner(durations, shards, BatchConfig(max_duration=120), 1).epoch(0))
+    assert len(plan) % 8 == 0
     longest = np.array([max(durations[micro].max() for micro in mini) for mini in plan]).reshape(-1, 8)
     assert np.median(longest.max(1) / longest.min(1)) < 1.1
 
 
-def test_epochs_differ_and_rounds_are_shuffled():
+@given(st.integers(1, 300), st.integers(1, 9), SEEDS)
+def test_every_whole_group_in_a_row_is_a_run_of_the_sorted_mini_batches(count, similar, seed):
+    """What does not fill a group comes last, and is a run as well; nothing is lost."""
+    order = in_similar_groups(count, similar, np.random.default_rng(seed))
+    for first in range(0, count, similar):
+        group = order[first : first + similar]
+        assert max(group) - min(group) == len(group) - 1
+    assert sorted(order) == list(range(count))
+
+
+def test_epochs_differ_and_groups_are_shuffled():
     """Another epoch groups and orders differently, and short batches do not come first."""
-    durations = np.random.default_rng(0).uniform(1, 20, 10_000)
-    first, second = (plan_epoch(durations, BatchConfig(), 1, epoch, 2) for epoch in (0, 1))
+    durations, shards = corpus(10_000)
+    planner = Planner(durations, shards, BatchConfig(similar=2), 1)
+    first, second = (list(planner.epoch(epoch)) for epoch in (0, 1))
     assert first[0][0].tolist() != second[0][0].tolist()
     means = [durations[mini[0]].mean() for mini in first]
     assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.2
@@ -78,18 +153,63 @@ def test_epochs_differ_and_rounds_are_shuffled():
 
 def test_batches_are_well_filled():
     """Dynamic bucketing wastes little: the mean padded micro-batch is near max_duration."""
-    durations = np.random.default_rng(0).lognormal(1.5, 0.5, 20_000).clip(0.5, 20)
-    plan = plan_epoch(durations, BatchConfig(max_duration=100, num_buckets=30), 1, 0)
-    audio = [durations[mini[0]].sum() for mini in plan]
-    assert np.mean(audio) > 80
+    durations = np.random.default_rng(0).lognormal(1.5, 0.5, 20_000).clip(0.5, 20).astype(np.float32)
+    config = BatchConfig(max_duration=100, num_buckets=30)
+    plan = Planner(durations, (np.arange(20_000) // 1000).astype(np.int32), config, 1).epoch(0)
+    assert np.mean([durations[mini[0]].sum() for mini in plan]) > 80
 
 
-def test_a_hundred_thousand_utterances_are_planned_at_once():
-    """Planning is no pause between epochs: well under half a second, with room for a busy machine."""
-    durations = np.random.default_rng(0).uniform(1, 20, 100_000).astype(np.float32)
+def test_a_small_set_is_not_split_for_the_sake_of_whole_groups():
+    """9 mini-batches stay 9 although groups of 8 would need 16; 60 become 64, less than a tenth more."""
+    config = BatchConfig(max_duration=10, num_buckets=1)
+    for count, expected in ((90, 9), (600, 64)):
+        plan = Planner(np.ones(count, np.float32), np.zeros(count, np.int32), config, seed=1).epoch(0)
+        assert plan.num_batches == expected
+
+
+@settings(max_examples=20)
+@given(SEEDS)
+def test_two_seeds_make_two_plans(seed):
+    """What the seed changes is the order of shards and utterances alike."""
+    durations, shards = corpus(300, shard_size=30)
+    plans = [lists(Planner(durations, shards, BatchConfig(window=2), each).epoch(0)) for each in (seed, seed ^ 1)]
+    assert plans[0] != plans[1]
+
+
+def test_a_million_utterances_are_planned_at_once():
+    """Counting the mini-batches of 1,000 shards is no pause: under half a second; from there, one window is planned."""
+    durations, shards = corpus(1_000_000)
     taken = []
     for _ in range(3):
-        start = time.perf_counter()
-        plan_epoch(durations, BatchConfig(max_duration=120), 1, 0, round_size=16)
-        taken.append(time.perf_counter() - start)
+        start = time.thread_time()
+        plan = Planner(durations, shards, BatchConfig(), 1).epoch(0)
+        _ = plan[plan.num_batches // 2]
+        taken.append(time.thread_time() - start)
     assert min(taken) < 0.5
+
+
+def test_utterances_out_of_the_order_of_their_shards_are_refused():
+    """Windows rely on it."""
+    with pytest.raises(DataError, match="not in the order of their shards"):
+        Planner(np.ones(3, np.float32), np.array([0, 1, 0], np.int32), BatchConfig(), 1)
+
+
+def test_nothing_to_plan_is_an_error():
+    """Rather than an epoch that never ends."""
+    with pytest.raises(DataError, match="no utterances"):
+        Planner(np.empty(0, np.float32), np.empty(0, np.int32), BatchConfig(), 1)
+
+
+def test_an_epoch_keeps_few_windows():
+    """The plan of an epoch is never in memory as a whole: going through it leaves the last windows only."""
+    durations, shards = corpus(20_000, shard_size=100)
+    planner = Planner(durations, shards, BatchConfig(window=5), 1)
+    asked = []
+    original = planner._plan
+    planner._plan = lambda epoch, window: asked.append(window) or original(epoch, window)
+    for _ in planner.epoch(0):
+        pass
+    assert asked == list(range(40))
+    _ = planner.epoch(0)[0]
+    assert asked[-1] == 0 and len(asked) == 41
+    assert all(first + 1 == second for first, second in pairwise(asked[:-1]))

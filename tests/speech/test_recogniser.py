@@ -13,10 +13,11 @@ from tones import sing, song_set
 from starling.chance import derive_seed
 from starling.errors import CheckpointError, DataError
 from starling.speech.augmentation import AugmentConfig, SpecAugmentConfig
-from starling.speech.batches import BatchConfig, load_batch, plan_epoch
+from starling.speech.batches import BatchConfig, load_batch
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import ctc_loss
 from starling.speech.models import ModelConfig
+from starling.speech.planning import Planner
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring import score
 from starling.speech.store import SpeechSet
@@ -38,8 +39,9 @@ def trained(songs) -> Recogniser:
     features.fit(songs)
     recogniser = Recogniser.create(ModelConfig(preset="tiny"), features, tokenizer, seed=1)
     optimizer = torch.optim.Adam(recogniser.model.parameters(), lr=1e-2)
+    planner = Planner(songs.durations, np.zeros(len(songs), np.int32), BatchConfig(max_duration=15), seed=1)
     for epoch in range(18):
-        for number, mini in enumerate(plan_epoch(songs.durations, BatchConfig(max_duration=15), 1, epoch)):
+        for number, mini in enumerate(planner.epoch(epoch)):
             batch = load_batch(songs, mini[0], features, AUGMENT, tokenizer, derive_seed(1, "batch", epoch, number))
             optimizer.zero_grad()
             ctc_loss(recogniser.model, batch).backward()

@@ -167,7 +167,7 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
             "seed": True,
             "tokens": True,
             "features": True,
-            "batches": {"max_duration", "accumulate", "num_buckets"},
+            "batches": {"max_duration", "accumulate", "num_buckets", "window", "similar"},
             "model": True,
             "optimizer": {"name", "options"},
         },

@@ -21,8 +21,8 @@ from starling.speech.losses import check_ctc_fits
 from starling.speech.models import count_parameters
 from starling.speech.prepare import Progress, describe, prepare
 from starling.speech.recogniser import Recogniser
-from starling.speech.store import SpeechSet
 from starling.speech.tokens import make_tokenizer
+from starling.speech.union import Member, SpeechSets
 
 
 def make_ready(recipe: Recipe, say: Say, progress: Progress | None = None) -> ExperimentFolder:
@@ -50,7 +50,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     too small for so many learners, characters outside the alphabet, utterances too short for CTC.
     """
     say(describe(prepare(recipe.data, progress)))
-    train = SpeechSet.open(recipe.data.set_folder(recipe.data.train))
+    train = open_training_set(recipe)
     tokenizer = make_tokenizer(recipe.tokens, (train.text(index) for index in range(len(train))))
     features = LogMel(recipe.features, recipe.data.sampling_rate)
     if recipe.features.normalise == "global":
@@ -86,10 +86,15 @@ def _check_share(count: int, team_size: int) -> None:
         )
 
 
+def open_training_set(recipe: Recipe) -> SpeechSets:
+    """What the recipe trains on, prepared before; DataError if it cannot be opened."""
+    return SpeechSets([Member(recipe.data.train, recipe.data.set_folder(recipe.data.train))])
+
+
 def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:
     """The training problem that `set_up` has made ready."""
     initial = Recogniser.load(folder.initial)
-    train = SpeechSet.open(recipe.data.set_folder(recipe.data.train))
+    train = open_training_set(recipe)
     kept = _kept(train, folder.too_short)
     return SpeechWorkload(recipe, train, initial.features, initial.tokenizer, kept, folder.initial)
 
@@ -109,7 +114,7 @@ def _stage(recipe: Recipe) -> Iterator[ExperimentFolder]:
         shutil.rmtree(stage.path, ignore_errors=True)
 
 
-def _leave_out_too_short(recipe: Recipe, train: SpeechSet, recogniser: Recogniser, path: Path, say: Say) -> None:
+def _leave_out_too_short(recipe: Recipe, train: SpeechSets, recogniser: Recogniser, path: Path, say: Say) -> None:
     """List the utterances that CTC cannot align in `path`, as far as the recipe allows to skip any."""
     path.unlink(missing_ok=True)
     skip = recipe.data.filter.on_bad == "skip"
@@ -137,7 +142,7 @@ def _leave_out_too_short(recipe: Recipe, train: SpeechSet, recogniser: Recognise
     say(f"{train.name}: {len(found)} utterances are too short for CTC and left out, listed in {listed}")
 
 
-def _kept(train: SpeechSet, path: Path) -> NDArray[np.int64]:
+def _kept(train: SpeechSets, path: Path) -> NDArray[np.int64]:
     """Indices of the utterances to train on."""
     everything = np.arange(len(train))
     if not path.is_file():

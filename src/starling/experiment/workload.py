@@ -1,7 +1,7 @@
 """Speech recognition as a training problem: prepared audio, the epoch's plan, the model and its loss."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from starling.chance import derive_seed
 from starling.experiment.recipe import Recipe
-from starling.speech.batches import Batch, MiniBatch, load_batch, plan_epoch
+from starling.speech.batches import Batch, load_batch
 from starling.speech.features import LogMel
 from starling.speech.losses import ctc_loss
+from starling.speech.planning import Planner
 from starling.speech.recogniser import Recogniser
-from starling.speech.store import SpeechSet
 from starling.speech.tokens import Tokenizer
+from starling.speech.union import SpeechSets
 from starling.workload import Ticket, Workload
-
-_PLANS_KEPT = 2  # the epoch that is being trained on, and the one that is loaded ahead
 
 
 class SpeechWorkload(Workload[Batch]):
@@ -30,7 +29,7 @@ class SpeechWorkload(Workload[Batch]):
     def __init__(
         self,
         recipe: Recipe,
-        speech_set: SpeechSet,
+        speech_set: SpeechSets,
         features: LogMel,
         tokenizer: Tokenizer,
         utterances: NDArray[np.int64],
@@ -42,16 +41,15 @@ class SpeechWorkload(Workload[Batch]):
         self.tokenizer = tokenizer
         self.utterances = utterances
         self.initial = initial
-        self._plans: OrderedDict[int, list[MiniBatch]] = OrderedDict()
 
     def make_model(self) -> nn.Module:
         return Recogniser.load(self.initial).model
 
     def num_batches(self, epoch: int) -> int:
-        return len(self._plan(epoch))
+        return self._planner.epoch(epoch).num_batches
 
     def load(self, ticket: Ticket) -> Sequence[Batch]:
-        mini_batch = self._plan(ticket.epoch)[ticket.index]
+        mini_batch = self._planner.epoch(ticket.epoch)[ticket.index]
         return [
             load_batch(
                 self.speech_set,
@@ -67,11 +65,9 @@ class SpeechWorkload(Workload[Batch]):
     def loss(self, model: nn.Module, examples: Batch) -> Tensor:
         return ctc_loss(model, examples)
 
-    def _plan(self, epoch: int) -> list[MiniBatch]:
-        if epoch not in self._plans:
-            seed = derive_seed(self.recipe.seed, "plan")
-            durations = self.speech_set.durations[self.utterances]
-            self._plans[epoch] = plan_epoch(durations, self.recipe.batches, seed, epoch)
-            while len(self._plans) > _PLANS_KEPT:
-                self._plans.popitem(last=False)
-        return self._plans[epoch]
+    @cached_property
+    def _planner(self) -> Planner:
+        durations, shards = self.speech_set.durations, self.speech_set.shards
+        if len(self.utterances) < len(self.speech_set):  # otherwise they stay on the disk
+            durations, shards = durations[self.utterances], shards[self.utterances]
+        return Planner(durations, shards, self.recipe.batches, derive_seed(self.recipe.seed, "plan"))

@@ -9,10 +9,10 @@ from starling.chance import derive_seed
 from starling.speech.augmentation import AugmentConfig, augment_waveform, spec_augment
 from starling.speech.chance import one_thread
 from starling.speech.features import LogMel, UtteranceSource
-from starling.speech.planning import BatchConfig, MiniBatch, plan_epoch
+from starling.speech.planning import BatchConfig, MiniBatch
 from starling.speech.tokens import Tokenizer
 
-__all__ = ["Batch", "BatchConfig", "MiniBatch", "load_batch", "plan_epoch"]
+__all__ = ["Batch", "BatchConfig", "MiniBatch", "load_batch"]
 
 
 @dataclass(frozen=True)

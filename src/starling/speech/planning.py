@@ -1,17 +1,33 @@
-"""Which utterances form which mini-batch of an epoch: a pure function, so that every process agrees."""
+"""Which utterances form which mini-batch of an epoch: a pure function, so that every process agrees.
+
+An epoch is planned in windows of a few shards. Planning one of 1,000 windows costs what that window costs, and a
+learner reads a few shards at a time however large the set is.
+"""
 
 import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
+from starling.chance import derive_seed
 from starling.configuration import Config
 from starling.errors import DataError
+from starling.speech.mixture import Mixture
 
-MiniBatch = list[np.ndarray]  # its micro-batches, each an array of utterance indices
+MiniBatch = list[NDArray[np.int64]]  # its micro-batches, each an array of utterance indices
 
 _MICRO_BATCHES_PER_BUCKET = 4  # fewer, and small sets would be cut into needlessly small batches
+_MOST_SPLIT = 0.1  # of the micro-batches, so that mini-batches come in whole groups of similar ones
+_WINDOWS_KEPT = 3  # the one that is trained on, the next that is loaded ahead, and one that somebody slow is still in
+_EPOCHS_KEPT = 2
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 class BatchConfig(Config):
@@ -22,6 +38,13 @@ class BatchConfig(Config):
     )
     accumulate: int = Field(default=1, ge=1, description="micro-batches whose gradients form one mini-batch")
     num_buckets: int = Field(default=20, ge=1, description="groups of similar duration that batches are drawn from")
+    window: int = Field(default=10, ge=1, description="shards that are open, and shuffled together, at a time")
+    similar: int = Field(
+        default=8,
+        ge=1,
+        description="mini-batches in a row that have similar durations, so that as many learners as this can step "
+        "together and hardly wait for each other",
+    )
     num_workers: int = Field(
         default=0,
         ge=0,
@@ -29,11 +52,130 @@ class BatchConfig(Config):
     )
 
 
+class Windows(Protocol):
+    """An epoch in portions that are shuffled one by one; a pure function of epoch and number."""
+
+    def num_windows(self, epoch: int) -> int: ...
+
+    def members(self, epoch: int, number: int) -> NDArray[np.int64]:
+        """Utterances of a window, in any order; one that is drawn twice is there twice."""
+
+
+class ShardWindows:
+    """All shards of a set in random order, in windows of at most so many; every utterance once an epoch.
+
+    `shards` (`[N]`, ascending) is the shard of each utterance.
+    """
+
+    def __init__(self, shards: NDArray[np.int32], most_shards: int, seed: int) -> None:
+        self._bounds = shard_bounds(shards)
+        self._num_windows = -(-(len(self._bounds) - 1) // most_shards)
+        self._seed = seed
+
+    def num_windows(self, epoch: int) -> int:
+        return self._num_windows
+
+    def members(self, epoch: int, number: int) -> NDArray[np.int64]:
+        num_shards = len(self._bounds) - 1
+        order = np.random.default_rng(derive_seed(self._seed, "shards", epoch)).permutation(num_shards)
+        first, end = (part * num_shards // self._num_windows for part in (number, number + 1))
+        return np.concatenate([np.arange(*self._bounds[shard : shard + 2]) for shard in order[first:end]])
+
+
+def shard_bounds(shards: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Where each shard begins among the utterances, and the end: `[S + 1]` of `shards` `[N]`, ascending."""
+    changes = np.diff(shards)
+    if len(changes) and changes.min() < 0:
+        raise DataError("the utterances of a set are not in the order of their shards; prepare it again")
+    return np.concatenate([[0], np.flatnonzero(changes) + 1, [len(shards)]])
+
+
+class Planner:
+    """Plans the epochs of a set; a pure function of what it is made with.
+
+    `durations` (`[N]`, seconds) and `shards` (`[N]`, ascending: the shard of each utterance) belong to the set.
+    Without a mixture, every utterance is in exactly one micro-batch of each epoch, and a window is `config.window`
+    shards at most. With one, an epoch holds what the mixture draws (see `starling.speech.mixture`).
+
+    In a window, utterances are sorted by duration into buckets and dealt at random, bucket by bucket, to
+    micro-batches. A micro-batch, counted with its padding, stays within `max_duration` unless it is one longer
+    utterance, or the window has so few utterances that it must be merged to fill `accumulate`. Each mini-batch has
+    `accumulate` micro-batches (fewer in a window of fewer utterances). Groups of `similar` mini-batches come in
+    random order; what does not fill a group ends the window. Raises DataError for a set without utterances.
+    """
+
+    def __init__(
+        self,
+        durations: NDArray[np.float32],
+        shards: NDArray[np.int32],
+        config: BatchConfig,
+        seed: int,
+        mixture: Mixture | None = None,
+    ) -> None:
+        if not len(durations):
+            raise DataError("there are no utterances to plan an epoch of; check the training set")
+        self._durations = durations
+        self._config = config
+        self._seed = seed
+        self._windows: Windows = ShardWindows(shards, config.window, seed)
+        if mixture is not None:
+            self._windows = mixture.windows(durations, shard_bounds(shards), config.window, seed)
+        self._epochs = _Recent[int, EpochPlan](_EPOCHS_KEPT)
+        self._plans = _Recent[tuple[int, int], list[MiniBatch]](_WINDOWS_KEPT)
+
+    def epoch(self, epoch: int) -> "EpochPlan":
+        """The plan of an epoch; its windows are planned when they are asked for."""
+        return self._epochs.get(epoch, lambda: EpochPlan(self, epoch))
+
+    def num_windows(self, epoch: int) -> int:
+        """Windows of an epoch."""
+        return self._windows.num_windows(epoch)
+
+    def count(self, epoch: int, window: int) -> int:
+        """Mini-batches of a window."""
+        members = self._windows.members(epoch, window)
+        return _Dealing(self._durations[members], self._config).num_batches
+
+    def window(self, epoch: int, window: int) -> list[MiniBatch]:
+        """The mini-batches of a window, in order."""
+        return self._plans.get((epoch, window), lambda: self._plan(epoch, window))
+
+    def _plan(self, epoch: int, window: int) -> list[MiniBatch]:
+        members = self._windows.members(epoch, window)
+        generator = np.random.default_rng(derive_seed(self._seed, "window", epoch, window))
+        dealt = _Dealing(self._durations[members], self._config).deal(generator)
+        order = in_similar_groups(len(dealt), self._config.similar, generator)
+        return [[members[micro] for micro in dealt[number]] for number in order]
+
+
+class EpochPlan:
+    """The mini-batches of one epoch, in order."""
+
+    def __init__(self, planner: Planner, epoch: int) -> None:
+        self._planner, self._epoch = planner, epoch
+        counts = [planner.count(epoch, window) for window in range(planner.num_windows(epoch))]
+        self._ends = np.cumsum(counts)
+
+    @property
+    def num_batches(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> MiniBatch:
+        if not 0 <= index < self.num_batches:
+            raise IndexError(f"mini-batch {index} of epoch {self._epoch}, which has {self.num_batches}")
+        window = int(np.searchsorted(self._ends, index, side="right"))
+        first = int(self._ends[window - 1]) if window else 0
+        return self._planner.window(self._epoch, window)[index - first]
+
+    def __iter__(self) -> Iterator[MiniBatch]:
+        return (self[index] for index in range(self.num_batches))
+
+
 @dataclass
-class _Bucket:
+class Bucket:
     """Utterances of similar duration, and the number of micro-batches they are dealt to."""
 
-    members: np.ndarray
+    members: NDArray[np.int64]
     longest: float
     groups: int
 
@@ -41,44 +183,39 @@ class _Bucket:
         return self.longest * len(self.members) / self.groups
 
 
-def plan_epoch(
-    durations: np.ndarray, config: BatchConfig, seed: int, epoch: int, round_size: int = 1
-) -> list[MiniBatch]:
-    """The mini-batches of one epoch, in order; a pure function of its arguments.
+class _Dealing:
+    """How many utterances (`durations` `[n]`, seconds) share micro-batches; known before chance says which."""
 
-    Every index of `durations` (`[N]`, seconds) is in exactly one micro-batch. The number of mini-batches is a
-    multiple of `round_size`: mini-batches `k * round_size ... (k + 1) * round_size - 1` form a round and have
-    similar durations; rounds come in random order. Each mini-batch has `accumulate` micro-batches (fewer when
-    the set has less than `accumulate * round_size` utterances). A micro-batch, counted with its padding, stays
-    within `max_duration` unless it is one longer utterance, or the set is so small that the multiple can only
-    be reached by merging.
+    def __init__(self, durations: NDArray[np.float32], config: BatchConfig) -> None:
+        self.accumulate = min(config.accumulate, len(durations))
+        buckets = fill_buckets(durations, config)
+        groups = sum(bucket.groups for bucket in buckets)
+        whole = _next_multiple(groups, self.accumulate * config.similar)
+        if whole > min(len(durations), groups * (1 + _MOST_SPLIT)):
+            whole = _next_multiple(groups, self.accumulate)
+        if whole > len(durations):
+            longest, groups = buckets[-1].longest, len(durations) // self.accumulate * self.accumulate
+            self.buckets = [Bucket(np.concatenate([bucket.members for bucket in buckets]), longest, groups)]
+        else:
+            self.buckets = buckets
+            _split_longest(buckets, whole - groups)
 
-    Raises DataError when there are fewer utterances than `round_size`.
-    """
-    count = len(durations)
-    if count < round_size or count == 0:
-        raise DataError(
-            f"{count} utterances cannot be shared by {round_size} learners that step together: "
-            f"use at most {count} learners or a larger training set"
-        )
-    generator = np.random.default_rng([seed, epoch])
-    accumulate = min(config.accumulate, count // round_size)
-    buckets = _fill_buckets(np.asarray(durations, dtype=np.float64), config)
-    buckets = _round_up(buckets, accumulate * round_size, count)
-    micro_batches: list[np.ndarray] = []
-    for bucket in buckets:
-        micro_batches += np.array_split(generator.permutation(bucket.members), bucket.groups)
-    minis = [micro_batches[k : k + accumulate] for k in range(0, len(micro_batches), accumulate)]
-    plan: list[MiniBatch] = []
-    for number in generator.permutation(len(minis) // round_size):
-        plan += [minis[number * round_size + place] for place in generator.permutation(round_size)]
-    return plan
+    @property
+    def num_batches(self) -> int:
+        return sum(bucket.groups for bucket in self.buckets) // self.accumulate
+
+    def deal(self, generator: np.random.Generator) -> list[MiniBatch]:
+        """Mini-batches from the shortest to the longest utterances."""
+        micro_batches: MiniBatch = []
+        for bucket in self.buckets:
+            micro_batches += np.array_split(generator.permutation(bucket.members), bucket.groups)
+        return [micro_batches[k : k + self.accumulate] for k in range(0, len(micro_batches), self.accumulate)]
 
 
-def _fill_buckets(durations: np.ndarray, config: BatchConfig) -> list[_Bucket]:
+def fill_buckets(durations: NDArray[np.float32], config: BatchConfig) -> list[Bucket]:
     """Buckets of about equal total duration, shortest first, each with as many groups as it needs."""
     order = np.argsort(durations, kind="stable")
-    ends = np.cumsum(durations[order])
+    ends = np.cumsum(durations[order], dtype=np.float64)
     total = float(ends[-1])
     wanted = int(total / (_MICRO_BATCHES_PER_BUCKET * config.max_duration))
     num_buckets = max(1, min(config.num_buckets, wanted))
@@ -87,27 +224,53 @@ def _fill_buckets(durations: np.ndarray, config: BatchConfig) -> list[_Bucket]:
     for members in np.split(order, np.flatnonzero(np.diff(numbers)) + 1):
         longest = float(durations[members[-1]])
         size = max(1, int(config.max_duration / longest)) if longest else len(members)
-        buckets.append(_Bucket(members, longest, groups=-(-len(members) // size)))
+        buckets.append(Bucket(members, longest, groups=-(-len(members) // size)))
     return buckets
 
 
-def _round_up(buckets: list[_Bucket], multiple: int, count: int) -> list[_Bucket]:
-    """Bring the number of groups to a multiple: split the longest ones; where that is impossible, merge."""
-    groups = sum(bucket.groups for bucket in buckets)
-    wanted = -(-groups // multiple) * multiple
-    if wanted > count:
-        everything = np.concatenate([bucket.members for bucket in buckets])
-        return [_Bucket(everything, buckets[-1].longest, groups=count // multiple * multiple)]
+def _split_longest(buckets: list[Bucket], times: int) -> None:
+    """Split the groups that are longest in turn, so many times."""
     splittable = [
         (-bucket.duration_of_a_group(), number)
         for number, bucket in enumerate(buckets)
         if bucket.groups < len(bucket.members)
     ]
     heapq.heapify(splittable)
-    for _ in range(wanted - groups):
+    for _ in range(times):
         _, number = heapq.heappop(splittable)
         bucket = buckets[number]
         bucket.groups += 1
         if bucket.groups < len(bucket.members):
             heapq.heappush(splittable, (-bucket.duration_of_a_group(), number))
-    return buckets
+
+
+def in_similar_groups(count: int, size: int, generator: np.random.Generator) -> list[int]:
+    """Numbers below `count` in random order, but neighbours stay in groups of `size`; what is over comes last.
+
+    Which neighbours are over is random too: the end of a window is not always made of its longest utterances.
+    """
+    whole, over = divmod(count, size)
+    cut = int(generator.integers(whole + 1)) * size
+    groups = np.delete(np.arange(count), np.s_[cut : cut + over]).reshape(whole, size)
+    shuffled = generator.permuted(generator.permutation(groups), axis=1)
+    return [*shuffled.ravel().tolist(), *generator.permutation(np.arange(cut, cut + over)).tolist()]
+
+
+def _next_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+class _Recent(Generic[K, V]):
+    """The last few values that were asked for."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        if key not in self._values:
+            self._values[key] = make()
+            if len(self._values) > self._most:
+                self._values.popitem(last=False)
+        self._values.move_to_end(key)
+        return self._values[key]

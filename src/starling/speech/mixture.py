@@ -1,0 +1,196 @@
+"""Training on several domains at once, in shares that the recipe says.
+
+Each domain has its own endless stream of passes; a pass holds each of its utterances once, shard after shard, the
+shards in an order that is random in each pass. Epoch e takes the next segment of every stream, so a domain that is
+drawn more often than once an epoch is still seen evenly: none of its utterances is ahead of another by two passes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from starling.chance import derive_seed
+from starling.configuration import Config
+
+_PER_SECOND = 1000  # audio is counted in whole milliseconds: a segment must begin exactly where the last one ended
+
+
+class DomainConfig(Config):
+    """One domain of a mixture."""
+
+    sets: tuple[str, ...] = Field(min_length=1)
+    """Sets of `data.corpus`, or folders of prepared sets."""
+    weight: float | None = Field(default=None, gt=0.0)
+    """For `by: hand` only."""
+
+    @field_validator("sets", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+
+DomainName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+
+
+class MixtureConfig(Config):
+    """Which domains are trained on, and how much of each; the `mixture:` section of a recipe.
+
+    Domain d has the share p_d = w_d^temperature / sum over j of w_j^temperature of what is drawn.
+    """
+
+    domains: dict[DomainName, DomainConfig] = Field(min_length=1)
+    by: Literal["hours", "utterances", "hand"] = "hours"
+    """w_d: the domain's hours, its utterances, or its `weight`. Shares are of utterances with `utterances`, and of
+    seconds of audio otherwise."""
+    temperature: float = Field(default=1.0, ge=0.0, le=1.0)
+    """1: in proportion to w_d; 0: equal."""
+    exhausted: Literal["repeat", "stop"] = "repeat"
+    """When an epoch needs more of a domain than there is: begin its next pass, or make the epoch shorter for all."""
+
+    @model_validator(mode="after")
+    def _weights_where_they_count(self) -> Self:
+        problems = []
+        for name, domain in self.domains.items():
+            if self.by == "hand" and domain.weight is None:
+                problems.append(f"domains.{name}.weight is missing; by: hand needs one for each domain")
+            if self.by != "hand" and domain.weight is not None:
+                problems.append(f"domains.{name}.weight is for by: hand; remove it, or set by to hand")
+        named = [name for domain in self.domains.values() for name in domain.sets]
+        problems += [
+            f"the set {name!r} is named more than once" for name in dict.fromkeys(named) if named.count(name) > 1
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """All sets, domain after domain."""
+        return tuple(name for domain in self.domains.values() for name in domain.sets)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of the domains of one set: domain d is its utterances `bounds[d]` to `bounds[d + 1]` (`[D + 1]`)."""
+
+    config: MixtureConfig
+    bounds: Sequence[int]
+
+    def windows(
+        self, durations: NDArray[np.float32], shard_bounds: NDArray[np.int64], window: int, seed: int
+    ) -> "MixedWindows":
+        """What each epoch draws, in windows of about so many shards that begin at `shard_bounds` (`[S + 1]`)."""
+        by_seconds = self.config.by != "utterances"
+        streams = [
+            _Stream(durations, _between(shard_bounds, *self.bounds[number : number + 2]), by_seconds, seed, name)
+            for number, name in enumerate(self.config.domains)
+        ]
+        return MixedWindows(streams, quotas(self.config, [stream.amount for stream in streams]), window)
+
+    def passes(self, durations: NDArray[np.float32]) -> dict[str, float]:
+        """Effective epochs: how often an epoch goes through each domain. `durations` are seconds, `[N]`."""
+        by_seconds = self.config.by != "utterances"
+        amounts = [
+            int(_amounts(durations[self.bounds[number] : self.bounds[number + 1]], by_seconds).sum())
+            for number in range(len(self.config.domains))
+        ]
+        drawn = quotas(self.config, amounts)
+        return {name: drawn[number] / amounts[number] for number, name in enumerate(self.config.domains)}
+
+
+def shares(config: MixtureConfig, amounts: Sequence[int]) -> NDArray[np.float64]:
+    """p_d, `[D]`, of domains that hold so much (milliseconds or utterances)."""
+    weights = [domain.weight for domain in config.domains.values()] if config.by == "hand" else amounts
+    powers = np.asarray(weights, np.float64) ** config.temperature
+    return np.asarray(powers / powers.sum())
+
+
+def quotas(config: MixtureConfig, amounts: Sequence[int]) -> list[int]:
+    """How much of each domain an epoch draws, in the unit of `amounts`.
+
+    Together as much as all domains hold, W: domain d gives p_d W. With `exhausted: stop`, that much times the largest
+    factor, at most 1, with which no domain gives more than it holds.
+    """
+    drawn = shares(config, amounts) * float(sum(amounts))
+    if config.exhausted == "stop":
+        drawn /= max(1.0, float((drawn / np.asarray(amounts, np.float64)).max()))
+    return [max(1, round(float(each))) for each in drawn]
+
+
+class MixedWindows:
+    """Epochs of several streams: each window holds the same part of what the epoch draws of every domain."""
+
+    def __init__(self, streams: "Sequence[_Stream]", drawn: Sequence[int], window: int) -> None:
+        self._streams = streams
+        self._drawn = drawn
+        shards = sum(stream.num_shards * each / stream.amount for stream, each in zip(streams, drawn, strict=True))
+        self._num_windows = max(1, -(-round(shards) // window))
+
+    def num_windows(self, epoch: int) -> int:
+        return self._num_windows
+
+    def members(self, epoch: int, number: int) -> NDArray[np.int64]:
+        parts = []
+        for stream, drawn in zip(self._streams, self._drawn, strict=True):
+            begin, end = (epoch * drawn + part * drawn // self._num_windows for part in (number, number + 1))
+            parts += stream.between(begin, end)
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+class _Stream:
+    """The passes of one domain, end to end: places are milliseconds of audio, or utterances, since the first pass."""
+
+    def __init__(
+        self, durations: NDArray[np.float32], bounds: NDArray[np.int64], by_seconds: bool, seed: int, name: str
+    ) -> None:
+        self._durations, self._bounds = durations, bounds
+        self._by_seconds, self._seed, self._name = by_seconds, seed, name
+        amounts = _amounts(durations[bounds[0] : bounds[-1]], by_seconds)
+        self._shard_amounts = np.add.reduceat(amounts, bounds[:-1] - bounds[0])
+        self.amount = int(self._shard_amounts.sum())
+        """Of one pass."""
+        self.num_shards = len(bounds) - 1
+
+    def between(self, begin: int, end: int) -> list[NDArray[np.int64]]:
+        """The utterances that begin at places `begin` to `end`, in parts of a shard at most."""
+        found = []
+        for turn in range(begin // self.amount, -(-end // self.amount)):
+            found += self._of_pass(turn, begin - turn * self.amount, end - turn * self.amount)
+        return found
+
+    def _of_pass(self, turn: int, begin: int, end: int) -> list[NDArray[np.int64]]:
+        """The utterances that begin at places `begin` to `end` of a pass."""
+        order = self._generator(turn).permutation(self.num_shards)
+        ends = np.cumsum(self._shard_amounts[order])
+        starts = ends - self._shard_amounts[order]
+        found = []
+        for place in range(int(np.searchsorted(ends, begin, "right")), int(np.searchsorted(starts, end, "left"))):
+            shard = int(order[place])
+            first, behind = self._bounds[shard : shard + 2]
+            members = np.arange(first, behind)
+            if starts[place] < begin or ends[place] > end:  # only a shard that is cut has an order of its own
+                members = self._generator(turn, shard).permutation(members)
+                amounts = _amounts(self._durations[members], self._by_seconds)
+                begins = starts[place] + np.cumsum(amounts) - amounts
+                members = members[(begin <= begins) & (begins < end)]
+            found.append(members)
+        return found
+
+    def _generator(self, *purpose: int) -> np.random.Generator:
+        return np.random.default_rng(derive_seed(self._seed, "domain", self._name, *purpose))
+
+
+def _amounts(durations: NDArray[np.float32], by_seconds: bool) -> NDArray[np.int64]:
+    """What utterances count: their milliseconds, at least 1, or 1 each."""
+    if not by_seconds:
+        return np.ones(len(durations), np.int64)
+    return np.maximum(1, np.rint(np.asarray(durations, np.float64) * _PER_SECOND)).astype(np.int64)
+
+
+def _between(bounds: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
+    """The shard bounds of utterances `first` to `end`, where shards begin at both."""
+    return bounds[(bounds >= first) & (bounds <= end)]

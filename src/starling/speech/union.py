@@ -1,0 +1,133 @@
+"""Several prepared sets as one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from starling.errors import DataError
+from starling.speech.store import SpeechSet
+
+
+class Member(NamedTuple):
+    """One set of a union: where it is, and the domain that it belongs to."""
+
+    domain: str
+    folder: Path
+
+
+class SpeechSets:
+    """Prepared sets end to end, as one set: utterance n of the second is number n + the length of the first.
+
+    A union of one set is that set. In others ids are unique because each begins with its domain, as `talks/utt-1`, or
+    `talks.2/utt-1` for the second set of a domain of several. Picklable; as safe as a SpeechSet is.
+    """
+
+    durations: NDArray[np.float32]
+    """[N], seconds"""
+    shards: NDArray[np.int32]
+    """[N], ascending: the shard of each utterance, numbered through all sets."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        """Open the sets, the domains one after the other.
+
+        Raises DataError for a set that cannot be opened or is there twice, and for sets that differ in sampling rate.
+        """
+        self.members = tuple(members)
+        self.sets = [SpeechSet.open(member.folder) for member in members]
+        self._check()
+        self.domains = tuple(dict.fromkeys(member.domain for member in members))
+        self.name = " + ".join(dict.fromkeys(each.name for each in self.sets))
+        self.sampling_rate = self.sets[0].sampling_rate
+        """Hz"""
+        self.bounds = np.cumsum([0, *(len(each) for each in self.sets)])
+        """[number of sets + 1]: where each set begins, and the end."""
+        self.durations = _joined([each.durations for each in self.sets], [0] * len(self.sets))
+        num_shards = [len(each.summary.shards) for each in self.sets]
+        self.shards = _joined([each._shard_of for each in self.sets], np.cumsum([0, *num_shards[:-1]]).tolist())
+        self._prefixes = _prefixes(members) if len(members) > 1 else [""]
+
+    def _check(self) -> None:
+        rates = {each.sampling_rate: member.folder for each, member in zip(self.sets, self.members, strict=True)}
+        if len(rates) > 1:
+            found = ", ".join(f"{folder} at {rate} Hz" for rate, folder in sorted(rates.items()))
+            raise DataError(f"sets of different sampling rates cannot be mixed: {found}; prepare them at the same rate")
+        places: dict[Path, Path] = {}
+        for member in self.members:
+            if (place := member.folder.resolve()) in places:
+                raise DataError(f"{member.folder} is in the mixture twice, also as {places[place]}; remove one of them")
+            places[place] = member.folder
+
+    def __len__(self) -> int:
+        return int(self.bounds[-1])
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The set of an utterance, and its number there."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"utterance {index} of {self.name}, which has {len(self)}")
+        number = int(np.searchsorted(self.bounds, index, side="right")) - 1
+        return number, int(index - self.bounds[number])
+
+    def id(self, index: int) -> str:
+        number, inner = self._place(index)
+        return self._prefixes[number] + self.sets[number].id(inner)
+
+    def text(self, index: int) -> str:
+        number, inner = self._place(index)
+        return self.sets[number].text(inner)
+
+    def speaker(self, index: int) -> str:
+        number, inner = self._place(index)
+        return self.sets[number].speaker(inner)
+
+    def domain(self, index: int) -> str:
+        return self.members[self._place(index)[0]].domain
+
+    def audio(self, index: int) -> NDArray[np.float32]:
+        """Samples of utterance `index`, [T], mono, in -1..1. Raises DataError as `SpeechSet.audio`."""
+        number, inner = self._place(index)
+        return self.sets[number].audio(inner)
+
+    @property
+    def domain_bounds(self) -> list[int]:
+        """Where each domain begins among the utterances, and the end: `[D + 1]`."""
+        firsts = [
+            int(self.bounds[next(n for n, member in enumerate(self.members) if member.domain == domain)])
+            for domain in self.domains
+        ]
+        return [*firsts, len(self)]
+
+    def domain_labels(self) -> NDArray[np.int32]:
+        """The number of each utterance's domain, `[N]`."""
+        return np.repeat(np.arange(len(self.domains), dtype=np.int32), np.diff(self.domain_bounds))
+
+    def speaker_labels(self) -> NDArray[np.int32]:
+        """A number for each utterance's speaker, `[N]`; the same name in one domain is the same speaker."""
+        numbers: dict[tuple[str, str], int] = {}
+        labels = []
+        for member, each in zip(self.members, self.sets, strict=True):
+            names = [each._speakers[number] for number in range(each.summary.speakers)]
+            own = [numbers.setdefault((member.domain, name), len(numbers)) for name in names]
+            labels.append(np.asarray(own, np.int32)[each._speaker_of])
+        return np.concatenate(labels)
+
+    def __reduce__(self) -> "tuple[object, tuple[tuple[Member, ...]]]":
+        absolute = tuple(Member(member.domain, member.folder.absolute()) for member in self.members)
+        return (SpeechSets, (absolute,))
+
+
+def _joined(arrays: Sequence[NDArray[Any]], firsts: Sequence[int]) -> NDArray[Any]:
+    """Arrays end to end, with the first number of each added; one alone stays as it is, on the disk."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate([(each + first).astype(each.dtype) for each, first in zip(arrays, firsts, strict=True)])
+
+
+def _prefixes(members: Sequence[Member]) -> list[str]:
+    domains = [member.domain for member in members]
+    return [
+        f"{domain}/" if domains.count(domain) == 1 else f"{domain}.{domains[: number + 1].count(domain)}/"
+        for number, domain in enumerate(domains)
+    ]
