@@ -1,38 +1,78 @@
-"""Writing a prepared set: shards, and the index beside them, which `starling.speech.store` reads."""
+"""Writing a prepared set: shards, and the index over them, which `starling.speech.store` reads."""
 
+import gzip
 import json
+import os
+import sys
 import tarfile
-from dataclasses import asdict
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from lhotse import AudioSource, MonoCut, Recording, SupervisionSegment
-from lhotse.shar.writers import AudioTarWriter, JsonlShardWriter
+from lhotse.shar.writers import AudioTarWriter
 from numpy.typing import NDArray
 
-from starling.speech.store import SetSummary, Shard
+from starling.speech.shards import Shard
+from starling.speech.store import SetSummary
 
 
-class SpeechWriter:
-    """Writes one set into an empty folder; the set exists once `finish` has returned.
+@dataclass(frozen=True)
+class ShardIndex:
+    """What one shard holds: for each utterance its names, and the place of its FLAC in the tar."""
+
+    number: int
+    audio_bytes: int
+    """Size of the tar."""
+    cuts_bytes: int
+    ids: tuple[str, ...] = ()
+    speakers: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    num_samples: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def files(self) -> tuple[tuple[str, int], ...]:
+        """The names of its files inside the folder `shar`, and the bytes that they must have; none where it is empty.
+
+        A name follows from the number alone, so that shards can be written in any order.
+        """
+        if not self.ids:
+            return ()
+        return ((audio_file(self.number), self.audio_bytes), (cuts_file(self.number), self.cuts_bytes))
+
+
+def audio_file(number: int) -> str:
+    """The tar of a shard."""
+    return f"recording.{number:06d}.tar"
+
+
+def cuts_file(number: int) -> str:
+    """The cuts beside the tar."""
+    return f"cuts.{number:06d}.jsonl.gz"
+
+
+class ShardWriter:
+    """Writes one shard into a folder, the same bytes for the same utterances; of an empty one, no file.
 
     Audio is kept as 16-bit FLAC, so that 16-bit recordings come back to the bit.
     """
 
-    def __init__(self, folder: Path, name: str, sampling_rate: int, shard_size: int = 1000) -> None:
-        self._folder, self._name, self._sampling_rate = folder, name, sampling_rate
-        (folder / "shar").mkdir(parents=True)
-        (folder / "index").mkdir()
-        pattern = str(folder / "shar")
-        self._audio = AudioTarWriter(f"{pattern}/recording.%06d.tar", shard_size, format="flac")
-        self._cuts = JsonlShardWriter(f"{pattern}/cuts.%06d.jsonl.gz", shard_size)
-        self._num_samples: list[int] = []
+    def __init__(self, folder: Path, number: int, sampling_rate: int) -> None:
+        self._folder, self._number, self._sampling_rate = folder, number, sampling_rate
+        self._audio = AudioTarWriter(
+            f"{str(folder).replace('%', '%%')}/recording.%06d.tar", sys.maxsize, format="flac", shard_offset=number
+        )
+        self._cuts: gzip.GzipFile | None = None
         self._ids: list[str] = []
+        self._speakers: list[str] = []
         self._texts: list[str] = []
-        self._speaker_of: list[int] = []
-        self._speakers: dict[str, int] = {}
+        self._num_samples: list[int] = []
 
     def __enter__(self) -> Self:
         return self
@@ -40,11 +80,11 @@ class SpeechWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        with suppress(OSError):  # of a shard that is given up; `finish` has closed one that is not
+            self._close()
 
-    def _close(self) -> None:
-        self._audio.close()
-        self._cuts.close()
+    def __len__(self) -> int:
+        return len(self._ids)
 
     def write(self, utterance_id: str, speaker: str, text: str, audio: NDArray[np.float32]) -> None:
         """Append one utterance; `audio` is [T], mono, in -1..1 (clipped beyond)."""
@@ -64,68 +104,180 @@ class SpeechWriter:
             text=text,
             speaker=speaker,
         )
-        self._audio.write(utterance_id, quantised[None], self._sampling_rate, manifest=recording)
-        self._cuts.write(
-            MonoCut(
-                id=utterance_id,
-                start=0.0,
-                duration=recording.duration,
-                channel=0,
-                supervisions=[supervision],
-                recording=recording,
-            )
+        cut = MonoCut(
+            id=utterance_id,
+            start=0.0,
+            duration=recording.duration,
+            channel=0,
+            supervisions=[supervision],
+            recording=recording,
         )
+        self._audio.write(utterance_id, quantised[None], self._sampling_rate, manifest=recording)
+        if self._cuts is None:
+            self._cuts = gzip.GzipFile(self._folder / cuts_file(self._number), "wb", mtime=0)
+        self._cuts.write((json.dumps(cut.to_dict(), ensure_ascii=False) + "\n").encode())
         self._ids.append(utterance_id)
+        self._speakers.append(speaker)
         self._texts.append(text)
         self._num_samples.append(len(quantised))
-        self._speaker_of.append(self._speakers.setdefault(speaker, len(self._speakers)))
+
+    def finish(self) -> ShardIndex:
+        """Have the shard on the disk, and say what it holds."""
+        self._close()
+        if not self._ids:
+            return ShardIndex(self._number, 0, 0)
+        audio, cuts = (self._folder / name(self._number) for name in (audio_file, cuts_file))
+        sync(audio, cuts)
+        with tarfile.open(audio, "r:") as tar:
+            places = [(member.offset_data, member.size) for member in tar if not member.name.endswith(".json")]
+        return ShardIndex(
+            self._number,
+            audio.stat().st_size,
+            cuts.stat().st_size,
+            tuple(self._ids),
+            tuple(self._speakers),
+            tuple(self._texts),
+            tuple(self._num_samples),
+            tuple(offset for offset, _ in places),
+            tuple(size for _, size in places),
+        )
+
+    def _close(self) -> None:
+        try:
+            self._audio.close()
+        finally:
+            if self._cuts is not None:
+                self._cuts.close()
+
+
+class SpeechWriter:
+    """Writes one set into an empty folder, shard after shard; the set exists once `finish` has returned."""
+
+    def __init__(self, folder: Path, name: str, sampling_rate: int, shard_size: int = 1000) -> None:
+        self._folder, self._name, self._sampling_rate, self._shard_size = folder, name, sampling_rate, shard_size
+        (folder / "shar").mkdir(parents=True)
+        self._shards: list[ShardIndex] = []
+        self._shard = self._next_shard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shard.__exit__(kind, error, trace)
+
+    def write(self, utterance_id: str, speaker: str, text: str, audio: NDArray[np.float32]) -> None:
+        """Append one utterance; `audio` is [T], mono, in -1..1 (clipped beyond)."""
+        if len(self._shard) == self._shard_size:
+            self._shards.append(self._shard.finish())
+            self._shard = self._next_shard()
+        self._shard.write(utterance_id, speaker, text, audio)
 
     def finish(self, digest: str, dropped: int = 0, dropped_seconds: float = 0.0) -> SetSummary:
         """Write the index and, last, the summary."""
-        self._close()
-        shards, shard_of, offsets, sizes = self._places()
-        samples = np.asarray(self._num_samples, np.int64)
-        numbers: dict[str, NDArray[Any]] = {
-            "durations": (samples / self._sampling_rate).astype(np.float32),
-            "num_samples": samples,
-            "speaker_of": np.asarray(self._speaker_of, np.int32),
-            "shard_of": np.asarray(shard_of, np.int32),
-            "offsets": np.asarray(offsets, np.int64),
-            "sizes": np.asarray(sizes, np.int32),
-        }
-        for name, array in numbers.items():
-            np.save(self._folder / "index" / f"{name}.npy", array, allow_pickle=False)
-        for name, strings in (("ids", self._ids), ("texts", self._texts), ("speakers", list(self._speakers))):
-            encoded = [string.encode("utf-8") for string in strings]
-            ends = np.cumsum([len(each) for each in encoded], dtype=np.int64)
-            np.save(self._folder / "index" / f"{name}_ends.npy", ends, allow_pickle=False)
-            blob = np.frombuffer(b"".join(encoded), np.uint8)
-            np.save(self._folder / "index" / f"{name}.npy", blob, allow_pickle=False)
-        summary = SetSummary(
-            name=self._name,
-            utterances=len(self._ids),
-            seconds=float(samples.sum()) / self._sampling_rate,
-            speakers=len(self._speakers),
-            sampling_rate=self._sampling_rate,
-            dropped=dropped,
-            dropped_seconds=dropped_seconds,
-            digest=digest,
-            shards=tuple(shards),
-        )
-        (self._folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
-        return summary
+        shards = [*self._shards, self._shard.finish()]
+        return write_index(self._folder, self._name, self._sampling_rate, shards, digest, dropped, dropped_seconds)
 
-    def _places(self) -> tuple[list[Shard], list[int], list[int], list[int]]:
-        """Shards, and shard, offset and size in bytes of every FLAC, in the order written."""
-        shards: list[Shard] = []
-        places: list[tuple[int, int, int]] = []
-        for name in self._audio.output_paths:
-            path = Path(name)
-            with tarfile.open(path, "r:") as tar:
-                places += [
-                    (len(shards), member.offset_data, member.size)
-                    for member in tar
-                    if not member.name.endswith(".json")
-                ]
-            shards.append(Shard(path.name, path.stat().st_size))
-        return shards, [p[0] for p in places], [p[1] for p in places], [p[2] for p in places]
+    def _next_shard(self) -> ShardWriter:
+        return ShardWriter(self._folder / "shar", len(self._shards), self._sampling_rate)
+
+
+class _Strings:
+    """Strings as one block of UTF-8 bytes and the end of each in it."""
+
+    def __init__(self) -> None:
+        self._block = bytearray()
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def append(self, string: str) -> None:
+        self._block += string.encode()
+        self._ends.append(len(self._block))
+
+    def save(self, folder: Path, name: str) -> None:
+        np.save(folder / f"{name}_ends.npy", np.asarray(self._ends, np.int64), allow_pickle=False)
+        np.save(folder / f"{name}.npy", np.frombuffer(bytes(self._block), np.uint8), allow_pickle=False)
+
+
+class _Index:
+    """The arrays over all shards of a set."""
+
+    def __init__(self) -> None:
+        self.files: list[Shard] = []
+        self.ids, self.texts, self.speakers = _Strings(), _Strings(), _Strings()
+        self._places: dict[str, int] = {}
+        kinds = (("num_samples", "i8"), ("offsets", "i8"), ("sizes", "i4"), ("speaker_of", "i4"), ("shard_of", "i4"))
+        self._pieces: dict[str, list[NDArray[Any]]] = {name: [np.zeros(0, kind)] for name, kind in kinds}
+
+    def add(self, shard: ShardIndex) -> None:
+        for speaker in shard.speakers:
+            if speaker not in self._places:
+                self._places[speaker] = len(self._places)
+                self.speakers.append(speaker)
+        for name, text in zip(shard.ids, shard.texts, strict=True):
+            self.ids.append(name)
+            self.texts.append(text)
+        columns = {
+            "num_samples": shard.num_samples,
+            "offsets": shard.offsets,
+            "sizes": shard.sizes,
+            "speaker_of": [self._places[speaker] for speaker in shard.speakers],
+            "shard_of": [len(self.files)] * len(shard.ids),
+        }
+        for column, values in columns.items():
+            self._pieces[column].append(np.asarray(values, self._pieces[column][0].dtype))
+        self.files.append(Shard(audio_file(shard.number), shard.audio_bytes))
+
+    def save(self, folder: Path, sampling_rate: int) -> int:
+        """Write them; returns the number of samples in all."""
+        numbers = {name: np.concatenate(pieces) for name, pieces in self._pieces.items()}
+        numbers["durations"] = (numbers["num_samples"] / sampling_rate).astype(np.float32)
+        for name, array in numbers.items():
+            np.save(folder / f"{name}.npy", array, allow_pickle=False)
+        for name in ("ids", "texts", "speakers"):
+            getattr(self, name).save(folder, name)
+        return int(numbers["num_samples"].sum())
+
+
+def write_index(
+    folder: Path,
+    name: str,
+    sampling_rate: int,
+    shards: Iterable[ShardIndex],
+    digest: str,
+    dropped: int = 0,
+    dropped_seconds: float = 0.0,
+) -> SetSummary:
+    """Write the index over all shards of a set, in the order given, and, last, the summary."""
+    index = _Index()
+    for shard in shards:
+        if shard.ids:
+            index.add(shard)
+    (folder / "index").mkdir(exist_ok=True)
+    num_samples = index.save(folder / "index", sampling_rate)
+    summary = SetSummary(
+        name=name,
+        utterances=len(index.ids),
+        seconds=num_samples / sampling_rate,
+        speakers=len(index.speakers),
+        sampling_rate=sampling_rate,
+        dropped=dropped,
+        dropped_seconds=dropped_seconds,
+        digest=digest,
+        shards=tuple(index.files),
+    )
+    (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def sync(*paths: Path) -> None:
+    """Have files or folders on the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
