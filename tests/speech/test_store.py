@@ -16,7 +16,8 @@ from lhotse import CutSet
 
 from starling.errors import DataError
 from starling.speech.shard_writer import SpeechWriter
-from starling.speech.store import MAX_OPEN_SHARDS, SpeechSet
+from starling.speech.shards import MAX_OPEN_SHARDS
+from starling.speech.store import SpeechSet
 
 _IDS = st.text(st.characters(categories=("L", "N"), include_characters="-_"), min_size=1, max_size=150)
 _TEXTS = st.text(st.characters(categories=("L", "M", "N", "P", "S")), min_size=1, max_size=60)

@@ -1,30 +1,41 @@
 """Loading a batch: audio from the store, augmentation, features and tokens, from one explicit seed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 
 from starling.chance import derive_seed
+from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig, augment_waveform, spec_augment
 from starling.speech.chance import one_thread
 from starling.speech.features import LogMel, UtteranceSource
 from starling.speech.planning import BatchConfig, MiniBatch
 from starling.speech.tokens import Tokenizer
 
-__all__ = ["Batch", "BatchConfig", "MiniBatch", "load_batch"]
+__all__ = ["Batch", "BatchConfig", "MiniBatch", "OnBad", "load_batch"]
+
+OnBad = Literal["fail", "skip"]
+"""What to do about an utterance that cannot be used."""
+_VOID_FRAMES = 64  # in place of utterances, so that a model has something to compute
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, ready for a model."""
+    """One micro-batch, ready for a model.
+
+    One with no utterance left is void: a row of zeros without tokens, of which `ctc_loss` is 0 with gradients of 0.
+    """
 
     features: torch.Tensor  # [B, T, F] float32, zero in the padding
     feature_lengths: torch.Tensor  # [B] int64, frames
     tokens: torch.Tensor  # [sum of token_lengths] int64, utterance after utterance
     token_lengths: torch.Tensor  # [B] int64
     seconds: float  # audio as stored, before speed perturbation, without padding
-    ids: tuple[str, ...]  # utterances, in the order of B
+    ids: tuple[str, ...]  # utterances, in the order of B; none when void
+    skipped: tuple[tuple[str, str], ...] = ()  # id and reason of utterances that were left out
 
     @property
     def num_examples(self) -> int:
@@ -33,8 +44,8 @@ class Batch:
 
     @property
     def num_frames(self) -> int:
-        """Feature frames, without padding."""
-        return int(self.feature_lengths.sum())
+        """Feature frames, without padding; 0 when void."""
+        return int(self.feature_lengths.sum()) if self.ids else 0
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch with its tensors on `device`."""
@@ -54,29 +65,70 @@ def load_batch(
     augment: AugmentConfig | None,
     tokenizer: Tokenizer,
     seed: int,
+    on_bad: OnBad = "fail",
 ) -> Batch:
     """Load utterances `indices` of a set; the same arguments give the same bits in every process.
 
-    `augment` None leaves the audio as it is. No global random generator is moved.
-    Raises DataError for audio or a transcript that cannot be used, naming the utterance.
+    `augment` None leaves the audio as it is. No global random generator is moved. What is random in an utterance
+    depends on `seed` and its place alone, so that one that is skipped changes no other.
+    Raises DataError for audio or a transcript that cannot be used, naming the utterance; with `on_bad` "skip" it is
+    left out and named in `skipped`. A shard that cannot be read at all is an error whatever `on_bad` is.
     """
     augment = augment or AugmentConfig.none()
-    generator = np.random.default_rng(seed)
-    ids = tuple(speech_set.id(int(index)) for index in indices)
-    matrices, tokens = [], []
+    places = indices.tolist()
+    kept: list[_Loaded] = []
+    skipped: list[tuple[str, str]] = []
     with one_thread():
-        for index, name in zip(indices.tolist(), ids, strict=True):
-            tokens.append(tokenizer.encode(speech_set.text(index), name))
-            waveform = torch.from_numpy(speech_set.audio(index))
-            waveform = augment_waveform(waveform, speech_set.sampling_rate, augment, generator)
-            matrices.append(features(waveform, name))
+        for place, (index, audio) in enumerate(zip(places, speech_set.audios(places), strict=True)):
+            name = speech_set.id(index)
+            try:
+                tokens = tokenizer.encode(speech_set.text(index), name)
+                waveform = features.checked(audio, name)
+                generator = np.random.default_rng(derive_seed(seed, "waveform", place))
+                waveform = augment_waveform(waveform, speech_set.sampling_rate, augment, generator)
+                features.check(waveform, name)
+            except DataError as error:
+                if on_bad == "fail":
+                    raise
+                skipped.append((name, str(error)))
+            else:
+                kept.append(_Loaded(place, index, name, tokens, waveform))
+        matrices = features.batch([each.waveform for each in kept]) if kept else []
         if augment.spec_augment is not None:
-            matrices = spec_augment(matrices, augment.spec_augment, derive_seed(seed, "SpecAugment"))
+            for number, each in enumerate(kept):
+                mask_seed = derive_seed(seed, "SpecAugment", each.place)
+                (matrices[number],) = spec_augment([matrices[number]], augment.spec_augment, mask_seed)
+    if not kept:
+        return _void(features.num_features, skipped)
     return Batch(
         features=torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True),
         feature_lengths=torch.tensor([len(matrix) for matrix in matrices]),
-        tokens=torch.tensor([token for sequence in tokens for token in sequence]),
-        token_lengths=torch.tensor([len(sequence) for sequence in tokens]),
-        seconds=float(speech_set.durations[indices].sum(dtype=np.float64)),
-        ids=ids,
+        tokens=torch.tensor([token for each in kept for token in each.tokens]),
+        token_lengths=torch.tensor([len(each.tokens) for each in kept]),
+        seconds=float(speech_set.durations[[each.index for each in kept]].sum(dtype=np.float64)),
+        ids=tuple(each.name for each in kept),
+        skipped=tuple(skipped),
+    )
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """An utterance that can be used, after augmentation."""
+
+    place: int  # in its batch, were none left out
+    index: int
+    name: str
+    tokens: list[int]
+    waveform: torch.Tensor
+
+
+def _void(num_features: int, skipped: Sequence[tuple[str, str]]) -> Batch:
+    return Batch(
+        features=torch.zeros(1, _VOID_FRAMES, num_features),
+        feature_lengths=torch.tensor([_VOID_FRAMES]),
+        tokens=torch.zeros(0, dtype=torch.int64),
+        token_lengths=torch.zeros(1, dtype=torch.int64),
+        seconds=0.0,
+        ids=(),
+        skipped=tuple(skipped),
     )

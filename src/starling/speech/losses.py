@@ -46,8 +46,13 @@ def ctc_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Mean negative log-likelihood per token: the sum over the batch, divided by its number of tokens.
 
     Scalar, float32. An utterance with too few frames gives infinity: `check_ctc_fits` finds those before training.
+    A void batch gives 0, and gradients of 0 for every parameter that others have gradients for: whoever waits for
+    gradients, as DDP does, gets them.
     """
     log_probs, lengths = model(batch.features, batch.feature_lengths)
+    if not batch.ids:
+        nothing: torch.Tensor = (log_probs * 0.0).sum()
+        return nothing
     total = F.ctc_loss(
         log_probs.transpose(0, 1), batch.tokens, lengths, batch.token_lengths, blank=BLANK, reduction="sum"
     )

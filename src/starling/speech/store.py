@@ -5,12 +5,12 @@
 <folder>/shar/cuts.000000.jsonl.gz        readable by `lhotse.CutSet.from_shar(in_dir=<folder>/shar)`
 <folder>/shar/recording.000000.tar        FLAC
 <folder>/index/*.npy                      ids, texts, speakers, durations, place of every FLAC in its shard
+<folder>/remote.json                      in place of shar/, when the shards are in an object store
 """
 
 import io
 import json
-import os
-from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,11 @@ import soundfile
 from numpy.typing import NDArray
 
 from starling.errors import DataError
+from starling.speech.shards import Place, Shard, Shards, open_shards
 
 FORMAT = 1
-MAX_OPEN_SHARDS = 64
 _NUMBERS = ("durations", "num_samples", "speaker_of", "shard_of", "offsets", "sizes")
 _TEXTS = ("ids", "texts", "speakers")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One tar of FLAC files and the size it must have."""
-
-    file: str
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +47,18 @@ class SetSummary:
         return self.seconds / 3600
 
 
+def parse_summary(text: str, folder: str) -> SetSummary:
+    """The summary of the prepared set in `folder`, from its text; DataError for another format."""
+    fields = json.loads(text)
+    if fields["format"] != FORMAT:
+        raise DataError(
+            f"{folder}: prepared data of format {fields['format']}, this version reads format {FORMAT}; "
+            f"remove the folder and run `starling prepare` again"
+        )
+    fields["shards"] = tuple(Shard(**shard) for shard in fields["shards"])
+    return SetSummary(**fields)
+
+
 def read_summary(folder: Path) -> SetSummary:
     """The summary of a prepared set.
 
@@ -63,14 +67,7 @@ def read_summary(folder: Path) -> SetSummary:
     """
     path = folder / "summary.json"
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if fields["format"] != FORMAT:
-            raise DataError(
-                f"{folder}: prepared data of format {fields['format']}, this version reads format {FORMAT}; "
-                f"remove the folder and run `starling prepare` again"
-            )
-        fields["shards"] = tuple(Shard(**shard) for shard in fields["shards"])
-        return SetSummary(**fields)
+        return parse_summary(path.read_text(encoding="utf-8"), str(folder))
     except FileNotFoundError:
         raise DataError(
             f"{folder}: no prepared data here ({path.name} is missing); run `starling prepare RECIPE` first"
@@ -110,30 +107,26 @@ class SpeechSet:
     num_samples: NDArray[np.int64]
     """[N], samples"""
 
-    def __init__(self, folder: Path, summary: SetSummary, arrays: dict[str, NDArray[Any]]) -> None:
+    def __init__(self, folder: Path, summary: SetSummary, arrays: dict[str, NDArray[Any]], shards: Shards) -> None:
         self.folder, self.summary = folder, summary
         self.name, self.sampling_rate = summary.name, summary.sampling_rate
         self.durations, self.num_samples = arrays["durations"], arrays["num_samples"]
         self._speaker_of, self._shard_of = arrays["speaker_of"], arrays["shard_of"]
         self._offsets, self._sizes = arrays["offsets"], arrays["sizes"]
         self._ids, self._texts, self._speakers = (_Strings(arrays[name], arrays[f"{name}_ends"]) for name in _TEXTS)
-        self._files: OrderedDict[int, int] = OrderedDict()
+        self._shards = shards
 
     @classmethod
     def open(cls, folder: Path) -> "SpeechSet":
-        """Open the set that `starling prepare` wrote in `folder`.
+        """Open the set that `starling prepare` wrote in `folder`; its shards may be in an object store.
 
         Raises:
             DataError: the folder is missing or incomplete, or a shard has not the size it was written with.
         """
         folder = Path(folder)
         summary = read_summary(folder)
-        for shard in summary.shards:
-            path = folder / "shar" / shard.file
-            size = path.stat().st_size if path.is_file() else None
-            if size != shard.num_bytes:
-                state = "is missing" if size is None else f"has {size} bytes, not {shard.num_bytes}"
-                raise DataError(f"{path}: {state}; remove {folder} and run `starling prepare RECIPE` again")
+        shards = open_shards(folder, summary.shards)
+        shards.check()
         names = [*_NUMBERS, *_TEXTS, *(f"{name}_ends" for name in _TEXTS)]
         arrays = {name: _load_array(folder, name) for name in names}
         for name in (*_NUMBERS, "ids_ends", "texts_ends"):
@@ -142,7 +135,7 @@ class SpeechSet:
                     f"{folder}/index/{name}.npy: {len(arrays[name])} entries for {summary.utterances} utterances; "
                     f"remove {folder} and run `starling prepare RECIPE` again"
                 )
-        return cls(folder, summary, arrays)
+        return cls(folder, summary, arrays, shards)
 
     def __len__(self) -> int:
         return self.summary.utterances
@@ -162,54 +155,53 @@ class SpeechSet:
         Raises:
             DataError: the stored bytes are no longer the FLAC that was written.
         """
-        index = self._checked(index)
-        encoded = os.pread(self._file(int(self._shard_of[index])), int(self._sizes[index]), int(self._offsets[index]))
+        (samples,) = self.audios([index])
+        if isinstance(samples, DataError):
+            raise samples
+        return samples
+
+    def audios(self, indices: Sequence[int]) -> list[NDArray[np.float32] | DataError]:
+        """Samples of several utterances, as `audio`; in the place of one that is damaged, the error that says so.
+
+        From an object store all are fetched at once. Raises DataError when a shard as a whole cannot be read.
+        """
+        checked = [self._checked(index) for index in indices]
+        encoded = self._shards.read([self._place(index) for index in checked])
+        return [self._decoded(index, each) for index, each in zip(checked, encoded, strict=True)]
+
+    def _place(self, index: int) -> Place:
+        return Place(int(self._shard_of[index]), int(self._offsets[index]), int(self._sizes[index]))
+
+    def _decoded(self, index: int, encoded: bytes) -> NDArray[np.float32] | DataError:
+        size = int(self._sizes[index])
+        if len(encoded) != size:
+            return self._damaged(index, f"{len(encoded)} bytes are left of {size}")
         try:
             samples, rate = soundfile.read(io.BytesIO(encoded), dtype="float32")
-        except soundfile.LibsndfileError as error:
-            raise self._damaged(index, str(error)) from error
+        except (soundfile.LibsndfileError, RuntimeError, ValueError, MemoryError) as error:
+            return self._damaged(index, str(error))
         if samples.shape != (int(self.num_samples[index]),) or rate != self.sampling_rate:
-            raise self._damaged(
+            return self._damaged(
                 index, f"{samples.shape} samples at {rate} Hz, not {self.num_samples[index]} at {self.sampling_rate} Hz"
             )
         result: NDArray[np.float32] = samples
         return result
 
     def _damaged(self, index: int, reason: str) -> DataError:
-        file = self.summary.shards[int(self._shard_of[index])].file
-        return DataError(
-            f"{self.folder}/shar/{file}: the audio of {self.id(index)} is damaged ({reason}); "
-            f"remove {self.folder} and run `starling prepare RECIPE` again"
-        )
+        where = self._shards.where(int(self._shard_of[index]))
+        return DataError(f"{where}: the audio of {self.id(index)} is damaged ({reason}); {self._shards.remedy()}")
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"utterance {index} of {self.name}, which has {len(self)}")
         return int(index)
 
-    def _file(self, shard: int) -> int:
-        """Descriptor of an open shard. `os.pread` shares no position, so forked processes may share it."""
-        descriptor = self._files.get(shard)
-        if descriptor is None:
-            path = self.folder / "shar" / self.summary.shards[shard].file
-            try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise DataError(f"{path}: cannot be opened: {error.strerror}") from error
-            self._files[shard] = descriptor
-            if len(self._files) > MAX_OPEN_SHARDS:
-                os.close(self._files.popitem(last=False)[1])
-        else:
-            self._files.move_to_end(shard)
-        return descriptor
-
     def close(self) -> None:
         """Close the open shards; they are opened again when needed."""
-        while self._files:
-            os.close(self._files.popitem()[1])
+        self._shards.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_files"):
+        if hasattr(self, "_shards"):
             self.close()
 
     def __reduce__(self) -> "tuple[object, tuple[Path]]":

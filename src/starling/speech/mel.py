@@ -1,0 +1,81 @@
+"""Log-mel energies of many waveforms at once, Kaldi's definition."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from lhotse.features.kaldi.layers import Wav2LogFilterBank
+from numpy.typing import NDArray
+
+_PRE_EMPHASIS = 0.97
+_BLOCK = 256  # frames at a time: what is computed from them stays in the processor's cache
+_MULTIPLE = (
+    16  # a block's frames are rounded up to this: for fewer rows libraries take other ways, with other last bits
+)
+
+
+class LogMelLayer:
+    """Waveforms `[T]` -> log-mel energies `[frames, F]`, float32; at least one window long each.
+
+    As lhotse's `Wav2LogFilterBank`, whose window and mel bank it takes: per frame, remove the mean `m`, emphasise,
+    multiply by the window `w`, |FFT|^2, mel bank, log. Emphasis is linear and the window begins with 0, so the
+    frames are cut from a waveform that was emphasised once: `w * (x[t] - 0.97 x[t-1] - 0.03 m)`. Equal up to
+    rounding, and three times as fast; frames of all waveforms share the FFTs.
+    """
+
+    def __init__(self, layer: Wav2LogFilterBank) -> None:
+        window = layer.wav2win
+        self._length, self._shift, self._fft_length = int(window._length), int(window._shift), int(layer.fft_length)
+        self._window: torch.Tensor = window._window.detach()
+        self._bank: torch.Tensor = layer._fb.detach()
+        self._floor = float(layer._eps)
+        if float(self._window[0]) != 0.0:
+            raise ValueError(f"the window begins with {float(self._window[0])}, not with 0")
+
+    def num_frames(self, num_samples: int) -> int:
+        """Frames made of a waveform of `num_samples` samples."""
+        return (num_samples + self._shift // 2) // self._shift
+
+    @torch.no_grad()
+    def __call__(self, waveforms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`[frames, F]` of each waveform; an utterance's numbers do not depend on its neighbours."""
+        counts = [self.num_frames(len(waveform)) for waveform in waveforms]
+        between = -(-self._length // self._shift) - 1  # frames that lie in two utterances, of no use
+        first = np.cumsum([0, *(count + between for count in counts)])
+        rows = -(-int(first[-1]) // _MULTIPLE) * _MULTIPLE
+        samples = np.zeros((rows - 1) * self._shift + self._length, np.float32)
+        for waveform, count, row in zip(waveforms, counts, first[:-1].tolist(), strict=True):
+            self._lay(waveform.numpy(), count, samples[row * self._shift :])
+        energies = self._energies(torch.from_numpy(samples), rows)
+        return [energies[row : row + count] for row, count in zip(first[:-1].tolist(), counts, strict=True)]
+
+    def _lay(self, waveform: NDArray[np.float32], count: int, into: NDArray[np.float32]) -> None:
+        """Lay what `count` frames cover at the beginning of an array: a waveform, mirrored at its ends."""
+        left, whole = (self._length - self._shift) // 2, (count - 1) * self._shift + self._length
+        into[:left] = waveform[:left][::-1]
+        middle = waveform[: whole - left]
+        end = left + len(middle)
+        into[left:end] = middle
+        if end < whole:
+            into[end:whole] = waveform[end - whole :][::-1]
+
+    def _energies(self, samples: torch.Tensor, rows: int) -> torch.Tensor:
+        """Log-mel energies `[rows, F]` of all frames that can be cut from `samples`."""
+        emphasised = torch.empty_like(samples)
+        emphasised[0] = 0.0  # the window hides it
+        torch.sub(samples[1:], samples[:-1], alpha=_PRE_EMPHASIS, out=emphasised[1:])
+        size, stride = (rows, self._length), (self._shift, 1)
+        raw, frames = samples.as_strided(size, stride), emphasised.as_strided(size, stride)
+        padded = torch.zeros(min(rows, _BLOCK), self._fft_length)
+        energies = torch.empty(rows, self._bank.shape[1])
+        for begin in range(0, rows, _BLOCK):
+            end = min(rows, begin + _BLOCK)
+            block = padded[: end - begin]
+            windowed = block[:, : self._length]
+            mean = raw[begin:end].mean(1, keepdim=True)
+            torch.sub(frames[begin:end], mean, alpha=1.0 - _PRE_EMPHASIS, out=windowed).mul_(self._window)
+            spectrum = torch.view_as_real(torch.fft.rfft(block))
+            real, imaginary = spectrum[..., 0], spectrum[..., 1]
+            power = real.square().addcmul_(imaginary, imaginary)
+            torch.matmul(power, self._bank, out=energies[begin:end])
+        return energies.clamp_(min=self._floor).log_()

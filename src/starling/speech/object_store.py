@@ -1,0 +1,167 @@
+"""Files of a folder in an object store, or anywhere else that fsspec reads, by byte ranges."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import fsspec
+
+from starling.errors import ConfigError, DataError
+
+PAUSES = (0.2, 1.0, 3.0)
+"""Seconds before each further try after a failure of the network; the libraries below have tried already."""
+_SECRET = ("secret", "password", "passphrase", "account_key", "sas_token", "connection_string", "access_key")
+
+_Result = TypeVar("_Result")
+StorageOptions = Mapping[str, Any]
+
+
+class Range(NamedTuple):
+    """A piece of a file."""
+
+    file: str
+    start: int
+    size: int
+
+
+def address_problem(address: str, options: StorageOptions) -> str | None:
+    """Why a recipe cannot have this address with these options, or None.
+
+    Options are part of a recipe, which is copied into every run's folder: what is secret belongs in the environment
+    or in the credentials file that the store's own library reads, such as AWS_SECRET_ACCESS_KEY or ~/.aws/credentials.
+    """
+    protocol = fsspec.utils.get_protocol(address)
+    if protocol == "memory":
+        return "data.remote cannot be in the memory of one process: give an address such as s3://bucket/corpus"
+    if protocol not in fsspec.available_protocols():
+        return f"data.remote: {protocol}:// is unknown; known are {', '.join(sorted(fsspec.available_protocols()))}"
+    secret = [name for name in _names(options) if any(part in name.lower() for part in _SECRET)]
+    if secret:
+        return (
+            f"data.storage_options must not hold {', '.join(secret)}, since recipes are copied into the folders of "
+            "runs: put secrets in the environment or in the store's credentials file"
+        )
+    return None
+
+
+def _names(options: StorageOptions) -> list[str]:
+    names = list(options)
+    for value in options.values():
+        if isinstance(value, Mapping):
+            names += _names(value)
+    return names
+
+
+class ObjectFolder:
+    """A folder by its fsspec address, such as s3://bucket/corpus/train; holds no connection before it is needed.
+
+    A connection is made once in each process, and never handed to another one: a fork makes its own. What goes
+    wrong is a DataError; a failure of the network is one after a few tries.
+    """
+
+    def __init__(self, address: str, options: StorageOptions) -> None:
+        self.address, self._options = address.rstrip("/"), options
+        self._owner: int | None = None
+        self._file_system: Any = None
+
+    def read(self, file: str) -> bytes:
+        """A whole file."""
+        content: bytes = self._tried(file, lambda system: system.cat_file(self._path(file)))
+        return content
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """The size in bytes of every file right below a folder of this one, by name."""
+        entries = self._tried(folder, lambda system: system.ls(self._path(folder), detail=True))
+        return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in entries if entry["type"] == "file"}
+
+    def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
+        """Pieces of files, all asked for at once; fewer bytes where a file ends before."""
+        found: list[Any] = [None] * len(ranges)
+        missing = list(range(len(ranges)))
+        for pause in (*PAUSES, None):
+            asked = [ranges[place] for place in missing]
+            pieces = self._tried(asked[0].file if asked else "", partial(self._cat, ranges=asked))
+            for place, piece in zip(missing, pieces, strict=True):
+                found[place] = piece
+            missing = [place for place in missing if not isinstance(found[place], bytes)]
+            if not missing:
+                break
+            first = missing[0]
+            if pause is None or _is_final(found[first]):
+                raise self._error(ranges[first].file, found[first])
+            time.sleep(pause)
+        return found
+
+    def _cat(self, system: Any, ranges: Sequence[Range]) -> list[Any]:
+        paths = [self._path(each.file) for each in ranges]
+        starts, ends = [each.start for each in ranges], [each.start + each.size for each in ranges]
+        pieces: list[Any] = system.cat_ranges(paths, starts, ends, on_error="return")
+        # a store refuses a range that begins behind the end of a file: the file is shorter than it was
+        return [b"" if _begins_behind_end(piece) else piece for piece in pieces]
+
+    def _path(self, file: str) -> str:
+        return f"{self.address}/{file}" if file else self.address
+
+    def _tried(self, file: str, action: Callable[[Any], _Result]) -> _Result:
+        for pause in (*PAUSES, None):
+            try:
+                return action(self._connected())
+            except DataError:
+                raise
+            except Exception as error:
+                if pause is None or _is_final(error):
+                    raise self._error(file, error) from error
+                time.sleep(pause)
+        raise AssertionError("the last pause is None")
+
+    def _connected(self) -> Any:
+        if self._owner != os.getpid():
+            try:
+                self._file_system, _ = fsspec.core.url_to_fs(
+                    self.address, **{"skip_instance_cache": True, "use_listings_cache": False, **self._options}
+                )
+            except ImportError as error:
+                raise DataError(
+                    f"{self.address}: reading {fsspec.utils.get_protocol(self.address)}:// needs a package that is not "
+                    f"installed ({error}); for s3:// install starling-asr[cloud]"
+                ) from error
+            self._owner = os.getpid()
+        return self._file_system
+
+    def _error(self, file: str, error: BaseException) -> DataError:
+        path = self._path(file)
+        if isinstance(error, FileNotFoundError):
+            return DataError(
+                f"{path}: is not there; copy the prepared sets to {self.address} again, or set data.remote"
+            )
+        if _is_refused(error):
+            return DataError(
+                f"{path}: access is refused ({_said(error)}); check the credentials in this machine's environment or "
+                "credentials file, and data.storage_options (anon: true for a public bucket)"
+            )
+        return DataError(
+            f"{path}: cannot be read after {len(PAUSES) + 1} tries ({_said(error)}); check the network, data.remote "
+            "and data.storage_options"
+        )
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _is_refused(error: BaseException) -> bool:
+    return isinstance(error, PermissionError) or "Credential" in type(error).__name__
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether another try cannot help."""
+    kinds = (FileNotFoundError, IsADirectoryError, NotADirectoryError, TypeError, ValueError, ConfigError)
+    network = (asyncio.TimeoutError,)
+    return _is_refused(error) or (isinstance(error, kinds) and not isinstance(error, network))
+
+
+def _begins_behind_end(error: object) -> bool:
+    return isinstance(error, Exception) and ("InvalidRange" in str(error) or "range is not satisfiable" in str(error))

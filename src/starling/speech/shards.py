@@ -1,0 +1,142 @@
+"""The FLAC bytes of a prepared set's utterances: from shards on this machine's disks, or in an object store."""
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from starling.errors import DataError
+from starling.speech.object_store import ObjectFolder, Range, StorageOptions
+
+MAX_OPEN_SHARDS = 64
+REMOTE = "remote.json"
+"""Beside the index of a set whose shards are elsewhere: {"address": folder of the shards, "options": fsspec's}."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar of FLAC files and the size it must have."""
+
+    file: str
+    num_bytes: int
+
+
+class Place(NamedTuple):
+    """Where an utterance's FLAC is."""
+
+    shard: int
+    offset: int
+    size: int
+
+
+class Shards(Protocol):
+    """Reads utterances' bytes; picklable by nobody, made anew in each process."""
+
+    def check(self) -> None:
+        """Raise DataError if a shard is known to be missing or of another size."""
+
+    def where(self, shard: int) -> str:
+        """The shard, for messages."""
+
+    def remedy(self) -> str:
+        """What to do when something is wrong with them."""
+
+    def read(self, places: Sequence[Place]) -> list[bytes]:
+        """The bytes at some places, fewer where a shard ends before; DataError if a shard cannot be read."""
+
+    def close(self) -> None:
+        """Let go of open files; they are opened again when needed."""
+
+
+def open_shards(folder: Path, shards: Sequence[Shard]) -> Shards:
+    """The shards of the set in `folder`, wherever they are."""
+    path = folder / REMOTE
+    if not path.is_file():
+        return LocalShards(folder, shards)
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        address, options = str(description["address"]), dict(description.get("options", {}))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); {_again(folder)}") from error
+    return RemoteShards(folder, address, options, shards)
+
+
+def _again(folder: Path) -> str:
+    return f"remove {folder} and run `starling prepare RECIPE` again"
+
+
+class LocalShards:
+    """Tars in `<folder>/shar`, read with `pread`: forked processes may share the open files."""
+
+    def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
+        self._folder, self._shards = folder, shards
+        self._files: OrderedDict[int, int] = OrderedDict()
+
+    def check(self) -> None:
+        for shard in self._shards:
+            path = self._folder / "shar" / shard.file
+            size = path.stat().st_size if path.is_file() else None
+            if size != shard.num_bytes:
+                state = "is missing" if size is None else f"has {size} bytes, not {shard.num_bytes}"
+                raise DataError(f"{path}: {state}; {self.remedy()}")
+
+    def where(self, shard: int) -> str:
+        return str(self._folder / "shar" / self._shards[shard].file)
+
+    def remedy(self) -> str:
+        return _again(self._folder)
+
+    def read(self, places: Sequence[Place]) -> list[bytes]:
+        try:
+            return [os.pread(self._file(place.shard), place.size, place.offset) for place in places]
+        except OSError as error:
+            raise DataError(f"{self._folder}/shar: cannot be read: {error.strerror}; {self.remedy()}") from error
+
+    def _file(self, shard: int) -> int:
+        descriptor = self._files.get(shard)
+        if descriptor is not None:
+            self._files.move_to_end(shard)
+            return descriptor
+        try:
+            descriptor = os.open(self.where(shard), os.O_RDONLY)
+        except OSError as error:
+            raise DataError(f"{self.where(shard)}: cannot be opened: {error.strerror}") from error
+        self._files[shard] = descriptor
+        if len(self._files) > MAX_OPEN_SHARDS:
+            os.close(self._files.popitem(last=False)[1])
+        return descriptor
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+class RemoteShards:
+    """Tars in an object store; all utterances of a call are asked for at once, one range each.
+
+    Their sizes were checked when the set's index was fetched; asking again in every process would cost a request each.
+    """
+
+    def __init__(self, folder: Path, address: str, options: StorageOptions, shards: Sequence[Shard]) -> None:
+        self._folder, self._shards = folder, shards
+        self._objects = ObjectFolder(address, options)
+
+    def check(self) -> None:
+        return
+
+    def where(self, shard: int) -> str:
+        return f"{self._objects.address}/{self._shards[shard].file}"
+
+    def remedy(self) -> str:
+        return f"copy the prepared set to {self._objects.address.rsplit('/', 1)[0]} again"
+
+    def read(self, places: Sequence[Place]) -> list[bytes]:
+        return self._objects.read_ranges(
+            [Range(self._shards[place.shard].file, place.offset, place.size) for place in places]
+        )
+
+    def close(self) -> None:
+        return
