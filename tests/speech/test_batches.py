@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batches import Batch, load_batch
 from starling.speech.features import FeatureConfig, LogMel
+from starling.speech.losses import ctc_loss
+from starling.speech.models import ModelConfig, build_model
 from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
@@ -107,3 +110,71 @@ def test_an_utterance_that_cannot_be_used_is_named(tmp_path, songs):
         writer.finish(digest="short")
     with pytest.raises(DataError, match=r"'click' has 100 samples"):
         load_batch(SpeechSet.open(tmp_path / "short"), np.array([0]), log_mel, None, CharacterTokenizer("DO"), seed=1)
+
+
+def damaged(folder: Path, count: int, *victims: int) -> SpeechSet:
+    """A set with zeros in the middle of the FLAC of some utterances."""
+    whole = song_set(folder, count)
+    shard = whole.folder / "shar" / whole.summary.shards[0].file
+    content = bytearray(shard.read_bytes())
+    for victim in victims:
+        place = whole._place(victim)
+        content[place.offset : place.offset + place.size // 2] = bytes(place.size // 2)
+    shard.write_bytes(content)
+    return SpeechSet.open(folder)
+
+
+def test_a_damaged_utterance_is_left_out_named_and_changes_no_other(tmp_path, songs, tokenizer):
+    """With `on_bad` skip the others have the bits that they have beside the whole file, augmentation included."""
+    log_mel = LogMel(FeatureConfig(), songs.sampling_rate)
+    whole = load_batch(songs, INDICES, log_mel, EVERYTHING, tokenizer, seed=3)
+    broken = damaged(tmp_path / "songs", 12, 0)
+    batch = load_batch(broken, INDICES, log_mel, EVERYTHING, tokenizer, seed=3, on_bad="skip")
+    assert batch.ids == ("song-3", "song-7", "song-5")
+    ((name, reason),) = batch.skipped
+    assert name == "song-0" and "the audio of song-0 is damaged" in reason
+    assert batch.num_examples == 3 and batch.seconds == pytest.approx(whole.seconds - songs.durations[0])
+    for row, other in enumerate([0, 2, 3]):
+        length = batch.feature_lengths[row]
+        assert length == whole.feature_lengths[other]
+        assert torch.equal(batch.features[row, :length], whole.features[other, :length])
+    with pytest.raises(DataError, match="the audio of song-0 is damaged"):
+        load_batch(broken, INDICES, log_mel, EVERYTHING, tokenizer, seed=3)
+
+
+def test_a_damaged_utterance_reads_as_its_own_error_beside_the_others(tmp_path):
+    """`audios` gives the samples of all others; `audio` of the damaged one raises what stands in its place."""
+    broken = damaged(tmp_path / "songs", 4, 1)
+    first, second, third = broken.audios([0, 1, 2])
+    assert isinstance(second, DataError)
+    assert np.array_equal(first, broken.audio(0)) and np.array_equal(third, broken.audio(2))
+    with pytest.raises(DataError, match="the audio of song-1 is damaged"):
+        broken.audio(1)
+
+
+@pytest.mark.parametrize("name", ["blstm", "transformer", "deep-speech"])
+def test_a_batch_with_nothing_left_has_a_loss_of_zero_and_gradients_of_zero(tmp_path, tokenizer, name):
+    """Every parameter has a gradient, exactly 0, as whoever adds gradients up over learners needs it."""
+    broken = damaged(tmp_path / "songs", 3, 0, 1)
+    log_mel = LogMel(FeatureConfig(), broken.sampling_rate)
+    batch = load_batch(broken, np.array([0, 1]), log_mel, None, tokenizer, seed=1, on_bad="skip")
+    assert [name for name, _ in batch.skipped] == ["song-0", "song-1"]
+    assert (batch.num_examples, batch.num_frames, batch.seconds) == (0, 0, 0.0)
+    model = build_model(ModelConfig(name=name, preset="tiny"), log_mel.num_features, tokenizer.vocab_size, seed=1)
+    loss = ctc_loss(model, batch.to("cpu"))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_statistics_leave_out_what_is_damaged_where_that_is_wished(tmp_path):
+    """`fit` names the utterance, or does without it; with nothing left it says so."""
+    log_mel = LogMel(FeatureConfig(normalise="global"), 8000)
+    broken = damaged(tmp_path / "songs", 6, 2)
+    with pytest.raises(DataError, match="the audio of song-2 is damaged"):
+        log_mel.fit(broken)
+    log_mel.fit(broken, on_bad="skip")
+    rows = [log_mel._layer([torch.from_numpy(broken.audio(index))])[0] for index in (0, 1, 3, 4, 5)]
+    torch.testing.assert_close(log_mel.mean, torch.cat(rows).mean(0), atol=1e-4, rtol=0)
+    with pytest.raises(DataError, match="no utterance of 2 that were tried"):
+        log_mel.fit(damaged(tmp_path / "all", 2, 0, 1), on_bad="skip")

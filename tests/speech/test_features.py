@@ -4,6 +4,7 @@ import kaldi_native_fbank
 import numpy as np
 import pytest
 import torch
+from lhotse.features.kaldi.layers import Wav2LogFilterBank
 from tones import song_set
 
 from starling.errors import DataError
@@ -36,6 +37,26 @@ def test_features_are_those_of_kaldi(rate, num_mels):
     oracle = kaldi_log_mel(waveform, rate, num_mels)
     assert features.shape == oracle.shape
     np.testing.assert_allclose(features.numpy(), oracle, atol=2e-3)
+
+
+@pytest.mark.parametrize(("rate", "num_mels"), [(8000, 40), (16000, 80)])
+def test_features_are_those_of_lhotse_up_to_rounding(rate, num_mels):
+    """Emphasis before framing, and FFTs that utterances share, change nothing but last digits."""
+    oracle = Wav2LogFilterBank(rate, num_filters=num_mels, high_freq=-400.0)
+    waveforms = [noise(0.025 + 0.13 * seed, rate, seed) for seed in range(12)]
+    found = LogMel(FeatureConfig(normalise="none"), rate).batch(waveforms)
+    for waveform, features in zip(waveforms, found, strict=True):
+        torch.testing.assert_close(features, oracle(waveform[None])[0], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("normalise", ["none", "utterance"])
+def test_an_utterances_features_do_not_depend_on_its_neighbours(normalise):
+    """The same bits alone and anywhere in a batch, whatever lies across the blocks of frames."""
+    log_mel = LogMel(FeatureConfig(normalise=normalise), 8000)
+    waveforms = [noise(length, 8000, seed) for seed, length in enumerate((0.025, 3.1, 0.5, 0.031, 2.56, 1.0))]
+    for some in (waveforms, waveforms[::-1], waveforms[2:4]):
+        for waveform, features in zip(some, log_mel.batch(some), strict=True):
+            assert torch.equal(features, log_mel(waveform))
 
 
 @pytest.mark.parametrize("num_samples", [200, 239, 240, 241, 1000, 8000, 12345])
