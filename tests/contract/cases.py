@@ -176,7 +176,8 @@ def cases() -> dict[str, Case]:
         made[f"{name}/counted"] = Case(choice, counted, sgd(LEARNING_RATE), steps=120)
         made[f"{name}/one-step"] = Case(choice, plain, sgd(0.1), steps=1)
         made[f"{name}/no-step"] = Case(choice, plain, sgd(0.1), steps=0)
-        made[f"{name}/first-is-slow"] = Case(choice, plain, sgd(0.1), stragglers=Stragglers(slow={0: 30.0}))
-        made[f"{name}/last-is-slow"] = Case(choice, plain, sgd(0.1), stragglers=Stragglers(slow={1: 30.0}, jitter=2.0))
+        made[f"{name}/first-is-slow"] = Case(choice, plain, sgd(0.1), 9, stragglers=Stragglers(slow={0: 30.0}))
+        slow_and_uneven = Stragglers(slow={1: 30.0}, jitter=2.0)
+        made[f"{name}/last-is-slow"] = Case(choice, plain, sgd(0.1), 9, stragglers=slow_and_uneven)
     made["allreduce/loaded-ahead"] = Case(CHOICES["allreduce"], plain, sgd(0.1), num_workers=1)
     return made

@@ -21,6 +21,10 @@ ALONE = ("/sgd", "/adam")
 """What one process runs."""
 IN_STEP = ("/sgd", "/adam", "/accumulated", "/same-data")
 """What only strategies run whose result does not depend on speeds."""
+LOADED_AHEAD = "allreduce/loaded-ahead"
+"""What two processes run whose mini-batches are loaded by further ones."""
+MEMBERS = {3: (0, 1, 2), 2: (3, 4), 4: (0, 1, 2, 3), 1: (4,)}
+"""Which processes run the cases of so many learners, in this order."""
 Runner = Callable[[str, int], list[Tensor]]
 """From a case's name and the number of learners to their final weights `[P]`, by rank."""
 
@@ -33,25 +37,29 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def on_processes(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """All cases of one number of learners are run by the same processes, to pay their start once."""
+    """All cases are run by the same five processes, to pay their start once; those of two beside those of three."""
 
     @cache
-    def run_all(world: int) -> dict[str, list[Tensor]]:
-        folder = tmp_path_factory.mktemp(f"processes-{world}")
-        names = [name for name in cases() if _is_asked_for(name, world)]
-        command = [sys.executable, "-m", "tests.contract.learner_process", json.dumps(names), str(folder)]
-        launch(command, world, folder)
+    def run_all() -> dict[tuple[str, int], list[Tensor]]:
+        folder = tmp_path_factory.mktemp("processes")
+        runs = [(name, members) for world, members in MEMBERS.items() for name in cases() if _is_asked_for(name, world)]
+        command = [sys.executable, "-m", "tests.contract.learner_process", json.dumps(runs), str(folder)]
+        launch(command, 1 + max(max(members) for members in MEMBERS.values()), folder)
         return {
-            name: [load_file(folder / f"{number}-{rank}.safetensors")["weights"] for rank in range(world)]
-            for number, name in enumerate(names)
+            (name, len(members)): [
+                load_file(folder / f"{number}-{rank}.safetensors")["weights"] for rank in range(len(members))
+            ]
+            for number, (name, members) in enumerate(runs)
         }
 
-    return lambda name, world: run_all(world)[name]
+    return lambda name, world: run_all()[name, world]
 
 
 def _is_asked_for(name: str, world: int) -> bool:
     """Whether a test asks for this case of so many processes."""
     choice, _, _ = name.partition("/")
+    if name == LOADED_AHEAD:
+        return world == 2
     if world == 1:
         return name.endswith(ALONE)
     if world == 4 and not name.startswith(LARGER):

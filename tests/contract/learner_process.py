@@ -1,4 +1,4 @@
-"""The program of a learner process in the contract tests: runs every case it is told to, one after the other."""
+"""The program of a process in the contract tests: a learner of every case that it is a member of, one by one."""
 
 import json
 import sys
@@ -14,14 +14,17 @@ from starling.launch.rendezvous import find_place
 from tests.contract.cases import cases
 
 
-def main(names: list[str], folder: Path) -> None:
+def main(runs: list[tuple[str, list[int]]], folder: Path) -> None:
+    """Each run is the name of a case and the processes that are its learners, by rank."""
     torch.set_num_threads(1)
     place = find_place()
-    for number, name in enumerate(names):
-        store = PrefixStore(f"case{number}", place.store)
-        own = Place(place.rank, place.world, place.local_rank, place.local_world, store)
-        state = run_learner(cases()[name].job(place.world), own, torch.device("cpu"), name, Silence())
-        save_file({"weights": state.weights.clone()}, folder / f"{number}-{place.rank}.safetensors")
+    for number, (name, members) in enumerate(runs):
+        if place.rank not in members:
+            continue
+        rank, world = members.index(place.rank), len(members)
+        own = Place(rank, world, rank, world, PrefixStore(f"case{number}", place.store))
+        state = run_learner(cases()[name].job(world), own, torch.device("cpu"), name, Silence())
+        save_file({"weights": state.weights.clone()}, folder / f"{number}-{rank}.safetensors")
 
 
 if __name__ == "__main__":
