@@ -3,12 +3,12 @@
 import fcntl
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -16,18 +16,16 @@ from pydantic import Field, field_validator, model_validator
 
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.speech.chance import one_thread
 from starling.speech.check.config import CheckConfig
 from starling.speech.corpora import CorpusConfig, Utterance
 from starling.speech.left_out import left_out_of
-from starling.speech.shard_writer import SpeechWriter
+from starling.speech.preparing.executors import Executor, InThisProcess
+from starling.speech.preparing.making import REPORT_EVERY, SetPlan, make_set
+from starling.speech.preparing.making import Progress as Progress
+from starling.speech.preparing.stages import Checking
 from starling.speech.store import FORMAT, SetSummary, SpeechSet, read_summary
-from starling.speech.strings import StringsConfig, copies_problem, join_strings, plan_strings
-from starling.speech.usable import Checked, Checker, FilterConfig, TextStyle
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a set, utterances done, and utterances in all (0: not known)."""
-REPORT_EVERY = 25
+from starling.speech.strings import StringsConfig, copies_problem
+from starling.speech.usable import Checked, FilterConfig, TextStyle
 
 
 class DataConfig(Config):
@@ -46,7 +44,7 @@ class DataConfig(Config):
     strings: StringsConfig | None = None
     """Join recordings into strings, e.g. isolated digits into connected ones."""
     shard_size: int = Field(default=1000, ge=1)
-    """Utterances in a shard."""
+    """Utterances of the corpus that make a shard; it holds fewer where some of them are dropped."""
     train: str = "train"
     valid: str | None = "dev"
     test: tuple[str, ...] = ("test",)
@@ -95,10 +93,12 @@ class Summary:
     written: tuple[str, ...]
 
 
-def prepare(config: DataConfig, progress: Progress | None = None) -> Summary:
+def prepare(config: DataConfig, progress: Progress | None = None, executor: Executor | None = None) -> Summary:
     """Prepare the sets that the recipe uses; sets that are there already, made from the same settings, are kept.
 
-    Each set is written to `<set>.partial` and renamed when it is complete. Two calls at once take turns.
+    A set is made in `<set>.partial`, shard by shard, and renamed when it is complete. What a call that failed or was
+    killed has finished is not done again, and the bytes of a set depend neither on that nor on the executor,
+    which says where shards are made (default: here, one after the other). Two calls at once take turns.
 
     Raises:
         DataError: the corpus is missing or wrong, naming the utterance or file; nothing half-written remains
@@ -109,8 +109,10 @@ def prepare(config: DataConfig, progress: Progress | None = None) -> Summary:
         written = []
         for name in config.used_sets:
             if _finished_digest(config.set_folder(name)) != set_digest(config, name):
-                _prepare_set(config, name, report)
+                _prepare_set(config, name, executor or InThisProcess(), report)
                 written.append(name)
+            elif _partial_folder(config, name).exists():
+                shutil.rmtree(_partial_folder(config, name), ignore_errors=True)
         sets = tuple(read_summary(config.set_folder(name)) for name in config.used_sets)
     return Summary(config.folder, sets, tuple(written))
 
@@ -178,41 +180,21 @@ def _finished_digest(folder: Path) -> str | None:
         return None
 
 
-def _prepare_set(config: DataConfig, name: str, report: Progress) -> None:
-    final, partial = config.set_folder(name), config.folder / f"{name}.partial"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        with one_thread():  # resampling; short pieces are ten times slower on threads that others keep busy
-            _write_set(config, name, partial, report)
-        _sync(partial)
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise DataError(f"set {name}: {partial} cannot be written: {error}") from error
-        raise
-
-
-def _write_set(config: DataConfig, name: str, folder: Path, report: Progress) -> None:
+def _prepare_set(config: DataConfig, name: str, executor: Executor, report: Progress) -> None:
     left_out = left_out_of(config.filter.leave_out, name)
-    checker = Checker(name, config.sampling_rate, config.text, config.filter, left_out)
-    utterances: Iterable[Utterance] = config.corpus.utterances(name)
-    if config.strings is not None:
-        checked = counted(checker.usable(utterances), utterances, f"{name} (checking)", report)
-        recordings = [checker.reread(utterance) for utterance, _ in checked]
-        plans = plan_strings([each.speaker for each in recordings], config.strings, name)
-        utterances = join_strings(recordings, plans, config.strings, config.sampling_rate)
-        checker.seen.clear()
-    with SpeechWriter(folder, name, config.sampling_rate, config.shard_size) as writer:
-        for utterance, audio in counted(checker.usable(utterances), utterances, name, report):
-            writer.write(utterance.id, utterance.speaker, utterance.text, audio)
-        dropped = checker.finish()
-        rows = "".join(f"{each.id}\t{each.seconds:.3f}\t{each.reason}\n" for each in dropped)
-        (folder / "dropped.tsv").write_text("id\tseconds\treason\n" + rows, encoding="utf-8")
-        writer.finish(set_digest(config, name), len(dropped), sum(each.seconds for each in dropped))
+    plan = SetPlan(
+        name,
+        set_digest(config, name),
+        partial(config.corpus.utterances, name),
+        Checking(name, config.sampling_rate, config.text, config.filter, left_out),
+        config.strings,
+        config.shard_size,
+    )
+    make_set(plan, config.set_folder(name), _partial_folder(config, name), executor, report)
+
+
+def _partial_folder(config: DataConfig, name: str) -> Path:
+    return config.folder / f"{name}.partial"
 
 
 def counted(
@@ -226,13 +208,3 @@ def counted(
             report(label, done, total)
         yield each
     report(label, done, total or done)
-
-
-def _sync(folder: Path) -> None:
-    """Have everything in the folder on the disk before it gets its final name."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
