@@ -55,18 +55,17 @@ def options(
     """Options that stand before a command."""
 
 
-@app.command(epilog="Example: [bold]starling prepare recipes/demo.yaml data.folder=corpora/demo[/bold]")
+@app.command(epilog="Example: [bold]starling prepare recipes/demo.yaml data.folder=corpora/demo jobs=4[/bold]")
 def prepare(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Import, check and filter a recipe's corpus, and write it as shards; what is there already is kept."""
-    with _errors(debug):
-        from starling.experiment.recipe import load_recipe
-        from starling.report.progress import Bars
-        from starling.speech import prepare as preparation
+    """Import, check and filter a recipe's corpus, and write it as shards; what is there already is kept.
 
-        data = load_recipe(recipe, overrides or ()).data
-        with Bars(_console()) as bars:
-            summary = preparation.prepare(data, bars)
-        typer.echo(preparation.describe(summary))
+    jobs=N does it in N processes, executor=dask://HOST:PORT on the workers of a Dask cluster (executor=dask on
+    one of N processes here); the result is the same. A call that was killed is gone on with by the next.
+    """
+    with _errors(debug):
+        from starling.experiment import prepare
+
+        prepare.prepare(recipe, overrides or (), typer.echo, _console())
 
 
 @app.command(epilog="Example: [bold]starling check recipes/demo.yaml data.check.silence_db=-50[/bold]")
@@ -128,6 +127,17 @@ def evaluate(
         from starling.experiment import evaluate
 
         evaluate.evaluate(experiment, sets, typer.echo, _console())
+
+
+@app.command(epilog="Example: [bold]starling audit exp/demo[/bold]")
+def audit(experiment: Experiment, debug: Debug = False) -> None:
+    """Show which learner saw how much of each epoch, and whether every utterance was seen exactly once."""
+    with _errors(debug):
+        from rich.console import Console
+
+        from starling.experiment import audit
+
+        audit.audit(experiment, typer.echo, Console())
 
 
 @app.command(epilog="Example: [bold]starling transcribe exp/demo hello.wav[/bold]")

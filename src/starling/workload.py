@@ -41,6 +41,21 @@ class Ticket:
     part: int = 0
 
 
+@dataclass(frozen=True)
+class Standing:
+    """What all learners together have done: every ticket before `position`, except for `unfinished` ones."""
+
+    position: Ticket = Ticket(epoch=0, index=0, step=0)
+    """The first ticket that was never handed out."""
+    unfinished: tuple[Ticket, ...] = ()
+    """Tickets that were handed out and not done, in their order; who goes on from here gets them first."""
+
+    @property
+    def num_done(self) -> int:
+        """Mini-batches done since the beginning of the run."""
+        return self.position.step - len(self.unfinished)
+
+
 class Workload(ABC, Generic[ExamplesT]):
     """A training problem, the same on every learner. What a mini-batch holds depends on its ticket alone, not on how
     many learners there are or who computes it."""

@@ -16,7 +16,7 @@ from starling.checkpoint.reader import checkpoints_in, latest, load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError
-from starling.workload import Ticket
+from starling.workload import Standing, Ticket
 
 
 def write_model(folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
@@ -26,7 +26,12 @@ def write_model(folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> No
 
 
 def state(
-    rank: int, world: int, position: Ticket, weights: list[float] | None = None, minutes: float = 1.5
+    rank: int,
+    world: int,
+    position: Ticket,
+    weights: list[float] | None = None,
+    minutes: float = 1.5,
+    unfinished: tuple[Ticket, ...] = (),
 ) -> LearnerState:
     """The state of a learner with momentum and a buffer of its own."""
     parameter = torch.nn.Parameter(torch.tensor(weights or [float(rank), 1.0, 2.0]))
@@ -34,7 +39,9 @@ def state(
     parameter.grad = torch.full((3,), float(rank))
     optimizer.step()
     buffers = {"mean": torch.tensor([float(rank)]), "count": torch.tensor(rank)}
-    return LearnerState(rank, world, position, minutes, parameter.detach(), buffers, optimizer.state_dict())
+    return LearnerState(
+        rank, world, Standing(position, unfinished), minutes, parameter.detach(), buffers, optimizer.state_dict()
+    )
 
 
 def writer(experiment: Path, keep: int = 2, team_size: int | None = None) -> CheckpointWriter:
@@ -81,7 +88,7 @@ def test_every_learner_gets_back_what_it_saved(tmp_path: Path) -> None:
     checkpoint = load(save_all(tmp_path, 3, Ticket(2, 5, 17)))
     for rank in range(3):
         before, after = state(rank, 3, Ticket(2, 5, 17)), checkpoint.start(rank, 3)
-        assert (after.rank, after.world, after.position, after.minutes) == (rank, 3, Ticket(2, 5, 17), 1.5)
+        assert (after.rank, after.world, after.standing, after.minutes) == (rank, 3, Standing(Ticket(2, 5, 17)), 1.5)
         assert torch.equal(after.weights, before.weights)
         assert torch.equal(after.buffers["mean"], before.buffers["mean"])
         momentum = after.optimizer["state"][0]["momentum_buffer"]
@@ -111,36 +118,17 @@ def test_another_number_of_learners_begins_with_the_consensus(tmp_path: Path) ->
         assert torch.equal(momentum, torch.full((3,), float(rank % 2)))
 
 
-def test_another_number_of_learners_cannot_share_an_epoch_that_has_begun(tmp_path: Path) -> None:
-    """In the middle of an epoch the message says what would do instead."""
-    checkpoint = load(save_all(tmp_path, 2, Ticket(3, 4, 28)))
-    with pytest.raises(CheckpointError, match=r"saved by 2 learners .* after 4 mini-batches of epoch 4; .*learners=2"):
-        checkpoint.start(0, 3)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "possible"),
-    [((2, 1), (3, 1), True), ((4, 2), (6, 2), True), ((2, 1), (2, 2), False), ((4, None), (4, 1), False)],
-    ids=["alone, one more", "one more super-learner", "together from now on", "alone from now on"],
-)
-def test_an_epoch_that_has_begun_goes_on_with_teams_of_the_same_size(
-    tmp_path: Path, before: tuple[int, int | None], after: tuple[int, int], possible: bool
-) -> None:
-    """Its batches depend on how many learners claim together, and on nothing else that may change."""
-    world, team_size = before
-    checkpoint = load(save_all(tmp_path, world, Ticket(3, 4, 28), team_size=team_size))
-    if possible:
-        assert torch.equal(checkpoint.start(0, *after).weights, checkpoint.consensus())
-        return
-    with pytest.raises(CheckpointError, match=rf"{after[0]} learners \({after[1]} claiming together\) would divide"):
-        checkpoint.start(0, *after)
-
-
-def test_between_epochs_teams_may_become_others(tmp_path: Path) -> None:
-    """Each learner still goes on from its own state if there are as many."""
-    checkpoint = load(save_all(tmp_path, 2, Ticket(3, 0, 24)))
-    for rank in range(2):
-        assert torch.equal(checkpoint.start(rank, 2, 1).weights, state(rank, 2, Ticket(3, 0, 24)).weights)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_any_number_of_learners_may_go_on_in_mid_epoch(tmp_path: Path, world: int) -> None:
+    """All know what was handed out, and what of it was not done; the name of the checkpoint counts what was done."""
+    unfinished = (Ticket(2, 7, 23), Ticket(3, 1, 25))
+    together = writer(tmp_path)
+    saved = [together.save(state(rank, 2, Ticket(3, 4, 28), unfinished=unfinished)) for rank in range(2)][-1]
+    assert saved is not None
+    assert saved.folder.name == "step-00000026"
+    for rank in range(world):
+        assert load(saved.folder).start(rank, world).standing == Standing(Ticket(3, 4, 28), unfinished)
+    assert saved.manifest.standing == Standing(Ticket(3, 4, 28), unfinished)
 
 
 def test_a_consensus_alone_can_be_used_but_not_resumed(tmp_path: Path) -> None:
@@ -217,23 +205,23 @@ def test_a_distance_that_is_no_number_does_not_spoil_a_checkpoint(tmp_path: Path
 
 
 def test_a_checkpoint_of_format_1_can_be_resumed(tmp_path: Path) -> None:
-    """It knows neither the distance nor teams: all learners claimed together then."""
+    """It knows neither the distance nor what was unfinished."""
     folder = save_all(tmp_path, 2, Ticket(1, 4, 12), team_size=1)
     manifest = manifest_of(folder)
-    del manifest["consensus_distance"], manifest["team_size"]
+    for key in ("consensus_distance", "team_size", "unfinished", "epochs_ended"):
+        del manifest[key]
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
     checkpoint = load(folder)
     assert checkpoint.manifest.consensus_distance is None
     assert torch.equal(checkpoint.start(1, 2).weights, state(1, 2, Ticket(1, 4, 12)).weights)
-    with pytest.raises(CheckpointError, match="2 claiming together"):
-        checkpoint.start(1, 2, team_size=1)
+    assert checkpoint.start(1, 2).standing == Standing(Ticket(1, 4, 12))
 
 
 def test_what_an_earlier_version_cannot_read_has_a_newer_format(tmp_path: Path) -> None:
     """Such a version says then that a newer Starling is needed, rather than complain of a key."""
     manifest = manifest_of(save_all(tmp_path, 1, Ticket(1, 0, 8)))
-    assert manifest["format"] == 3
-    assert {"consensus_distance", "team_size"} <= manifest.keys()
+    assert manifest["format"] == 4
+    assert {"consensus_distance", "team_size", "unfinished", "epochs_ended"} <= manifest.keys()
 
 
 def test_a_checkpoint_that_is_there_is_left_alone(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def test_minutes_are_simulated_minutes_and_agreed_upon() -> None:
     cluster = Cluster(compute=ComputeModel(distribution="uniform", seconds=1.0, spread=0.5))
     outcome = run("delay-by-one", 4, Budget(minutes=1.0), cluster, stragglers=Stragglers())
     assert 60.0 <= outcome.seconds < 63.0
-    assert len({state.position for state in outcome.states}) == 1
+    assert len({state.standing for state in outcome.states}) == 1
 
 
 @pytest.mark.parametrize("distribution", ["constant", "uniform", "log-normal"])

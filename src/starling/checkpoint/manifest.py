@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from pydantic import Field, ValidationError
 
 from starling.checkpoint.files import read_json, sha256
 from starling.configuration import Config
 from starling.errors import CheckpointError
-from starling.workload import Ticket
+from starling.workload import Standing, Ticket
 
-FORMAT = 3
-"""2 added `team_size` and `consensus_distance`, 3 what learners keep of the model (`shards`); older checkpoints are
-read without them."""
+FORMAT = 4
+"""2 added `team_size` and `consensus_distance`, 3 what learners keep of the model (`shards`), 4 `unfinished` and
+`epochs_ended`; older checkpoints are read without them."""
 MANIFEST = "manifest.json"
 MODEL = "model"
 """The folder of the consensus model inside a checkpoint."""
@@ -26,11 +27,15 @@ class FileEntry(Config):
 
 
 class Position(Config):
-    """The first ticket that nobody had claimed."""
+    """A ticket."""
 
     epoch: int = Field(ge=0)
     index: int = Field(ge=0)
     step: int = Field(ge=0)
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> Self:
+        return cls(epoch=ticket.epoch, index=ticket.index, step=ticket.step)
 
     @property
     def ticket(self) -> Ticket:
@@ -52,12 +57,22 @@ class Manifest(Config):
     team_size: int | None = Field(default=None, ge=1)
     """How many of them claimed mini-batches together; None: all."""
     position: Position
+    """The first ticket that nobody had claimed."""
+    unfinished: tuple[Position, ...] = ()
+    """Tickets that somebody had claimed and not done."""
+    epochs_ended: int | None = Field(default=None, ge=0)
+    """How many epochs had ended, if this is the end of one."""
     minutes: float = Field(ge=0)
     """Time spent training when the last learner arrived."""
     consensus_distance: float | None = Field(default=None, ge=0)
     """(1/L) sum_l |w_l - mean|^2 of the learners' weights as they are here; None if that is not a number."""
     files: dict[str, FileEntry]
     """Every other file, by its path inside the checkpoint."""
+
+    @property
+    def standing(self) -> Standing:
+        """What all learners together had done."""
+        return Standing(self.position.ticket, tuple(each.ticket for each in self.unfinished))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, Position, re
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.consensus import consensus
 from starling.errors import CheckpointError
+from starling.workload import Standing
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,10 @@ class Checkpoint:
             return LearnerState(
                 rank=scalars["rank"],
                 world=scalars["world"],
-                position=Position.model_validate(scalars["position"]).ticket,
+                standing=Standing(
+                    Position.model_validate(scalars["position"]).ticket,
+                    tuple(Position.model_validate(each).ticket for each in scalars.get("unfinished", [])),
+                ),
                 minutes=float(scalars["minutes"]),
                 weights=tensors["weights"],
                 buffers={
@@ -59,26 +63,18 @@ class Checkpoint:
         ranks = range(self.manifest.learners)
         return consensus((self.learner(rank).weights for rank in ranks), [self.learner(rank).kept for rank in ranks])
 
-    def start(self, rank: int, world: int, team_size: int | None = None) -> LearnerState:
-        """From what learner `rank` of `world` goes on, in teams of `team_size` (None: all) that claim together.
+    def start(self, rank: int, world: int) -> LearnerState:
+        """From what learner `rank` of `world` goes on.
 
         With as many learners as before, each goes on from its own state. With another number, all begin with
         the consensus weights, and learner r with the optimizer state of the former learner r modulo their
         number. Whoever keeps a shard now goes on from what its keeper saved. The time spent is that of the last
-        learner to arrive, the same for all. The batches of an epoch depend on the size of a team, so that
-        another one is possible between two epochs only. Raises CheckpointError otherwise.
+        learner to arrive, the same for all. Any number of learners may go on in mid-epoch, for what a mini-batch
+        holds does not depend on it. Raises CheckpointError if the checkpoint holds no learner's state.
         """
-        before, position = self.manifest.learners, self.manifest.position
+        before = self.manifest.learners
         if before == 0:
             return self.learner(rank)
-        team, team_before = team_size or world, self.manifest.team_size or self.manifest.world
-        if team != team_before and position.index != 0:
-            raise CheckpointError(
-                f"{self.folder} was saved by {before} learners ({team_before} claiming together) after "
-                f"{position.index} mini-batches of epoch {position.epoch + 1}; {world} learners ({team} claiming "
-                f"together) would divide that epoch differently. Resume with learners={before} and the strategy as it "
-                "was, or from a checkpoint at the end of an epoch"
-            )
         former = self.learner(rank % before)
         shards = self._shards() | {(shard.start, shard.stop): shard for shard in former.shards}
         start = replace(former, minutes=self.manifest.minutes, shards=tuple(shards.values()))

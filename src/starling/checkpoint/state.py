@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from starling.workload import Ticket
+from starling.workload import Standing
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class LearnerState:
 
     rank: int
     world: int
-    position: Ticket
-    """The first ticket that nobody has claimed."""
+    standing: Standing
+    """What all learners together have done when this learner is as it is here."""
     minutes: float
     """Time spent training, on the engine's clock."""
     weights: Tensor
@@ -38,6 +38,8 @@ class LearnerState:
     """The model's buffers by name, on the CPU."""
     optimizer: dict[str, Any]
     """The optimizer's `state_dict`."""
+    epochs_ended: int | None = None
+    """How many epochs had ended when this was the end of one; None at other moments."""
     shards: tuple[ShardState, ...] = ()
     """What this learner keeps of the model; where anybody keeps anything, that is the model. Their weights are also in
     `weights`."""

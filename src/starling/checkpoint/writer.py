@@ -1,13 +1,13 @@
 """Checkpoints that several learners write together: aside, checked, and then renamed in one step.
 
     checkpoints/step-00001234/learner-0.safetensors    weights, buffers and optimizer tensors of each learner
-    checkpoints/step-00001234/learner-0.json           its position, minutes and the optimizer's other values
+    checkpoints/step-00001234/learner-0.json           what all had done, its minutes and the optimizer's other values
     checkpoints/step-00001234/model/                   the consensus model, ready for use
     checkpoints/step-00001234/manifest.json            the SHA-256 of every file
 
-Steps are counted over all learners, so that names sort by age. Learners of an asynchronous strategy come to the end of
-an epoch at different times: several checkpoints may then be under way at once, each in a folder of its own. The last
-learner to arrive completes one before it goes on to the next, so that they are completed in their order.
+Steps are those done by all learners together, so that names sort by age. Learners of an asynchronous strategy come to
+the end of an epoch at different times: several checkpoints may then be under way at once, each in a folder of its own.
+The last learner to arrive completes one before it goes on to the next, so that they are completed in their order.
 """
 
 import math
@@ -46,6 +46,9 @@ class CheckpointConfig(Config):
 
     keep: int = Field(default=2, ge=1)
     """How many checkpoints stay; older ones are removed."""
+    every: int | None = Field(default=None, ge=1)
+    """Mini-batches of all learners together between two checkpoints inside an epoch; null: at the ends of epochs
+    only."""
 
 
 WriteModel = Callable[[Path, Tensor, dict[str, Tensor]], None]
@@ -81,7 +84,7 @@ class CheckpointWriter:
 
         A checkpoint that is already there, because a resumed run had nothing to add, is left as it is.
         """
-        final = self.folder / checkpoint_name(state.position.step)
+        final = self.folder / checkpoint_name(state.standing.num_done)
         if final.exists():
             return None
         with writing(final):
@@ -94,7 +97,7 @@ class CheckpointWriter:
 
     def save_consensus(self, states: Sequence[LearnerState]) -> Checkpoint:
         """Write the consensus model of `states` alone, for use but not for resuming."""
-        final = self.folder / checkpoint_name(states[0].position.step)
+        final = self.folder / checkpoint_name(states[0].standing.num_done)
         with writing(final):
             partial = partial_folder(final)
             partial.mkdir(parents=True, exist_ok=True)
@@ -126,14 +129,16 @@ class CheckpointWriter:
     def _finish(
         self, partial: Path, final: Path, state: LearnerState, num_learners: int, minutes: float, distance: float
     ) -> Checkpoint:
-        position = state.position
+        standing = state.standing
         manifest = Manifest(
             starling=version("starling-asr"),
             fingerprints=self._fingerprints,
             world=state.world,
             learners=num_learners,
             team_size=self._team_size,
-            position=Position(epoch=position.epoch, index=position.index, step=position.step),
+            position=Position.of(standing.position),
+            unfinished=tuple(Position.of(ticket) for ticket in standing.unfinished),
+            epochs_ended=state.epochs_ended,
             minutes=minutes,
             consensus_distance=distance if math.isfinite(distance) else None,
             files=Listing.of(partial).entries,
@@ -155,11 +160,12 @@ def checkpoint_name(step: int) -> str:
 def write_learner(folder: Path, state: LearnerState) -> None:
     """Write one learner's state as `learner-<rank>.safetensors` and `learner-<rank>.json`."""
     tensors = {"weights": state.weights} | {f"buffer.{name}": buffer for name, buffer in state.buffers.items()}
-    position = state.position
+    standing = state.standing
     scalars = {
         "rank": state.rank,
         "world": state.world,
-        "position": {"epoch": position.epoch, "index": position.index, "step": position.step},
+        "position": Position.of(standing.position).model_dump(),
+        "unfinished": [Position.of(ticket).model_dump() for ticket in standing.unfinished],
         "minutes": state.minutes,
         "optimizer": encode_state(state.optimizer, "optimizer", tensors),
         "is_worker": state.is_worker,

@@ -35,6 +35,8 @@ class Job:
     """Processes that load mini-batches ahead, for each learner; 0 loads them in the learner itself."""
     stragglers: Stragglers = field(default_factory=Stragglers)
     """Slowness on purpose."""
+    checkpoint_every: int | None = None
+    """Mini-batches of all learners together between two marks inside an epoch; None: no marks but the epochs' ends."""
     seed: int = 0
 
     def team_size(self, world: int) -> int:
@@ -63,6 +65,10 @@ class StepReport:
     num_examples: int
     num_frames: int
     audio_seconds: float
+    ids: tuple[str, ...] = ()
+    """The names of its examples, where they have names (`ids`)."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """Name and reason of examples that could not be used, where there are any (`skipped`)."""
 
 
 @dataclass
@@ -111,6 +117,9 @@ class Observer(Protocol):
         """After an epoch, and after the last mini-batch of the run. `state` shares memory with the learner: copy
         or write what is to be kept before returning."""
 
+    def on_mark(self, state: LearnerState) -> None:
+        """At a mark inside an epoch, where the job asks for marks. `state` as above."""
+
 
 class Silence:
     """An observer that does nothing."""
@@ -118,3 +127,5 @@ class Silence:
     def on_step(self, report: StepReport) -> None: ...
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
+
+    def on_mark(self, state: LearnerState) -> None: ...

@@ -4,9 +4,11 @@ On the CPU everything travels by gloo. On CUDA, with a device for each learner, 
 that share a device fall back to gloo through host memory.
 """
 
+import json
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 
@@ -28,6 +30,7 @@ from starling.engines.training import TrainingLearner
 from starling.engines.worker import end_with_threads
 from starling.errors import PeerLost, ProtocolError, StarlingError
 from starling.learner import Handle
+from starling.workload import Ticket
 
 __all__ = ["Place", "ProcessLearner", "choose_device", "has_own_device", "process_group", "run_learner"]
 
@@ -56,9 +59,8 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         self._flat = flat
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
         self._reducing: dict[bool, DistributedDataParallel] = {}  # by whether it is the model elsewhere
-        draws = self._draws() if self.is_worker else iter(())
-        mine = self.tickets.take(draws, members=[self.place_in_team])
-        self._batches = load_ahead(job.workload, mine, job.num_workers)
+        self._drawn_ahead: set[int] = set()  # portions of this learner's team that it has not claimed yet
+        self._batches = load_ahead(job.workload, self._mine(), job.num_workers)
 
     def claim(self) -> bool:
         self._release.check()
@@ -95,7 +97,8 @@ class ProcessLearner(PeerLearner, TrainingLearner):
                 coroutine.send(None)  # it waits inside the handle's result
         except StopIteration:
             self._end_rounds()
-            return self.finish(self.tickets.handed_out(self._num_drawn()))
+            num_drawn, undone = self._drawn_by_all()
+            return self.finish(self.tickets.handed_out(num_drawn), undone)
         finally:
             self._ordered.close()
 
@@ -123,6 +126,14 @@ class ProcessLearner(PeerLearner, TrainingLearner):
     def _whereabouts(self) -> str:
         return f"round {self.num_claimed}" if len(self.team) == self._world else f"after {self.num_claimed} claims"
 
+    def _mine(self) -> Iterator[Ticket]:
+        """This learner's tickets, as they are drawn."""
+        for number in self._draws() if self.is_worker else ():
+            if self.tickets.is_beyond(number):
+                return
+            self._drawn_ahead.add(number)
+            yield replace(self.tickets.ticket(number, self.place_in_team), part=self.part)
+
     def _draws(self) -> Iterator[int]:
         """The numbers of the portions of tickets that this learner's team gets, one after the other."""
         if len(self.team) == self._world:
@@ -140,20 +151,25 @@ class ProcessLearner(PeerLearner, TrainingLearner):
             with self._naming_the_lost("claiming"):
                 yield int(store.get(key(claim)))
 
-    def _num_drawn(self) -> int:
-        """How many portions all teams together have drawn; waits until everybody has made its last claim."""
+    def _drawn_by_all(self) -> tuple[int, list[int]]:
+        """How many portions all teams together have drawn, and those that nobody will do, because they were drawn ahead
+        when the time was up; waits until everybody has made its last claim."""
         if len(self.team) == self._world:
-            return self.num_claimed
+            return self.num_claimed, []
         store = self.place.store
-        store.set(f"claimed/{self._rank}", "")
+        undone = self._drawn_ahead if self.is_worker and self.place_in_team == 0 else ()
+        store.set(f"claimed/{self._rank}", json.dumps(sorted(undone)))
+        keys = [f"claimed/{rank}" for rank in range(self._world)]
         with self._naming_the_lost("waiting for the last claims"):
-            store.wait([f"claimed/{rank}" for rank in range(self._world)], timedelta(seconds=self._timeout_seconds))
-        return int(store.add("claims", 0))
+            store.wait(keys, timedelta(seconds=self._timeout_seconds))
+        return int(store.add("claims", 0)), sorted(number for key in keys for number in json.loads(store.get(key)))
 
     def _next_batch(self) -> Loaded | None:
         begin = self.now()
         loaded = next(self._batches, None)
         self.spent.waiting_for_data += self.now() - begin
+        if loaded is not None:
+            self._drawn_ahead.discard(self.tickets.number_of(loaded[0]))
         return loaded
 
     def _agreed_seconds(self) -> float:

@@ -1,23 +1,25 @@
 """Which mini-batch is whose: tickets in order, and the budget that ends them.
 
-Learners claim in teams: a team takes as many consecutive tickets at once as it has learners, one for each. All learners
-are one team of a synchronous strategy, each is its own where nobody waits for anybody.
+The tickets of a run are one stream: those that an earlier run was given and did not finish, and then all others in the
+order of the epochs. Learners claim in teams: a team takes as many consecutive tickets of the stream at once as it has
+learners, one for each, also across the end of an epoch. All learners are one team of a synchronous strategy, each is
+its own where nobody waits for anybody.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from starling.budget import Budget, Progress
 from starling.errors import DataError
-from starling.workload import Ticket, Workload
+from starling.workload import Standing, Ticket, Workload
 
 
 class TicketSequence:
-    """All tickets of a run, from `start` on, by their number (`Ticket.step`). A pure function of the workload."""
+    """All tickets from the epoch of `start` on, by their number (`Ticket.step`). A pure function of the workload."""
 
     def __init__(self, workload: Workload[Any], start: Ticket) -> None:
-        self.start = start
         self._workload = workload
         self._first_epoch = start.epoch
         self._first_steps = [start.step - start.index]  # the number of each epoch's first ticket
@@ -34,19 +36,16 @@ class TicketSequence:
         place = bisect_right(self._first_steps, step) - 1
         return Ticket(self._first_epoch + place, step - self._first_steps[place], step)
 
-    def first_of(self, epoch: int) -> Ticket:
-        """The first ticket of an epoch."""
-        while epoch > self._last_epoch:
-            self._first_steps.append(self._first_steps[-1] + self.num_batches(self._last_epoch))
-        return Ticket(epoch, 0, self._first_steps[epoch - self._first_epoch])
+    def epochs_before(self, step: int) -> float:
+        """Passes over the data before ticket `step`; before the first epoch here, as if all had been like it."""
+        if step < self._first_steps[0]:
+            return self._first_epoch - (self._first_steps[0] - step) / self.num_batches(self._first_epoch)
+        ticket = self[step]
+        return ticket.epoch + ticket.index / self.num_batches(ticket.epoch)
 
     @property
     def _last_epoch(self) -> int:
         return self._first_epoch + len(self._first_steps) - 1
-
-    def progress(self, ticket: Ticket, minutes: float) -> Progress:
-        """How far the run has come when `ticket` is the first that nobody has claimed."""
-        return Progress(ticket.step, ticket.epoch + ticket.index / self.num_batches(ticket.epoch), minutes)
 
 
 class TeamTickets:
@@ -56,18 +55,44 @@ class TeamTickets:
     word; the last portion is a whole one. Minutes are the engine's to check.
     """
 
-    def __init__(self, sequence: TicketSequence, budget: Budget, team_size: int) -> None:
-        self._sequence = sequence
+    def __init__(self, workload: Workload[Any], start: Standing, budget: Budget, team_size: int) -> None:
+        self.sequence = TicketSequence(workload, start.position)
+        self._start = start
         self._budget = budget
         self._team_size = team_size
+        self._places = {ticket.step: place for place, ticket in enumerate(start.unfinished)}
 
-    def first(self, number: int) -> Ticket:
-        """The first ticket of portion `number`."""
-        return self._sequence[self._sequence.start.step + number * self._team_size]
+    def ticket(self, number: int, member: int = 0) -> Ticket:
+        """The ticket of a `member` (its place in the team) in portion `number`."""
+        place = number * self._team_size + member
+        unfinished = self._start.unfinished
+        if place < len(unfinished):
+            return unfinished[place]
+        return self.sequence[self._start.position.step + place - len(unfinished)]
+
+    def number_of(self, ticket: Ticket) -> int:
+        """The portion that a ticket is in."""
+        place = self._places.get(ticket.step, ticket.step - self._start.position.step + len(self._start.unfinished))
+        return place // self._team_size
+
+    def standing(self, number: int, undone: Iterable[int] = ()) -> Standing:
+        """How far the run has come when the portions below `number` are done, except for `undone` ones."""
+        num_given = number * self._team_size
+        unfinished = self._start.unfinished
+        returned = [self.ticket(each, member) for each in sorted(undone) for member in range(self._team_size)]
+        return Standing(
+            self.sequence[self._start.position.step + max(0, num_given - len(unfinished))],
+            tuple(sorted((*returned, *unfinished[num_given:]), key=lambda ticket: ticket.step)),
+        )
+
+    def progress(self, number: int, minutes: float) -> Progress:
+        """How far the run has come when portion `number` is the first that nobody has claimed."""
+        num_done = self._start.num_done + number * self._team_size
+        return Progress(num_done, self.sequence.epochs_before(num_done), minutes)
 
     def is_beyond(self, number: int) -> bool:
         """Whether the budget is spent before portion `number`."""
-        return self._budget.is_spent(self._sequence.progress(self.first(number), minutes=0.0))
+        return self._budget.is_spent(self.progress(number, minutes=0.0))
 
     def take(self, numbers: Iterable[int], members: Iterable[int]) -> Iterator[Ticket]:
         """The tickets of `members` (places in a team) in the portions with these numbers, until the budget is spent."""
@@ -75,12 +100,50 @@ class TeamTickets:
         for number in numbers:
             if self.is_beyond(number):
                 return
-            first = self.first(number).step
             for member in members:
-                yield self._sequence[first + member]
+                yield self.ticket(number, member)
 
     def handed_out(self, num_drawn: int) -> int:
         """How many portions are within the budget when numbers below `num_drawn` were drawn."""
         while num_drawn > 0 and self.is_beyond(num_drawn - 1):
             num_drawn -= 1
         return num_drawn
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in the stream where all learners keep what they have: before portion `number`."""
+
+    number: int
+    ended: tuple[int, ...] = ()
+    """The epochs that end here."""
+
+
+class Marks:
+    """The marks of a run, in their order: where epochs end, and, if asked for, after every so many mini-batches.
+
+    Every learner passes a mark when it claims a portion behind it, having done all of its own before it. So what they
+    keep at a mark holds every ticket before it once, however far apart they are.
+    """
+
+    def __init__(self, tickets: TeamTickets, every: int | None = None) -> None:
+        self._tickets = tickets
+        self._every = every
+        self._next = 0  # the first portion that was not looked at
+        self.epoch = tickets.ticket(0).epoch
+        """The epoch that portions before the last mark, or the first portion, are in."""
+
+    def until(self, number: int) -> Iterator[Mark]:
+        """The marks up to portion `number`, from the one after the last that was given."""
+        while self._next < number:
+            self._next += 1
+            ended = tuple(range(self.epoch, self._tickets.ticket(self._next).epoch))
+            self.epoch += len(ended)
+            if ended or self._is_due(self._next):
+                yield Mark(self._next, ended)
+
+    def _is_due(self, number: int) -> bool:
+        if self._every is None:
+            return False
+        before, now = (self._tickets.progress(each, 0.0).steps for each in (number - 1, number))
+        return before // self._every < now // self._every

@@ -1,7 +1,7 @@
 """What is the same for a learner of a job on both engines: claiming, the gradient's arithmetic, reports."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,11 +18,9 @@ from starling.engines.job import Averaging, EpochReport, Job, Observer, Spent, S
 from starling.engines.loading import Loaded
 from starling.engines.replica import Replica
 from starling.engines.stragglers import Delays
-from starling.engines.tickets import TeamTickets, TicketSequence
+from starling.engines.tickets import Marks, TeamTickets
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
-from starling.workload import Examples, Ticket
-
-FIRST_TICKET = Ticket(epoch=0, index=0, step=0)
+from starling.workload import Examples, Standing, Ticket
 
 
 class TrainingLearner(ReplicaLearner):
@@ -33,18 +31,21 @@ class TrainingLearner(ReplicaLearner):
     ) -> None:
         super().__init__(rank, world, job.seed, job.teams(world), replica)
         self.job = job
-        self.sequence = TicketSequence(job.workload, start.position if start else FIRST_TICKET)
-        self.tickets = TeamTickets(self.sequence, job.budget, job.team_size(world))
+        self.tickets = TeamTickets(
+            job.workload, start.standing if start else Standing(), job.budget, job.team_size(world)
+        )
+        self.marks = Marks(self.tickets, job.checkpoint_every)
         self.num_claimed = 0  # portions that this learner's team has claimed
         self.delays = Delays(job.stragglers, job.seed, rank)
+        self.part = rank % job.workload.num_parts
         self._observer = observer
         self._minutes_before = start.minutes if start else 0.0
         self._ticket: Ticket | None = None
         self._batch: Sequence[Examples] = ()
         self._fraction = self._factor = 0.0
-        self._epoch = self.sequence.start.epoch
+        self._portion = 0
         self._epoch_steps, self._epoch_begin = 0, 0.0
-        self._num_epochs_ended = 0
+        self._last_end: int | None = None  # the portion before which an epoch ended last
         self._over_at: float | None = None
         self._spent_when_over = Spent()
         if start is not None:
@@ -78,16 +79,16 @@ class TrainingLearner(ReplicaLearner):
 
     @property
     def stamp(self) -> Tensor:
-        return torch.tensor([self._factor, self._epoch], dtype=torch.float64)
+        return torch.tensor([self._factor, self._portion], dtype=torch.float64)
 
     @property
     def num_gradients(self) -> int:
         return self.num_claimed
 
     def set_rates(self, optimizer: Optimizer, peaks: Sequence[float], stamp: Tensor, scale: float) -> None:
-        factor, epoch = stamp.tolist()
+        factor, portion = stamp.tolist()
         if not self.is_worker:  # nothing else tells it how far the run has come
-            self._end_epochs(int(epoch))
+            self._pass_marks(int(portion))
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor * scale
 
@@ -109,23 +110,25 @@ class TrainingLearner(ReplicaLearner):
             return False
         ticket, _ = self._ticket, self._batch = loaded
         self.num_claimed += 1
-        self._end_epochs(ticket.epoch)
+        self._portion = self.tickets.number_of(ticket)
+        self._pass_marks(self._portion)
         self._epoch_steps += 1
-        progress = self.sequence.progress(self.sequence[ticket.step - self.place_in_team], minutes)
+        progress = self.tickets.progress(self._portion, minutes)
         self._fraction = self.job.budget.fraction(progress)
         self._factor = self.job.schedule.factor(self._fraction, progress.epochs)
         return True
 
-    def finish(self, num_portions: int) -> LearnerState:
-        """Report the end of the run, when all learners together were handed out `num_portions`; the final state."""
-        end = self.tickets.first(num_portions)
-        self._end_epochs(end.epoch)
-        if end.index > 0 or self._num_epochs_ended == 0:
-            self._end_epoch(end.epoch, end)
-        return self.state(end)
+    def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
+        """Report the end of the run, when all learners together were handed out `num_portions` and did all but
+        `undone` ones; the final state."""
+        self._pass_marks(min([num_portions, *undone]))
+        state = self.state(self.tickets.standing(num_portions, undone))
+        if undone or self._last_end != num_portions:
+            self._end_epoch(self.marks.epoch, state)
+        return state
 
-    def state(self, position: Ticket) -> LearnerState:
-        """What this learner needs to go on from `position` later; valid between two mini-batches."""
+    def state(self, standing: Standing, epochs_ended: int | None = None) -> LearnerState:
+        """What this learner needs to go on from `standing` later; valid between two mini-batches."""
         weights, shards = self.replica.weights.detach().cpu(), tuple(shard.state() for shard in self.shards)
         if shards:
             weights = weights.clone()
@@ -134,7 +137,8 @@ class TrainingLearner(ReplicaLearner):
         return LearnerState(
             rank=self._rank,
             world=self._world,
-            position=position,
+            standing=standing,
+            epochs_ended=epochs_ended,
             minutes=self._minutes_before + self.now() / 60.0,
             weights=weights,
             buffers={name: buffer.detach().cpu() for name, buffer in self._buffers().items()},
@@ -143,13 +147,19 @@ class TrainingLearner(ReplicaLearner):
             is_worker=self.is_worker,
         )
 
-    def _end_epochs(self, until: int) -> None:
-        """End the epochs before `until`; a slow learner may have had no mini-batch of some of them."""
-        while self._epoch < until:
-            self._end_epoch(self._epoch, self.sequence.first_of(self._epoch + 1))
-            self._epoch += 1
+    def _pass_marks(self, portion: int) -> None:
+        """Pass the marks up to a portion; a slow learner may have had no mini-batch between some of them."""
+        for mark in self.marks.until(portion):
+            standing = self.tickets.standing(mark.number)
+            if not mark.ended:
+                self._observer.on_mark(self.state(standing))
+                continue
+            state = self.state(standing, epochs_ended=mark.ended[-1] + 1)
+            for epoch in mark.ended:
+                self._end_epoch(epoch, state)
+            self._last_end = mark.number
 
-    def _end_epoch(self, epoch: int, position: Ticket) -> None:
+    def _end_epoch(self, epoch: int, state: LearnerState) -> None:
         now, spent = self.now(), self.spent
         if self._over_at is not None:
             now, spent = self._over_at, self._spent_when_over
@@ -165,10 +175,9 @@ class TrainingLearner(ReplicaLearner):
             averaging=averaging,
             consensus_distance=self._consensus_distance(),
         )
-        self._observer.on_epoch(report, self.state(position))
+        self._observer.on_epoch(report, state)
         self.spent = Spent()
         self._epoch_steps, self._epoch_begin = 0, now
-        self._num_epochs_ended += 1
 
     def _claimed(self) -> tuple[Ticket, Sequence[Examples]]:
         if self._ticket is None:
@@ -212,7 +221,7 @@ class TrainingLearner(ReplicaLearner):
             StepReport(
                 rank=self._rank,
                 ticket=ticket,
-                num_batches=self.sequence.num_batches(ticket.epoch),
+                num_batches=self.tickets.sequence.num_batches(ticket.epoch),
                 fraction=self._fraction,
                 minutes=self._minutes_before + self.now() / 60.0,
                 loss=loss,
@@ -220,6 +229,8 @@ class TrainingLearner(ReplicaLearner):
                 num_examples=sum(examples.num_examples for examples in batch),
                 num_frames=sum(examples.num_frames for examples in batch),
                 audio_seconds=sum(examples.seconds for examples in batch),
+                ids=tuple(name for examples in batch for name in getattr(examples, "ids", ())),
+                skipped=tuple(each for examples in batch for each in getattr(examples, "skipped", ())),
             )
         )
 

@@ -7,7 +7,7 @@ happen while a learner waits, that is a deadlock, and the error says who waits f
 import hashlib
 import struct
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -25,10 +25,11 @@ from starling.engines.network import Network, VirtualGradient, VirtualHandle, Vi
 from starling.engines.replica import Replica
 from starling.engines.rounds import Pace
 from starling.engines.shards import HeldShard, check_piece, host_copy
-from starling.engines.tickets import TeamTickets, TicketSequence
-from starling.engines.training import FIRST_TICKET, TrainingLearner
+from starling.engines.tickets import TeamTickets
+from starling.engines.training import TrainingLearner
 from starling.errors import Deadlock, ProtocolError
 from starling.learner import Handle, Shard
+from starling.workload import Standing, Ticket
 
 T = TypeVar("T")
 FOREGROUND, BACKGROUND = "", "'s background"
@@ -86,7 +87,9 @@ class VirtualLearner(TrainingLearner):
 
     def _next_batch(self) -> Loaded | None:
         number = self._engine.draw(self.team.start, self.num_claimed)
-        return self._engine.take(self.tickets.first(number).step + self.place_in_team)
+        if self.tickets.is_beyond(number):
+            return None
+        return self._engine.take(replace(self.tickets.ticket(number, self.place_in_team), part=self.part))
 
     def _buffers(self) -> dict[str, Tensor]:
         return dict(self._engine.model.model.named_buffers())
@@ -231,9 +234,9 @@ class VirtualEngine:
         self._draws: dict[tuple[int, int], int] = {}
         self._shared: tuple[Tensor, Tensor] | None = None
         team_size = job.team_size(world)
-        sequence = TicketSequence(job.workload, start[0].position if start else FIRST_TICKET)
-        self._tickets = TeamTickets(sequence, job.budget, team_size)
-        self._batches = load_ahead(job.workload, self._tickets.take(count(), members=range(team_size)), job.num_workers)
+        self._tickets = TeamTickets(job.workload, start[0].standing if start else Standing(), job.budget, team_size)
+        in_order = self._tickets.take(count(), members=range(team_size))
+        self._batches = load_ahead(job.workload, in_order, job.num_workers)
         self._loaded: dict[int, Loaded] = {}
         self._learners = [
             VirtualLearner(self, rank, self._new_replica(), observer or Silence(), start[rank] if start else None)
@@ -273,14 +276,14 @@ class VirtualEngine:
         """The number of the tickets that a team gets at its claim of this number: the next that nobody has."""
         return self._draws.setdefault((team, claim), len(self._draws))
 
-    def take(self, step: int) -> Loaded | None:
-        """The mini-batch of ticket `step`; None after the last. Batches are loaded in order and kept until taken."""
-        while step not in self._loaded:
-            loaded = next(self._batches, None)
-            if loaded is None:
-                return None
+    def take(self, ticket: Ticket) -> Loaded:
+        """A ticket with its mini-batch. Those of undivided data are loaded in order and kept until taken."""
+        if self.job.workload.num_parts > 1:
+            return ticket, self.job.workload.load(ticket)
+        while ticket.step not in self._loaded:
+            loaded = next(self._batches)
             self._loaded[loaded[0].step] = loaded
-        return self._loaded.pop(step)
+        return self._loaded.pop(ticket.step)
 
     def real_gradient(self, learner: VirtualLearner, at: Tensor, out: Tensor) -> float:
         """Put the gradient of the learner's mini-batch at the weights `at` `[P]` into `out` `[P]`; the loss."""

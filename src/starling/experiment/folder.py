@@ -5,6 +5,7 @@ exp/<name>/initial/                 tokens and features, and the model before tr
 exp/<name>/log/, tensorboard/       of each learner
 exp/<name>/checkpoints/             see starling.checkpoint
 exp/<name>/decode/                  what was recognised, and its errors
+exp/<name>/seen/                    which learner saw which utterance; see starling.experiment.seen
 """
 
 import os
@@ -19,11 +20,14 @@ from pathlib import Path
 import torch
 
 from starling.checkpoint.files import remove_partial
+from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import checkpoints_in, latest, load
 from starling.errors import CheckpointError, ConfigError
 from starling.experiment.recipe import Recipe, dump_recipe, fingerprints
+from starling.experiment.seen import begin_segment
+from starling.workload import Standing
 
-_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "decode")
+_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "decode", "seen")
 _OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv")
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
@@ -41,6 +45,7 @@ class ExperimentFolder:
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"
         self.decode = path / "decode"
+        self.seen = path / "seen"
 
 
 def resolve_resume(recipe: Recipe) -> Recipe:
@@ -59,7 +64,7 @@ def resolve_resume(recipe: Recipe) -> Recipe:
             f"{folder}: it was trained with another {', '.join(sorted(differing))} than this recipe says; "
             f"resume with what {folder.parent.parent / 'config.yaml'} holds, or train anew without resume"
         )
-    checkpoint.start(0, recipe.learners, recipe.team_size)
+    checkpoint.start(0, recipe.learners)
     return recipe.model_copy(update={"resume": folder})
 
 
@@ -91,11 +96,19 @@ def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder
             _clear(folder.path)
         folder.path.mkdir(parents=True, exist_ok=True)
         remove_partial(folder.checkpoints)
+        begin_segment(folder.seen, *_gone_on_with(recipe))
         folder.config.write_text(dump_recipe(recipe), encoding="utf-8")
         folder.environment.write_text(describe_environment(), encoding="utf-8")
     except OSError as error:
         raise unwritable(folder.path, error) from error
     return folder
+
+
+def _gone_on_with(recipe: Recipe) -> tuple[Standing, Path | None]:
+    """Where a run begins, and the record of what was seen before."""
+    if recipe.resume is None:
+        return Standing(), None
+    return read_manifest(recipe.resume).standing, ExperimentFolder(recipe.resume.parent.parent).seen
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:

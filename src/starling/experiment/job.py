@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from starling.engines.job import Job
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.recipe import Recipe
 from starling.experiment.setup import load_workload
+from starling.experiment.workload import SpeechWorkload
 from starling.speech.recogniser import Recogniser
 
 
@@ -27,8 +29,14 @@ def make_job(recipe: Recipe, folder: ExperimentFolder) -> Job:
         autocast=recipe.engine.autocast == "bf16",
         num_workers=recipe.batches.num_workers,
         stragglers=recipe.stragglers,
+        checkpoint_every=recipe.checkpoints.every,
         seed=recipe.seed,
     )
+
+
+def most_skipped(recipe: Recipe, job: Job) -> int:
+    """How many utterances may be skipped in an epoch before the run of a recipe's job fails."""
+    return int(recipe.data.filter.max_skipped * len(cast(SpeechWorkload, job.workload).utterances))
 
 
 class ModelWriter:

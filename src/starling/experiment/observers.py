@@ -7,12 +7,13 @@ from typing import Any, Protocol, TextIO
 
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
-from starling.engines.job import EpochReport, StepReport
+from starling.engines.job import EpochReport, Observer, StepReport
 from starling.errors import ProtocolError
 from starling.report.curves import Curves
 from starling.report.lines import epoch_line, progress_line
 from starling.report.meter import EpochEnd, Meter, Snapshot
 from starling.report.progress import Display
+from starling.workload import Standing
 
 Message = dict[str, Any]
 SEND_EVERY = 0.2  # seconds between two messages to the launcher
@@ -46,7 +47,9 @@ class Metered:
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self._pass_on(report.rank)
-        self._listener.epoch(EpochEnd.of(report, self._world, state.position.step))
+        self._listener.epoch(EpochEnd.of(report, self._world, state.standing.num_done))
+
+    def on_mark(self, state: LearnerState) -> None: ...
 
     def _meter(self, rank: int) -> Meter:
         return self._meters.setdefault(rank, Meter(self._world))
@@ -96,6 +99,8 @@ def show(message: Message, display: Display) -> None:
             display.progress(Snapshot(**message["progress"]))
         if "epoch" in message:
             display.epoch(EpochEnd(**message["epoch"]))
+        if "say" in message:
+            display.say(message["say"])
         if "saved" in message:
             display.say(_saved_line(message["saved"], message.get("consensus_distance")))
     except (TypeError, ValueError) as error:
@@ -107,8 +112,8 @@ def _saved_line(folder: str, distance: float | None) -> str:
 
 
 class Saver:
-    """Writes a checkpoint at every end of an epoch. Who completes it tells, and draws the consensus distance with the
-    curves that `make_curves` makes: a new file for each point, for they may come from any learner."""
+    """Writes a checkpoint at every end of an epoch, and at every mark. Who completes it tells, and draws the consensus
+    distance with the curves that `make_curves` makes: a new file for each point, for they may come from any learner."""
 
     def __init__(
         self, writer: CheckpointWriter, tell: Callable[[Message], None], make_curves: Callable[[], Curves]
@@ -116,18 +121,28 @@ class Saver:
         self._writer = writer
         self._tell = tell
         self._make_curves = make_curves
+        self._last: Standing | None = None
 
     def on_step(self, report: StepReport) -> None: ...
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self._save(state, "epoch")
+
+    def on_mark(self, state: LearnerState) -> None:
+        self._save(state, "mark")
+
+    def _save(self, state: LearnerState, moment: str) -> None:
+        if state.standing == self._last:
+            return  # several epochs ended at once
+        self._last = state.standing
         checkpoint = self._writer.save(state)
         if checkpoint is None:
             return
         distance = checkpoint.manifest.consensus_distance
-        self._tell({"saved": str(checkpoint.folder), "consensus_distance": distance})
+        self._tell({"saved": str(checkpoint.folder), "consensus_distance": distance, "moment": moment})
         if distance is not None:
             curves = self._make_curves()
-            curves.consensus_distance(distance, state.position.step)
+            curves.consensus_distance(distance, state.standing.num_done)
             curves.close()
 
 
@@ -158,7 +173,7 @@ class CurvesByRank:
 class Together:
     """Several observers, asked in their order."""
 
-    def __init__(self, observers: Sequence[Metered | Saver]) -> None:
+    def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
 
     def on_step(self, report: StepReport) -> None:
@@ -168,3 +183,7 @@ class Together:
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         for observer in self._observers:
             observer.on_epoch(report, state)
+
+    def on_mark(self, state: LearnerState) -> None:
+        for observer in self._observers:
+            observer.on_mark(state)

@@ -8,9 +8,10 @@ from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.virtual import VirtualEngine
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import resolve_resume
-from starling.experiment.job import ModelWriter, make_job
+from starling.experiment.job import ModelWriter, make_job, most_skipped
 from starling.experiment.observers import CURVES_EVERY, LOG_EVERY, SEND_EVERY, CurvesByRank, Log, Metered, Together
 from starling.experiment.recipe import Recipe, fingerprints
+from starling.experiment.seen import Seen, counter, segments
 from starling.experiment.setup import make_ready
 from starling.report.curves import Curves
 from starling.report.lines import duration
@@ -32,19 +33,22 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
     checkpoint = load(recipe.resume) if recipe.resume else None
     ranks = range(recipe.learners)
-    start = [checkpoint.start(rank, len(ranks), recipe.team_size) for rank in ranks] if checkpoint else None
+    start = [checkpoint.start(rank, len(ranks)) for rank in ranks] if checkpoint else None
     with (
         (folder.log / "virtual.log").open("w", encoding="utf-8") as log,
         Display(title, recipe.learners, console) as display,
     ):
+        job = make_job(recipe, folder)
+        seen = Seen(segments(folder.seen)[-1], counter(), most_skipped(recipe, job), display.say)
         observers = [
             Metered(Log(log), recipe.learners, LOG_EVERY),
             Metered(curves, recipe.learners, CURVES_EVERY),
             Metered(display, recipe.learners, SEND_EVERY),
         ]
-        outcome = VirtualEngine(
-            make_job(recipe, folder), recipe.learners, recipe.cluster, Together(observers), start
-        ).run()
+        try:
+            outcome = VirtualEngine(job, recipe.learners, recipe.cluster, Together([*observers, seen]), start).run()
+        finally:
+            seen.close()
     curves.close()
     writer = CheckpointWriter(
         folder.checkpoints,

@@ -13,7 +13,7 @@ from starling.engines.processes import Place, choose_device, run_learner
 from starling.errors import ConfigError, StarlingError
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import ExperimentFolder, resolve_resume
-from starling.experiment.job import ModelWriter, make_job, use_threads
+from starling.experiment.job import ModelWriter, make_job, most_skipped, use_threads
 from starling.experiment.observers import (
     CURVES_EVERY,
     LOG_EVERY,
@@ -28,6 +28,7 @@ from starling.experiment.observers import (
     show,
 )
 from starling.experiment.recipe import Recipe, fingerprints, recipe_digest
+from starling.experiment.seen import Seen, segments
 from starling.experiment.setup import make_ready
 from starling.experiment.validate import Validation
 from starling.launch.launcher import launch
@@ -56,7 +57,7 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
 
         def on_message(rank: int, message: Message) -> None:
             show(message, display)
-            if "saved" in message:
+            if message.get("moment") == "epoch":
                 validation.saved(Path(message["saved"]))
 
         try:
@@ -128,19 +129,27 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         recipe.team_size,
     )
     saver = Saver(writer, tell, lambda: Curves(folder.tensorboard / "consensus"))
+    job = make_job(recipe, folder)
+    seen = Seen(
+        segments(folder.seen)[-1],
+        lambda name, number: int(place.store.add(name, number)),
+        most_skipped(recipe, job),
+        lambda line: tell({"say": line}),
+    )
     listeners = [Metered(Log(sys.stdout), place.world, LOG_EVERY), Metered(curves, place.world, CURVES_EVERY)]
     if link is not None:
         listeners.append(Metered(Messages(tell), place.world, SEND_EVERY))
-    start = load(recipe.resume).start(place.rank, place.world, recipe.team_size) if recipe.resume else None
+    start = load(recipe.resume).start(place.rank, place.world) if recipe.resume else None
     try:
         run_learner(
-            make_job(recipe, folder),
+            job,
             place,
             choose_device(recipe.engine.device, place),
             recipe_digest(recipe),
-            Together([*listeners, saver]),
+            Together([*listeners, seen, saver]),
             start,
             recipe.engine.timeout_seconds,
         )
     finally:
         curves.close()
+        seen.close()

@@ -52,9 +52,8 @@ class Validation:
         torch.set_num_threads(1)
         try:
             checkpoint = Checkpoint(folder, read_manifest(folder))
-            position = checkpoint.manifest.position
-            whole = position.index == 0  # else the budget ended in the middle of an epoch
-            if whole and position.epoch % every != 0:
+            epochs, steps = checkpoint.manifest.epochs_ended, checkpoint.manifest.standing.num_done
+            if epochs is not None and epochs % every != 0:  # None: the budget ended in the middle of an epoch
                 return
             recogniser = Recogniser.load(checkpoint.model_folder)
             speech_set = SpeechSet.open(self._recipe.data.set_folder(name))
@@ -63,8 +62,8 @@ class Validation:
         except StarlingError as error:
             self._say(f"validation of {folder.name} was left out: {error}")
             return
-        trained = f"epoch {position.epoch}" if whole else f"{position.step} steps"
+        trained = f"epoch {epochs}" if epochs is not None else f"{steps} steps"
         self._say(f"after {trained}, {name}: {result.lines()[0]}")
         curves = Curves(self._tensorboard / "valid")
-        curves.word_error_rate(result.wer, position.step)
+        curves.word_error_rate(result.wer, steps)
         curves.close()

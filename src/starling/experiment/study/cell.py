@@ -13,7 +13,7 @@ import torch
 from starling.checkpoint.state import LearnerState
 from starling.consensus import consensus
 from starling.engines.flat import FlatModel
-from starling.engines.job import EpochReport, StepReport
+from starling.engines.job import EpochReport, Silence, StepReport
 from starling.engines.virtual import VirtualEngine
 from starling.errors import NonFiniteError
 from starling.experiment.folder import ExperimentFolder
@@ -31,7 +31,7 @@ LAST = 0.9
 """The share of the budget behind which losses count as the last ones."""
 
 
-class Watcher:
+class Watcher(Silence):
     """An observer that keeps what a study wants to know of a run."""
 
     def __init__(self) -> None:

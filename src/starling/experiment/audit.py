@@ -1,0 +1,129 @@
+"""`starling audit`: whether every utterance was seen once in every epoch, and by whom."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from starling.checkpoint.manifest import read_manifest
+from starling.checkpoint.reader import latest
+from starling.errors import ConfigError, DataError
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.recipe import load_recipe
+from starling.experiment.seen import Sight, read_seen, start_of_record
+from starling.experiment.setup import load_workload
+from starling.report.progress import Say
+from starling.workload import Standing, Workload
+
+SHOWN = 5
+"""Utterances that a message names; of more, it gives the number."""
+
+
+@dataclass
+class EpochAudit:
+    """What learners saw of one epoch."""
+
+    epoch: int
+    num_batches: int
+    """In the epoch's plan."""
+    batches: Counter[int] = field(default_factory=Counter)
+    """How often each was computed."""
+    by_learner: Counter[int] = field(default_factory=Counter)
+    """Mini-batches that each computed."""
+    utterances: Counter[str] = field(default_factory=Counter)
+    """How often each was seen."""
+
+
+def audit(experiment: Path, tell: Say, output: Console) -> None:
+    """Print a table of what learners saw in each epoch, up to the newest checkpoint; tell whether it was all, once.
+
+    Raises DataError if a mini-batch was computed twice or, before the position of the checkpoint, never.
+    """
+    folder = ExperimentFolder(experiment)
+    if not folder.config.is_file():
+        raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
+    recipe = load_recipe(folder.config)
+    end = read_manifest(latest(experiment)).standing
+    workload = load_workload(recipe, folder)
+    epochs = collect(read_seen(folder.seen, end), workload)
+    begin = start_of_record(folder.seen)
+    output.print(_table(epochs))
+    problems = problems_of(epochs, workload, begin, end)
+    if begin.num_done:
+        tell(
+            f"the record begins at step {begin.num_done}: what was seen before is in the run that this one goes on with"
+        )
+    if problems:
+        raise DataError(f"{experiment}: " + "; ".join(problems))
+    tell(_verdict(epochs, end, len(workload.utterances)))
+
+
+def collect(sights: Iterable[Sight], workload: Workload[Any]) -> list[EpochAudit]:
+    """The record, epoch by epoch."""
+    epochs: dict[int, EpochAudit] = {}
+    for sight in sights:
+        number = sight.ticket.epoch
+        if number not in epochs:
+            epochs[number] = EpochAudit(number, workload.num_batches(number))
+        epochs[number].batches[sight.ticket.index] += 1
+        epochs[number].by_learner[sight.learner] += 1
+        epochs[number].utterances.update(sight.utterances)
+    return [epochs[number] for number in sorted(epochs)]
+
+
+def problems_of(epochs: list[EpochAudit], workload: Workload[Any], begin: Standing, end: Standing) -> list[str]:
+    """What was seen twice, or not at all though it should have been between two standings; nothing if all is well."""
+    problems = []
+    known = {each.epoch: each for each in epochs}
+    before, undone = ({(ticket.epoch, ticket.index) for ticket in standing.unfinished} for standing in (begin, end))
+    for epoch in range(begin.position.epoch, end.position.epoch + 1):
+        last = end.position.index if epoch == end.position.epoch else workload.num_batches(epoch)
+        first = begin.position.index if epoch == begin.position.epoch else 0
+        due = {index for index in range(first, last) if (epoch, index) not in undone}
+        due |= {index for number, index in before - undone if number == epoch}
+        seen = known[epoch].batches if epoch in known else Counter[int]()
+        if missing := sorted(due - seen.keys()):
+            problems.append(f"mini-batches {_some(missing)} of epoch {epoch + 1} were not computed")
+        if twice := sorted(index for index, times in seen.items() if times > 1):
+            problems.append(f"mini-batches {_some(twice)} of epoch {epoch + 1} were computed more than once")
+    return problems
+
+
+def _some(indices: list[int]) -> str:
+    shown = ", ".join(str(index + 1) for index in indices[:SHOWN])
+    return shown if len(indices) <= SHOWN else f"{shown} and {len(indices) - SHOWN} more"
+
+
+def _table(epochs: list[EpochAudit]) -> Table:
+    learners = sorted({learner for each in epochs for learner in each.by_learner})
+    table = Table("epoch", "mini-batches", "utterances", "seen once", "more often")
+    for learner in learners[:16]:
+        table.add_column(f"by {learner}", justify="right")
+    for each in epochs:
+        times = Counter(each.utterances.values())
+        table.add_row(
+            str(each.epoch + 1),
+            f"{len(each.batches)}/{each.num_batches}",
+            str(len(each.utterances)),
+            str(times[1]),
+            str(len(each.utterances) - times[1]),
+            *(str(each.by_learner[learner]) for learner in learners[:16]),
+        )
+    return table
+
+
+def _verdict(epochs: list[EpochAudit], end: Standing, num_utterances: int) -> str:
+    whole = [each for each in epochs if len(each.batches) == each.num_batches]
+    exactly = [
+        each for each in whole if len(each.utterances) == num_utterances and set(each.utterances.values()) == {1}
+    ]
+    line = f"every mini-batch before number {end.position.step + 1} was computed once"
+    if end.unfinished:
+        line += f", but for {len(end.unfinished)} that a resume computes first"
+    if whole:
+        line += f"; {len(exactly)} of {len(whole)} whole epochs saw each of {num_utterances} utterances exactly once"
+    return line

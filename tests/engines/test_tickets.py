@@ -1,0 +1,221 @@
+"""Every mini-batch is computed exactly once: at any speeds, across stops and resumes, with any number of learners."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from starling.budget import Budget
+from starling.checkpoint.state import LearnerState
+from starling.engines.cluster import Cluster, ComputeModel, LinkModel
+from starling.engines.job import EpochReport, Job, Silence, StepReport
+from starling.engines.stragglers import Stragglers
+from starling.engines.tickets import Marks, TeamTickets
+from starling.engines.virtual import VirtualEngine
+from starling.strategies import STRATEGIES
+from starling.strategies.adpsgd import AsynchronousOptions
+from starling.strategies.hadpsgd import HierarchicalOptions
+from starling.workload import Standing, Ticket, Workload
+from tests.contract.cases import sgd
+from tests.contract.problems import Points
+
+UNLIMITED = Budget(steps=1 << 40)
+
+
+class Uneven(Workload[Points]):
+    """Epochs of different lengths, over and over; the data do not matter."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = tuple(lengths)
+
+    def make_model(self) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return nn.Linear(2, 1)
+
+    def num_batches(self, epoch: int) -> int:
+        return self.lengths[epoch % len(self.lengths)]
+
+    def load(self, ticket: Ticket) -> Sequence[Points]:
+        return [Points(torch.ones(1, 2), torch.zeros(1))]
+
+    def loss(self, model: nn.Module, examples: Points) -> Tensor:
+        return model(examples.inputs).square().mean()
+
+    def tickets_before(self, position: Ticket) -> set[Ticket]:
+        """All tickets before one, counted off one by one."""
+        step, found = 0, set()
+        for epoch in range(position.epoch + 1):
+            for index in range(self.num_batches(epoch) if epoch < position.epoch else position.index):
+                found.add(Ticket(epoch, index, step))
+                step += 1
+        assert step == position.step
+        return found
+
+
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+
+
+@given(lengths, st.lists(st.tuples(st.integers(1, 7), st.integers(0, 12), st.randoms()), min_size=1, max_size=6))
+def test_what_is_done_and_what_is_unfinished_are_all_tickets_before_the_position(
+    lengths: list[int], runs: list[tuple[int, int, object]]
+) -> None:
+    """Whatever teams take turns, however many portions each is given, and whichever of them it leaves undone."""
+    workload = Uneven(lengths)
+    standing, done = Standing(), Counter[Ticket]()
+    for team_size, num_portions, random in runs:
+        tickets = TeamTickets(workload, standing, UNLIMITED, team_size)
+        undone = {number for number in range(num_portions) if random.random() < 0.3}  # type: ignore[attr-defined]
+        for number in range(num_portions):
+            portion = [tickets.ticket(number, member) for member in range(team_size)]
+            assert all(tickets.number_of(ticket) == number for ticket in portion)
+            if number not in undone:
+                done.update(portion)
+        standing = tickets.standing(num_portions, undone)
+        everything = workload.tickets_before(standing.position)
+        assert set(done) | set(standing.unfinished) == everything
+        assert len(done) + len(standing.unfinished) == len(everything)
+        assert set(done.values()) <= {1}
+        assert standing.num_done == len(done)
+
+
+@given(lengths, st.integers(1, 7), st.one_of(st.none(), st.integers(1, 20)), st.integers(1, 40), st.data())
+def test_marks_are_the_same_for_everybody(
+    lengths: list[int], team_size: int, every: int | None, num_portions: int, data: st.DataObject
+) -> None:
+    """A learner that claims few portions passes the same marks as one that claims them all; each epoch ends once, and
+    a portion before its end is the last that begins in it."""
+    tickets = TeamTickets(Uneven(lengths), Standing(), UNLIMITED, team_size)
+    claimed = [*sorted(data.draw(st.sets(st.integers(0, num_portions - 1)))), num_portions]
+    diligent, lazy = Marks(tickets, every), Marks(tickets, every)
+    marks = [mark for number in range(num_portions + 1) for mark in diligent.until(number)]
+    assert marks == [mark for number in claimed for mark in lazy.until(number)]
+    ended = [epoch for mark in marks for epoch in mark.ended]
+    assert ended == list(range(tickets.ticket(num_portions).epoch))
+    for mark in marks:
+        assert all(
+            tickets.ticket(mark.number - 1).epoch <= epoch < tickets.ticket(mark.number).epoch for epoch in mark.ended
+        )
+    if every is not None:
+        steps = [mark.number * team_size for mark in marks]
+        assert all(
+            any(k * every <= step < k * every + team_size for step in steps)
+            for k in range(1, num_portions * team_size // every + 1)
+        )
+
+
+@dataclass
+class Ledger(Silence):
+    """Remembers who computed what, and what every learner kept at each mark."""
+
+    seen: list[tuple[int, Ticket]] = field(default_factory=list)
+    kept: dict[Standing, dict[int, LearnerState]] = field(default_factory=dict)
+
+    def on_step(self, report: StepReport) -> None:
+        self.seen.append((report.rank, report.ticket))
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self.kept.setdefault(state.standing, {})[state.rank] = state
+
+    def on_mark(self, state: LearnerState) -> None:
+        self.kept.setdefault(state.standing, {})[state.rank] = state
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of a job: its learners, their speeds, how it agrees, and how it ends."""
+
+    learners: int
+    strategy: str
+    steps: int
+    minutes: float | None
+    slow: float
+    dies: bool
+    """Whether the run is lost in the end, so that the next goes on from an earlier mark."""
+
+    def job(self, workload: Workload[Points], done: int, minutes: float) -> Job:
+        options = {
+            "adpsgd": AsynchronousOptions(pattern="pairs"),
+            "hadpsgd": HierarchicalOptions(per_node=2, pattern="pairs"),
+        }.get(self.strategy)
+        limit = None if self.minutes is None else minutes + self.minutes
+        return Job(
+            workload,
+            STRATEGIES[self.strategy],
+            Budget(steps=done + self.steps, minutes=limit),
+            sgd(0.01),
+            stragglers=Stragglers(slow={0: self.slow}, jitter=0.3),
+            checkpoint_every=5,
+            options=STRATEGIES[self.strategy].options() if options is None else options,
+        )
+
+
+runs = st.builds(
+    Run,
+    learners=st.sampled_from([2, 4, 6]),
+    strategy=st.sampled_from(["allreduce", "delay-by-one", "dpsgd", "adpsgd", "hadpsgd", "parameter-server"]),
+    steps=st.integers(1, 20),
+    minutes=st.one_of(st.none(), st.floats(0.05, 0.3)),
+    slow=st.floats(1.0, 8.0),
+    dies=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.lists(runs, min_size=1, max_size=4))
+def test_every_mini_batch_is_in_the_weights_exactly_once(lengths: list[int], runs: list[Run]) -> None:
+    """Under every strategy, with fast and slow learners, budgets that end anywhere, runs that are lost and gone on with
+    from any mark, and another number of learners each time."""
+    workload = Uneven(lengths)
+    cluster = Cluster(compute=ComputeModel(seconds=1.0), link=LinkModel(latency=1e-3, bandwidth=1e9))
+    standing, states, minutes = Standing(), None, 0.0
+    counted: list[Ticket] = []
+    for run in runs:
+        ledger = Ledger()
+        start = states and [
+            LearnerState(rank, run.learners, standing, minutes, state.weights, state.buffers, state.optimizer)
+            for rank in range(run.learners)
+            for state in [states[rank % len(states)]]
+        ]
+        outcome = VirtualEngine(
+            run.job(workload, standing.num_done, minutes), run.learners, cluster, ledger, start or None
+        ).run()
+        end = outcome.states[0].standing
+        assert {state.standing for state in outcome.states} == {end}
+        whole = [kept for kept, by in sorted(ledger.kept.items(), key=_age) if len(by) == run.learners]
+        if run.dies and len(whole) > 1:
+            end = whole[-2]
+            states = list(ledger.kept[end].values())
+        else:
+            states = outcome.states
+        lost = set(workload.tickets_before(outcome.states[0].standing.position)) - workload.tickets_before(end.position)
+        lost |= set(end.unfinished)
+        counted += [ticket for _, ticket in ledger.seen if ticket not in lost]
+        standing, minutes = end, max(state.minutes for state in states)
+        assert Counter(counted) == Counter(workload.tickets_before(standing.position) - set(standing.unfinished))
+
+
+def _age(kept: tuple[Standing, object]) -> int:
+    return kept[0].num_done
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths, st.integers(1, 3), st.sampled_from([1, 2, 3, 5]), st.sampled_from(["allreduce", "adpsgd"]))
+def test_a_budget_of_epochs_sees_all_of_them(lengths: list[int], epochs: int, learners: int, strategy: str) -> None:
+    """All mini-batches of all epochs once, and of what follows only what fills the last portion."""
+    workload, ledger = Uneven(lengths), Ledger()
+    job = Job(workload, STRATEGIES[strategy], Budget(epochs=epochs), sgd(0.01), options=_options(strategy))
+    VirtualEngine(job, learners, Cluster(), ledger).run()
+    seen = Counter(ticket for _, ticket in ledger.seen)
+    assert set(seen.values()) == {1}
+    whole = {ticket for ticket in seen if ticket.epoch < epochs}
+    assert len(whole) == sum(workload.num_batches(epoch) for epoch in range(epochs))
+    assert len(seen) - len(whole) < (learners if strategy == "allreduce" else 1)
+
+
+def _options(strategy: str) -> object:
+    return AsynchronousOptions(pattern="pairs") if strategy == "adpsgd" else STRATEGIES[strategy].options()
