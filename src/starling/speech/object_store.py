@@ -33,6 +33,10 @@ def address_problem(address: str, options: StorageOptions) -> str | None:
     Options are part of a recipe, which is copied into every run's folder: what is secret belongs in the environment
     or in the credentials file that the store's own library reads, such as AWS_SECRET_ACCESS_KEY or ~/.aws/credentials.
     """
+    if "://" not in address:
+        return (
+            f"data.remote: {address} has no protocol; give an address such as s3://bucket/corpus or file:///mnt/corpus"
+        )
     protocol = fsspec.utils.get_protocol(address)
     if protocol == "memory":
         return "data.remote cannot be in the memory of one process: give an address such as s3://bucket/corpus"

@@ -25,6 +25,9 @@ from starling.speech.shards import Place, Shard, Shards, open_shards
 FORMAT = 1
 _NUMBERS = ("durations", "num_samples", "speaker_of", "shard_of", "offsets", "sizes")
 _TEXTS = ("ids", "texts", "speakers")
+_ARRAYS = (*_NUMBERS, *_TEXTS, *(f"{name}_ends" for name in _TEXTS))
+INDEX_FILES = tuple(f"{name}.npy" for name in _ARRAYS)
+"""In the folder `index` of every prepared set."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,7 @@ class SpeechSet:
         summary = read_summary(folder)
         shards = open_shards(folder, summary.shards)
         shards.check()
-        names = [*_NUMBERS, *_TEXTS, *(f"{name}_ends" for name in _TEXTS)]
-        arrays = {name: _load_array(folder, name) for name in names}
+        arrays = {name: _load_array(folder, name) for name in _ARRAYS}
         for name in (*_NUMBERS, "ids_ends", "texts_ends"):
             if len(arrays[name]) != summary.utterances:
                 raise DataError(

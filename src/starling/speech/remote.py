@@ -1,0 +1,109 @@
+"""Prepared sets in an object store: the index is fetched once, the audio is read from there by byte ranges."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from starling.errors import DataError
+from starling.speech.object_store import ObjectFolder, StorageOptions
+from starling.speech.shard_writer import sync
+from starling.speech.shards import REMOTE
+from starling.speech.store import INDEX_FILES, SetSummary, SpeechSet, parse_summary
+
+_LISTED = ("dropped.tsv",)  # fetched where it is there
+
+
+def fetch_sets(
+    address: str,
+    options: StorageOptions,
+    folder: Path,
+    names: Sequence[str],
+    sampling_rate: int,
+    progress: Callable[[str, int, int], None],
+) -> list[str]:
+    """Have the index of each set of `address` in `<folder>/<name>`; the names of those that were not there yet.
+
+    `address` holds what `starling prepare` wrote, copied there as it is, e.g. s3://bucket/corpus. Their settings are
+    those they were prepared with; only the sampling rate, in Hz, must be the recipe's.
+
+    Raises:
+        DataError: a set or a shard is missing, incomplete or of another size, access is refused, or the store does
+            not answer.
+    """
+    written = []
+    for name in names:
+        objects = ObjectFolder(f"{address.rstrip('/')}/{name}", options)
+        text = objects.read("summary.json")
+        summary = _checked_summary(text, objects, sampling_rate)
+        where: dict[str, object] = {"address": f"{objects.address}/shar", "options": dict(options)}
+        final = folder / name
+        if (final / "shar").exists():
+            raise DataError(
+                f"{final}: holds a set that was prepared on this machine; set data.folder to another place for the one "
+                f"at {objects.address}, or remove data.remote"
+            )
+        if not _is_there(final, text, where):
+            _fetch(objects, text, where, final, partial(progress, name))
+            if SpeechSet.open(final).summary != summary:
+                raise DataError(f"{objects.address}: has changed while it was fetched; run the command again")
+            written.append(name)
+    return written
+
+
+def _checked_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> SetSummary:
+    """The summary of a set whose shards all have their size."""
+    try:
+        summary = parse_summary(text.decode("utf-8"), objects.address)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{objects.address}/summary.json: cannot be read ({error}); copy the set there again"
+        ) from error
+    if summary.sampling_rate != sampling_rate:
+        raise DataError(
+            f"{objects.address}: was prepared at {summary.sampling_rate} Hz; the recipe's data.sampling_rate is "
+            f"{sampling_rate} Hz"
+        )
+    sizes = objects.sizes("shar")
+    for shard in summary.shards:
+        found = sizes.get(shard.file)
+        if found != shard.num_bytes:
+            state = "is missing" if found is None else f"has {found} bytes, not {shard.num_bytes}"
+            raise DataError(f"{objects.address}/shar/{shard.file}: {state}; copy the set there again")
+    return summary
+
+
+def _is_there(folder: Path, summary: bytes, where: dict[str, object]) -> bool:
+    """Whether a set was fetched from the same place before, and opens without complaint."""
+    try:
+        same = (folder / "summary.json").read_bytes() == summary
+        same = same and json.loads((folder / REMOTE).read_text(encoding="utf-8")) == where
+        return same and len(SpeechSet.open(folder)) >= 0
+    except (OSError, ValueError, DataError):
+        return False
+
+
+def _fetch(
+    objects: ObjectFolder, summary: bytes, where: dict[str, object], final: Path, report: Callable[[int, int], None]
+) -> None:
+    """Write everything but the shards beside `final`, and rename it when it is complete."""
+    aside = final.with_name(f"{final.name}.partial")
+    files = [f"index/{name}" for name in INDEX_FILES] + [name for name in _LISTED if name in objects.sizes()]
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        (aside / "index").mkdir(parents=True)
+        for number, name in enumerate(files):
+            report(number, len(files))
+            (aside / name).write_bytes(objects.read(name))
+        report(len(files), len(files))
+        (aside / REMOTE).write_text(json.dumps(where, indent=2) + "\n", encoding="utf-8")
+        (aside / "summary.json").write_bytes(summary)
+        sync(*aside.rglob("*"), aside)
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise DataError(f"{aside}: cannot be written: {error}; set data.folder to another place") from error
+        raise

@@ -1,0 +1,268 @@
+"""Prepared sets in an object store: the same samples as on a disk, few requests, and clear words when it fails."""
+
+import json
+import logging
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import numpy as np
+import pytest
+from moto.server import ThreadedMotoServer
+from tones import song_set
+
+from starling.errors import DataError
+from starling.speech import object_store
+from starling.speech.batches import load_batch
+from starling.speech.features import FeatureConfig, LogMel
+from starling.speech.object_store import address_problem
+from starling.speech.remote import fetch_sets
+from starling.speech.store import SpeechSet
+from starling.speech.tokens import CharacterTokenizer
+
+BUCKET = "corpora"
+COUNT = 12
+
+
+class Requests(logging.Handler):
+    """The requests that the server has answered; its log goes nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def count(self, method: str) -> int:
+        return sum(f"{method} /{BUCKET}" in line for line in self.lines)
+
+
+class Store:
+    """An S3 store on this machine with one bucket."""
+
+    def __init__(self) -> None:
+        self.requests = Requests()
+        log = logging.getLogger("werkzeug")
+        log.handlers, log.propagate, log.level = [self.requests], False, logging.INFO
+        self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self.server.start()
+        host, port = self.server.get_host_and_port()
+        self.options = {"endpoint_url": f"http://{host}:{port}", "config_kwargs": {"retries": {"max_attempts": 1}}}
+        self.client = boto3.client("s3", endpoint_url=self.options["endpoint_url"])
+        self.client.create_bucket(Bucket=BUCKET)
+
+    def upload(self, folder: Path) -> str:
+        """Copy a folder into the bucket as it is; its address."""
+        for path in folder.rglob("*"):
+            if path.is_file():
+                self.client.upload_file(str(path), BUCKET, str(path.relative_to(folder.parent)))
+        return f"s3://{BUCKET}/{folder.name}"
+
+    def replace(self, key: str, content: bytes) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(object_store, "PAUSES", (0.0, 0.0))
+    log = logging.getLogger("werkzeug")
+    before = log.handlers, log.propagate, log.level
+    made = Store()
+    try:
+        yield made
+    finally:
+        made.server.stop()
+        log.handlers, log.propagate, log.level = before
+
+
+@pytest.fixture
+def songs(tmp_path: Path) -> SpeechSet:
+    return song_set(tmp_path / "songs" / "train", COUNT)
+
+
+def silent(name: str, done: int, total: int) -> None:
+    """No progress is shown."""
+
+
+def fetched(address: str, options: dict[str, object], folder: Path) -> SpeechSet:
+    fetch_sets(address, options, folder, ["train"], 8000, silent)
+    return SpeechSet.open(folder / "train")
+
+
+def test_audio_in_a_bucket_is_the_audio_on_the_disk(store: Store, songs: SpeechSet, tmp_path: Path) -> None:
+    """Samples, texts and whole batches agree, and a batch asks once for each of its utterances."""
+    remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
+    assert not (remote.folder / "shar").exists()
+    for index in range(COUNT):
+        assert (remote.id(index), remote.text(index)) == (songs.id(index), songs.text(index))
+        np.testing.assert_array_equal(remote.audio(index), songs.audio(index))
+    store.requests.lines.clear()
+    some = np.array([7, 0, 3, 11, 5])
+    log_mel, tokenizer = LogMel(FeatureConfig(), 8000), CharacterTokenizer(" ADEFIMOR")
+    found, expected = (load_batch(each, some, log_mel, None, tokenizer, seed=1) for each in (remote, songs))
+    assert found.features.equal(expected.features) and found.ids == expected.ids
+    assert store.requests.count("GET") == len(some)
+    assert len(store.requests.lines) <= len(some) + 1  # and at most one question about the bucket
+
+
+def test_an_index_is_fetched_once_and_again_when_it_has_changed(store: Store, songs: SpeechSet, tmp_path: Path) -> None:
+    """A second call reads the summary and the sizes; a set that was prepared anew replaces the old one."""
+    address = store.upload(songs.folder.parent)
+    arguments = (address, store.options, tmp_path / "here", ["train"], 8000, silent)
+    assert fetch_sets(*arguments) == ["train"]
+    store.requests.lines.clear()
+    assert fetch_sets(*arguments) == []
+    assert store.requests.count("GET") <= 2
+    shutil.rmtree(songs.folder)
+    song_set(songs.folder, COUNT + 3)
+    store.upload(songs.folder.parent)
+    assert fetch_sets(*arguments) == ["train"]
+    assert len(SpeechSet.open(tmp_path / "here" / "train")) == COUNT + 3
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["train"]
+
+
+def total(opened: SpeechSet) -> float:
+    return float(sum(np.abs(samples).sum() for samples in opened.audios(range(len(opened)))))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_connect_by_themselves(store: Store, songs: SpeechSet, tmp_path: Path, method: str) -> None:
+    """A set that has a connection already can be handed to forked and to spawned processes."""
+    remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
+    expected = total(songs)
+    assert total(remote) == expected
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.map_async(total, [remote]).get(timeout=60) == [expected]
+    assert total(remote) == expected
+
+
+def test_a_deleted_object_is_named(store: Store, songs: SpeechSet, tmp_path: Path) -> None:
+    """A shard that is gone is named with its address, at once and not utterance by utterance, and when fetching too."""
+    address = store.upload(songs.folder.parent)
+    remote = fetched(address, store.options, tmp_path / "here")
+    store.client.delete_object(Bucket=BUCKET, Key="songs/train/shar/recording.000000.tar")
+    with pytest.raises(DataError, match=r"s3://corpora/songs/train/shar/recording\.000000\.tar: is not there"):
+        remote.audios([1, 2])
+    with pytest.raises(DataError, match=r"recording\.000000\.tar: is missing"):
+        fetch_sets(address, store.options, tmp_path / "elsewhere", ["train"], 8000, silent)
+    assert not any((tmp_path / "elsewhere").glob("*"))
+
+
+def test_a_set_that_is_not_there_is_named(store: Store, tmp_path: Path) -> None:
+    """The address of its summary stands in the message."""
+    with pytest.raises(DataError, match=r"s3://corpora/nothing/train/summary\.json: is not there"):
+        fetch_sets(f"s3://{BUCKET}/nothing", store.options, tmp_path, ["train"], 8000, silent)
+
+
+def test_damaged_and_missing_bytes_are_named(store: Store, songs: SpeechSet, tmp_path: Path) -> None:
+    """An object that changed after it was fetched: each utterance that is damaged has its own error, no other has."""
+    remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
+    shard = songs.folder / "shar" / "recording.000000.tar"
+    content = bytearray(shard.read_bytes())
+    place = songs._place(4)
+    content[place.offset : place.offset + place.size] = bytes(place.size)
+    store.replace("songs/train/shar/recording.000000.tar", bytes(content[: songs._place(8).offset + 100]))
+    found = remote.audios(range(COUNT))
+    assert [isinstance(each, DataError) for each in found] == [n == 4 or n >= 8 for n in range(COUNT)]
+    assert "s3://corpora/songs/train/shar/recording.000000.tar: the audio of song-4 is damaged" in str(found[4])
+    assert "100 bytes are left of" in str(found[8]) and "0 bytes are left of" in str(found[9])
+
+
+def test_refused_access_says_where_credentials_belong(
+    store: Store, songs: SpeechSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without credentials the message names the object and the environment; nothing is tried again."""
+    address = store.upload(songs.folder.parent)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(DataError, match=r"summary\.json: access is refused .*credentials file"):
+        fetch_sets(address, store.options, tmp_path / "here", ["train"], 8000, silent)
+
+
+def test_a_store_that_does_not_answer_is_tried_a_few_times_and_named(
+    store: Store, songs: SpeechSet, tmp_path: Path
+) -> None:
+    """After the last try the message says how many there were and what the network said."""
+    remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
+    store.server.stop()
+    with pytest.raises(DataError, match=r"recording\.000000\.tar: cannot be read after 3 tries .*check the network"):
+        remote.audios([0, 1])
+
+
+def test_a_failure_that_passes_is_not_seen(
+    store: Store, songs: SpeechSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges that failed once are asked for again, and only those."""
+    remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
+    ask, asked = object_store.ObjectFolder._cat, []
+
+    def fail_once(self, system, ranges):
+        pieces = ask(self, system, ranges)
+        asked.append(len(ranges))
+        return [ConnectionResetError("reset"), *pieces[1:]] if len(asked) == 1 else pieces
+
+    monkeypatch.setattr(object_store.ObjectFolder, "_cat", fail_once)
+    for found, index in zip(remote.audios([2, 5, 6]), [2, 5, 6], strict=True):
+        np.testing.assert_array_equal(found, songs.audio(index))
+    assert asked == [3, 1]
+
+
+def test_a_folder_on_this_machine_is_an_address_too(songs: SpeechSet, tmp_path: Path) -> None:
+    """`file://` reads a copied folder, such as one on a network file system, without any other package."""
+    remote = fetched(f"file://{songs.folder.parent}", {}, tmp_path / "here")
+    assert json.loads((remote.folder / "remote.json").read_text())["address"] == f"file://{songs.folder}/shar"
+    assert total(remote) == total(songs)
+    (songs.folder / "shar" / "recording.000000.tar").unlink()
+    with pytest.raises(DataError, match=r"recording\.000000\.tar: is not there"):
+        remote.audio(0)
+
+
+def test_a_set_that_was_prepared_here_is_never_replaced(songs: SpeechSet, tmp_path: Path) -> None:
+    """Fetching into the folder of a set with shards is refused, and the set is still there."""
+    shutil.copytree(songs.folder.parent, tmp_path / "copy")
+    with pytest.raises(DataError, match="holds a set that was prepared on this machine"):
+        fetch_sets(f"file://{tmp_path}/copy", {}, songs.folder.parent, ["train"], 8000, silent)
+    assert total(SpeechSet.open(songs.folder)) > 0
+
+
+def test_another_sampling_rate_is_refused(songs: SpeechSet, tmp_path: Path) -> None:
+    """Both rates stand in the message."""
+    with pytest.raises(DataError, match=r"prepared at 8000 Hz.* is 16000 Hz"):
+        fetch_sets(f"file://{songs.folder.parent}", {}, tmp_path / "here", ["train"], 16000, silent)
+
+
+def test_a_store_whose_package_is_missing_names_the_extra(tmp_path: Path) -> None:
+    """The message says which package reads such addresses, and what to install for S3."""
+    with pytest.raises(DataError, match=r"reading oss:// needs a package .*ossfs.*install starling-asr\[cloud\]"):
+        fetch_sets("oss://bucket/corpus", {}, tmp_path, ["train"], 8000, silent)
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "message"),
+    [
+        ("memory://corpus", {}, "memory of one process"),
+        ("s4://bucket/corpus", {}, "s4:// is unknown"),
+        ("corpora/fsdd", {}, "no protocol"),
+        ("s3://bucket/corpus", {"secret": "x"}, "must not hold secret"),
+        (
+            "s3://bucket/corpus",
+            {"client_kwargs": {"aws_secret_access_key": "x"}},
+            "must not hold aws_secret_access_key",
+        ),
+    ],
+)
+def test_impossible_addresses_and_secrets_are_refused(address: str, options: dict, message: str) -> None:
+    """Before anything is fetched, and without showing the secret; good ones have no problem."""
+    problem = address_problem(address, options)
+    assert problem is not None and message in problem and "'x'" not in problem
+    assert address_problem("s3://bucket/corpus", {"anon": True, "endpoint_url": "http://127.0.0.1"}) is None
