@@ -1,8 +1,12 @@
 """Fixtures shared by all tests."""
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+from tests.warm_start import Line
 
 
 @pytest.fixture(scope="session")
@@ -10,3 +14,10 @@ def shared_data() -> Path | None:
     """The folder of real recordings beside the checkout, or None where it is absent."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     return folder if folder.is_dir() else None
+
+
+@pytest.fixture(scope="session")
+def warm_start() -> Iterator[Line]:
+    """Starts learner processes, without a launcher, in no time."""
+    with closing(Line()) as line:
+        yield line

@@ -1,8 +1,7 @@
 """The drop-in: anybody's PyTorch loop as one learner among several."""
 
 import json
-import os
-import subprocess
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -17,10 +16,11 @@ from torch import Tensor, nn
 
 import starling
 from starling.errors import ConfigError, ProtocolError
-from starling.launch.launcher import launch, loopback_store
+from starling.launch.launcher import launch
 from tests.contract.oracle import SYNCHRONOUS, Vector
 from tests.contract.problems import TinyRegression
 from tests.engines.drop_in_process import STEPS, flat, take_gradient
+from tests.warm_start import Line
 
 ALONE = [
     ("allreduce", {}),
@@ -209,32 +209,28 @@ def test_loops_that_share_a_model_end_with_it(name: str, world: int, joined: Run
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one", "dpsgd"])
-def test_unequal_steps_in_step_are_a_named_error(strategy: str, tmp_path: Path) -> None:
+def test_unequal_steps_in_step_are_a_named_error(strategy: str, tmp_path: Path, warm_start: Line) -> None:
     """Not a hang: who has closed, after how many steps, and what to do."""
     message = r"learner 0 has closed after 3 steps, and learner 1 is in step \d+: under .* equal numbers of steps; "
-    with pytest.raises(ProtocolError, match=message):
-        launch(command({"unequal": {"strategy": strategy, "steps": {"0": 3}}}, tmp_path), 2, tmp_path)
+    unequal = command({"unequal": {"strategy": strategy, "steps": {"0": 3}}}, tmp_path)
+    with warm_start.learners(unequal, 2, tmp_path) as learners:
+        ends = [learners.end(rank) for rank in range(2)]
+    assert all(code > 0 for code, _ in ends), ends
+    assert re.search(f"ProtocolError: {message}", ends[0][1] + ends[1][1]), ends
 
 
 @pytest.mark.parametrize(("fails", "code"), [("raises", 1), ("killed", -9)])
 @pytest.mark.parametrize("strategy", ["adpsgd", "allreduce", "parameter-server"])
-def test_survivors_name_the_learner_that_failed(strategy: str, fails: str, code: int) -> None:
+def test_survivors_name_the_learner_that_failed(
+    strategy: str, fails: str, code: int, tmp_path: Path, warm_start: Line
+) -> None:
     """Without a launcher that ends them, and soon, whatever the time-out."""
-    with loopback_store() as port:
-        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        learners = [
-            subprocess.Popen(
-                command({"fails": {"strategy": strategy, "fails": fails, "steps": {"0": 4000}}}, Path()),
-                env={**os.environ, **place, "RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(3)
-        ]
-        logs = [process.communicate(timeout=120)[1] for process in learners]
-    assert [process.returncode for process in learners] == [1, code, 1]
+    failing = command({"fails": {"strategy": strategy, "fails": fails, "steps": {"0": 4000}}}, Path())
+    with warm_start.learners(failing, 3, tmp_path) as learners:
+        ends = [learners.end(rank) for rank in range(3)]
+    assert [each for each, _ in ends] == [1, code, 1]
     for rank in (0, 2):
-        assert f"PeerLost: learner {rank} lost learner 1" in logs[rank], logs[rank]
+        assert f"PeerLost: learner {rank} lost learner 1" in ends[rank][1], ends[rank]
 
 
 @pytest.mark.parametrize(

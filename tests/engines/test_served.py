@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -15,7 +14,8 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from starling.engines.shared_memory import share_memory
 from starling.errors import ConfigError, PeerLost
-from starling.launch.launcher import launch, loopback_store
+from starling.launch.launcher import launch
+from tests.warm_start import Line
 
 CASES = {
     "own server": ("parameter-server", {"servers": "own"}, 2),
@@ -25,12 +25,7 @@ CASES = {
     "worker under a bound": ("parameter-server", {"staleness_bound": 1, "servers": "own"}, 0),
     "hogwild": ("hogwild", {}, 1),
 }
-LONG = ("server of two", "worker of asynchronous", "worker under a bound")
-"""Left to `make soak`: each starts three processes."""
-every_case = pytest.mark.parametrize(
-    ("strategy", "options", "victim"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.soak] if name in LONG else []) for name, case in CASES.items()],
-)
+every_case = pytest.mark.parametrize(("strategy", "options", "victim"), CASES.values(), ids=CASES)
 
 
 def command(strategy: str, options: dict[str, Any], victim: int) -> list[str]:
@@ -38,28 +33,21 @@ def command(strategy: str, options: dict[str, Any], victim: int) -> list[str]:
 
 
 @every_case
-def test_survivors_of_a_server_or_a_worker_name_it_and_end(strategy: str, options: dict[str, Any], victim: int) -> None:
+def test_survivors_of_a_server_or_a_worker_name_it_and_end(
+    strategy: str, options: dict[str, Any], victim: int, tmp_path: Path, warm_start: Line
+) -> None:
     """kill -9 without a launcher that would end the others: they end by themselves, and the time-out plays no part."""
-    with loopback_store() as port:
-        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        learners = [
-            subprocess.Popen(
-                command(strategy, options, victim),
-                env={**os.environ, **place, "RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(3)
-        ]
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
+    with warm_start.learners(command(strategy, options, victim), 3, tmp_path) as learners:
+        store = TCPStore("127.0.0.1", learners.port, is_master=False, timeout=timedelta(seconds=100))
         store.wait(["fired"])
         fired = time.monotonic()
-        logs = [process.communicate(timeout=100)[1] for process in learners]
+        ends = [learners.end(rank) for rank in range(3)]
     assert time.monotonic() - fired < 45.0
-    assert learners[victim].returncode == -9
+    assert ends[victim][0] == -9
     for rank in {0, 1, 2} - {victim}:
-        assert learners[rank].returncode == 1
-        assert f"PeerLost: learner {rank} lost learner {victim}" in logs[rank], logs[rank]
+        code, said = ends[rank]
+        assert code == 1
+        assert f"PeerLost: learner {rank} lost learner {victim}" in said, said
 
 
 @pytest.mark.parametrize(
@@ -68,30 +56,16 @@ def test_survivors_of_a_server_or_a_worker_name_it_and_end(strategy: str, option
     ids=["worker", "server"],
 )
 def test_one_that_stands_still_beyond_the_time_out_is_named_and_nobody_is_left(
-    options: dict[str, Any], victim: int
+    options: dict[str, Any], victim: int, tmp_path: Path, warm_start: Line
 ) -> None:
     """SIGSTOP: all others end, servers included, and the blame does not fall on who waited for it, too."""
-    with loopback_store() as port:
-        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        learners = [
-            subprocess.Popen(
-                [*command("parameter-server", options, victim), str(int(signal.SIGSTOP)), "5"],
-                env={**os.environ, **place, "RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(3)
-        ]
-        try:
-            logs = {rank: learners[rank].communicate(timeout=60)[1] for rank in {0, 1, 2} - {victim}}
-            assert learners[victim].poll() is None
-        finally:
-            for learner in learners:
-                learner.kill()
-                learner.wait()
-    for rank, log in logs.items():
-        assert learners[rank].returncode == 1
-        assert f"PeerLost: learner {rank} lost learner {victim}" in log, log
+    stopping = [*command("parameter-server", options, victim), str(int(signal.SIGSTOP)), "5"]
+    with warm_start.learners(stopping, 3, tmp_path) as learners:
+        ends = {rank: learners.end(rank) for rank in {0, 1, 2} - {victim}}
+        assert learners.is_running(victim)
+    for rank, (code, said) in ends.items():
+        assert code == 1
+        assert f"PeerLost: learner {rank} lost learner {victim}" in said, said
 
 
 def test_under_the_launcher_the_cause_is_the_death(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from starling.errors import DataError, PeerLost, ProtocolError, StarlingError, Stopped
-from starling.launch.launcher import launch, loopback_store
+from starling.launch.launcher import launch
+from tests.warm_start import Line
 
 Message = dict[str, Any]
 
@@ -93,23 +94,13 @@ def test_a_killed_learner_is_named_and_the_others_are_ended(mode: str, tmp_path:
         ("adpsgd/dies", "(sending to|receiving from) learner [012], after [0-9]+ claims"),
     ],
 )
-def test_survivors_name_the_learner_they_lost(mode: str, where: str) -> None:
+def test_survivors_name_the_learner_they_lost(mode: str, where: str, tmp_path: Path, warm_start: Line) -> None:
     """gloo names a network address; without a launcher to tell, the survivors find out who is silent and say when."""
-    with loopback_store() as port:
-        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        learners = [
-            subprocess.Popen(
-                command(mode),
-                env={**os.environ, **place, "RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(3)
-        ]
-        logs = [process.communicate(timeout=60)[1] for process in learners]
-    assert learners[2].returncode == -signal.SIGKILL
+    with warm_start.learners(command(mode), 3, tmp_path) as learners:
+        ends = [learners.end(rank) for rank in range(3)]
+    assert ends[2][0] == -signal.SIGKILL
     for rank in (0, 1):
-        assert re.search(f"PeerLost: learner {rank} lost learner 2 in {where}", logs[rank])
+        assert re.search(f"PeerLost: learner {rank} lost learner 2 in {where}", ends[rank][1]), ends[rank]
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "adpsgd"])
