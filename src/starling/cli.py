@@ -59,8 +59,7 @@ def options(
 def prepare(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
     """Import, check and filter a recipe's corpus, and write it as shards; what is there already is kept.
 
-    jobs=N does it in N processes, executor=dask://HOST:PORT on the workers of a Dask cluster (executor=dask on
-    one of N processes here); the result is the same. A call that was killed is gone on with by the next.
+    jobs=N takes N processes, executor=dask://HOST:PORT the workers of a Dask cluster; the result is the same.
     """
     with _errors(debug):
         from starling.experiment import prepare
