@@ -10,6 +10,7 @@ from pathlib import Path
 import boto3
 import numpy as np
 import pytest
+from corpus_builders import RATE, write_table
 from moto.server import ThreadedMotoServer
 from tones import song_set
 
@@ -18,6 +19,7 @@ from starling.speech import object_store
 from starling.speech.batches import load_batch
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.object_store import address_problem
+from starling.speech.prepare import DataConfig, describe, prepare
 from starling.speech.remote import fetch_sets
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
@@ -266,3 +268,33 @@ def test_impossible_addresses_and_secrets_are_refused(address: str, options: dic
     problem = address_problem(address, options)
     assert problem is not None and message in problem and "'x'" not in problem
     assert address_problem("s3://bucket/corpus", {"anon": True, "endpoint_url": "http://127.0.0.1"}) is None
+
+
+def test_preparing_fetches_what_another_machine_has_prepared(tmp_path: Path) -> None:
+    """With data.remote the corpus need not be here; without it, a set is prepared where its index was."""
+    table = write_table(tmp_path / "corpus")
+    config = {"folder": tmp_path / "there", "sampling_rate": RATE, "filter": {"min_seconds": 0.1}, "valid": None}
+    config["corpus"] = {
+        "kind": "tsv", "path": str(table), "sets": {"train": {"split": "train"}, "test": {"split": "test"}}
+    }  # fmt: skip
+    prepare(DataConfig.model_validate(config))
+    table.rename(tmp_path / "away.tsv")
+    config |= {"folder": tmp_path / "here", "remote": f"file://{tmp_path}/there"}
+    remote = DataConfig.model_validate(config)
+    assert prepare(remote).written == ("train", "test") and prepare(remote).written == ()
+    assert "train: 8 utterances" in describe(prepare(remote))
+    opened = SpeechSet.open(remote.set_folder("train"))
+    assert not (opened.folder / "shar").exists() and total(opened) > 0
+    (tmp_path / "away.tsv").rename(table)
+    assert prepare(DataConfig.model_validate({**config, "remote": None})).written == ("train", "test")
+    assert (opened.folder / "shar").is_dir() and not (opened.folder / "remote.json").exists()
+
+
+def test_a_recipe_with_secrets_is_refused_without_showing_them(tmp_path: Path) -> None:
+    """The message says where they belong."""
+    corpus = {"kind": "synthetic", "sets": {"train": 1, "dev": 1, "test": 1}}
+    with pytest.raises(ValueError, match="must not hold secret") as caught:
+        DataConfig.model_validate(
+            {"folder": tmp_path, "corpus": corpus, "remote": "s3://bucket/x", "storage_options": {"secret": "hidden"}}
+        )
+    assert "must not hold" in caught.value.errors()[0]["msg"] and "hidden" not in caught.value.errors()[0]["msg"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,10 +19,13 @@ from starling.errors import DataError
 from starling.speech.check.config import CheckConfig
 from starling.speech.corpora import CorpusConfig, Utterance
 from starling.speech.left_out import left_out_of
+from starling.speech.object_store import address_problem
 from starling.speech.preparing.executors import Executor, InThisProcess
 from starling.speech.preparing.making import REPORT_EVERY, SetPlan, make_set
 from starling.speech.preparing.making import Progress as Progress
 from starling.speech.preparing.stages import Checking
+from starling.speech.remote import fetch_sets
+from starling.speech.shards import REMOTE
 from starling.speech.store import FORMAT, SetSummary, SpeechSet, read_summary
 from starling.speech.strings import StringsConfig, copies_problem
 from starling.speech.usable import Checked, FilterConfig, TextStyle
@@ -33,6 +36,12 @@ class DataConfig(Config):
 
     folder: Path
     """Where the prepared sets live, e.g. data/fsdd."""
+    remote: str | None = None
+    """Where the prepared sets were copied to, e.g. s3://bucket/fsdd: they are read from there, not prepared here, and
+    `folder` holds their index."""
+    storage_options: dict[str, Any] = Field(default_factory=dict)
+    """For the store that `remote` names, as fsspec takes them, e.g. {anon: true}. Secrets do not belong here: they are
+    taken from the environment or the store's credentials file."""
     corpus: CorpusConfig
     sampling_rate: int = Field(default=16000, ge=1000, le=192000)
     """Hz; audio of another rate is resampled."""
@@ -70,6 +79,8 @@ class DataConfig(Config):
         ]
         if self.strings is not None and (problem := copies_problem(self.strings, known)):
             problems.append(problem)
+        if self.remote is not None and (problem := address_problem(self.remote, self.storage_options)):
+            problems.append(problem)
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -99,6 +110,7 @@ def prepare(config: DataConfig, progress: Progress | None = None, executor: Exec
     A set is made in `<set>.partial`, shard by shard, and renamed when it is complete. What a call that failed or was
     killed has finished is not done again, and the bytes of a set depend neither on that nor on the executor,
     which says where shards are made (default: here, one after the other). Two calls at once take turns.
+    Of sets with `remote` only the index is fetched.
 
     Raises:
         DataError: the corpus is missing or wrong, naming the utterance or file; nothing half-written remains
@@ -106,8 +118,11 @@ def prepare(config: DataConfig, progress: Progress | None = None, executor: Exec
     """
     report = progress or (lambda name, done, total: None)
     with _locked(config.folder):
-        written = []
-        for name in config.used_sets:
+        written: list[str] = []
+        if config.remote is not None:
+            rate, names = config.sampling_rate, config.used_sets
+            written += fetch_sets(config.remote, config.storage_options, config.folder, names, rate, report)
+        for name in config.used_sets if config.remote is None else ():
             if _finished_digest(config.set_folder(name)) != set_digest(config, name):
                 _prepare_set(config, name, executor or InThisProcess(), report)
                 written.append(name)
@@ -173,7 +188,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _finished_digest(folder: Path) -> str | None:
-    """Digest of a set that opens without complaint, or None."""
+    """Digest of a set that was prepared here and opens without complaint, or None."""
+    if (folder / REMOTE).exists():
+        return None
     try:
         return SpeechSet.open(folder).summary.digest
     except DataError:
