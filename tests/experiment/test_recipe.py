@@ -235,6 +235,49 @@ def test_the_fingerprint_of_a_section_changes_with_what_a_resume_needs(tree: Tre
     assert {section for section in before if before[section] != after[section]} == {"model", "data"}
 
 
+def test_a_resume_needs_the_same_windows_mixture_and_parts(tree: Tree) -> None:
+    """They decide which batch is whose; and a part for each learner is no longer any number of learners."""
+    tree["mixture"] = {"domains": {"a": {"sets": "train"}, "b": {"sets": "test"}}}
+    before = fingerprints(check_recipe(tree, "r.yaml"))
+    for change, section in (
+        ({"batches": {**tree["batches"], "window": 5}}, "batches"),
+        ({"batches": {**tree["batches"], "similar": 4}}, "batches"),
+        ({"mixture": {**tree["mixture"], "temperature": 0.5}}, "mixture"),
+        ({"partition": "domain"}, "partition"),
+    ):
+        after = fingerprints(check_recipe({**tree, **change}, "r.yaml"))
+        assert {name for name in before if before[name] != after[name]} == {section}
+    divided = [fingerprints(check_recipe({**tree, "partition": "domain", "learners": n}, "r.yaml")) for n in (2, 3)]
+    assert divided[0]["partition"] != divided[1]["partition"]
+
+
+def test_data_of_a_mixture_are_part_of_the_fingerprint(tree: Tree) -> None:
+    """Another set in it is other data."""
+    tree["mixture"] = {"domains": {"a": {"sets": ["train"]}}}
+    before = fingerprints(check_recipe(tree, "r.yaml"))
+    tree["mixture"] = {"domains": {"a": {"sets": ["train", "test"]}}}
+    assert fingerprints(check_recipe(tree, "r.yaml"))["data"] != before["data"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"partition": "domain"}, "domains are divided, but there is no mixture"),
+        ({"partition": {"kind": "dirichlet", "alpha": 1, "by": "domain"}}, "there is no mixture"),
+        ({"partition": "speakers"}, "partition: "),
+        ({"partition": {"kind": "dirichlet", "alpha": 0}}, "greater than 0"),
+        (
+            {"partition": "speaker", "mixture": {"domains": {"a": {"sets": "train"}}, "temperature": 0.5}},
+            "whatever the mixture's shares",
+        ),
+    ],
+)
+def test_a_partition_that_cannot_be_made_is_refused(tree: Tree, change: Tree, problem: str) -> None:
+    """Before any data is opened."""
+    with pytest.raises(ConfigError, match=problem):
+        check_recipe({**tree, **change}, "r.yaml")
+
+
 def test_learners_of_different_recipes_have_different_digests(tree: Tree) -> None:
     """Any key that changes a result changes the digest."""
     before = recipe_digest(check_recipe(tree, "r.yaml"))

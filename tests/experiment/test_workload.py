@@ -1,12 +1,14 @@
 """A speech workload is a pure function of the recipe and the ticket."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from starling.engines.loading import load_ahead
-from starling.errors import DataError
+from starling.errors import ConfigError, DataError
 from starling.experiment.folder import claim_folder
 from starling.experiment.recipe import Recipe, check_recipe
 from starling.experiment.setup import load_workload, set_up
@@ -116,3 +118,67 @@ def test_what_is_set_up_is_told(tree: Tree) -> None:
     text = "\n".join(lines)
     assert "train: 24 utterances" in text
     assert "2 learners take 10 s at a time" in text
+
+
+def ids_of_an_epoch(workload: SpeechWorkload, epoch: int) -> list[str]:
+    """All utterances that its mini-batches hold, sorted."""
+    indices = range(workload.num_batches(epoch))
+    return sorted(each for index in indices for part in workload.load(Ticket(epoch, index, 0)) for each in part.ids)
+
+
+def test_a_mixture_is_trained_on_instead_of_the_training_set(tree: Tree, tmp_path: Path) -> None:
+    """Sets of the corpus and folders that were prepared elsewhere; in proportion, each utterance once an epoch."""
+    shutil.copytree(ready(tree)[0].data.set_folder("train"), tmp_path / "elsewhere")
+    domains = {"new": {"sets": ["test"]}, "old": {"sets": [str(tmp_path / "elsewhere")]}}
+    _, workload = ready({**tree, "mixture": {"domains": domains}})
+    expected = [f"old/song-{number}" for number in range(24)] + [f"new/song-{number}" for number in range(24, 30)]
+    for epoch in (0, 2):
+        assert ids_of_an_epoch(workload, epoch) == sorted(expected)
+
+
+def test_how_often_each_domain_is_gone_through_is_told(tree: Tree) -> None:
+    """6 and 24 utterances in equal shares are 2.5 passes and 0.625."""
+    mixture = {"domains": {"new": {"sets": "test"}, "old": {"sets": "train"}}, "by": "utterances", "temperature": 0}
+    recipe = check_recipe({**tree, "mixture": mixture}, "r.yaml")
+    lines: list[str] = []
+    set_up(recipe, claim_folder(recipe, lines.append), lines.append)
+    assert "an epoch goes through new 2.5 ×, old 0.625 ×" in lines
+
+
+def test_a_mixture_is_of_the_recipes_sampling_rate(tree: Tree, tmp_path: Path) -> None:
+    """Folders may have been prepared at any."""
+    shutil.copytree(ready(tree)[0].data.set_folder("train"), tmp_path / "elsewhere")
+    tree["mixture"] = {"domains": {"old": {"sets": str(tmp_path / "elsewhere")}}}
+    tree["data"] |= {"sampling_rate": 16000, "folder": str(tmp_path / "wide")}
+    with pytest.raises(DataError, match=r"mixture are at 8000 Hz, and data\.sampling_rate is 16000"):
+        ready(tree)
+
+
+def test_learners_of_divided_data_see_their_own_part_only(tree: Tree) -> None:
+    """Part 0 is the one domain and part 1 the other; the same ticket loads the same bits again."""
+    tree["mixture"] = {"domains": {"new": {"sets": "test"}, "old": {"sets": "train"}}}
+    _, workload = ready({**tree, "partition": "domain"})
+    assert workload.num_parts == 2
+    seen: list[set[str]] = [set(), set()]
+    for step in range(40):
+        for part in (0, 1):
+            (batch,) = workload.load(Ticket(0, 0, step, part))
+            seen[part] |= set(batch.ids)
+            assert len(batch.ids) == len(set(batch.ids))
+    assert sorted(len(each) for each in seen) == [6, 24]
+    assert {name.partition("/")[0] for name in min(seen, key=len)} == {"new"}
+    first, again = (workload.load(Ticket(1, 2, 7, 1))[0] for _ in range(2))
+    assert first.ids == again.ids and torch.equal(first.features, again.features)
+
+
+def test_data_that_cannot_be_divided_among_the_learners_are_refused(tree: Tree) -> None:
+    """One singer, two learners."""
+    with pytest.raises(ConfigError, match="1 speakers cannot be divided among 2 learners"):
+        ready({**tree, "partition": "speaker"})
+
+
+def test_all_learners_share_one_stream_unless_data_are_divided(tree: Tree) -> None:
+    """Then there is one part, and who takes a ticket does not matter."""
+    _, workload = ready(tree)
+    assert workload.num_parts == 1
+    assert workload.load(Ticket(0, 1, 1, 0))[0].ids == workload.load(Ticket(0, 1, 1, 5))[0].ids

@@ -44,6 +44,7 @@ def plain(mini: MiniBatch) -> list[list[int]]:
     return [micro.tolist() for micro in mini]
 
 
+@settings(max_examples=60, deadline=None)
 @given(sets(), CONFIGS, SEEDS, st.integers(0, 5))
 def test_every_utterance_is_in_exactly_one_micro_batch(utterances, config, seed, epoch):
     """Whatever the durations, shards and options, an epoch deals out each utterance once."""
@@ -58,6 +59,7 @@ def test_every_utterance_is_in_exactly_one_micro_batch(utterances, config, seed,
         assert {len(mini) for mini in minis} == {min(config.accumulate, len(durations))}
 
 
+@settings(max_examples=60, deadline=None)
 @given(sets(), CONFIGS)
 def test_a_micro_batch_stays_within_max_duration(utterances, config):
     """Counted with its padding, unless it is one long utterance or the window leaves no choice but to merge."""
@@ -72,6 +74,7 @@ def test_a_micro_batch_stays_within_max_duration(utterances, config):
             assert padded <= config.max_duration * (1 + 1e-6) or len(micro) == 1 or merged
 
 
+@settings(max_examples=60, deadline=None)
 @given(sets(), CONFIGS, SEEDS)
 def test_a_mini_batch_is_a_pure_function_however_it_is_asked_for(utterances, config, seed):
     """Backwards, among other epochs or alone, by one planner or another: the same; global generators are left alone."""
@@ -87,6 +90,7 @@ def test_a_mini_batch_is_a_pure_function_however_it_is_asked_for(utterances, con
     assert np.array_equal(before, np.random.get_state()[1])
 
 
+@settings(max_examples=60, deadline=None)
 @given(sets(), CONFIGS, SEEDS)
 def test_a_window_is_a_few_whole_shards(utterances, config, seed):
     """At most `window` of them, and no shard is in two windows: so many files are open at a time."""
@@ -131,6 +135,7 @@ def test_mini_batches_in_a_row_have_similar_durations():
     assert np.median(longest.max(1) / longest.min(1)) < 1.1
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 9), SEEDS)
 def test_every_whole_group_in_a_row_is_a_run_of_the_sorted_mini_batches(count, similar, seed):
     """What does not fill a group comes last, and is a run as well; nothing is lost."""
@@ -167,7 +172,7 @@ def test_a_small_set_is_not_split_for_the_sake_of_whole_groups():
         assert plan.num_batches == expected
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(SEEDS)
 def test_two_seeds_make_two_plans(seed):
     """What the seed changes is the order of shards and utterances alike."""

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -22,8 +22,11 @@ from starling.experiment.recipe_file import Tree, read_recipe
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batches import BatchConfig
 from starling.speech.features import FeatureConfig
+from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
+from starling.speech.partition import PartitionConfig, labels_are_domains
 from starling.speech.prepare import DataConfig, set_digest
+from starling.speech.store import read_summary
 from starling.speech.tokens import TokenConfig
 from starling.strategies import Strategy, find_strategy
 
@@ -85,6 +88,11 @@ class Recipe(Config):
     strategy: StrategyChoice = StrategyChoice(name="allreduce")
     budget: Budget
     data: DataConfig
+    mixture: MixtureConfig | None = None
+    """Several domains to train on instead of `data.train`, and how much of each."""
+    partition: PartitionConfig = "identical"
+    """Which utterances a learner may see. identical: all, each exactly once an epoch. Otherwise (for studies) each
+    learner draws at random from a part of its own, of whole speakers or domains, or divided by Dirichlet."""
     tokens: TokenConfig = TokenConfig()
     features: FeatureConfig = FeatureConfig()
     augment: AugmentConfig = AugmentConfig()
@@ -109,10 +117,26 @@ class Recipe(Config):
     exp: Path = Path("exp")
     """Where experiments are."""
 
+    @model_validator(mode="after")
+    def _partition_fits(self) -> Self:
+        if self.mixture is None:
+            if labels_are_domains(self.partition):
+                raise ValueError("partition: domains are divided, but there is no mixture; name the domains there")
+        elif self.partition != "identical" and (self.mixture.by == "hand" or self.mixture.temperature != 1.0):
+            raise ValueError(
+                "partition: learners draw from all that is in their parts, whatever the mixture's shares; "
+                "leave out mixture.temperature and by: hand, or the partition"
+            )
+        return self
+
     @property
     def folder(self) -> Path:
         """The folder of this experiment."""
         return self.exp / self.name
+
+    def set_folder(self, name: str) -> Path:
+        """Where a set of the corpus, or of a mixture, is or will be prepared."""
+        return self.data.set_folder(name) if name in self.data.corpus.sets else Path(name)
 
     @property
     def num_workers(self) -> int:
@@ -167,13 +191,30 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
             "seed": True,
             "tokens": True,
             "features": True,
+            "mixture": True,
+            "partition": True,
             "batches": {"max_duration", "accumulate", "num_buckets", "window", "similar"},
             "model": True,
             "optimizer": {"name", "options"},
         },
     )
+    if recipe.partition != "identical":
+        fixed["partition"] = [fixed["partition"], recipe.num_workers]
     digests = {section: _digest(content) for section, content in fixed.items()}
-    return digests | {"data": set_digest(recipe.data, recipe.data.train)}
+    return digests | {"data": _data_digest(recipe)}
+
+
+def _data_digest(recipe: Recipe) -> str:
+    """Digest of what all sets that are trained on are made from. DataError for a folder that is not prepared."""
+    if recipe.mixture is None:
+        return set_digest(recipe.data, recipe.data.train)
+    corpus = recipe.data.corpus.sets
+    return _digest(
+        [
+            set_digest(recipe.data, name) if name in corpus else read_summary(Path(name)).digest
+            for name in recipe.mixture.sets
+        ]
+    )
 
 
 def _learners(tree: Tree) -> int | None:

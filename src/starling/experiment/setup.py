@@ -1,28 +1,31 @@
 """What happens once before the learners start: data, tokens, and every check that needs them."""
 
-import csv
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from starling.chance import derive_seed
 from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder, check_claim, claim_folder, unwritable
 from starling.experiment.recipe import Recipe
+from starling.experiment.training_set import (
+    describe_shares,
+    kept_utterances,
+    list_too_short,
+    open_training_set,
+    prepare_all,
+)
 from starling.experiment.warm_start import warm_start
 from starling.experiment.workload import SpeechWorkload
 from starling.report.progress import Say
 from starling.speech.features import LogMel
 from starling.speech.losses import check_ctc_fits
 from starling.speech.models import count_parameters
-from starling.speech.prepare import Progress, describe, prepare
+from starling.speech.prepare import Progress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import make_tokenizer
-from starling.speech.union import Member, SpeechSets
+from starling.speech.union import SpeechSets
 
 
 def make_ready(recipe: Recipe, say: Say, progress: Progress | None = None) -> ExperimentFolder:
@@ -49,7 +52,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     Raises ConfigError when the warm start does not fit, DataError when the training set cannot be used: unreadable,
     too small for so many learners, characters outside the alphabet, utterances too short for CTC.
     """
-    say(describe(prepare(recipe.data, progress)))
+    say(prepare_all(recipe, progress))
     train = open_training_set(recipe)
     tokenizer = make_tokenizer(recipe.tokens, (train.text(index) for index in range(len(train))))
     features = LogMel(recipe.features, recipe.data.sampling_rate)
@@ -62,6 +65,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     recogniser.save(folder.initial)
     workload = load_workload(recipe, folder)
     _check_share(len(workload.utterances), recipe.team_size)
+    for line in describe_shares(recipe, workload.speech_set, workload.utterances):
+        say(line)
     batches = workload.num_batches(0)
     learners = "learner" if recipe.num_workers == 1 else "learners"
     seconds = recipe.batches.max_duration * recipe.batches.accumulate
@@ -86,16 +91,11 @@ def _check_share(count: int, team_size: int) -> None:
         )
 
 
-def open_training_set(recipe: Recipe) -> SpeechSets:
-    """What the recipe trains on, prepared before; DataError if it cannot be opened."""
-    return SpeechSets([Member(recipe.data.train, recipe.data.set_folder(recipe.data.train))])
-
-
 def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:
     """The training problem that `set_up` has made ready."""
     initial = Recogniser.load(folder.initial)
     train = open_training_set(recipe)
-    kept = _kept(train, folder.too_short)
+    kept = kept_utterances(train, folder.too_short)
     return SpeechWorkload(recipe, train, initial.features, initial.tokenizer, kept, folder.initial)
 
 
@@ -134,19 +134,6 @@ def _leave_out_too_short(recipe: Recipe, train: SpeechSets, recogniser: Recognis
             f"({found[0].frames} frames, {found[0].needed} needed); data.filter.max_skipped allows "
             f"{recipe.data.filter.max_skipped:.2%}: lower model.subsampling, or use longer tokens"
         )
-    with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file, dialect="excel-tab")
-        table.writerow(["id", "frames", "needed"])
-        table.writerows(found)
+    list_too_short(found, train, path)
     listed = recipe.folder / path.name  # its final place
     say(f"{train.name}: {len(found)} utterances are too short for CTC and left out, listed in {listed}")
-
-
-def _kept(train: SpeechSets, path: Path) -> NDArray[np.int64]:
-    """Indices of the utterances to train on."""
-    everything = np.arange(len(train))
-    if not path.is_file():
-        return everything
-    with path.open(encoding="utf-8", newline="") as file:
-        left_out = {row["id"] for row in csv.DictReader(file, dialect="excel-tab")}
-    return everything[[train.id(index) not in left_out for index in range(len(train))]]

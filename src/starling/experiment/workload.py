@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 
 from starling.chance import derive_seed
 from starling.experiment.recipe import Recipe
+from starling.experiment.training_set import divide_utterances, make_mixture
 from starling.speech.batches import Batch, load_batch
 from starling.speech.features import LogMel
 from starling.speech.losses import ctc_loss
+from starling.speech.partition import PartDraws
 from starling.speech.planning import Planner
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer
@@ -23,7 +26,8 @@ from starling.workload import Ticket, Workload
 class SpeechWorkload(Workload[Batch]):
     """The training set of a recipe. Everything random is a pure function of the recipe's seed and the ticket.
 
-    `utterances` are the indices in `speech_set` to train on, `initial` the folder of the recogniser to begin with.
+    `utterances` are the indices in `speech_set` to train on, ascending, `initial` the folder of the recogniser to begin
+    with. Where the recipe divides the data, a mini-batch is drawn from the ticket's part and an epoch is only a number.
     """
 
     def __init__(
@@ -32,7 +36,7 @@ class SpeechWorkload(Workload[Batch]):
         speech_set: SpeechSets,
         features: LogMel,
         tokenizer: Tokenizer,
-        utterances: NDArray[np.int64],
+        utterances: NDArray[np.int32],
         initial: Path,
     ) -> None:
         self.recipe = recipe
@@ -41,6 +45,7 @@ class SpeechWorkload(Workload[Batch]):
         self.tokenizer = tokenizer
         self.utterances = utterances
         self.initial = initial
+        self.num_parts = 1 if recipe.partition == "identical" else recipe.num_workers
 
     def make_model(self) -> nn.Module:
         return Recogniser.load(self.initial).model
@@ -49,7 +54,10 @@ class SpeechWorkload(Workload[Batch]):
         return self._planner.epoch(epoch).num_batches
 
     def load(self, ticket: Ticket) -> Sequence[Batch]:
-        mini_batch = self._planner.epoch(ticket.epoch)[ticket.index]
+        if self._draws is not None:
+            mini_batch = self._draws.draw(ticket.part, ticket.step)
+        else:
+            mini_batch = self._planner.epoch(ticket.epoch)[ticket.index]
         return [
             load_batch(
                 self.speech_set,
@@ -67,7 +75,21 @@ class SpeechWorkload(Workload[Batch]):
 
     @cached_property
     def _planner(self) -> Planner:
-        durations, shards = self.speech_set.durations, self.speech_set.shards
-        if len(self.utterances) < len(self.speech_set):  # otherwise they stay on the disk
-            durations, shards = durations[self.utterances], shards[self.utterances]
-        return Planner(durations, shards, self.recipe.batches, derive_seed(self.recipe.seed, "plan"))
+        mixture = make_mixture(self.recipe, self.speech_set, self.utterances)
+        seed = derive_seed(self.recipe.seed, "plan")
+        return Planner(self._durations, self._of_kept(self.speech_set.shards), self.recipe.batches, seed, mixture)
+
+    @cached_property
+    def _draws(self) -> PartDraws | None:
+        parts = divide_utterances(self.recipe, self.speech_set, self.utterances)
+        if parts is None:
+            return None
+        return PartDraws(self._durations, parts, self.recipe.batches, derive_seed(self.recipe.seed, "draws"))
+
+    @property
+    def _durations(self) -> NDArray[np.float32]:
+        return self._of_kept(self.speech_set.durations)
+
+    def _of_kept(self, values: NDArray[Any]) -> NDArray[Any]:
+        """A value for each utterance that is trained on; nothing is copied where that is all of them."""
+        return values if len(self.utterances) == len(values) else values[self.utterances]

@@ -2,11 +2,13 @@
 
 Each domain has its own endless stream of passes; a pass holds each of its utterances once, shard after shard, the
 shards in an order that is random in each pass. Epoch e takes the next segment of every stream, so a domain that is
-drawn more often than once an epoch is still seen evenly: none of its utterances is ahead of another by two passes.
+drawn more often than once an epoch is still seen evenly: at the end of an epoch, some of its utterances were drawn p
+times and the others p + 1 times.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal, Self
 
 import numpy as np
@@ -15,6 +17,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from starling.chance import derive_seed
 from starling.configuration import Config
+from starling.errors import DataError
 
 _PER_SECOND = 1000  # audio is counted in whole milliseconds: a segment must begin exactly where the last one ended
 
@@ -75,10 +78,18 @@ class MixtureConfig(Config):
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of the domains of one set: domain d is its utterances `bounds[d]` to `bounds[d + 1]` (`[D + 1]`)."""
+    """A mixture of the domains of one set: domain d is its utterances `bounds[d]` to `bounds[d + 1]` (`[D + 1]`).
+
+    Raises DataError for a domain without utterances.
+    """
 
     config: MixtureConfig
     bounds: Sequence[int]
+
+    def __post_init__(self) -> None:
+        for name, (first, end) in zip(self.config.domains, pairwise(self.bounds), strict=True):
+            if first == end:
+                raise DataError(f"the domain {name} of the mixture has no utterances to train on; take it out")
 
     def windows(
         self, durations: NDArray[np.float32], shard_bounds: NDArray[np.int64], window: int, seed: int
@@ -164,6 +175,8 @@ class _Stream:
 
     def _of_pass(self, turn: int, begin: int, end: int) -> list[NDArray[np.int64]]:
         """The utterances that begin at places `begin` to `end` of a pass."""
+        if begin <= 0 and end >= self.amount:
+            return [np.arange(self._bounds[0], self._bounds[-1])]
         order = self._generator(turn).permutation(self.num_shards)
         ends = np.cumsum(self._shard_amounts[order])
         starts = ends - self._shard_amounts[order]

@@ -187,7 +187,10 @@ class _Dealing:
     """How many utterances (`durations` `[n]`, seconds) share micro-batches; known before chance says which."""
 
     def __init__(self, durations: NDArray[np.float32], config: BatchConfig) -> None:
-        self.accumulate = min(config.accumulate, len(durations))
+        self.accumulate = max(1, min(config.accumulate, len(durations)))
+        self.buckets: list[Bucket] = []
+        if not len(durations):  # a window of a mixture may be shorter than its only utterance
+            return
         buckets = fill_buckets(durations, config)
         groups = sum(bucket.groups for bucket in buckets)
         whole = _next_multiple(groups, self.accumulate * config.similar)

@@ -1,6 +1,8 @@
 """Several prepared sets as one."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +44,7 @@ class SpeechSets:
         self.name = " + ".join(dict.fromkeys(each.name for each in self.sets))
         self.sampling_rate = self.sets[0].sampling_rate
         """Hz"""
-        self.bounds = np.cumsum([0, *(len(each) for each in self.sets)])
+        self.bounds = [0, *accumulate(len(each) for each in self.sets)]
         """[number of sets + 1]: where each set begins, and the end."""
         self.durations = _joined([each.durations for each in self.sets], [0] * len(self.sets))
         num_shards = [len(each.summary.shards) for each in self.sets]
@@ -61,14 +63,14 @@ class SpeechSets:
             places[place] = member.folder
 
     def __len__(self) -> int:
-        return int(self.bounds[-1])
+        return self.bounds[-1]
 
     def _place(self, index: int) -> tuple[int, int]:
         """The set of an utterance, and its number there."""
         if not 0 <= index < len(self):
             raise IndexError(f"utterance {index} of {self.name}, which has {len(self)}")
-        number = int(np.searchsorted(self.bounds, index, side="right")) - 1
-        return number, int(index - self.bounds[number])
+        number = bisect_right(self.bounds, index) - 1
+        return number, int(index) - self.bounds[number]
 
     def id(self, index: int) -> str:
         number, inner = self._place(index)
@@ -90,11 +92,20 @@ class SpeechSets:
         number, inner = self._place(index)
         return self.sets[number].audio(inner)
 
+    def audios(self, indices: Sequence[int]) -> list[NDArray[np.float32] | DataError]:
+        """The audio of several utterances, read set by set; for one that is damaged, the error in its place."""
+        places = [self._place(index) for index in indices]
+        found: dict[int, NDArray[np.float32] | DataError] = {}
+        for number in sorted({number for number, _ in places}):
+            own = [position for position, place in enumerate(places) if place[0] == number]
+            found.update(zip(own, self.sets[number].audios([places[each][1] for each in own]), strict=True))
+        return [found[position] for position in range(len(places))]
+
     @property
     def domain_bounds(self) -> list[int]:
         """Where each domain begins among the utterances, and the end: `[D + 1]`."""
         firsts = [
-            int(self.bounds[next(n for n, member in enumerate(self.members) if member.domain == domain)])
+            self.bounds[next(number for number, member in enumerate(self.members) if member.domain == domain)]
             for domain in self.domains
         ]
         return [*firsts, len(self)]

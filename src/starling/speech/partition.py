@@ -1,0 +1,170 @@
+"""Training data divided among learners, for studies of learners that see different data.
+
+Learners usually take from one common stream, in which every utterance of an epoch is seen exactly once. Divided data
+have no such stream: each learner draws its mini-batches at random from its own part, and an epoch is only a number of
+mini-batches.
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from starling.chance import derive_seed
+from starling.configuration import Config
+from starling.errors import ConfigError
+from starling.speech.planning import BatchConfig, Bucket, MiniBatch, fill_buckets
+
+
+class DirichletConfig(Config):
+    """Parts whose speakers or domains are unequally frequent, as strongly as `alpha` says."""
+
+    kind: Literal["dirichlet"]
+    alpha: float = Field(gt=0.0, le=1e6)
+    """Large: each part is like the whole; towards 0: each part has a few of them only."""
+    by: Literal["speaker", "domain"] = "speaker"
+
+
+PartitionConfig = Literal["identical", "speaker", "domain"] | DirichletConfig
+"""Which utterances a learner may see; the `partition:` key of a recipe."""
+
+
+def labels_are_domains(config: PartitionConfig) -> bool:
+    """Whether the domains of a mixture are divided."""
+    return (config.by if isinstance(config, DirichletConfig) else config) == "domain"
+
+
+def divide(
+    labels: NDArray[np.int32], seconds: NDArray[np.float32], num_parts: int, config: PartitionConfig, seed: int
+) -> NDArray[np.int32]:
+    """The part of each utterance, `[N]` in 0 ... num_parts - 1; no part is empty.
+
+    `labels` (`[N]`) are the numbers of speakers or domains. Whole speakers, or whole domains where there are enough of
+    them, go to the part that has the least audio so far, those of most audio first. Where there are more parts than
+    domains, each domain has about as many parts as its audio is worth, and its utterances are dealt to them at random.
+
+    Raises ConfigError when there is not enough for so many parts.
+    """
+    if len(labels) < num_parts:
+        raise ConfigError(f"{len(labels)} utterances cannot be divided into {num_parts} parts: use fewer learners")
+    if config == "identical":
+        raise ConfigError("identical data are not divided")
+    labels = np.unique(labels, return_inverse=True)[1].astype(np.int32)
+    generator = np.random.default_rng(derive_seed(seed, "partition"))
+    if isinstance(config, DirichletConfig):
+        return _dirichlet(labels, num_parts, config.alpha, generator)
+    amounts = np.bincount(labels, weights=seconds).astype(np.float64)
+    if len(amounts) >= num_parts:
+        return _to_the_lightest(amounts, num_parts)[labels]
+    if config == "speaker":
+        raise ConfigError(
+            f"{len(amounts)} speakers cannot be divided among {num_parts} learners: use at most {len(amounts)}, "
+            "or another partition"
+        )
+    return _domains_among_more_parts(labels, amounts, num_parts, generator)
+
+
+def _to_the_lightest(amounts: NDArray[np.float64], num_parts: int) -> NDArray[np.int32]:
+    """The part of each label: the longest first, each to the part with the least so far."""
+    lightest = [(0.0, 0, part) for part in range(num_parts)]  # its audio, its labels, its number
+    chosen = np.empty(len(amounts), np.int32)
+    for label in np.argsort(-amounts, kind="stable").tolist():
+        amount, count, part = lightest[0]
+        chosen[label] = part
+        heapq.heapreplace(lightest, (amount + float(amounts[label]), count + 1, part))
+    return chosen
+
+
+def _domains_among_more_parts(
+    labels: NDArray[np.int32], amounts: NDArray[np.float64], num_parts: int, generator: np.random.Generator
+) -> NDArray[np.int32]:
+    """Each domain has parts of its own, the next always going to the domain with most audio for each of its parts."""
+    counts = np.bincount(labels)
+    owned = np.ones(len(amounts), np.int64)
+    for _ in range(num_parts - len(amounts)):
+        owned[int(np.argmax(np.where(owned < counts, amounts / owned, -1.0)))] += 1
+    chosen = np.empty(len(labels), np.int32)
+    for domain, first in enumerate(np.cumsum(owned) - owned):
+        members = np.flatnonzero(labels == domain)
+        chosen[generator.permutation(members)] = first + np.arange(len(members)) % owned[domain]
+    return chosen
+
+
+def _dirichlet(
+    labels: NDArray[np.int32], num_parts: int, alpha: float, generator: np.random.Generator
+) -> NDArray[np.int32]:
+    """Equal numbers of utterances for each part, whose labels have the proportions q ~ Dir(alpha p).
+
+    p (`[L]`) are the labels' proportions among all utterances. As Hsu et al. 2019 (arXiv 1909.06335, section 3),
+    without replacement; a part that draws a label that is used up takes from the others, in their proportions.
+    """
+    counts = np.bincount(labels)
+    left = counts.copy()
+    proportions = counts / counts.sum()
+    members = [generator.permutation(np.flatnonzero(labels == label)) for label in range(len(counts))]
+    chosen = np.empty(len(labels), np.int32)
+    for part, size in enumerate(_even(len(labels), num_parts)):
+        wanted = generator.dirichlet(alpha * proportions)
+        missing = size
+        while missing:
+            usable = np.where(left > 0, wanted, 0.0)
+            usable = usable if usable.sum() > 0 else left / left.sum()
+            taken = np.minimum(generator.multinomial(missing, usable / usable.sum()), left)
+            for label in np.flatnonzero(taken).tolist():
+                begin = counts[label] - left[label]
+                chosen[members[label][begin : begin + taken[label]]] = part
+            left -= taken
+            missing -= int(taken.sum())
+    return chosen
+
+
+def _even(count: int, num_parts: int) -> list[int]:
+    return [(part + 1) * count // num_parts - part * count // num_parts for part in range(num_parts)]
+
+
+class PartDraws:
+    """Mini-batches drawn at random from one part or another; a pure function of what it is made with.
+
+    A part (`parts` `[N]`) is grouped by duration as a window of an epoch is, and dealt at random anew for each
+    mini-batch, of which `accumulate` micro-batches are taken: each utterance of a part is as likely as any other.
+    """
+
+    def __init__(
+        self, durations: NDArray[np.float32], parts: NDArray[np.int32], config: BatchConfig, seed: int
+    ) -> None:
+        self._durations, self._parts = durations, parts
+        self._config, self._seed = config, seed
+        self._grouped: dict[int, tuple[NDArray[np.int64], list[Bucket]]] = {}
+
+    def draw(self, part: int, step: int) -> MiniBatch:
+        """The mini-batch of ticket number `step` for a part."""
+        members, buckets = self._group(part)
+        generator = np.random.default_rng(derive_seed(self._seed, "part", part, step))
+        firsts = np.cumsum([0, *(bucket.groups for bucket in buckets)])
+        size = min(self._config.accumulate, int(firsts[-1]))
+        drawn = np.sort(generator.choice(int(firsts[-1]), size, replace=False))
+        mini_batch: MiniBatch = []
+        for bucket, first, end in zip(buckets, firsts[:-1], firsts[1:], strict=True):
+            if len(own := drawn[(first <= drawn) & (drawn < end)]):
+                groups = np.array_split(generator.permutation(bucket.members), bucket.groups)
+                mini_batch += [members[groups[number]] for number in (own - first).tolist()]
+        return mini_batch
+
+    def _group(self, part: int) -> tuple[NDArray[np.int64], list[Bucket]]:
+        if part not in self._grouped:
+            members = np.flatnonzero(self._parts == part)
+            self._grouped[part] = members, fill_buckets(self._durations[members], self._config)
+        return self._grouped[part]
+
+
+def describe_parts(parts: NDArray[np.int32], seconds: NDArray[np.float32], labels: Sequence[int]) -> str:
+    """One line: how much audio the smallest and the largest part have, and how many labels."""
+    amounts = np.bincount(parts, weights=seconds) / 3600
+    numbers = np.bincount(np.unique(np.stack([parts, np.asarray(labels)]), axis=1)[0])
+    return (
+        f"{len(amounts)} parts of {amounts.min():.2f} to {amounts.max():.2f} h, "
+        f"with {numbers.min()} to {numbers.max()} of {len(np.unique(labels))}"
+    )

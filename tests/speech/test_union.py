@@ -1,0 +1,111 @@
+"""Several prepared sets as one: the same utterances, under numbers and names of their own."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tones import RATE
+
+from starling.errors import DataError
+from starling.speech.shard_writer import SpeechWriter
+from starling.speech.store import SpeechSet
+from starling.speech.union import Member, SpeechSets
+
+
+def written(folder: Path, count: int, speakers: int = 2, rate: int = RATE, shard_size: int = 3) -> SpeechSet:
+    """A set of short noise; ids are the same in all sets."""
+    generator = np.random.default_rng(len(folder.name) + count)
+    with SpeechWriter(folder, folder.name, rate, shard_size) as writer:
+        for number in range(count):
+            audio = generator.uniform(-0.1, 0.1, 400 + number).astype(np.float32)
+            writer.write(f"utt-{number}", f"speaker-{number % speakers}", f"TEXT {folder.name} {number}", audio)
+        writer.finish(digest=folder.name)
+    return SpeechSet.open(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Sets of 7, 4 and 5 utterances."""
+    folder = tmp_path_factory.mktemp("sets")
+    for name, count in (("calls", 7), ("talks", 4), ("more", 5)):
+        written(folder / name, count)
+    return [folder / name for name in ("calls", "talks", "more")]
+
+
+@pytest.fixture
+def union(folders: list[Path]) -> SpeechSets:
+    """One domain of one set, and one of two."""
+    return SpeechSets([Member("calls", folders[0]), Member("talks", folders[1]), Member("talks", folders[2])])
+
+
+def test_each_utterance_is_that_of_its_set(union: SpeechSets, folders: list[Path]) -> None:
+    """Text, speaker, duration and audio, one by one and several at a time, in any order and twice."""
+    alone = [(SpeechSet.open(folder), number) for folder in folders for number in range(len(SpeechSet.open(folder)))]
+    assert len(union) == len(alone) == 16
+    for index, (each, number) in enumerate(alone):
+        assert (union.text(index), union.speaker(index)) == (each.text(number), each.speaker(number))
+        assert union.durations[index] == each.durations[number]
+        assert np.array_equal(union.audio(index), each.audio(number))
+    asked = [15, 0, 9, 15, 3]
+    for index, audio in zip(asked, union.audios(asked), strict=True):
+        assert not isinstance(audio, DataError)
+        assert np.array_equal(audio, alone[index][0].audio(alone[index][1]))
+
+
+def test_ids_are_unique_and_say_the_domain(union: SpeechSets) -> None:
+    """Every set of this corpus has an utt-0."""
+    ids = [union.id(index) for index in range(len(union))]
+    assert len(set(ids)) == 16
+    assert (ids[0], ids[7], ids[11]) == ("calls/utt-0", "talks.1/utt-0", "talks.2/utt-0")
+    assert [union.domain(index) for index in (0, 6, 7, 15)] == ["calls", "calls", "talks", "talks"]
+
+
+def test_one_set_alone_stays_as_it_is(folders: list[Path]) -> None:
+    """Its ids, and its arrays, which stay on the disk."""
+    union = SpeechSets([Member("calls", folders[0])])
+    assert [union.id(index) for index in range(3)] == ["utt-0", "utt-1", "utt-2"]
+    assert union.durations is union.sets[0].durations
+
+
+def test_shards_and_domains_are_numbered_through(union: SpeechSets) -> None:
+    """Ascending, and none is shared by two sets."""
+    assert union.shards.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6, 6]
+    assert union.domain_bounds == [0, 7, 16]
+    assert union.domain_labels().tolist() == [0] * 7 + [1] * 9
+
+
+def test_a_name_in_one_domain_is_one_speaker(union: SpeechSets) -> None:
+    """And in another domain another one."""
+    labels = union.speaker_labels()
+    names = [(union.domain(index), union.speaker(index)) for index in range(len(union))]
+    assert len(set(labels.tolist())) == len(set(names)) == 4
+    assert len(set(zip(labels.tolist(), names, strict=True))) == 4
+
+
+def test_a_copy_carries_no_data(union: SpeechSets) -> None:
+    """Loading processes open the sets for themselves."""
+    sent = pickle.dumps(union)
+    assert len(sent) < 2000
+    assert pickle.loads(sent).id(11) == "talks.2/utt-0"  # noqa: S301 - our own bytes
+
+
+def test_sets_of_different_sampling_rates_are_refused(folders: list[Path], tmp_path: Path) -> None:
+    """With both rates and places."""
+    written(tmp_path / "wide", 3, rate=16000)
+    with pytest.raises(DataError, match=rf"calls at {RATE} Hz, .*wide at 16000 Hz"):
+        SpeechSets([Member("calls", folders[0]), Member("wide", tmp_path / "wide")])
+
+
+def test_a_set_that_is_there_twice_is_refused(folders: list[Path]) -> None:
+    """Whatever way leads to its folder."""
+    again = folders[0].parent / "talks" / ".." / "calls"
+    with pytest.raises(DataError, match="in the mixture twice"):
+        SpeechSets([Member("a", folders[0]), Member("b", again)])
+
+
+def test_numbers_outside_of_the_union_are_refused(union: SpeechSets) -> None:
+    """Below and above."""
+    for index in (-1, 16):
+        with pytest.raises(IndexError, match=rf"utterance {index} of calls \+ talks \+ more, which has 16"):
+            union.text(index)
