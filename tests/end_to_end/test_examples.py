@@ -13,9 +13,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("learners", "strategy"), [(2, "adpsgd"), (3, "delay-by-one")])
+@pytest.mark.parametrize(
+    ("learners", "strategy"), [(2, "adpsgd"), pytest.param(3, "delay-by-one", marks=pytest.mark.soak)]
+)
 def test_the_classifier_learns_under_torchrun(learners: int, strategy: str, tmp_path: Path) -> None:
-    """Far above the 25 % of chance, soon, with exit code 0, and no process is left."""
+    """Far above the 25 % of chance, soon, with exit code 0, and no process is left.
+
+    In step it is left to `make soak`: the example is the same.
+    """
     torchrun = Path(sys.executable).parent / "torchrun"
     command = [torchrun, "--nproc-per-node", str(learners), ROOT / "examples" / "classifier.py", "--strategy", strategy]
     with (tmp_path / "log").open("w+", encoding="utf-8") as log:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,21 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from starling.checkpoint.reader import latest, load
+from starling.cli import app
 
 Tree = dict[str, Any]
 
 
-def starling(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run a command of Starling's to its end, in a folder."""
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "starling", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def starling(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of Starling's to its end, in a folder; this process is the one that starts the learners."""
+    with chdir(folder):
+        done = CliRunner().invoke(app, arguments)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 def written(tree: Tree, folder: Path) -> str:
@@ -100,8 +100,9 @@ def test_a_resumed_run_ends_in_the_same_bits_as_one_that_was_never_stopped(
 def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
     """Its number of processes counts; one of them prepares, prints and scores."""
     recipe = written(tree, tmp_path)
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--standalone")
-    run = starling(tmp_path, "train", recipe, "learners=3", launcher=torchrun)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--standalone"]
+    command = [sys.executable, *torchrun, "-m", "starling", "train", recipe, "learners=3"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("%WER") == 1
     assert "2 learners were started; learners=3 of the recipe is ignored" in run.stderr
