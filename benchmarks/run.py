@@ -21,6 +21,7 @@ from benchmarks import (
     averaging_cost,
     fairness,
     one_learner,
+    scale,
     servers,
     start_up,
     stragglers,
@@ -43,6 +44,7 @@ BENCHMARKS: dict[str, Measure] = {
     "fairness": lambda folder, device: fairness.measure(folder),
     "averaging_cost": lambda folder, device: averaging_cost.measure(folder),
     "start_up": lambda folder, device: start_up.measure(folder),
+    "scale": lambda folder, device: scale.measure(folder),
 }
 """By the name that `--only` knows them by."""
 ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster"}

@@ -16,7 +16,7 @@ from starling.speech.batches import Batch, load_batch
 from starling.speech.features import LogMel
 from starling.speech.losses import ctc_loss
 from starling.speech.partition import PartDraws
-from starling.speech.planning import Planner
+from starling.speech.planning import EpochPlan, Planner
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer
 from starling.speech.union import SpeechSets
@@ -51,13 +51,17 @@ class SpeechWorkload(Workload[Batch]):
         return Recogniser.load(self.initial).model
 
     def num_batches(self, epoch: int) -> int:
-        return self._planner.epoch(epoch).num_batches
+        return self.plan(epoch).num_batches
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """Which of `utterances` are in which mini-batch, where all learners see the same."""
+        return self._planner.epoch(epoch)
 
     def load(self, ticket: Ticket) -> Sequence[Batch]:
         if self._draws is not None:
             mini_batch = self._draws.draw(ticket.part, ticket.step)
         else:
-            mini_batch = self._planner.epoch(ticket.epoch)[ticket.index]
+            mini_batch = self.plan(ticket.epoch)[ticket.index]
         return [
             load_batch(
                 self.speech_set,
