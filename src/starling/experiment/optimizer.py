@@ -20,6 +20,9 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
 }
 """All optimizers of `torch.optim`, by lower-case name."""
+WORK_WITH_ANY_RATE = ("adam", "adamw", "sgd")
+"""Need no trial without options. The first optimizer of a process loads torch's compiler, which takes over a second
+that processes which train nothing need not spend."""
 
 
 class OptimizerConfig(Config):
@@ -38,7 +41,9 @@ class OptimizerConfig(Config):
 
     @model_validator(mode="after")
     def _works(self) -> "OptimizerConfig":
-        _try(self._kind(), self.lr, self.options)
+        kind = self._kind()
+        if self.options or self.name.lower() not in WORK_WITH_ANY_RATE:
+            _try(kind, self.lr, self.options)
         return self
 
     def maker(self) -> Callable[[list[nn.Parameter]], Optimizer]:

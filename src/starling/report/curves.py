@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
-
 from starling.report.meter import EpochEnd, Snapshot
 
 
@@ -12,6 +10,8 @@ class Curves:
     """Writes one learner's snapshots as event files; the step is that of the whole run."""
 
     def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a third of a second, for those who write
+
         self._writer = SummaryWriter(str(folder))
 
     def progress(self, snapshot: Snapshot) -> None:
