@@ -280,7 +280,7 @@ def _prepare_and_die(config: DataConfig) -> None:
 
 
 def test_a_killed_preparation_is_begun_again(tmp_path: Path) -> None:
-    """After SIGKILL only a folder `.partial` is there, which the next call replaces."""
+    """After SIGKILL only a folder `.partial` is there, which the next call makes whole and renames."""
     config = _config(tmp_path / "data", write_table(tmp_path / "corpus", count=60))
     process = multiprocessing.get_context("fork").Process(target=_prepare_and_die, args=(config,))
     process.start()

@@ -107,10 +107,10 @@ class Dask(Remote):
             n_workers=self._jobs,
             threads_per_worker=1,
             host="127.0.0.1",
-            dashboard_address=None,
             local_directory=scratch,
             memory_limit=None,
             silence_logs=logging.CRITICAL,
+            scheduler_kwargs={"dashboard": False, "dashboard_address": "127.0.0.1:0"},
         )
         self._stack.enter_context(cluster)
         return Client(cluster, set_as_default=False)  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from types import TracebackType
@@ -92,6 +93,7 @@ class Remote:
         else:
             wait(self._futures)
         self._futures.clear()
+        self.look(lambda count: None, 0)  # what they have done is no progress of the next run
 
     def window(self) -> int:
         """How many stages are begun before the first of them is waited for."""
@@ -110,7 +112,11 @@ class Remote:
         raise NotImplementedError
 
     def _submitted(self, stage: Stage) -> "Future[int]":
-        future = self.submit(stage)
+        try:
+            future = self.submit(stage)
+        except BrokenExecutor as error:  # which a stage before this one tells, in the order of the stages
+            future = Future()
+            future.set_exception(error)
         self._futures.add(future)
         return future
 
@@ -122,6 +128,7 @@ class Remote:
         try:
             self.look(tick, future.result())
         except (BrokenExecutor, CancelledError) as error:
+            self.kill()
             raise DataError(
                 f"set {stage.checking.set_name}: a process that wrote shard {stage.number} ended unexpectedly "
                 f"({error or type(error).__name__}); if memory was short, take fewer jobs or a smaller "
@@ -152,7 +159,8 @@ class Processes(Remote):
             self._end, self._lifeline = context.Pipe(duplex=False)
             self._count, self._seen = context.Value("q", 0), 0
             self._pool = ProcessPoolExecutor(self._jobs, context, _begin, (self._end, self._count))
-        return self._pool.submit(_run, stage)
+        with _interrupts_later():
+            return self._pool.submit(_run, stage)
 
     def look(self, tick: Tick, finished: int) -> None:
         if self._count is None:
@@ -205,12 +213,21 @@ def _is_done(stage: Stage, tick: Tick) -> bool:
     return result is not None
 
 
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Hold back Ctrl-C, and for ever in processes started meanwhile: it comes to all of them, and this one decides."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(lifeline: Connection, count: "Synchronized[int]") -> None:
     """Make ready a process that works; it ends when nobody holds the other end of its lifeline any more."""
     global _ahead
     _ahead = count
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it comes to the whole group; the process above decides
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
 
 

@@ -1,0 +1,439 @@
+"""Preparation in stages: the same bytes wherever they run, nothing done twice, and faults told as in one process."""
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import pytest
+import soundfile
+import yaml
+from corpus_builders import RATE, replace_row, sound, write_table, write_wav
+from lhotse import CutSet
+
+from starling.cli import app
+from starling.errors import ConfigError, DataError
+from starling.experiment.prepare import executor_of
+from starling.experiment.prepare import prepare as prepare_recipe
+from starling.report.progress import Bars
+from starling.speech.corpora import Utterance
+from starling.speech.prepare import DataConfig, prepare
+from starling.speech.preparing.dask import Dask
+from starling.speech.preparing.executors import Executor, InThisProcess, Processes
+from starling.speech.preparing.making import SetPlan, make_set
+from starling.speech.preparing.stages import Checking, Stage
+from starling.speech.store import SpeechSet
+from starling.speech.usable import FilterConfig
+
+_FORK = multiprocessing.get_context("fork")
+_SKIP = {"on_bad": "skip", "max_skipped": 0.5}
+
+
+def _settings(folder: Path, table: Path, **settings: object) -> dict[str, object]:
+    corpus = {"kind": "tsv", "path": str(table), "sets": {"train": {}}}
+    plain: dict[str, object] = {"folder": str(folder), "corpus": corpus, "sampling_rate": RATE, "shard_size": 5}
+    return plain | {"valid": None, "test": []} | settings
+
+
+def _config(folder: Path, table: Path, **settings: object) -> DataConfig:
+    return DataConfig.model_validate(_settings(folder, table, **settings))
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    """Every file that a preparation has left."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def _ids(folder: Path) -> list[str]:
+    opened = SpeechSet.open(folder)
+    return [opened.id(i) for i in range(len(opened))]
+
+
+def _marks(folder: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of change of every shard: they stay when it is used again."""
+    found = {path.name: path.stat() for path in folder.glob("recording.*.tar")}
+    return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
+
+
+def _silence(table: Path, *utterances: str) -> None:
+    for each in utterances:
+        soundfile.write(table.parent / "audio" / f"{each}.wav", sound(0.4) * 0, RATE)
+
+
+@pytest.fixture
+def stages_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the stages that this process has run."""
+    numbers: list[int] = []
+    run = Stage.run
+
+    def counted(stage: Stage, tick: Callable[[int], None]) -> int:
+        numbers.append(stage.number)
+        return run(stage, tick)
+
+    monkeypatch.setattr(Stage, "run", counted)
+    return numbers
+
+
+def _prepare_by_command(recipe: Path, progress: Connection) -> None:
+    """The command in a process group of its own, which waits for ever once it has told of its progress."""
+
+    def tell_and_wait(bars: Bars, name: str, done: int, total: int) -> None:
+        progress.send(done)
+        signal.pause()
+
+    os.setsid()
+    Bars.__call__ = tell_and_wait  # type: ignore[method-assign]
+    app(["prepare", str(recipe), "jobs=2"])
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_preparation_is_gone_on_with_and_leaves_no_process(
+    tmp_path: Path, stages_run: list[int], end: signal.Signals
+) -> None:
+    """After SIGKILL of the one or Ctrl-C to all, finished shards are used again and the bytes are those of one go."""
+    table = write_table(tmp_path / "corpus", count=60, seconds=0.1)
+    recipe = tmp_path / "recipe.yaml"
+    settings = _settings(tmp_path / "data", table)
+    recipe.write_text(yaml.safe_dump({"name": "r", "budget": {"epochs": 1}, "data": settings}))
+    told, telling = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=_prepare_by_command, args=(recipe, telling))
+    process.start()
+    assert told.poll(120)
+    assert told.recv() >= 25
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2
+    if end == signal.SIGKILL:
+        process.kill()
+    else:
+        os.killpg(process.pid or 0, end)
+    process.join(60)
+    assert process.exitcode == (-end if end == signal.SIGKILL else 128 + end)
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+    assert not (tmp_path / "data" / "train").exists()
+    (work,) = (tmp_path / "data" / "train.partial").iterdir()
+    finished = [int(path.name.split(".")[1]) for path in (work / "stages").iterdir()]
+    before = _marks(work / "set" / "shar")
+    marks = {name: before[name] for name in (f"recording.{number:06d}.tar" for number in finished)}
+    assert 3 <= len(finished) < 12
+    prepare(_config(tmp_path / "data", table))
+    assert sorted(stages_run + finished) == list(range(12))
+    assert marks.items() <= _marks(tmp_path / "data" / "train" / "shar").items()
+    prepare(_config(tmp_path / "whole", table))
+    assert _bytes(tmp_path / "data") == _bytes(tmp_path / "whole")
+
+
+def _prepare_on_a_full_disk(config: DataConfig, answer: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    try:
+        prepare(config)
+    except DataError as error:
+        answer.send(str(error))
+
+
+def test_a_full_disk_is_told_and_what_was_finished_is_used(tmp_path: Path, stages_run: list[int]) -> None:
+    """The message names the folder, no stub remains, and with room the next call goes on."""
+    table = write_table(tmp_path / "corpus", count=15)
+    write_wav(table.parent / "audio" / "u12.wav", 15.0)
+    config = _config(tmp_path / "data", table)
+    answer, answering = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=_prepare_on_a_full_disk, args=(config, answering))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    message = answer.recv()
+    assert "set train: " in message
+    assert "train.partial cannot be written: [Errno 27]" in message
+    (work,) = (tmp_path / "data" / "train.partial").iterdir()
+    assert sorted(path.name for path in work.rglob("*.tar")) == ["recording.000000.tar", "recording.000001.tar"]
+    assert not list(work.glob("aside-*"))
+    prepare(config)
+    assert stages_run == [2]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Processes]:
+    """Two processes, for all tests that need some."""
+    with Processes(2) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def dask() -> Iterator[Dask]:
+    """A Dask cluster that somebody has started, of two threads here."""
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=1,
+            threads_per_worker=2,
+            processes=False,
+            protocol="tcp",
+            host="127.0.0.1",
+            scheduler_kwargs={"dashboard": False, "dashboard_address": "127.0.0.1:0"},
+        ) as cluster,
+        Dask(cluster.scheduler_address.removeprefix("tcp://")) as executor,
+    ):
+        yield executor
+
+
+def _mixed_corpus(folder: Path) -> Path:
+    """With another rate, silence, audio that is too short, a whole chunk of it, and an id that comes twice."""
+    table = write_table(folder, count=42, seconds=0.1)
+    write_wav(folder / "audio" / "u1.wav", 0.7, rate=16000)
+    _silence(table, "u7", "u30")
+    for i in range(15, 20):
+        write_wav(folder / "audio" / f"u{i}.wav", 0.05)
+    replace_row(table, "u37", id="u2")
+    return table
+
+
+@pytest.mark.parametrize("strings", [None, {"copies": 2}])
+def test_the_bytes_do_not_depend_on_where_shards_are_written(
+    tmp_path: Path, pool: Processes, dask: Dask, strings: dict[str, object] | None
+) -> None:
+    """One process, two, and the workers of a Dask cluster: every file is the same."""
+    table = _mixed_corpus(tmp_path / "corpus")
+    made = {}
+    for name, executor in {"one": None, "pool": pool, "dask": dask}.items():
+        prepare(_config(tmp_path / name, table, filter=_SKIP, strings=strings), None, executor)
+        made[name] = _bytes(tmp_path / name)
+    assert len(made["one"]) > 15
+    assert made["one"] == made["pool"] == made["dask"]
+
+
+def test_a_shard_of_which_nothing_is_left_is_not_written(tmp_path: Path) -> None:
+    """The others keep their numbers, and lhotse reads them in order."""
+    table = _mixed_corpus(tmp_path / "corpus")
+    prepare(_config(tmp_path / "data", table, filter=_SKIP))
+    folder = tmp_path / "data" / "train"
+    wanted = [f"u{i}" for i in range(42) if i not in (7, 15, 16, 17, 18, 19, 30, 37)]
+    assert _ids(folder) == [cut.id for cut in CutSet.from_shar(in_dir=folder / "shar")] == wanted
+    assert not (folder / "shar" / "recording.000003.tar").exists()
+    assert not (folder / "shar" / "cuts.000003.jsonl.gz").exists()
+    assert [shard.file for shard in SpeechSet.open(folder).summary.shards] == [
+        f"recording.{number:06d}.tar" for number in (0, 1, 2, 4, 5, 6, 7, 8)
+    ]
+
+
+def _problem(config: DataConfig, executor: Executor | None) -> str:
+    with pytest.raises(DataError) as caught:
+        prepare(config, None, executor)
+    return str(caught.value)
+
+
+def test_an_error_of_another_process_is_the_one_that_this_process_would_tell(tmp_path: Path, pool: Processes) -> None:
+    """The first in the order of the corpus, though a later shard and the table itself are wrong, too."""
+    table = write_table(tmp_path / "corpus", count=30)
+    _silence(table, "u7", "u11")
+    with table.open("a") as file:
+        file.write("a row of one column\n")
+    here = _problem(_config(tmp_path / "one", table), None)
+    assert here == _problem(_config(tmp_path / "pool", table), pool)
+    assert "utterance 'u7'" in here
+    assert "corpus.tsv:9): the audio is silent" in here
+
+
+def test_after_an_error_finished_shards_are_kept_and_the_wrong_one_is_written_anew(
+    tmp_path: Path, pool: Processes, stages_run: list[int]
+) -> None:
+    """Nothing looks finished, and a corrected corpus costs no more than what was wrong."""
+    table = write_table(tmp_path / "corpus", count=15)
+    _silence(table, "u12")
+    config = _config(tmp_path / "data", table)
+    _problem(config, pool)
+    with pytest.raises(DataError, match="no prepared data"):
+        SpeechSet.open(tmp_path / "data" / "train")
+    write_wav(table.parent / "audio" / "u12.wav", 0.4)
+    prepare(config)
+    assert stages_run == [2]
+    assert len(_ids(tmp_path / "data" / "train")) == 15
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_the_limit_of_skipped_utterances_is_that_of_the_whole_set(tmp_path: Path, pool: Processes, away: bool) -> None:
+    """Two of 40 in different shards are 5 %; who mends their audio need not remove anything by hand."""
+    table = write_table(tmp_path / "corpus", count=40)
+    _silence(table, "u7", "u30")
+    executor = pool if away else None
+    tight = _config(tmp_path / "data", table, filter={"on_bad": "skip", "max_skipped": 0.04})
+    message = _problem(tight, executor)
+    assert "2 of 40 utterances are unusable" in message
+    assert message.index("'u7'") < message.index("'u30'")
+    exact = _config(tmp_path / "exact", table, filter={"on_bad": "skip", "max_skipped": 0.05})
+    assert prepare(exact, None, executor).sets[0].dropped == 2
+    for each in ("u7", "u30"):
+        write_wav(table.parent / "audio" / f"{each}.wav", 0.4)
+    assert prepare(tight, None, executor).sets[0].utterances == 40
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_an_id_that_comes_twice_is_told_whichever_shards_have_it(tmp_path: Path, pool: Processes, away: bool) -> None:
+    """By its second place, as in one shard; skipped, the same utterances are left as where all are in one shard."""
+    table = write_table(tmp_path / "corpus", count=30)
+    for row, other in (("u6", "u1"), ("u16", "u1"), ("u17", "u1"), ("u25", "u9")):
+        replace_row(table, row, id=other)
+    executor = pool if away else None
+    message = _problem(_config(tmp_path / "data", table), executor)
+    assert "utterance 'u1'" in message
+    assert "corpus.tsv:8): its id is used twice" in message
+    _silence(table, "u9")
+    for name, shard_size in (("parts", 5), ("whole", 1000)):
+        prepare(_config(tmp_path / name, table, filter=_SKIP, shard_size=shard_size), None, executor)
+    parts, whole = tmp_path / "parts" / "train", tmp_path / "whole" / "train"
+    assert _ids(parts) == _ids(whole)
+    assert _ids(parts).count("u9") == 1
+    assert (parts / "dropped.tsv").read_bytes() == (whole / "dropped.tsv").read_bytes()
+
+
+def _stopped_at(config: DataConfig, utterances: int) -> None:
+    """Begin a preparation, and give it up."""
+
+    def stop(name: str, done: int, total: int) -> None:
+        if done >= utterances:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, stop)
+
+
+def test_stages_of_other_settings_are_discarded(tmp_path: Path, stages_run: list[int]) -> None:
+    """What was finished counts only for the very same settings."""
+    table = write_table(tmp_path / "corpus", count=30)
+    _stopped_at(_config(tmp_path / "data", table), 25)
+    stages_run.clear()
+    changed = _config(tmp_path / "data", table, text="lower")
+    prepare(changed)
+    assert stages_run == list(range(6))
+    assert SpeechSet.open(tmp_path / "data" / "train").text(0) == "word0"
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [".lock", "train"]
+
+
+def test_stages_of_a_list_that_has_changed_are_done_again(tmp_path: Path, stages_run: list[int]) -> None:
+    """A changed row costs its shard, and shards beyond the end of a shorter list disappear."""
+    table = write_table(tmp_path / "corpus", count=40)
+    config = _config(tmp_path / "data", table)
+    _stopped_at(config, 25)
+    replace_row(table, "u6", text="other")
+    replace_row(table, "u11", audio="audio/u30.wav")
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:19]))
+    stages_run.clear()
+    prepare(config)
+    assert stages_run == [1, 2, 3]
+    prepare(_config(tmp_path / "whole", table))
+    assert _bytes(tmp_path / "data") == _bytes(tmp_path / "whole")
+
+
+def test_a_missing_or_shortened_shard_of_a_finished_stage_is_written_again(
+    tmp_path: Path, stages_run: list[int]
+) -> None:
+    """A stage is finished only while its files have their sizes."""
+    table = write_table(tmp_path / "corpus", count=40)
+    config = _config(tmp_path / "data", table)
+    _stopped_at(config, 25)
+    (shards,) = (tmp_path / "data" / "train.partial").glob("*/set/shar")
+    (shards / "cuts.000001.jsonl.gz").unlink()
+    tar = shards / "recording.000002.tar"
+    tar.write_bytes(tar.read_bytes()[:-10])
+    stages_run.clear()
+    prepare(config)
+    assert stages_run == [1, 2, 4, 5, 6, 7]
+    prepare(_config(tmp_path / "whole", table))
+    assert _bytes(tmp_path / "data") == _bytes(tmp_path / "whole")
+
+
+def test_progress_counts_the_utterances_of_all_processes(tmp_path: Path, pool: Processes) -> None:
+    """It never falls, and ends with all."""
+    calls: list[int] = []
+    prepare(
+        _config(tmp_path / "data", write_table(tmp_path / "corpus", count=60)),
+        lambda *call: calls.append(call[1]),
+        pool,
+    )
+    assert calls == sorted(calls)
+    assert calls[-1] == 60
+
+
+def test_a_process_that_dies_is_told_with_its_shard(tmp_path: Path) -> None:
+    """As one that the system ends for want of memory."""
+    deadly = [Utterance("u0", "s", "TEXT", "nowhere", partial(os._exit, 9))]
+    plan = SetPlan("train", "d" * 64, lambda: deadly, Checking("train", RATE, "as-is", FilterConfig()), None, 5)
+    with (
+        Processes(1) as processes,
+        pytest.raises(DataError, match="set train: a process that wrote shard 0 ended unexp"),
+    ):
+        make_set(plan, tmp_path / "train", tmp_path / "train.partial", processes, lambda *call: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_local_dask_cluster_listens_on_loopback_and_ends(tmp_path: Path) -> None:
+    """`executor=dask` starts what it needs, where nobody else can reach it, and leaves nothing."""
+    pytest.importorskip("distributed")
+    before = set(psutil.Process().children(recursive=True))
+    listening: set[str] = set()
+    started: set[psutil.Process] = set()
+
+    def look(name: str, done: int, total: int) -> None:
+        children = set(psutil.Process().children(recursive=True)) - before
+        started.update(each for each in children if "resource_tracker" not in " ".join(each.cmdline()))
+        for process in (psutil.Process(), *started):
+            listening.update(each.laddr.ip for each in process.net_connections() if each.status == psutil.CONN_LISTEN)
+
+    table = write_table(tmp_path / "corpus", count=30)
+    with executor_of(["executor=dask", "jobs=1"]) as executor:
+        prepare(_config(tmp_path / "data", table), look, executor)
+    assert started
+    assert listening == {"127.0.0.1"}
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+    prepare(_config(tmp_path / "whole", table))
+    assert _bytes(tmp_path / "data") == _bytes(tmp_path / "whole")
+
+
+def test_a_dask_scheduler_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within seconds, and nothing is left of the set."""
+    pytest.importorskip("distributed")
+    monkeypatch.setattr("starling.speech.preparing.dask._PATIENCE", 0.2)
+    config = _config(tmp_path / "data", write_table(tmp_path / "corpus"))
+    with (
+        executor_of(["executor=dask://127.0.0.1:9"]) as executor,
+        pytest.raises(ConfigError, match=r"127\.0\.0\.1:9: no sch"),
+    ):
+        prepare(config, None, executor)
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [".lock"]
+
+
+def test_without_dask_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is read."""
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(ConfigError, match=r"pip install 'starling-asr\[dask\]'"):
+        executor_of(["executor=dask"])
+
+
+def test_who_does_not_ask_for_processes_gets_none() -> None:
+    """One job needs no pool, and more have one."""
+    assert isinstance(executor_of([]), InThisProcess)
+    assert isinstance(executor_of(["jobs=1"]), InThisProcess)
+    assert isinstance(executor_of(["jobs=2"]), Processes)
+
+
+def test_wrong_arguments_and_a_wrong_recipe_are_told_at_once(tmp_path: Path) -> None:
+    """One error with all that is wrong."""
+    from rich.console import Console
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: r\n")
+    with pytest.raises(ConfigError) as caught:
+        prepare_recipe(recipe, ["jobs=none", "executor=spark", "budgt.epochs=1"], print, Console())
+    for part in ("jobs: must be a whole number from 1", "got 'spark'", "budgt: unknown key", "data: missing"):
+        assert part in str(caught.value)
+    with pytest.raises(ConfigError, match="jobs: the cluster at dask://node:8786 has"):
+        executor_of(["jobs=2", "executor=dask://node:8786"])
