@@ -1,0 +1,95 @@
+"""Real learner processes see every utterance of an epoch exactly once, whatever happens on the way."""
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from rich.console import Console
+
+from starling.checkpoint.reader import latest, load
+from starling.experiment.audit import audit
+from tests.end_to_end.test_train import Tree, starling, written
+
+
+@pytest.fixture
+def digits(tree: Tree, tmp_path: Path, shared_data: Path | None) -> str:
+    """A recipe for real recordings of digits, or for songs where they are absent."""
+    recipe = written(tree, tmp_path)
+    tree |= {"validate_every": None, "batches": {"max_duration": 5}}
+    if shared_data is not None:
+        official = yaml.safe_load((Path(__file__).parents[2] / "recipes" / "fsdd.yaml").read_text())
+        corpus = official["data"]["corpus"] | {"path": str(shared_data / "fsdd.tsv")}
+        tree["data"] = official["data"] | {"folder": "data", "corpus": corpus, "strings": None, "train": "test"}
+        tree["data"]["filter"]["on_bad"] = "skip"
+    (tmp_path / recipe).write_text(yaml.safe_dump(tree))
+    return recipe
+
+
+def audited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `starling audit` says in its last line."""
+    monkeypatch.chdir(folder)  # the recipe's paths are relative to where it was used
+    said: list[str] = []
+    audit(Path("exp/songs"), said.append, Console(file=io.StringIO()))
+    return said[-1]
+
+
+def test_a_run_that_lost_a_learner_and_goes_on_with_fewer_sees_everything_once(
+    digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three asynchronous learners, one of them killed inside an epoch; two synchronous ones take over from the newest
+    checkpoint, and what the dead one had not done is given out again."""
+    command = [
+        sys.executable, "-m", "starling", "train", digits, "learners=3", "strategy=adpsgd", "budget.epochs=100000",
+        "checkpoints.every=4",
+    ]  # fmt: skip
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        said = []
+        for line in run.stderr:
+            said.append(line)
+            if sum(each.startswith("saved") for each in said) == 3:
+                break
+        learners = psutil.Process(run.pid).children()
+        assert len(learners) == 3, "".join(said)
+        learners[1].kill()
+        message = run.stderr.read()
+        assert run.wait(timeout=60) == 3, message
+    assert not any(learner.is_running() for learner in learners)
+    position = load(latest(tmp_path / "exp" / "songs")).manifest.position
+    resumed = starling(
+        tmp_path, "train", "exp/songs/config.yaml", "resume=exp/songs", "learners=2", "strategy=delay-by-one",
+        f"budget.epochs={position.epoch + 2}",
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    whole = position.epoch + 2
+    assert re.search(
+        rf"; {whole} of {whole} whole epochs saw each of \d+ utterances exactly once", audited(tmp_path, monkeypatch)
+    )
+
+
+def test_mini_batches_loaded_ahead_when_the_time_is_up_are_given_out_again(
+    digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asynchronous learners leave some undone; the checkpoint lists them, and the next run begins with them."""
+    first = starling(
+        tmp_path, "train", digits, "strategy=adpsgd", "batches.num_workers=1", "budget.epochs=null",
+        "budget.minutes=0.02",
+    )  # fmt: skip
+    assert first.returncode == 0, first.stderr
+    standing = load(latest(tmp_path / "exp" / "songs")).manifest.standing
+    assert standing.unfinished
+    assert f"but for {len(standing.unfinished)} that a resume computes first" in audited(tmp_path, monkeypatch)
+    second = starling(
+        tmp_path, "train", "exp/songs/config.yaml", "resume=exp/songs", "learners=1",
+        f"budget.epochs={standing.position.epoch + 1}", "budget.minutes=null",
+    )  # fmt: skip
+    assert second.returncode == 0, second.stderr
+    whole = standing.position.epoch + 1
+    assert re.search(
+        rf"{whole} of {whole} whole epochs saw each of \d+ utterances exactly once", audited(tmp_path, monkeypatch)
+    )
