@@ -142,7 +142,7 @@ def test_how_often_each_domain_is_gone_through_is_told(tree: Tree) -> None:
     recipe = check_recipe({**tree, "mixture": mixture}, "r.yaml")
     lines: list[str] = []
     set_up(recipe, claim_folder(recipe, lines.append), lines.append)
-    assert "an epoch goes through new 2.5 ×, old 0.625 ×" in lines
+    assert "passes over domains in an epoch: new 2.5, old 0.625" in lines
 
 
 def test_a_mixture_is_of_the_recipes_sampling_rate(tree: Tree, tmp_path: Path) -> None:
@@ -157,7 +157,12 @@ def test_a_mixture_is_of_the_recipes_sampling_rate(tree: Tree, tmp_path: Path) -
 def test_learners_of_divided_data_see_their_own_part_only(tree: Tree) -> None:
     """Part 0 is the one domain and part 1 the other; the same ticket loads the same bits again."""
     tree["mixture"] = {"domains": {"new": {"sets": "test"}, "old": {"sets": "train"}}}
-    _, workload = ready({**tree, "partition": "domain"})
+    lines: list[str] = []
+    recipe = check_recipe({**tree, "partition": "domain"}, "r.yaml")
+    folder = claim_folder(recipe, print)
+    set_up(recipe, folder, lines.append)
+    assert any("a part of its own: 0.00 to 0.01 h, with 1 to 1 of 2 domains" in line for line in lines)
+    workload = load_workload(recipe, folder)
     assert workload.num_parts == 2
     seen: list[set[str]] = [set(), set()]
     for step in range(40):

@@ -75,12 +75,13 @@ def describe_shares(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.in
     mixture = make_mixture(recipe, train, utterances)
     if mixture is not None and recipe.partition == "identical":
         passes = mixture.passes(train.durations[utterances])
-        lines.append("an epoch goes through " + ", ".join(f"{name} {times:.3g} ×" for name, times in passes.items()))
+        lines.append("passes over domains in an epoch: " + ", ".join(f"{name} {n:.3g}" for name, n in passes.items()))
     parts = divide_utterances(recipe, train, utterances)
     if parts is not None:
         kind = "domains" if labels_are_domains(recipe.partition) else "speakers"
         labels = _labels(recipe, train, utterances)
-        lines.append(f"{describe_parts(parts, train.durations[utterances], labels.tolist())} {kind}, drawn at random")
+        described = describe_parts(parts, train.durations[utterances], labels)
+        lines.append(f"each learner draws at random from a part of its own: {described} {kind}")
     return lines
 
 

@@ -6,7 +6,6 @@ mini-batches.
 """
 
 import heapq
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -160,11 +159,11 @@ class PartDraws:
         return self._grouped[part]
 
 
-def describe_parts(parts: NDArray[np.int32], seconds: NDArray[np.float32], labels: Sequence[int]) -> str:
-    """One line: how much audio the smallest and the largest part have, and how many labels."""
+def describe_parts(parts: NDArray[np.int32], seconds: NDArray[np.float32], labels: NDArray[np.int32]) -> str:
+    """How much audio the smallest and the largest part have, and how many of all labels; all arguments are `[N]`."""
     amounts = np.bincount(parts, weights=seconds) / 3600
-    numbers = np.bincount(np.unique(np.stack([parts, np.asarray(labels)]), axis=1)[0])
+    numbers = np.bincount(np.unique(np.stack([parts, labels]), axis=1)[0])
     return (
-        f"{len(amounts)} parts of {amounts.min():.2f} to {amounts.max():.2f} h, "
+        f"{amounts.min():.2f} to {amounts.max():.2f} h, "
         f"with {numbers.min()} to {numbers.max()} of {len(np.unique(labels))}"
     )
