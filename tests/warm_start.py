@@ -19,6 +19,7 @@ from starling.launch.launcher import loopback_store
 
 MODULES = (
     "torch._dynamo",  # what the first optimizer of a process loads
+    "tests.contract.learner_process",
     "tests.engines.drop_in_process",
     "tests.engines.served_process",
     "tests.launch.learner_process",
@@ -78,6 +79,13 @@ class Line:
 
     def close(self) -> None:
         self._process.communicate()
+
+    def run(self, command: Sequence[str], world: int, folder: Path) -> None:
+        """Run `command` as so many learners; all of them must end well."""
+        with self.learners(command, world, folder) as learners:
+            for rank in range(world):
+                code, said = learners.end(rank)
+                assert code == 0, said
 
     @contextmanager
     def learners(self, command: Sequence[str], world: int, folder: Path) -> Generator[Learners, None, None]:

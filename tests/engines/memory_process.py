@@ -1,12 +1,13 @@
 """A learner process that reports how much memory training takes beyond weights and gradients."""
 
-import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
@@ -51,26 +52,28 @@ class Watcher:
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
 
 
-def main(wire: str, link: Link | None) -> None:
+def main(wires: Sequence[str], link: Link | None) -> None:
     torch.set_num_threads(1)
     place = find_place()
-    workload = Large()
     sgd(0.01)([nn.Parameter(torch.ones(1))])  # brings torch's compiler into memory, which is not what is measured
-    before = psutil.Process().memory_info().rss
-    job = Job(
-        workload=workload,
-        strategy=STRATEGIES["adpsgd"],
-        options=AsynchronousOptions.model_validate({"wire": wire, "piece_megabytes": 1.0}),
-        budget=Budget(steps=24),
-        make_optimizer=sgd(0.01),
-    )
-    run_learner(job, place, torch.device("cpu"), "memory", Watcher(workload))
-    steady = workload.seen[len(workload.seen) // 3 :]  # the first gradients make what stays
-    if link is not None:
-        link.send({"copies": (max(steady) - before) / (4 * SIZE)})
+    for wire in wires:
+        own = replace(place, store=PrefixStore(wire, place.store))
+        workload = Large()
+        before = psutil.Process().memory_info().rss
+        job = Job(
+            workload=workload,
+            strategy=STRATEGIES["adpsgd"],
+            options=AsynchronousOptions.model_validate({"wire": wire, "piece_megabytes": 1.0}),
+            budget=Budget(steps=24),
+            make_optimizer=sgd(0.01),
+        )
+        run_learner(job, own, torch.device("cpu"), "memory", Watcher(workload))
+        steady = workload.seen[len(workload.seen) // 3 :]  # the first gradients make what stays
+        if link is not None:
+            link.send({"wire": wire, "copies": (max(steady) - before) / (4 * SIZE)})
 
 
 if __name__ == "__main__":
     line = Link.from_environment()
     with reported_errors(line):
-        main(json.loads(sys.argv[1])["wire"], line)
+        main(sys.argv[1:], line)

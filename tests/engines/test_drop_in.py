@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import starling
 from starling.errors import ConfigError, ProtocolError
-from starling.launch.launcher import launch
 from tests.contract.oracle import SYNCHRONOUS, Vector
 from tests.contract.problems import TinyRegression
 from tests.engines.drop_in_process import STEPS, flat, take_gradient
@@ -79,13 +78,13 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def joined(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def joined(tmp_path_factory: pytest.TempPathFactory, warm_start: Line) -> Runner:
     """What came out of all cases, by rank; the same processes join for one after the other."""
 
     @cache
     def run_all(world: int) -> dict[str, list[dict[str, Tensor]]]:
         folder = tmp_path_factory.mktemp(f"joined-{world}")
-        launch(command(CASES, folder), world, folder)
+        warm_start.run(command(CASES, folder), world, folder)
         return {name: [load_file(folder / f"{name}-{rank}.safetensors") for rank in range(world)] for name in CASES}
 
     return run_all

@@ -1,19 +1,21 @@
 """How many copies of the weights an asynchronous learner keeps."""
 
-import json
 import sys
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 from starling.launch.launcher import launch
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-def test_averaging_keeps_at_most_three_copies_of_the_weights(wire: str, tmp_path: Path) -> None:
+def test_averaging_keeps_at_most_three_copies_of_the_weights(tmp_path: Path) -> None:
     """Beyond the weights and their gradients: a snapshot, the rounding error if there is one, and some pieces."""
-    copies: dict[int, float] = {}
-    command = [sys.executable, "-m", "tests.engines.memory_process", json.dumps({"wire": wire})]
-    launch(command, 2, tmp_path, lambda rank, message: copies.update({rank: message["copies"]} if message else {}))
-    assert len(copies) == 2
+    copies: dict[tuple[str, int], float] = {}
+
+    def on_message(rank: int, message: dict[str, Any]) -> None:
+        if "copies" in message:
+            copies[message["wire"], rank] = message["copies"]
+
+    wires = ["float32", "bfloat16"]
+    launch([sys.executable, "-m", "tests.engines.memory_process", *wires], 2, tmp_path, on_message)
+    assert copies.keys() == {(wire, rank) for wire in wires for rank in range(2)}
     assert all(2.0 < each < 2.0 + 3.0 for each in copies.values()), copies

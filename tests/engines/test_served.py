@@ -70,9 +70,8 @@ def test_one_that_stands_still_beyond_the_time_out_is_named_and_nobody_is_left(
 
 def test_under_the_launcher_the_cause_is_the_death(tmp_path: Path) -> None:
     """One message for the run: who was killed, by what."""
-    strategy, options, victim = CASES["own server"]
-    with pytest.raises(PeerLost, match="learner 2 was killed by SIGKILL"):
-        launch(command(strategy, options, victim), 3, tmp_path)
+    with pytest.raises(PeerLost, match="learner 1 was killed by SIGKILL"):
+        launch(command("parameter-server", {"servers": "own"}, 1), 2, tmp_path)
 
 
 def test_memory_of_another_machine_is_refused() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from starling.errors import DataError, PeerLost, ProtocolError, StarlingError, Stopped
+from starling.errors import DataError, PeerLost, StarlingError, Stopped
 from starling.launch.launcher import launch
 from tests.warm_start import Line
 
@@ -60,25 +60,76 @@ def learner(rank: int) -> psutil.Process:
     return next(process for process in learners_of() if process.environ().get("RANK") == str(rank))
 
 
-def test_learners_that_finish_leave_nothing_behind(tmp_path: Path) -> None:
-    """A good run ends with exit code 0 of all, the same weights on all, a log each and no process."""
-    weights: dict[int, list[float]] = {}
+@pytest.fixture(scope="module")
+def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> dict[int, "GoodRun"]:
+    """Two runs of different sizes at the same time, by their number of learners."""
+    runs = {world: GoodRun(tmp_path_factory.mktemp(f"run-of-{world}")) for world in (2, 3)}
+    threads = [threading.Thread(target=each.launch, args=[world]) for world, each in runs.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return runs
 
-    def on_message(rank: int, message: Message) -> None:
+
+class GoodRun:
+    """A run without trouble: what its learners sent, and the processes that were left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.weights: dict[int, list[float]] = {}
+        self.heard_of: set[int] = set()
+        self.ended_well = False
+
+    def launch(self, world: int) -> None:
+        launch(command("allreduce/short"), world, self.folder, self._on_message)
+        self.ended_well = True
+
+    def _on_message(self, rank: int, message: Message) -> None:
+        self.heard_of.add(rank)
         if "weights" in message:
-            weights[rank] = message["weights"]
+            self.weights[rank] = message["weights"]
 
-    launch(command("allreduce/short"), 3, tmp_path, on_message)
-    assert weights[0] == weights[1] == weights[2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"learner-{rank}.log" for rank in range(3)]
-    assert not learners_of()
+
+def test_learners_that_finish_leave_nothing_behind(side_by_side: dict[int, GoodRun]) -> None:
+    """A good run ends with exit code 0 of all, the same weights on all, a log each and no process."""
+    for world, done in side_by_side.items():
+        assert done.ended_well
+        assert done.weights.keys() == set(range(world))
+        assert all(weights == done.weights[0] for weights in done.weights.values())
+        assert sorted(path.name for path in done.folder.iterdir()) == [f"learner-{rank}.log" for rank in range(world)]
+    assert not [each for each in psutil.Process().children(recursive=True) if "RANK" in environment(each)]
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:  # it has ended meanwhile
+        return {}
+
+
+def test_two_runs_on_one_machine_never_meet(side_by_side: dict[int, GoodRun]) -> None:
+    """Each launcher has a store and a port of its own."""
+    assert {world: len(done.heard_of) for world, done in side_by_side.items()} == {2: 2, 3: 3}
+    assert side_by_side[2].weights[0] != side_by_side[3].weights[0]
 
 
 @pytest.mark.parametrize(
-    "mode", ["allreduce", "delay-by-one", "delay-by-one/loading", "dpsgd", "adpsgd", "adpsgd/loading"]
+    "mode",
+    [
+        "allreduce",
+        "adpsgd/loading",
+        *(
+            pytest.param(mode, marks=pytest.mark.soak)
+            for mode in ("delay-by-one", "delay-by-one/loading", "dpsgd", "adpsgd")
+        ),
+    ],
 )
 def test_a_killed_learner_is_named_and_the_others_are_ended(mode: str, tmp_path: Path) -> None:
-    """kill -9 of one learner: one message with who, how and when; no orphan."""
+    """kill -9 of one learner: one message with who, how and when; no orphan.
+
+    One strategy in step, and one with threads and loading processes; `make soak` has the others.
+    """
     kill = At(rank=1, step=30, action=lambda: learner(1).kill())
     with pytest.raises(PeerLost, match=r"learner 1 was killed by SIGKILL while step \d+; its log: .*learner-1.log"):
         launch(command(mode), 3, tmp_path, kill)
@@ -103,9 +154,9 @@ def test_survivors_name_the_learner_they_lost(mode: str, where: str, tmp_path: P
         assert re.search(f"PeerLost: learner {rank} lost learner 2 in {where}", ends[rank][1]), ends[rank]
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "adpsgd"])
+@pytest.mark.parametrize("strategy", ["allreduce", pytest.param("adpsgd", marks=pytest.mark.soak)])
 def test_an_error_of_one_learner_is_raised_by_the_launcher(strategy: str, tmp_path: Path) -> None:
-    """The cause is reported, not the losses that it brought to the others."""
+    """The cause is reported, not the losses that it brought to the others, under whichever strategy (`make soak`)."""
     with pytest.raises(DataError, match=r"utterance u21: 0.0 s of audio"):
         launch(command(f"{strategy}/failing"), 2, tmp_path)
     assert not learners_of()
@@ -118,10 +169,14 @@ def test_an_error_of_one_learner_is_raised_by_the_launcher(strategy: str, tmp_pa
         ("allreduce/strategies", r"differ in strategy: '(allreduce|delay-by-one)' and '(allreduce|delay-by-one)'"),
     ],
 )
-def test_learners_that_differ_are_refused_in_the_greeting(mode: str, difference: str, tmp_path: Path) -> None:
+def test_learners_that_differ_are_refused_in_the_greeting(
+    mode: str, difference: str, tmp_path: Path, warm_start: Line
+) -> None:
     """Both values are shown, before the first tensor travels."""
-    with pytest.raises(ProtocolError, match=difference):
-        launch(command(mode), 2, tmp_path)
+    with warm_start.learners(command(mode), 2, tmp_path) as learners:
+        ends = [learners.end(rank) for rank in range(2)]
+    assert all(code > 0 for code, _ in ends), ends
+    assert any(re.search(f"ProtocolError: .*{difference}", said) for _, said in ends), ends
 
 
 def test_a_program_that_fails_to_start_is_named_with_its_log(tmp_path: Path) -> None:
@@ -248,20 +303,3 @@ def test_a_learner_that_never_stops_talking_does_not_keep_a_failed_run_alive(tmp
     with pytest.raises(StarlingError, match="learner 0 ended with exit code 9 while x"):
         launch([sys.executable, "-c", FLOOD], 2, tmp_path)
     assert not learners_of()
-
-
-def test_two_runs_on_one_machine_never_meet(tmp_path: Path) -> None:
-    """Each launcher has a store and a port of its own."""
-    seen: dict[str, int] = {}
-
-    def start(name: str, world: int) -> None:
-        counted = At(rank=-1, step=0, action=lambda: None)
-        launch(command("allreduce/short"), world, tmp_path / name, counted)
-        seen[name] = len(counted.seen)
-
-    threads = [threading.Thread(target=start, args=arguments) for arguments in (("first", 2), ("second", 3))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == {"first": 2, "second": 3}
