@@ -127,8 +127,9 @@ def _score(recipe: Recipe, folder: ExperimentFolder, weights: torch.Tensor) -> t
 
 def _batches_key(recipe: Recipe) -> str:
     """Equal for recipes whose mini-batches are equal."""
-    sections = {"seed", "data", "tokens", "features", "augment", "batches"}
-    content = recipe.model_dump(mode="json", include=sections) | {"team": recipe.team_size}
+    sections = {"seed", "data", "mixture", "partition", "tokens", "features", "augment", "batches"}
+    content = recipe.model_dump(mode="json", include=sections)
+    content["parts"] = recipe.num_workers if recipe.partition != "identical" else 1
     content["too short for"] = recipe.model.shape.subsampling  # decides which utterances CTC leaves out
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

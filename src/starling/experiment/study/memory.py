@@ -40,6 +40,7 @@ class Remembered(Workload[Batch]):
         self._workload = workload
         self._memory = memory
         self._key = key
+        self.num_parts = workload.num_parts
 
     def make_model(self) -> nn.Module:
         return self._workload.make_model()
