@@ -20,6 +20,7 @@ from rich.table import Table
 from benchmarks import (
     averaging_cost,
     fairness,
+    loading,
     one_learner,
     scale,
     servers,
@@ -43,6 +44,7 @@ BENCHMARKS: dict[str, Measure] = {
     "throttled_link": lambda folder, device: throttled_link.measure(folder),
     "fairness": lambda folder, device: fairness.measure(folder),
     "averaging_cost": lambda folder, device: averaging_cost.measure(folder),
+    "loading": lambda folder, device: loading.measure(folder),
     "start_up": lambda folder, device: start_up.measure(folder),
     "scale": lambda folder, device: scale.measure(folder),
 }

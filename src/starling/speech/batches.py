@@ -85,14 +85,15 @@ def load_batch(
                 tokens = tokenizer.encode(speech_set.text(index), name)
                 waveform = features.checked(audio, name)
                 generator = np.random.default_rng(derive_seed(seed, "waveform", place))
-                waveform = augment_waveform(waveform, speech_set.sampling_rate, augment, generator)
-                features.check(waveform, name)
+                augmented = augment_waveform(waveform, speech_set.sampling_rate, augment, generator)
+                if augmented is not waveform:
+                    features.check(augmented, name)
             except DataError as error:
                 if on_bad == "fail":
                     raise
                 skipped.append((name, str(error)))
             else:
-                kept.append(_Loaded(place, index, name, tokens, waveform))
+                kept.append(_Loaded(place, index, name, tokens, augmented))
         matrices = features.batch([each.waveform for each in kept]) if kept else []
         if augment.spec_augment is not None:
             for number, each in enumerate(kept):
