@@ -96,6 +96,16 @@ def test_a_small_alpha_gives_each_part_few_labels():
     assert shares[2] < 0.1
 
 
+def test_a_small_alpha_gives_each_part_few_speakers_also_where_one_does_not_fill_it():
+    """500 speakers of 20 utterances: a part of 1,250 needs 63, and has hardly more; near the whole it has 450."""
+    labels = np.repeat(np.arange(500), 20).astype(np.int32)
+    numbers = []
+    for alpha in (0.01, 1e6):
+        parts = divide(labels, lengths(10_000), 8, dirichlet(alpha), 1)
+        numbers.append(max(len(set(labels[parts == part].tolist())) for part in range(8)))
+    assert numbers[0] < 80 and numbers[1] > 400
+
+
 def test_the_first_part_has_the_proportions_that_dirichlet_gives():
     """E[q] = p and Var[q_l] = p_l (1 - p_l) / (alpha + 1), over 400 seeds of the part that is filled first."""
     labels = np.repeat(np.arange(4), [4000, 3000, 2000, 1000]).astype(np.int32)

@@ -98,20 +98,24 @@ def _dirichlet(
     """Equal numbers of utterances for each part, whose labels have the proportions q ~ Dir(alpha p).
 
     p (`[L]`) are the labels' proportions among all utterances. As Hsu et al. 2019 (arXiv 1909.06335, section 3),
-    without replacement; a part that draws a label that is used up takes from the others, in their proportions.
+    without replacement: where a label is used up, q is taken among the others, and drawn again among them when that
+    leaves nothing.
     """
     counts = np.bincount(labels)
     left = counts.copy()
     proportions = counts / counts.sum()
-    members = [generator.permutation(np.flatnonzero(labels == label)) for label in range(len(counts))]
+    by_label = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+    members = [generator.permutation(each) for each in by_label]
     chosen = np.empty(len(labels), np.int32)
     for part, size in enumerate(_even(len(labels), num_parts)):
         wanted = generator.dirichlet(alpha * proportions)
         missing = size
         while missing:
-            usable = np.where(left > 0, wanted, 0.0)
-            usable = usable if usable.sum() > 0 else left / left.sum()
-            taken = np.minimum(generator.multinomial(missing, usable / usable.sum()), left)
+            wanted = np.where(left > 0, wanted, 0.0)
+            if wanted.sum() == 0:
+                others = np.flatnonzero(left)
+                wanted[others] = generator.dirichlet(alpha * proportions[others])
+            taken = np.minimum(generator.multinomial(missing, wanted / wanted.sum()), left)
             for label in np.flatnonzero(taken).tolist():
                 begin = counts[label] - left[label]
                 chosen[members[label][begin : begin + taken[label]]] = part
