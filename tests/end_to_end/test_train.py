@@ -46,7 +46,7 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
     """One command trains, saves and scores; others score again and transcribe; the folder holds what it should."""
     recipe = written(tree, tmp_path)
     run = starling(
-        tmp_path, "train", recipe, "budget.epochs=25", "optimizer.schedule.decay=cosine",
+        tmp_path, "train", recipe, "budget.epochs=25", "optimizer.schedule.decay=cosine", "seed=4",
         "data.valid=test", "validate_every=5",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
@@ -58,7 +58,7 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
 
     experiment = tmp_path / "exp" / "songs"
     assert {path.name for path in experiment.iterdir()} == {
-        "config.yaml", "env.txt", "initial", "log", "tensorboard", "checkpoints", "decode",
+        "config.yaml", "env.txt", "initial", "log", "tensorboard", "checkpoints", "decode", "seen",
     }  # fmt: skip
     assert {path.name for path in (experiment / "log").iterdir()} == {"learner-0.log", "learner-1.log"}
     assert {path.name for path in (experiment / "tensorboard").iterdir()} == {

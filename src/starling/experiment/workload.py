@@ -70,6 +70,7 @@ class SpeechWorkload(Workload[Batch]):
                 self.recipe.augment,
                 self.tokenizer,
                 derive_seed(self.recipe.seed, "augment", ticket.epoch, ticket.index, place),
+                self.recipe.data.filter.on_bad,
             )
             for place, indices in enumerate(mini_batch)
         ]

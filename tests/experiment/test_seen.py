@@ -1,0 +1,122 @@
+"""The record of who saw what says the truth, and what could not be used is on it."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from starling.checkpoint.reader import latest, load
+from starling.errors import DataError
+from starling.experiment.audit import audit
+from starling.experiment.recipe import check_recipe
+from starling.experiment.seen import begin_segment, read_seen, segments
+from starling.experiment.simulate import simulate
+from starling.speech.store import SpeechSet
+from starling.workload import Standing, Ticket
+from tests.experiment.conftest import Tree
+
+
+def simulated(tree: Tree, **changes: object) -> tuple[Path, list[str]]:
+    """The experiment of a simulation, and what was said on the way."""
+    recipe = check_recipe({**tree, "budget": {"epochs": 2}, "strategy": "adpsgd", **changes}, "r.yaml")
+    said = io.StringIO()
+    simulate(recipe, lambda line: None, Console(file=said, force_terminal=False, width=300))
+    return recipe.exp / f"{recipe.name}-virtual", said.getvalue().splitlines()
+
+
+def audited(experiment: Path) -> tuple[str, str]:
+    """The table and the last line of an audit."""
+    table, said = io.StringIO(), []
+    audit(experiment, said.append, Console(file=table, width=200))
+    return table.getvalue(), said[-1]
+
+
+def test_an_audit_shows_who_saw_how_much(tree: Tree) -> None:
+    """Every epoch, every learner; all utterances were seen once in each."""
+    experiment, _ = simulated(tree)
+    table, verdict = audited(experiment)
+    assert verdict.endswith("2 of 2 whole epochs saw each of 24 utterances exactly once")
+    assert "by 0" in table and "by 1" in table
+    end = load(latest(experiment)).manifest.standing
+    sights = list(read_seen(experiment / "seen", end))
+    assert {sight.learner for sight in sights} == {0, 1}
+    assert sorted(sight.ticket.step for sight in sights) == list(range(end.position.step))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda lines: lines[:2] + lines[3:], "mini-batches .* were not computed"),
+        (lambda lines: [*lines, lines[2]], "mini-batches .* were computed more than once"),
+        (lambda lines: [*lines, "1\tx\t3\tsong-1\n"], "is not epoch, batch, step, utterances"),
+    ],
+    ids=["missing", "twice", "damaged"],
+)
+def test_an_audit_fails_when_something_is_wrong(tree: Tree, change: object, problem: str) -> None:
+    """A mini-batch that nobody computed, or two did, is named; so is a line that makes no sense."""
+    experiment, _ = simulated(tree)
+    record = segments(experiment / "seen")[0] / "learner-1.tsv"
+    record.write_text("".join(change(record.read_text().splitlines(keepends=True))))  # type: ignore[operator]
+    with pytest.raises(DataError, match=problem):
+        audited(experiment)
+
+
+def test_a_line_that_was_cut_where_its_learner_was_killed_is_not_read(tree: Tree) -> None:
+    """It was written after the last checkpoint, or it would be whole."""
+    experiment, _ = simulated(tree)
+    with (segments(experiment / "seen")[0] / "learner-0.tsv").open("a") as record:
+        record.write("1\t3\t2")
+    assert "exactly once" in audited(experiment)[1]
+
+
+def test_a_resume_drops_what_is_not_in_its_checkpoint(tmp_path: Path) -> None:
+    """What was seen behind it, and what its checkpoint lists as not done; what lay before stays."""
+    first = begin_segment(tmp_path, Standing())
+    (first / "learner-0.tsv").write_text("epoch\n" + "".join(f"1\t{step + 1}\t{step}\tu{step}\n" for step in range(9)))
+    second = begin_segment(tmp_path, Standing(Ticket(0, 5, 5), (Ticket(0, 3, 3),)))
+    (second / "learner-0.tsv").write_text("epoch\n1\t4\t3\tu3\n1\t6\t5\tu5\n")
+    end = Standing(Ticket(0, 6, 6))
+    assert sorted(sight.ticket.step for sight in read_seen(tmp_path, end)) == [0, 1, 2, 3, 4, 5]
+    again = begin_segment(tmp_path, Standing(Ticket(0, 5, 5), (Ticket(0, 3, 3),)))
+    assert again == second and not (again / "learner-0.tsv").exists()
+    assert [path.name for path in segments(tmp_path)] == ["from-00000000", "from-00000004"]
+
+
+def damage(tree: Tree, count: int) -> list[str]:
+    """Overwrite the audio of some utterances of the prepared training set; their names."""
+    speech_set = SpeechSet.open(Path(tree["data"]["folder"]) / "train")
+    shard = next((speech_set.folder / "shar").glob("*.tar"))
+    content = bytearray(shard.read_bytes())
+    for index in range(count):
+        begin = int(speech_set._offsets[index])
+        content[begin : begin + int(speech_set._sizes[index])] = bytes(int(speech_set._sizes[index]))
+    shard.write_bytes(content)
+    return [speech_set.id(index) for index in range(count)]
+
+
+def test_a_bad_utterance_is_skipped_counted_and_listed(tree: Tree, tmp_path: Path) -> None:
+    """In each epoch; the epoch goes on with all others."""
+    tree["data"] |= {"folder": str(tmp_path / "data"), "filter": {"on_bad": "skip", "max_skipped": 0.1}}
+    simulated(tree, budget={"steps": 1})
+    bad = damage(tree, 2)
+    experiment, said = simulated(tree)
+    assert audited(experiment)[1].startswith("every mini-batch before")
+    listed = [
+        line.split("\t")[:2]
+        for path in (experiment / "seen").glob("*/skipped-*.tsv")
+        for line in path.read_text().splitlines()[1:]
+    ]
+    assert sorted(map(tuple, listed)) == sorted((str(epoch), name) for epoch in (1, 2) for name in bad)
+    assert sum(line.startswith("learner") and "skipped" in line for line in said) >= 2
+
+
+@pytest.mark.parametrize("on_bad", ["fail", "skip"])
+def test_too_many_bad_utterances_fail_the_run(tree: Tree, tmp_path: Path, on_bad: str) -> None:
+    """The first one where the recipe does not skip, and above the limit where it does."""
+    tree["data"] |= {"folder": str(tmp_path / "data"), "filter": {"on_bad": on_bad, "max_skipped": 0.1}}
+    simulated(tree, budget={"steps": 1})
+    bad = damage(tree, 3)
+    problem = "3 utterances of epoch 1 could not be used" if on_bad == "skip" else "|".join(bad)
+    with pytest.raises(DataError, match=problem):
+        simulated(tree)
