@@ -125,7 +125,7 @@ def test_any_number_of_learners_may_go_on_in_mid_epoch(tmp_path: Path, world: in
     together = writer(tmp_path)
     saved = [together.save(state(rank, 2, Ticket(3, 4, 28), unfinished=unfinished)) for rank in range(2)][-1]
     assert saved is not None
-    assert saved.folder.name == "step-00000026"
+    assert saved.folder.name == "step-00000026+2"
     for rank in range(world):
         assert load(saved.folder).start(rank, world).standing == Standing(Ticket(3, 4, 28), unfinished)
     assert saved.manifest.standing == Standing(Ticket(3, 4, 28), unfinished)

@@ -1,9 +1,11 @@
 """Every mini-batch is computed exactly once: at any speeds, across stops and resumes, with any number of learners."""
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.workload import Standing, Ticket, Workload
 from tests.contract.cases import sgd
-from tests.contract.problems import Points
+from tests.contract.problems import Points, TinyRegression
 
 UNLIMITED = Budget(steps=1 << 40)
 
@@ -219,3 +221,39 @@ def test_a_budget_of_epochs_sees_all_of_them(lengths: list[int], epochs: int, le
 
 def _options(strategy: str) -> object:
     return AsynchronousOptions(pattern="pairs") if strategy == "adpsgd" else STRATEGIES[strategy].options()
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one", "dpsgd"])
+@pytest.mark.parametrize("learners", [1, 3])
+def test_a_run_that_goes_on_from_a_mark_inside_an_epoch_ends_in_the_same_bits(strategy: str, learners: int) -> None:
+    """Weights, momentum, and what mini-batches hold: from any mark on, as if the run had never been stopped."""
+
+    def run(start: list[LearnerState] | None, ledger: Ledger) -> list[Tensor]:
+        job = Job(
+            TinyRegression(7), STRATEGIES[strategy], Budget(steps=30), momentum, options=_options(strategy),
+            checkpoint_every=4,
+        )  # fmt: skip
+        return [state.weights for state in VirtualEngine(job, learners, Cluster(), ledger, start).run().states]
+
+    whole = Copies()
+    expected = run(None, whole)
+    inside = [standing for standing in whole.kept if standing.position.index > 0 and standing.num_done < 27]
+    assert len(inside) >= 3
+    for standing in inside:
+        states = [whole.kept[standing][rank] for rank in range(learners)]
+        for found, weights in zip(run(states, Ledger()), expected, strict=True):
+            assert torch.equal(found, weights)
+
+
+class Copies(Ledger):
+    """Keeps copies, for the engine goes on with what it shows."""
+
+    def on_mark(self, state: LearnerState) -> None:
+        super().on_mark(copy.deepcopy(state))
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        super().on_epoch(report, copy.deepcopy(state))
+
+
+def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)

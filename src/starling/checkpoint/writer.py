@@ -39,6 +39,7 @@ from starling.checkpoint.state import LearnerState, ShardState
 from starling.configuration import Config
 from starling.consensus import consensus, consensus_distance
 from starling.errors import CheckpointError
+from starling.workload import Standing
 
 
 class CheckpointConfig(Config):
@@ -84,7 +85,7 @@ class CheckpointWriter:
 
         A checkpoint that is already there, because a resumed run had nothing to add, is left as it is.
         """
-        final = self.folder / checkpoint_name(state.standing.num_done)
+        final = self.folder / checkpoint_name(state.standing)
         if final.exists():
             return None
         with writing(final):
@@ -97,7 +98,7 @@ class CheckpointWriter:
 
     def save_consensus(self, states: Sequence[LearnerState]) -> Checkpoint:
         """Write the consensus model of `states` alone, for use but not for resuming."""
-        final = self.folder / checkpoint_name(states[0].standing.num_done)
+        final = self.folder / checkpoint_name(states[0].standing)
         with writing(final):
             partial = partial_folder(final)
             partial.mkdir(parents=True, exist_ok=True)
@@ -152,9 +153,11 @@ class CheckpointWriter:
         return Checkpoint(final, manifest)
 
 
-def checkpoint_name(step: int) -> str:
-    """The folder of a checkpoint after `step` mini-batches of all learners together."""
-    return f"step-{step:08d}"
+def checkpoint_name(standing: Standing) -> str:
+    """The folder of a checkpoint: after how many mini-batches, and beyond how many unfinished ones. Two that differ in
+    what is done never share a name, so that learners which are on different ones do not complete each other's."""
+    beyond = f"+{len(standing.unfinished)}" if standing.unfinished else ""
+    return f"step-{standing.num_done:08d}{beyond}"
 
 
 def write_learner(folder: Path, state: LearnerState) -> None:
