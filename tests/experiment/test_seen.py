@@ -44,6 +44,20 @@ def test_an_audit_shows_who_saw_how_much(tree: Tree) -> None:
     assert sorted(sight.ticket.step for sight in sights) == list(range(end.position.step))
 
 
+def test_an_audit_of_a_mixture_tells_the_passes_over_each_domain(tree: Tree) -> None:
+    """With equal shares the small domain is gone through more often, each utterance as often as any other or once
+    more."""
+    tree["mixture"] = {
+        "domains": {"many": {"sets": "train"}, "few": {"sets": "test"}},
+        "by": "utterances",
+        "temperature": 0,
+    }
+    experiment, said = simulated(tree)
+    assert any(line.startswith("passes over domains in an epoch: many 0.625, few 2.5") for line in said)
+    verdict = audited(experiment)[1]
+    assert "many 1.25 passes (each utterance 1 to 2 times), few 5.00 passes (each utterance 5 to 5 times)" in verdict
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import latest
 from starling.errors import ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.recipe import load_recipe
+from starling.experiment.recipe import Recipe, load_recipe
 from starling.experiment.seen import Sight, read_seen, start_of_record
 from starling.experiment.setup import load_workload
+from starling.experiment.workload import SpeechWorkload
 from starling.report.progress import Say
 from starling.workload import Standing, Workload
 
@@ -59,7 +61,7 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
         )
     if problems:
         raise DataError(f"{experiment}: " + "; ".join(problems))
-    tell(_verdict(epochs, end, len(workload.utterances)))
+    tell(_verdict(epochs, end, _expected(recipe, workload, epochs)))
 
 
 def collect(sights: Iterable[Sight], workload: Workload[Any]) -> list[EpochAudit]:
@@ -116,14 +118,38 @@ def _table(epochs: list[EpochAudit]) -> Table:
     return table
 
 
-def _verdict(epochs: list[EpochAudit], end: Standing, num_utterances: int) -> str:
-    whole = [each for each in epochs if len(each.batches) == each.num_batches]
-    exactly = [
-        each for each in whole if len(each.utterances) == num_utterances and set(each.utterances.values()) == {1}
-    ]
+def _verdict(epochs: list[EpochAudit], end: Standing, seen: str) -> str:
     line = f"every mini-batch before number {end.position.step + 1} was computed once"
     if end.unfinished:
         line += f", but for {len(end.unfinished)} that a resume computes first"
-    if whole:
-        line += f"; {len(exactly)} of {len(whole)} whole epochs saw each of {num_utterances} utterances exactly once"
-    return line
+    return f"{line}; {seen}"
+
+
+def _expected(recipe: Recipe, workload: SpeechWorkload, epochs: list[EpochAudit]) -> str:
+    """How often utterances were seen, beside how often they should have been."""
+    if recipe.partition != "identical":
+        return "learners drew utterances at random from their parts"
+    if recipe.mixture is not None:
+        return _passes(workload, epochs)
+    whole = [each for each in epochs if len(each.batches) == each.num_batches]
+    if not whole:
+        return "no epoch is whole yet"
+    num_utterances = len(workload.utterances)
+    once = [each for each in whole if len(each.utterances) == num_utterances and set(each.utterances.values()) == {1}]
+    return f"{len(once)} of {len(whole)} whole epochs saw each of {num_utterances} utterances exactly once"
+
+
+def _passes(workload: SpeechWorkload, epochs: list[EpochAudit]) -> str:
+    """How often each domain of a mixture was gone through."""
+    times: Counter[str] = Counter()
+    for each in epochs:
+        times.update(each.utterances)
+    lines = []
+    train = workload.speech_set
+    for domain, (first, last) in zip(train.domains, pairwise(train.domain_bounds), strict=True):
+        own = workload.utterances[(first <= workload.utterances) & (workload.utterances < last)]
+        counts = [times[train.id(int(index))] for index in own]
+        lines.append(
+            f"{domain} {sum(counts) / len(counts):.2f} passes (each utterance {min(counts)} to {max(counts)} times)"
+        )
+    return ", ".join(lines)
