@@ -87,6 +87,24 @@ def check(
         check.check(data, overrides or (), drop, strict, typer.echo, Console(), _console())
 
 
+@app.command("bench-data", epilog="Example: [bold]starling bench-data recipes/demo.yaml[/bold]")
+def bench_data(
+    data: Annotated[
+        Path,
+        typer.Argument(metavar="DATA", help="A recipe, or a folder that was prepared from one.", show_default=False),
+    ],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Measure ways to store your audio on your own disk, with a sample of it, and say which to choose."""
+    with _errors(debug):
+        from rich.console import Console
+
+        from starling.experiment import bench_data
+
+        bench_data.bench_data(data, overrides or (), typer.echo, Console(), _console())
+
+
 @app.command(epilog="Example: [bold]starling train recipes/fsdd.yaml learners=2 strategy=delay-by-one[/bold]")
 def train(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train with several learner processes, and score the test sets.

@@ -1,0 +1,155 @@
+"""`starling bench-data`: every layout and format is measured on the user's own audio, and nothing is left behind."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import yaml
+from typer.testing import CliRunner, Result
+
+from starling.cli import app
+from starling.errors import DataError
+from starling.speech import bench_data
+from starling.speech.bench_data import FILES, INDEXED, SHAR, STREAMED, Pace, Row, advice, bench, take_sample
+from tests.speech.corpus_builders import RATE, write_table
+from tests.speech.tones import song_set
+
+EVERYTHING = [
+    (FILES, "FLAC"), (STREAMED, "FLAC"), (SHAR, "FLAC"), (INDEXED, "FLAC"), (INDEXED, "WAV"), (INDEXED, "Opus")
+]  # fmt: skip
+
+
+def silent(name: str, done: int, total: int) -> None:
+    """No progress is shown."""
+
+
+def _starling(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["bench-data", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def readers(folder: Path, count: int = 12) -> Sequence[bench_data.Audio]:
+    songs = song_set(folder, count)
+    return [lambda index=index: (songs.audio(index), songs.sampling_rate) for index in range(count)]
+
+
+def test_every_layout_and_format_is_measured(tmp_path: Path) -> None:
+    """All figures are positive, WAV takes its 16 bits, FLAC less, Opus least, and random access is where it can be."""
+    sample = take_sample(readers(tmp_path / "songs"), 8000, silent)
+    (tmp_path / "bench").mkdir()
+    rows, skipped = bench(sample, tmp_path / "bench", silent)
+    assert [(row.layout, row.format) for row in rows] == EVERYTHING and not skipped
+    for row in rows:
+        assert (row.random is None) == (row.layout in (STREAMED, SHAR))
+        paces = [pace for pace in (row.in_order, row.random) if pace is not None]
+        assert (
+            min(row.bytes_per_hour, row.decoding, *(each.first for each in paces), *(each.again for each in paces)) > 0
+        )
+    wav, opus = (next(row for row in rows if row.format == name) for name in ("WAV", "Opus"))
+    assert wav.bytes_per_hour >= 2 * 8000 * 3600
+    assert opus.bytes_per_hour < rows[0].bytes_per_hour < wav.bytes_per_hour
+
+
+def test_formats_that_cannot_be_written_are_left_out_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Opus in libsndfile the other rows are there, and the reason is given."""
+    encode = bench_data.encode
+
+    def without_opus(audio: np.ndarray, rate: int, name: str) -> bytes:
+        if name == "Opus":
+            raise soundfile.LibsndfileError(21)
+        return encode(audio, rate, name)
+
+    monkeypatch.setattr(bench_data, "encode", without_opus)
+    sample = take_sample(readers(tmp_path / "songs", 3), 8000, silent)
+    (tmp_path / "bench").mkdir()
+    rows, skipped = bench(sample, tmp_path / "bench", silent)
+    assert [(row.layout, row.format) for row in rows] == EVERYTHING[:-1]
+    assert len(skipped) == 1 and "Opus is left out" in skipped[0]
+    assert advice(rows).startswith("Choose ")
+
+
+def test_a_sample_is_bounded_resampled_and_does_without_what_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds stop it; a bad file is passed over; nothing readable at all is an error that says why."""
+
+    def broken() -> tuple[np.ndarray, int]:
+        raise DataError("u7 is damaged")
+
+    def tone() -> tuple[np.ndarray, int]:
+        return np.zeros(16000, np.float32), 16000
+
+    monkeypatch.setattr(bench_data, "MAX_SECONDS", 2.5)
+    sample = take_sample([tone, broken] * 50, 8000, silent)
+    assert sample.seconds == 3.0 and {len(audio) for audio in sample.audios} == {8000}
+    with pytest.raises(DataError, match=r"no utterance of 2 that were tried can be read: u7 is damaged"):
+        take_sample([broken, broken], 8000, silent)
+
+
+def test_a_prepared_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    """The command prints every row, what the cache did, and one sentence of advice."""
+    song_set(tmp_path / "data" / "train", 12)
+    before = sorted((tmp_path / "data").rglob("*"))
+    result = _starling(tmp_path / "data")
+    assert result.exit_code == 0, result.output
+    for layout, form in EVERYTHING:
+        assert any(layout in line and form in line for line in result.stdout.splitlines())
+    *_, cache, sentence = result.stdout.splitlines()
+    assert cache.startswith("first") and sentence.startswith("Choose ")
+    assert sorted((tmp_path / "data").rglob("*")) == before
+
+
+def test_a_recipe_is_measured_before_anything_is_prepared(tmp_path: Path) -> None:
+    """The corpus itself is sampled; its folder of prepared sets is not even made."""
+    corpus = {"kind": "tsv", "path": str(write_table(tmp_path / "corpus"))}
+    corpus["sets"] = {"train": {"split": "train"}, "test": {"split": "test"}}
+    data = {"folder": str(tmp_path / "data"), "corpus": corpus, "sampling_rate": RATE, "valid": None}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"name": "tried", "data": data, "budget": {"epochs": 1}}), encoding="utf-8")
+    result = _starling(recipe)
+    assert result.exit_code == 0, result.output
+    assert "8 utterances of train" in result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "recipe.yaml"]
+
+
+def test_nothing_is_left_behind_when_it_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while measuring removes what was written."""
+    song_set(tmp_path / "data" / "train", 3)
+    before = sorted((tmp_path / "data").rglob("*"))
+    fired: list[Path] = []
+
+    def interrupted(layout: object, *rest: object) -> Row:
+        fired.extend((tmp_path / "data").glob(".bench-data-*"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_data, "_measured", interrupted)
+    result = _starling(tmp_path / "data")
+    assert result.exit_code != 0 and fired
+    assert sorted((tmp_path / "data").rglob("*")) == before
+
+
+def test_a_folder_without_sets_is_named(tmp_path: Path) -> None:
+    """Exit code 2, and what to give instead."""
+    result = _starling(tmp_path)
+    assert result.exit_code == 2 and f"{tmp_path}: holds no prepared set" in result.stderr
+
+
+def test_the_advice_follows_the_figures() -> None:
+    """FLAC; Opus where the disk is too slow for FLAC; WAV where the processor is."""
+
+    def row(layout: str, form: str, size: float, decoding: float, first: float) -> Row:
+        return Row(layout, form, size, decoding, Pace(first, first, True), Pace(first / 60, first / 60, True))
+
+    rows = [
+        row(FILES, "FLAC", 60e6, 3000, 1000), row(INDEXED, "FLAC", 60e6, 3000, 2000),
+        row(INDEXED, "WAV", 115e6, 12000, 6000), row(INDEXED, "Opus", 15e6, 400, 300),
+    ]  # fmt: skip
+    assert advice(rows).startswith("Choose FLAC") and "2 times the pace of single files" in advice(rows)
+    slow_disk = [replace(each, in_order=Pace(6e9 / each.bytes_per_hour, 1, True)) for each in rows]
+    assert advice(slow_disk).startswith("Choose Opus")
+    slow_core = [replace(each, decoding=each.decoding / 10) for each in rows]
+    assert advice(slow_core).startswith("Choose WAV")
