@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from starling.errors import ConfigError, DataError
-from starling.speech.preparing.executors import Remote
+from starling.speech.preparing.executors import Remote, interrupts_later
 from starling.speech.preparing.stages import Stage, Tick
 
 if TYPE_CHECKING:
@@ -103,15 +103,16 @@ class Dask(Remote):
                     f"start one with `dask scheduler`, and workers with `dask worker`"
                 ) from error
         scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="starling-dask-"))
-        cluster = LocalCluster(  # type: ignore[no-untyped-call]
-            n_workers=self._jobs,
-            threads_per_worker=1,
-            host="127.0.0.1",
-            local_directory=scratch,
-            memory_limit=None,
-            silence_logs=logging.CRITICAL,
-            scheduler_kwargs={"dashboard": False, "dashboard_address": "127.0.0.1:0"},
-        )
+        with interrupts_later():
+            cluster = LocalCluster(  # type: ignore[no-untyped-call]
+                n_workers=self._jobs,
+                threads_per_worker=1,
+                host="127.0.0.1",
+                local_directory=scratch,
+                memory_limit=None,
+                silence_logs=logging.CRITICAL,
+                scheduler_kwargs={"dashboard": False, "dashboard_address": "127.0.0.1:0"},
+            )
         self._stack.enter_context(cluster)
         return Client(cluster, set_as_default=False)  # type: ignore[no-untyped-call]
 

@@ -159,7 +159,7 @@ class Processes(Remote):
             self._end, self._lifeline = context.Pipe(duplex=False)
             self._count, self._seen = context.Value("q", 0), 0
             self._pool = ProcessPoolExecutor(self._jobs, context, _begin, (self._end, self._count))
-        with _interrupts_later():
+        with interrupts_later():
             return self._pool.submit(_run, stage)
 
     def look(self, tick: Tick, finished: int) -> None:
@@ -214,7 +214,7 @@ def _is_done(stage: Stage, tick: Tick) -> bool:
 
 
 @contextmanager
-def _interrupts_later() -> Iterator[None]:
+def interrupts_later() -> Iterator[None]:
     """Hold back Ctrl-C, and for ever in processes started meanwhile: it comes to all of them, and this one decides."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
