@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import subprocess
 import sys
 from collections.abc import Generator, Mapping, Sequence
@@ -36,10 +37,13 @@ class Learners:
         self.pids = pids
         self.port = port
 
-    def end(self, rank: int) -> tuple[int, str]:
-        """Wait for a learner to end: its exit code, negative for a signal, and what it said."""
+    def end(self, rank: int, within: float = 100.0) -> tuple[int, str]:
+        """Wait for a learner to end: its exit code, negative for a signal, and what it said.
+
+        TimeoutError if no learner ends `within` so many seconds.
+        """
         while rank not in self._codes:
-            ended = self._line.hear()
+            ended = self._line.hear(within)
             self._codes[self.pids.index(ended["pid"])] = ended["code"]
         return self._codes[rank], (self._folder / f"learner-{rank}.log").read_text(encoding="utf-8")
 
@@ -64,17 +68,25 @@ class Line:
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
+        self._unread = b""
 
     def say(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
         self._process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def hear(self, within: float = 100.0) -> dict[str, Any]:
         assert self._process.stdout is not None
-        heard: dict[str, Any] = json.loads(self._process.stdout.readline())
+        while b"\n" not in self._unread:
+            if not select.select([self._process.stdout], [], [], within)[0]:
+                raise TimeoutError(f"no learner has ended for {within} s")
+            received = os.read(self._process.stdout.fileno(), 65536)
+            if not received:
+                raise EOFError("the process that becomes learners is gone")
+            self._unread += received
+        line, _, self._unread = self._unread.partition(b"\n")
+        heard: dict[str, Any] = json.loads(line)
         return heard
 
     def close(self) -> None:
@@ -84,7 +96,7 @@ class Line:
         """Run `command` as so many learners; all of them must end well."""
         with self.learners(command, world, folder) as learners:
             for rank in range(world):
-                code, said = learners.end(rank)
+                code, said = learners.end(rank, within=280.0)
                 assert code == 0, said
 
     @contextmanager
@@ -141,6 +153,7 @@ def become(rank: int, command: Sequence[str], place: Mapping[str, str], folder: 
     for old, new in ((0, nothing), (1, log), (2, log)):
         os.dup2(new, old)
     sys.argv[1:] = command[1:]
+    del sys.modules[command[0]]  # it runs afresh, as the program
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 

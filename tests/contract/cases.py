@@ -173,7 +173,7 @@ def cases() -> dict[str, Case]:
         made[f"{name}/still"] = Case(choice, plain, sgd(0.0))
         made[f"{name}/same-data"] = Case(choice, same_data, sgd(0.1))
         made[f"{name}/accumulated"] = Case(choice, accumulated, sgd(0.1), clip_norm=0.05)
-        made[f"{name}/counted"] = Case(choice, counted, sgd(LEARNING_RATE), steps=120)
+        made[f"{name}/counted"] = Case(choice, counted, sgd(LEARNING_RATE), steps=60)
         made[f"{name}/one-step"] = Case(choice, plain, sgd(0.1), steps=1)
         made[f"{name}/no-step"] = Case(choice, plain, sgd(0.1), steps=0)
         made[f"{name}/first-is-slow"] = Case(choice, plain, sgd(0.1), 9, stragglers=Stragglers(slow={0: 30.0}))
