@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,15 @@ def test_numbers_that_stop_being_finite_are_a_result(studied: Tree, tmp_path: Pa
     assert (result.diverged, result.wer, result.words) == (True, 100.0, 0)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What is started hears SIGINT, also where a script runs the tests in its background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(studied: Tree, tmp_path: Path) -> None:
     """One message and the shell's exit code for SIGINT; what several processes have found is what one finds."""
     studied["study"] |= {"jobs": 2, "seeds": list(range(1, 31))}
