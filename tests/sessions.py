@@ -1,0 +1,40 @@
+"""Programs started as a user starts them, and whatever they leave behind."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+
+def run_to_end(
+    command: Sequence[str | Path], folder: Path, env: Mapping[str, str] | None = None
+) -> tuple[int, str, list[psutil.Process]]:
+    """Run a program in a session of its own: exit code, what it said, and the processes that it left, now killed."""
+    with (folder / "said").open("w+", encoding="utf-8") as said:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=200)
+        finally:
+            left = [each for each in psutil.process_iter() if _session(each) == process.pid]
+            for each in left:
+                each.send_signal(signal.SIGKILL)
+        said.seek(0)
+        return code, said.read(), left
+
+
+def _session(process: psutil.Process) -> int:
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return -1
