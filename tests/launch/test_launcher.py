@@ -200,12 +200,27 @@ def test_all_listening_sockets_are_on_loopback(tmp_path: Path) -> None:
     assert addresses == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_everything_with_the_shells_exit_code(number: signal.Signals, tmp_path: Path) -> None:
-    """128 + the signal, and no process left."""
+WAITING = """
+import signal
+from starling.launch.link import Link
+Link.from_environment().send({"step": 10})
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "program"),
+    [(signal.SIGTERM, command("allreduce")), (signal.SIGINT, [sys.executable, "-c", WAITING])],
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_a_signal_ends_everything_with_the_shells_exit_code(
+    number: signal.Signals, program: list[str], tmp_path: Path
+) -> None:
+    """128 + the signal, and no process left, be they learners at work or any program."""
     stop = At(rank=0, step=10, action=lambda: os.kill(os.getpid(), number))
     with pytest.raises(Stopped) as stopped:
-        launch(command("allreduce"), 2, tmp_path, stop)
+        launch(program, 2, tmp_path, stop)
     assert stopped.value.exit_code == 128 + number
     assert not learners_of()
 
