@@ -22,6 +22,7 @@ from benchmarks import (
     fairness,
     loading,
     one_learner,
+    preparing,
     scale,
     servers,
     start_up,
@@ -30,6 +31,7 @@ from benchmarks import (
     training,
     two_learners,
     virtual_cluster,
+    waiting,
 )
 from benchmarks.measuring import Bar
 
@@ -45,8 +47,10 @@ BENCHMARKS: dict[str, Measure] = {
     "fairness": lambda folder, device: fairness.measure(folder),
     "averaging_cost": lambda folder, device: averaging_cost.measure(folder),
     "loading": lambda folder, device: loading.measure(folder),
+    "preparing": lambda folder, device: preparing.measure(folder),
     "start_up": lambda folder, device: start_up.measure(folder),
     "scale": lambda folder, device: scale.measure(folder),
+    "waiting": lambda folder, device: waiting.measure(folder),
 }
 """By the name that `--only` knows them by."""
 ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster"}

@@ -1,0 +1,68 @@
+"""How much sooner a corpus is prepared by two processes than by one."""
+
+import shutil
+import time
+from pathlib import Path
+
+import soundfile
+
+from benchmarks.measuring import Bar, Seconds, median_speed_up
+from starling.speech.corpora import SyntheticCorpus
+from starling.speech.prepare import DataConfig, prepare
+from starling.speech.preparing.executors import Executor, InThisProcess, Processes
+
+ROUNDS, FILES, USES, SHARD_SIZE = 2, 200, 30, 250
+"""The corpus lists each file several times, so that it is long but soon made."""
+
+
+def measure(folder: Path) -> list[Bar]:
+    """Seconds with one process / with two, their start included; files are read, resampled and encoded."""
+    table = write_corpus(folder / "corpus")
+    pairs = []
+    for number in range(ROUNDS):
+        executors: list[Executor] = [Processes(2), InThisProcess()]
+        if number % 2:
+            executors.reverse()
+        took = [seconds(table, folder / "prepared", executor) for executor in executors]
+        pairs.append((took[number % 2], took[1 - number % 2]))
+    two, one = (min(pair[place] for pair in pairs) for place in (0, 1))
+    return [
+        Bar.at_least(
+            f"preparing {FILES * USES} utterances, two processes / one, speed",
+            median_speed_up(pairs),
+            1.3,
+            f"at best {FILES * USES / two:.0f} and {FILES * USES / one:.0f} utterances/s",
+        )
+    ]
+
+
+def write_corpus(folder: Path) -> Path:
+    """A table of synthetic speech in files of its own rate, 22.05 kHz."""
+    folder.mkdir()
+    rows = ["id\tspeaker\taudio\ttext"]
+    spoken = SyntheticCorpus(kind="synthetic", sets={"train": FILES}).utterances("train")
+    for each in spoken:
+        soundfile.write(folder / f"{each.id}.wav", *each.read())
+        rows += [f"{each.id}-{use}\t{each.speaker}\t{each.id}.wav\t{each.text}" for use in range(USES)]
+    table = folder / "corpus.tsv"
+    table.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return table
+
+
+def seconds(table: Path, folder: Path, executor: Executor) -> Seconds:
+    """How long it takes to prepare the corpus."""
+    config = DataConfig.model_validate(
+        {
+            "folder": folder,
+            "corpus": {"kind": "tsv", "path": table, "sets": {"train": {}}},
+            "shard_size": SHARD_SIZE,
+            "valid": None,
+            "test": [],
+        }
+    )
+    begin = time.monotonic()
+    with executor:
+        prepare(config, executor=executor)
+    took = time.monotonic() - begin
+    shutil.rmtree(folder)
+    return took
