@@ -98,7 +98,7 @@ def test_a_resumed_run_ends_in_the_same_bits_as_one_that_was_never_stopped(
 
 
 def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
-    """Its number of processes counts; one of them prepares, prints and scores."""
+    """Its number of processes counts; one of them prepares, prints and scores. A resume works like any other."""
     recipe = written(tree, tmp_path)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--standalone"]
     command = [sys.executable, *torchrun, "-m", "starling", "train", recipe, "learners=3"]
@@ -108,6 +108,12 @@ def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
     assert "2 learners were started; learners=3 of the recipe is ignored" in run.stderr
     manifest = load(latest(tmp_path / "exp" / "songs")).manifest
     assert (manifest.world, manifest.learners) == (2, 2)
+    resumed = subprocess.run(
+        [*command, "resume=exp/songs", "budget.epochs=2"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    assert load(latest(tmp_path / "exp" / "songs")).manifest.epochs_ended == 2
 
 
 def test_a_learner_that_fails_ends_the_run_with_its_error(tree: Tree, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def _some(indices: list[int]) -> str:
 
 def _table(epochs: list[EpochAudit]) -> Table:
     learners = sorted({learner for each in epochs for learner in each.by_learner})
-    table = Table("epoch", "mini-batches", "utterances", "seen once", "more often")
+    table = Table("epoch", "batches", "seen", "once", "more")
     for learner in learners[:16]:
         table.add_column(f"by {learner}", justify="right")
     for each in epochs:

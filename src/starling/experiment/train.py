@@ -106,7 +106,7 @@ def _agree_on_set_up(recipe: Recipe, place: Place, console: Console) -> Recipe:
         return recipe
     place.store.wait([key], _SET_UP_LIMIT)
     resume = place.store.get(key).decode()
-    return recipe.model_copy(update={"resume": resume or None})
+    return recipe.model_copy(update={"resume": Path(resume) if resume else None})
 
 
 def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | None) -> None:
