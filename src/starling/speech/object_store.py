@@ -13,6 +13,8 @@ from starling.errors import ConfigError, DataError
 
 PAUSES = (0.2, 1.0, 3.0)
 """Seconds before each further try after a failure of the network; the libraries below have tried already."""
+CONNECTIONS = 64
+"""Requests to one store at a time, as many as a mini-batch has utterances, about."""
 _SECRET = ("secret", "password", "passphrase", "account_key", "sas_token", "connection_string", "access_key")
 
 _Result = TypeVar("_Result")
@@ -124,9 +126,7 @@ class ObjectFolder:
     def _connected(self) -> Any:
         if self._owner != os.getpid():
             try:
-                self._file_system, _ = fsspec.core.url_to_fs(
-                    self.address, **{"skip_instance_cache": True, "use_listings_cache": False, **self._options}
-                )
+                self._file_system, _ = fsspec.core.url_to_fs(self.address, **self._all_options())
             except ImportError as error:
                 raise DataError(
                     f"{self.address}: reading {fsspec.utils.get_protocol(self.address)}:// needs a package that is not "
@@ -134,6 +134,12 @@ class ObjectFolder:
                 ) from error
             self._owner = os.getpid()
         return self._file_system
+
+    def _all_options(self) -> dict[str, Any]:
+        options = {"skip_instance_cache": True, "use_listings_cache": False, **self._options}
+        if fsspec.utils.get_protocol(self.address) in ("s3", "s3a"):  # botocore's 10 would make a mini-batch wait
+            options["config_kwargs"] = {"max_pool_connections": CONNECTIONS, **options.get("config_kwargs", {})}
+        return options
 
     def _error(self, file: str, error: BaseException) -> DataError:
         path = self._path(file)
