@@ -118,8 +118,8 @@ class Recogniser:
         texts: dict[str, str] = {}
         for indices in _by_duration(speech_set.durations, max_duration):
             names = [speech_set.id(index) for index in indices]
-            waveforms = (torch.from_numpy(speech_set.audio(index)) for index in indices)
-            matrices = [self.features(each, name) for each, name in zip(waveforms, names, strict=True)]
+            audios = zip(speech_set.audios(indices), names, strict=True)
+            matrices = self.features.batch([self.features.checked(audio, name) for audio, name in audios])
             texts.update(zip(names, self._decode(matrices), strict=True))
             if progress is not None:
                 progress(len(texts), len(speech_set))
