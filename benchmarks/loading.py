@@ -26,7 +26,7 @@ from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
 from starling.speech.union import Member, SpeechSets
 
-ROUNDS = 9
+ROUNDS = 7
 LEAST_SPEED, LEAST_RATIO = 1000.0, 1.3
 """Seconds of audio per second of one core; and times lhotse's plain iteration."""
 SYNTHETIC = 600
