@@ -92,6 +92,7 @@ def _prepare_by_command(recipe: Path, progress: Connection) -> None:
         signal.pause()
 
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     Bars.__call__ = tell_and_wait  # type: ignore[method-assign]
     app(["prepare", str(recipe), "jobs=2"])
 
@@ -231,7 +232,9 @@ def _problem(config: DataConfig, executor: Executor | None) -> str:
     return str(caught.value)
 
 
-def test_an_error_of_another_process_is_the_one_that_this_process_would_tell(tmp_path: Path, pool: Processes) -> None:
+def test_an_error_of_another_process_is_the_one_that_this_process_would_tell(
+    tmp_path: Path, pool: Processes, dask: Dask
+) -> None:
     """The first in the order of the corpus, though a later shard and the table itself are wrong, too."""
     table = write_table(tmp_path / "corpus", count=30)
     _silence(table, "u7", "u11")
@@ -239,6 +242,7 @@ def test_an_error_of_another_process_is_the_one_that_this_process_would_tell(tmp
         file.write("a row of one column\n")
     here = _problem(_config(tmp_path / "one", table), None)
     assert here == _problem(_config(tmp_path / "pool", table), pool)
+    assert here == _problem(_config(tmp_path / "dask", table), dask)
     assert "utterance 'u7'" in here
     assert "corpus.tsv:9): the audio is silent" in here
 

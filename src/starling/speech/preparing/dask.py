@@ -3,7 +3,7 @@
 import logging
 import tempfile
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -45,12 +45,14 @@ class Dask(Remote):
         self._stack = ExitStack()
         self._client: Client | None = None
         self._pool: Any = None
+        self._threads = 1
 
     def window(self) -> int:
-        if self._client is None:
-            return 1
-        threads: dict[str, int] = self._client.nthreads()  # type: ignore[no-untyped-call]
-        return 2 * max(sum(threads.values()), 1)
+        if self._client is not None:
+            with suppress(OSError):  # who is lost is told by what is waited for
+                threads: dict[str, int] = self._client.nthreads()  # type: ignore[no-untyped-call]
+                self._threads = max(sum(threads.values()), 1)
+        return 2 * self._threads
 
     def submit(self, stage: Stage) -> "Future[int]":
         if self._client is None:

@@ -21,6 +21,8 @@ from starling.speech.preparing.stages import Stage, Tick
 
 _LOOK_EVERY = 0.1
 """Seconds between two looks at how far the other processes are."""
+_LONGEST_END = 60.0
+"""Seconds that a shard gets to come to its end, when another one has failed."""
 _ahead: "Synchronized[int] | None" = None
 """In a working process: the count of utterances that all of them have done."""
 
@@ -91,7 +93,7 @@ class Remote:
         if at_once:
             self.kill()
         else:
-            wait(self._futures)
+            wait(self._futures, timeout=_LONGEST_END)
         self._futures.clear()
         self.look(lambda count: None, 0)  # what they have done is no progress of the next run
 
@@ -131,7 +133,7 @@ class Remote:
             self.kill()
             raise DataError(
                 f"set {stage.checking.set_name}: a process that wrote shard {stage.number} ended unexpectedly "
-                f"({error or type(error).__name__}); if memory was short, take fewer jobs or a smaller "
+                f"({str(error) or 'the connection to it is lost'}); if memory was short, take fewer jobs or a smaller "
                 f"data.shard_size; the same command goes on from the shards that are finished"
             ) from error
         finally:
