@@ -9,8 +9,8 @@ from rich.console import Console
 from starling.errors import ConfigError
 from starling.experiment.overrides import apply_overrides
 from starling.experiment.recipe import load_recipe
+from starling.experiment.training_set import prepare_all
 from starling.report.progress import Bars, Say
-from starling.speech import prepare as preparation
 from starling.speech.preparing.executors import Executor, InThisProcess, Processes
 
 MAX_JOBS = 1024
@@ -31,14 +31,14 @@ def prepare(recipe: Path, arguments: Sequence[str], tell: Say, console: Console)
     except ConfigError as error:
         problems.append(str(error))
     try:
-        data = load_recipe(recipe, [each for each in arguments if each not in own]).data
+        loaded = load_recipe(recipe, [each for each in arguments if each not in own])
     except ConfigError as error:
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     with executor, Bars(console) as bars:
-        summary = preparation.prepare(data, bars, executor)
-    tell(preparation.describe(summary))
+        described = prepare_all(loaded, bars, executor)
+    tell(described)
 
 
 def executor_of(arguments: Sequence[str]) -> Executor:

@@ -13,16 +13,17 @@ from starling.speech.losses import TooShort
 from starling.speech.mixture import Mixture
 from starling.speech.partition import describe_parts, divide, labels_are_domains
 from starling.speech.prepare import Progress, describe, prepare
+from starling.speech.preparing.executors import Executor
 from starling.speech.union import Member, SpeechSets
 
 
-def prepare_all(recipe: Recipe, progress: Progress | None = None) -> str:
+def prepare_all(recipe: Recipe, progress: Progress | None = None, executor: Executor | None = None) -> str:
     """Prepare the sets of `data`, and those that only the mixture names; what is there, in words. Raises DataError."""
-    lines = [describe(prepare(recipe.data, progress))]
+    lines = [describe(prepare(recipe.data, progress, executor))]
     for name in recipe.mixture.sets if recipe.mixture else ():
         if name in recipe.data.corpus.sets and name not in recipe.data.used_sets:
             alone = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
-            lines.append(describe(prepare(alone, progress)))
+            lines.append(describe(prepare(alone, progress, executor)))
     return "\n".join(lines)
 
 
