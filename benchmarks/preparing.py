@@ -11,7 +11,7 @@ from starling.speech.corpora import SyntheticCorpus
 from starling.speech.prepare import DataConfig, prepare
 from starling.speech.preparing.executors import Executor, InThisProcess, Processes
 
-ROUNDS, FILES, USES, SHARD_SIZE = 2, 200, 30, 250
+ROUNDS, FILES, USES, SHARD_SIZE = 2, 200, 50, 500
 """The corpus lists each file several times, so that it is long but soon made."""
 
 
