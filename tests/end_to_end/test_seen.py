@@ -24,7 +24,13 @@ def digits(tree: Tree, tmp_path: Path, shared_data: Path | None) -> str:
     if shared_data is not None:
         official = yaml.safe_load((Path(__file__).parents[2] / "recipes" / "fsdd.yaml").read_text())
         corpus = official["data"]["corpus"] | {"path": str(shared_data / "fsdd.tsv")}
-        tree["data"] = official["data"] | {"folder": "data", "corpus": corpus, "strings": None, "train": "test"}
+        tree["data"] = official["data"] | {
+            "folder": "data",
+            "corpus": corpus,
+            "strings": None,
+            "train": "test",
+            "test": [],
+        }
         tree["data"]["filter"]["on_bad"] = "skip"
     (tmp_path / recipe).write_text(yaml.safe_dump(tree))
     return recipe
