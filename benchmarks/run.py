@@ -31,6 +31,7 @@ from benchmarks import (
     training,
     two_learners,
     virtual_cluster,
+    waiting,
 )
 from benchmarks.measuring import Bar
 
@@ -49,6 +50,7 @@ BENCHMARKS: dict[str, Measure] = {
     "preparing": lambda folder, device: preparing.measure(folder),
     "start_up": lambda folder, device: start_up.measure(folder),
     "scale": lambda folder, device: scale.measure(folder),
+    "waiting": lambda folder, device: waiting.measure(folder),
 }
 """By the name that `--only` knows them by."""
 ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster"}
