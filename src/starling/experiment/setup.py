@@ -57,7 +57,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     tokenizer = make_tokenizer(recipe.tokens, (train.text(index) for index in range(len(train))))
     features = LogMel(recipe.features, recipe.data.sampling_rate)
     if recipe.features.normalise == "global":
-        features.fit(train)
+        features.fit(train, on_bad=recipe.data.filter.on_bad)
     recogniser = Recogniser.create(recipe.model, features, tokenizer, derive_seed(recipe.seed, "model"))
     if recipe.warm_start is not None and recipe.resume is None:
         say(warm_start(recogniser, recipe.warm_start))
