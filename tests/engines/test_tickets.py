@@ -169,7 +169,7 @@ runs = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(lengths, st.lists(runs, min_size=1, max_size=4))
-def test_every_mini_batch_is_in_the_weights_exactly_once(lengths: list[int], runs: list[Run]) -> None:
+def test_every_mini_batch_counts_exactly_once(lengths: list[int], runs: list[Run]) -> None:
     """Under every strategy, with fast and slow learners, budgets that end anywhere, runs that are lost and gone on with
     from any mark, and another number of learners each time."""
     workload = Uneven(lengths)

@@ -98,6 +98,20 @@ def test_resuming_from_an_earlier_checkpoint_must_not_mix_two_runs(tree: Tree) -
     assert claim_folder(elsewhere, print).path.name == "other"
 
 
+def test_a_run_that_goes_on_from_another_experiment_is_not_mixed_with_one_of_its_name(tree: Tree) -> None:
+    """The earlier one is moved aside, its record of what was seen too; that of the other experiment is taken over."""
+    first, second = (check_recipe({**tree, "name": name}, "r.yaml") for name in ("first", "second"))
+    for recipe, seen in ((first, "theirs"), (second, "mine")):
+        folder = claim_folder(recipe, print)
+        (folder.seen / "from-00000000" / "learner-0.tsv").write_text(seen)
+        save(recipe, Ticket(1, 0, 8))
+    resumed = resolve_resume(check_recipe({**tree, "name": "second", "resume": str(first.folder)}, "r.yaml"))
+    folder = claim_folder(resumed, print)
+    assert (folder.seen / "from-00000000" / "learner-0.tsv").read_text() == "theirs"
+    assert (second.exp / "second.1" / "seen" / "from-00000000" / "learner-0.tsv").read_text() == "mine"
+    assert not list(folder.checkpoints.glob("step-*"))
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -265,6 +265,7 @@ def test_data_of_a_mixture_are_part_of_the_fingerprint(tree: Tree) -> None:
         ({"partition": "domain"}, "domains are divided, but there is no mixture"),
         ({"partition": {"kind": "dirichlet", "alpha": 1, "by": "domain"}}, "there is no mixture"),
         ({"partition": "speakers"}, "partition: "),
+        ({"mixture": {"domains": {"a": {"sets": "trian"}}}}, "'trian' is neither a set of data.corpus"),
         ({"partition": {"kind": "dirichlet", "alpha": 0}}, "greater than 0"),
         (
             {"partition": "speaker", "mixture": {"domains": {"a": {"sets": "train"}}, "temperature": 0.5}},

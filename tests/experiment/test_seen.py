@@ -1,6 +1,7 @@
 """The record of who saw what says the truth, and what could not be used is on it."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ from rich.console import Console
 from starling.checkpoint.reader import latest, load
 from starling.errors import DataError
 from starling.experiment.audit import audit
-from starling.experiment.recipe import check_recipe
-from starling.experiment.seen import begin_segment, read_seen, segments
+from starling.experiment.recipe import check_recipe, fingerprints
+from starling.experiment.seen import Seen, begin_segment, counter, read_seen, segments
+from starling.experiment.setup import make_ready
 from starling.experiment.simulate import simulate
 from starling.speech.store import SpeechSet
 from starling.workload import Standing, Ticket
 from tests.experiment.conftest import Tree
+from tests.report.steps import step
 
 
 def simulated(tree: Tree, **changes: object) -> tuple[Path, list[str]]:
@@ -64,8 +67,11 @@ def test_an_audit_of_a_mixture_tells_the_passes_over_each_domain(tree: Tree) -> 
         (lambda lines: lines[:2] + lines[3:], "mini-batches .* were not computed"),
         (lambda lines: [*lines, lines[2]], "mini-batches .* were computed more than once"),
         (lambda lines: [*lines, "1\tx\t3\tsong-1\n"], "is not epoch, batch, step, utterances"),
+        (lambda lines: [*lines, "1\n"], "is not epoch, batch, step, utterances"),
+        (lambda lines: [*lines[:2], lines[2].rpartition("\t")[0] + "\n", *lines[3:]], "did not hold the utterances"),
+        (lambda lines: [*lines[:2], lines[2].replace("song", "gong"), *lines[3:]], "did not hold the utterances"),
     ],
-    ids=["missing", "twice", "damaged"],
+    ids=["missing", "twice", "damaged", "short", "without an utterance", "with others"],
 )
 def test_an_audit_fails_when_something_is_wrong(tree: Tree, change: object, problem: str) -> None:
     """A mini-batch that nobody computed, or two did, is named; so is a line that makes no sense."""
@@ -79,8 +85,8 @@ def test_an_audit_fails_when_something_is_wrong(tree: Tree, change: object, prob
 def test_a_line_that_was_cut_where_its_learner_was_killed_is_not_read(tree: Tree) -> None:
     """It was written after the last checkpoint, or it would be whole."""
     experiment, _ = simulated(tree)
-    with (segments(experiment / "seen")[0] / "learner-0.tsv").open("a") as record:
-        record.write("1\t3\t2")
+    with (segments(experiment / "seen")[0] / "learner-0.tsv").open("ab") as record:
+        record.write("1\t3\t2\tsö".encode()[:-1])
     assert "exactly once" in audited(experiment)[1]
 
 
@@ -115,7 +121,10 @@ def test_a_bad_utterance_is_skipped_counted_and_listed(tree: Tree, tmp_path: Pat
     simulated(tree, budget={"steps": 1})
     bad = damage(tree, 2)
     experiment, said = simulated(tree)
-    assert audited(experiment)[1].startswith("every mini-batch before")
+    verdict = audited(experiment)[1]
+    assert verdict.endswith(
+        "0 of 2 whole epochs saw each of 24 utterances exactly once; 4 could not be used and were skipped"
+    )
     listed = [
         line.split("\t")[:2]
         for path in (experiment / "seen").glob("*/skipped-*.tsv")
@@ -134,3 +143,26 @@ def test_too_many_bad_utterances_fail_the_run(tree: Tree, tmp_path: Path, on_bad
     problem = "3 utterances of epoch 1 could not be used" if on_bad == "skip" else "|".join(bad)
     with pytest.raises(DataError, match=problem):
         simulated(tree)
+
+
+def test_what_to_do_about_bad_utterances_may_change_in_a_resume(tree: Tree) -> None:
+    """Who meets some while training goes on with the same prepared set, and skips them."""
+    recipe = check_recipe(tree, "r.yaml")
+    make_ready(recipe, print)
+    changed = check_recipe(
+        {**tree, "data": {**tree["data"], "filter": {"on_bad": "skip", "max_skipped": 0.05}}}, "r.yaml"
+    )
+    assert fingerprints(changed) == fingerprints(recipe)
+    said: list[str] = []
+    make_ready(changed, said.append)
+    assert "there already" in said[0] and "written" not in said[0]
+
+
+def test_utterances_skipped_before_a_resume_count(tmp_path: Path) -> None:
+    """An epoch that is resumed has no more of them to spare than one that is not."""
+    first = begin_segment(tmp_path, Standing())
+    (first / "skipped-0.tsv").write_text("epoch\tid\treason\n1\ta\tno\n1\tb\tno\n2\ta\tno\n")
+    seen = Seen(begin_segment(tmp_path, Standing(Ticket(0, 5, 5))), counter(), 2, print)
+    with pytest.raises(DataError, match="3 utterances of epoch 1 could not be used, the last one c"):
+        seen.on_step(replace(step(0, frames=10), ticket=Ticket(0, 5, 5), skipped=(("c", "cut short"),)))
+    seen.close()

@@ -229,6 +229,18 @@ def test_a_folder_on_this_machine_is_an_address_too(songs: SpeechSet, tmp_path: 
         remote.audio(0)
 
 
+def test_a_damaged_index_is_named_where_it_is_damaged(songs: SpeechSet, tmp_path: Path) -> None:
+    """In the store, not in the copy, of which nothing is left."""
+    shutil.copytree(songs.folder.parent, tmp_path / "store")
+    ids = tmp_path / "store" / songs.folder.name / "index" / "ids.npy"
+    ids.write_bytes(ids.read_bytes()[:-9])
+    with pytest.raises(
+        DataError, match=rf"file://{ids}: cannot be read .*the set there is damaged: copy it there again"
+    ):
+        fetched(f"file://{tmp_path / 'store'}", {}, tmp_path / "here")
+    assert not list((tmp_path / "here").iterdir())
+
+
 def test_a_set_that_was_prepared_here_is_never_replaced(songs: SpeechSet, tmp_path: Path) -> None:
     """Fetching into the folder of a set with shards is refused, and the set is still there."""
     shutil.copytree(songs.folder.parent, tmp_path / "copy")

@@ -122,8 +122,8 @@ class Mark:
 class Marks:
     """The marks of a run, in their order: where epochs end, and, if asked for, after every so many mini-batches.
 
-    Every learner passes a mark when it claims a portion behind it, having done all of its own before it. So what they
-    keep at a mark holds every ticket before it once, however far apart they are.
+    Every learner passes a mark when it claims a portion behind it, having done all of its own before it. So all tickets
+    before it are done by then, and in step no other; asynchronous learners also have what they got from others by then.
     """
 
     def __init__(self, tickets: TeamTickets, every: int | None = None) -> None:

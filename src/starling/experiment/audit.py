@@ -1,7 +1,7 @@
 """`starling audit`: whether every utterance was seen once in every epoch, and by whom."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +15,11 @@ from starling.checkpoint.reader import latest
 from starling.errors import ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.recipe import Recipe, load_recipe
-from starling.experiment.seen import Sight, read_seen, start_of_record
+from starling.experiment.seen import Sight, read_seen, read_skipped, start_of_record
 from starling.experiment.setup import load_workload
 from starling.experiment.workload import SpeechWorkload
 from starling.report.progress import Say
-from starling.workload import Standing, Workload
+from starling.workload import Standing, Ticket, Workload
 
 SHOWN = 5
 """Utterances that a message names; of more, it gives the number."""
@@ -38,6 +38,10 @@ class EpochAudit:
     """Mini-batches that each computed."""
     utterances: Counter[str] = field(default_factory=Counter)
     """How often each was seen."""
+    num_skipped: int = 0
+    """Utterances that could not be used."""
+    strange: list[int] = field(default_factory=list)
+    """Mini-batches that do not hold what the plan says."""
 
 
 def audit(experiment: Path, tell: Say, output: Console) -> None:
@@ -51,7 +55,7 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
     recipe = load_recipe(folder.config)
     end = read_manifest(latest(experiment)).standing
     workload = load_workload(recipe, folder)
-    epochs = collect(read_seen(folder.seen, end), workload)
+    epochs = collect(read_seen(folder.seen, end), workload, read_skipped(folder.seen))
     begin = start_of_record(folder.seen)
     output.print(_table(epochs))
     problems = problems_of(epochs, workload, begin, end)
@@ -64,8 +68,10 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
     tell(_verdict(epochs, end, _expected(recipe, workload, epochs)))
 
 
-def collect(sights: Iterable[Sight], workload: Workload[Any]) -> list[EpochAudit]:
-    """The record, epoch by epoch."""
+def collect(
+    sights: Iterable[Sight], workload: SpeechWorkload, skipped: Mapping[int, Collection[str]]
+) -> list[EpochAudit]:
+    """The record, epoch by epoch, each mini-batch beside its plan."""
     epochs: dict[int, EpochAudit] = {}
     for sight in sights:
         number = sight.ticket.epoch
@@ -74,7 +80,20 @@ def collect(sights: Iterable[Sight], workload: Workload[Any]) -> list[EpochAudit
         epochs[number].batches[sight.ticket.index] += 1
         epochs[number].by_learner[sight.learner] += 1
         epochs[number].utterances.update(sight.utterances)
+        if workload.num_parts == 1 and sight.ticket.index < epochs[number].num_batches:
+            missing = planned(workload, sight.ticket)
+            strange = Counter(sight.utterances) - missing
+            missing -= Counter(sight.utterances)
+            epochs[number].num_skipped += sum(missing[name] for name in missing if name in skipped.get(number, ()))
+            if strange or any(name not in skipped.get(number, ()) for name in missing):
+                epochs[number].strange.append(sight.ticket.index)
     return [epochs[number] for number in sorted(epochs)]
+
+
+def planned(workload: SpeechWorkload, ticket: Ticket) -> Counter[str]:
+    """The utterances of a mini-batch."""
+    indices = (index for micro_batch in workload.plan(ticket.epoch)[ticket.index] for index in micro_batch)
+    return Counter(workload.speech_set.id(int(workload.utterances[index])) for index in indices)
 
 
 def problems_of(epochs: list[EpochAudit], workload: Workload[Any], begin: Standing, end: Standing) -> list[str]:
@@ -92,6 +111,9 @@ def problems_of(epochs: list[EpochAudit], workload: Workload[Any], begin: Standi
             problems.append(f"mini-batches {_some(missing)} of epoch {epoch + 1} were not computed")
         if twice := sorted(index for index, times in seen.items() if times > 1):
             problems.append(f"mini-batches {_some(twice)} of epoch {epoch + 1} were computed more than once")
+        if epoch in known and known[epoch].strange:
+            strange = _some(sorted(known[epoch].strange))
+            problems.append(f"mini-batches {strange} of epoch {epoch + 1} did not hold the utterances of the plan")
     return problems
 
 
@@ -136,13 +158,17 @@ def _expected(recipe: Recipe, workload: SpeechWorkload, epochs: list[EpochAudit]
         return "no epoch is whole yet"
     num_utterances = len(workload.utterances)
     once = [each for each in whole if len(each.utterances) == num_utterances and set(each.utterances.values()) == {1}]
-    return f"{len(once)} of {len(whole)} whole epochs saw each of {num_utterances} utterances exactly once"
+    line = f"{len(once)} of {len(whole)} whole epochs saw each of {num_utterances} utterances exactly once"
+    if num_skipped := sum(each.num_skipped for each in whole):
+        line += f"; {num_skipped} could not be used and were skipped"
+    return line
 
 
 def _passes(workload: SpeechWorkload, epochs: list[EpochAudit]) -> str:
     """How often each domain of a mixture was gone through."""
+    whole = [each for each in epochs if len(each.batches) == each.num_batches]
     times: Counter[str] = Counter()
-    for each in epochs:
+    for each in whole:
         times.update(each.utterances)
     lines = []
     train = workload.speech_set
@@ -152,4 +178,4 @@ def _passes(workload: SpeechWorkload, epochs: list[EpochAudit]) -> str:
         lines.append(
             f"{domain} {sum(counts) / len(counts):.2f} passes (each utterance {min(counts)} to {max(counts)} times)"
         )
-    return ", ".join(lines)
+    return f"in {len(whole)} whole epochs: " + ", ".join(lines)

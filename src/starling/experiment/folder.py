@@ -70,7 +70,7 @@ def resolve_resume(recipe: Recipe) -> Recipe:
 
 def check_claim(recipe: Recipe) -> None:
     """Raises ConfigError when going on from the recipe's `resume` would mix two runs in the experiment's folder."""
-    if recipe.resume is None:
+    if recipe.resume is None or _is_elsewhere(recipe):
         return
     later = [path for path in checkpoints_in(recipe.folder / "checkpoints") if path.name > recipe.resume.name]
     if later:
@@ -90,9 +90,10 @@ def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder
     check_claim(recipe)
     existing = checkpoints_in(folder.checkpoints)
     try:
-        if existing and recipe.resume is None and not recipe.overwrite:
+        is_new = recipe.resume is None or _is_elsewhere(recipe)
+        if existing and is_new and not recipe.overwrite:
             say(f"{folder.path} held an earlier run, which is now in {_move_aside(folder.path)}")
-        if recipe.resume is None:
+        if is_new:
             _clear(folder.path)
         folder.path.mkdir(parents=True, exist_ok=True)
         remove_partial(folder.checkpoints)
@@ -102,6 +103,11 @@ def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder
     except OSError as error:
         raise unwritable(folder.path, error) from error
     return folder
+
+
+def _is_elsewhere(recipe: Recipe) -> bool:
+    """Whether the run goes on from a checkpoint of another experiment."""
+    return recipe.resume is not None and recipe.resume.resolve().parent.parent != recipe.folder.resolve()
 
 
 def _gone_on_with(recipe: Recipe) -> tuple[Standing, Path | None]:

@@ -118,6 +118,17 @@ class Recipe(Config):
     """Where experiments are."""
 
     @model_validator(mode="after")
+    def _mixed_sets_exist(self) -> Self:
+        known = self.data.corpus.sets
+        for name in self.mixture.sets if self.mixture is not None else ():
+            if name not in known and not Path(name).is_dir():
+                raise ValueError(
+                    f"mixture: {name!r} is neither a set of data.corpus ({', '.join(known)}) nor a folder; prepare it "
+                    "first with a recipe of its own"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _partition_fits(self) -> Self:
         if self.mixture is None:
             if labels_are_domains(self.partition):

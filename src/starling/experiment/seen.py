@@ -11,7 +11,7 @@ of these files.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -41,9 +41,11 @@ def begin_segment(folder: Path, standing: Standing, earlier: Path | None = None)
     """
     segment = folder / f"from-{standing.num_done:08d}"
     folder.mkdir(parents=True, exist_ok=True)
-    if earlier is not None and earlier != folder and earlier.is_dir():
+    if earlier is not None and earlier.resolve() != folder.resolve():
+        for old in segments(folder):
+            shutil.rmtree(old)
         for old in segments(earlier):
-            shutil.copytree(old, folder / old.name, dirs_exist_ok=True)
+            shutil.copytree(old, folder / old.name)
     for old in segments(folder):
         if old.name >= segment.name:
             shutil.rmtree(old)
@@ -83,6 +85,7 @@ class Seen:
         self._say = say
         self._files: dict[str, TextIO] = {}
         self._num_skipped: dict[tuple[int, int], int] = {}
+        self._earlier: dict[int, set[str]] | None = None
 
     def on_step(self, report: StepReport) -> None:
         ticket = report.ticket
@@ -112,13 +115,20 @@ class Seen:
             file.write("\t".join((str(epoch + 1), name, " ".join(reason.split()))) + "\n")
         file.flush()
         self._num_skipped[rank, epoch] = self._num_skipped.get((rank, epoch), 0) + len(report.skipped)
-        if (total := self._count(f"skipped/{epoch}", len(report.skipped))) > self._most:
+        if (total := self._count(f"skipped/{epoch}", len(report.skipped)) + self._before(epoch)) > self._most:
             name, reason = report.skipped[-1]
             raise DataError(
                 f"learner {rank}: {total} utterances of epoch {epoch + 1} could not be used, the last one {name} "
                 f"({reason}); data.filter.max_skipped allows {self._most}: see {self._segment}/skipped-*.tsv, and "
                 "prepare the data anew"
             )
+
+    def _before(self, epoch: int) -> int:
+        """How many utterances of an epoch were skipped before this start of the run."""
+        if self._earlier is None:
+            older = [each for each in segments(self._segment.parent) if each.name < self._segment.name]
+            self._earlier = _skipped_in(older)
+        return len(self._earlier.get(epoch, ()))
 
     def _file(self, name: str, header: str) -> TextIO:
         if name not in self._files:
@@ -149,7 +159,10 @@ def read_seen(folder: Path, end: Standing) -> Iterator[Sight]:
     """
     found = segments(folder)
     if not found:
-        raise DataError(f"{folder}: no record of what learners saw; it is written by `starling train`")
+        raise DataError(
+            f"{folder}: no record of what learners saw; `starling train` and `simulate` write one, but older versions "
+            "did not"
+        )
     ends = [*(_start_of(segment) for segment in found[1:]), end]
     for segment, until in zip(found, ends, strict=True):
         open_steps = {ticket.step for ticket in until.unfinished}
@@ -157,6 +170,21 @@ def read_seen(folder: Path, end: Standing) -> Iterator[Sight]:
             for sight in _read(path):
                 if sight.ticket.step < until.position.step and sight.ticket.step not in open_steps:
                     yield sight
+
+
+def read_skipped(folder: Path) -> dict[int, set[str]]:
+    """The utterances that were skipped in each epoch."""
+    return _skipped_in(segments(folder))
+
+
+def _skipped_in(found: Iterable[Path]) -> dict[int, set[str]]:
+    skipped: dict[int, set[str]] = {}
+    for path in (path for segment in found for path in segment.glob("skipped-*.tsv")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]:
+            epoch, _, rest = line.partition("\t")
+            if epoch.isdigit():
+                skipped.setdefault(int(epoch) - 1, set()).add(rest.partition("\t")[0])
+    return skipped
 
 
 def start_of_record(folder: Path) -> Standing:
@@ -175,12 +203,12 @@ def _start_of(segment: Path) -> Standing:
 
 def _read(path: Path) -> Iterator[Sight]:
     learner = int(path.stem.removeprefix("learner-"))
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file):
             if number == 0 or not line.endswith("\n"):  # a line may be cut where its learner was killed
                 continue
-            epoch, batch, step, *utterances = line.rstrip("\n").split("\t")
             try:
+                epoch, batch, step, *utterances = line.rstrip("\n").split("\t")
                 ticket = Ticket(int(epoch) - 1, int(batch) - 1, int(step))
             except ValueError:
                 raise DataError(f"{path}:{number + 1}: {line[:80]!r} is not epoch, batch, step, utterances") from None

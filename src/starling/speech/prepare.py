@@ -81,6 +81,8 @@ class DataConfig(Config):
             problems.append(problem)
         if self.remote is not None and (problem := address_problem(self.remote, self.storage_options)):
             problems.append(problem)
+        if self.remote is None and self.storage_options:
+            problems.append("data.storage_options are for data.remote, which is not set; leave them out")
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -133,9 +135,11 @@ def prepare(config: DataConfig, progress: Progress | None = None, executor: Exec
 
 
 def set_digest(config: DataConfig, name: str) -> str:
-    """Digest of all settings that a set is made from; sets of other names do not change it."""
+    """Digest of all settings that a set is made from; sets of other names do not change it, nor does what to do about
+    utterances that cannot be used: whoever meets some while training may change it, and go on with the same set."""
     settings = config.model_dump(mode="json", include={"sampling_rate", "text", "filter", "shard_size"})
-    del settings["filter"]["leave_out"]  # what it holds counts, not where it is
+    for name_of_key in ("leave_out", "on_bad", "max_skipped"):  # of the first, what it holds counts, not where it is
+        del settings["filter"][name_of_key]
     if left_out := left_out_of(config.filter.leave_out, name):
         settings["left_out"] = sorted(left_out)
     corpus = config.corpus.model_dump(mode="json")

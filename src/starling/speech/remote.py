@@ -74,6 +74,15 @@ def _checked_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> 
     return summary
 
 
+def _check_opens(aside: Path, objects: ObjectFolder) -> None:
+    """DataError that names the store, not the copy, when what was fetched from it is damaged."""
+    try:
+        SpeechSet.open(aside)
+    except DataError as error:
+        found = str(error).partition(";")[0].replace(str(aside), objects.address)
+        raise DataError(f"{found}; the set there is damaged: copy it there again") from error
+
+
 def _is_there(folder: Path, summary: bytes, where: dict[str, object]) -> bool:
     """Whether a set was fetched from the same place before, and opens without complaint."""
     try:
@@ -100,6 +109,7 @@ def _fetch(
         (aside / REMOTE).write_text(json.dumps(where, indent=2) + "\n", encoding="utf-8")
         (aside / "summary.json").write_bytes(summary)
         sync(*aside.rglob("*"), aside)
+        _check_opens(aside, objects)
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
     except BaseException as error:
