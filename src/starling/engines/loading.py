@@ -1,13 +1,18 @@
 """Mini-batches, loaded ahead of the learner that computes on them."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from starling.workload import Ticket, Workload
 
 Loaded = tuple[Ticket, Sequence[Any]]
+_SMALL = 4 * 2**20  # bytes
 
 
 class _ByTicket(Dataset[Loaded]):
@@ -32,6 +37,18 @@ def _as_it_is(loaded: Any) -> Any:  # torch would otherwise convert what it find
     return loaded
 
 
+def _send_small_by_value(worker: int) -> None:
+    """Have a loading process send small tensors as they are. Shared memory takes a learner a few exchanges with the
+    process for each tensor, which wait for their turn where cores are few: ten times as long as a copy of this size."""
+    ForkingPickler.register(Tensor, _reduce)
+
+
+def _reduce(tensor: Tensor) -> Any:
+    if tensor.nbytes > _SMALL or tensor.device.type != "cpu" or tensor.dtype == torch.bfloat16:
+        return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    return torch.from_numpy, (tensor.detach().numpy(),)
+
+
 def load_ahead(workload: Workload[Any], tickets: Iterable[Ticket], num_workers: int) -> Iterator[Loaded]:
     """Each ticket with its mini-batch, in order, loaded by `num_workers` processes (0: when asked for).
 
@@ -48,5 +65,6 @@ def load_ahead(workload: Workload[Any], tickets: Iterable[Ticket], num_workers: 
             collate_fn=_as_it_is,
             num_workers=num_workers,
             multiprocessing_context="spawn",
+            worker_init_fn=_send_small_by_value,
         )
     )
