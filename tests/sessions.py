@@ -5,8 +5,12 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import monotonic
 
 import psutil
+
+_TIME_TO_END = 5.0
+"""Seconds that processes have to notice the end of the one they serve, as multiprocessing's resource tracker does."""
 
 
 def run_to_end(
@@ -27,10 +31,23 @@ def run_to_end(
             code = process.wait(timeout=200)
         finally:
             left = [each for each in psutil.process_iter() if _session(each) == process.pid]
+            deadline = monotonic() + _TIME_TO_END
+            while left := [each for each in left if not _has_ended(each)]:
+                if monotonic() > deadline:
+                    break
+                psutil.wait_procs(left, timeout=0.1)
             for each in left:
                 each.send_signal(signal.SIGKILL)
         said.seek(0)
         return code, said.read(), left
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Whether it is gone, or only waits for the system to take note of its end."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _session(process: psutil.Process) -> int:
