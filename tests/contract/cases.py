@@ -130,7 +130,6 @@ class Case:
     steps: int = 24
     clip_norm: float | None = None
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
-    num_workers: int = 0
     stragglers: Stragglers = field(default_factory=Stragglers)
 
     def job(self, world: int) -> Job:
@@ -142,7 +141,6 @@ class Case:
             make_optimizer=self.optimizer,
             schedule=self.schedule,
             clip_norm=self.clip_norm,
-            num_workers=self.num_workers,
             stragglers=self.stragglers,
             seed=11,
         )
@@ -179,5 +177,4 @@ def cases() -> dict[str, Case]:
         made[f"{name}/first-is-slow"] = Case(choice, plain, sgd(0.1), 9, stragglers=Stragglers(slow={0: 30.0}))
         slow_and_uneven = Stragglers(slow={1: 30.0}, jitter=2.0)
         made[f"{name}/last-is-slow"] = Case(choice, plain, sgd(0.1), 9, stragglers=slow_and_uneven)
-    made["allreduce/loaded-ahead"] = Case(CHOICES["allreduce"], plain, sgd(0.1), num_workers=1)
     return made

@@ -21,8 +21,6 @@ ALONE = ("/sgd", "/adam")
 """What one process runs."""
 IN_STEP = ("/sgd", "/adam", "/accumulated", "/same-data")
 """What only strategies run whose result does not depend on speeds."""
-LOADED_AHEAD = "allreduce/loaded-ahead"
-"""What two processes run whose mini-batches are loaded by further ones."""
 MEMBERS = {3: (0, 1, 2), 2: (3, 4), 4: (0, 1, 2, 3), 1: (4,)}
 """Which processes run the cases of so many learners, in this order."""
 Runner = Callable[[str, int], list[Tensor]]
@@ -58,8 +56,6 @@ def on_processes(tmp_path_factory: pytest.TempPathFactory, warm_start: Line) -> 
 def _is_asked_for(name: str, world: int) -> bool:
     """Whether a test asks for this case of so many processes."""
     choice, _, _ = name.partition("/")
-    if name == LOADED_AHEAD:
-        return world == 2
     if world == 1:
         return name.endswith(ALONE)
     if world == 4 and not name.startswith(LARGER):

@@ -120,12 +120,6 @@ def test_identical_data_make_allreduce_plain_sgd(engine: str, learners: int, req
         torch.testing.assert_close(weights, state.weights, rtol=0.0, atol=1e-6)
 
 
-def test_loading_processes_change_nothing(on_processes: Runner) -> None:
-    """Mini-batches are the same whoever loads them."""
-    here, elsewhere = on_processes("allreduce/sgd", 2), on_processes("allreduce/loaded-ahead", 2)
-    assert torch.equal(torch.stack(here), torch.stack(elsewhere))
-
-
 def test_every_synchronous_choice_has_an_oracle() -> None:
     """A new synchronous strategy cannot join the contract without its matrix form."""
     assert {name for name, choice in CHOICES.items() if choice.is_synchronous} == set(SYNCHRONOUS)

@@ -1,13 +1,14 @@
 """A speech workload is a pure function of the recipe and the ticket."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from starling.engines.loading import load_ahead
+from starling.engines.loading import Loader
 from starling.errors import ConfigError, DataError
 from starling.experiment.folder import claim_folder
 from starling.experiment.recipe import Recipe, check_recipe
@@ -30,9 +31,16 @@ def ready(tree: Tree) -> tuple[Recipe, SpeechWorkload]:
 def test_every_process_loads_the_same_bits(tree: Tree) -> None:
     """A loading process gives the same batches as the learner itself would."""
     _, workload = ready(tree)
-    tickets = [Ticket(0, 1, 1), Ticket(1, 1, 9)]
-    loaded = dict(load_ahead(workload, tickets, num_workers=1))
-    for ticket in tickets:
+    chosen = [Ticket(0, 1, 1), Ticket(1, 1, 9)]
+
+    def tickets() -> Iterator[Ticket]:
+        while not loader.is_ahead:
+            yield Ticket(0, 0, 0)
+        yield from chosen
+
+    with Loader(workload, num_workers=1) as loader:
+        loaded = dict(loader.load(tickets()))
+    for ticket in chosen:
         for mine, other in zip(workload.load(ticket), loaded[ticket], strict=True):
             assert torch.equal(mine.features, other.features)
             assert torch.equal(mine.tokens, other.tokens)

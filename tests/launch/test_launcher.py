@@ -256,8 +256,9 @@ def test_a_killed_learner_leaves_no_shared_memory_and_no_temporary_file(
     semaphores: set[Path] = set()
 
     def harm() -> None:
-        maps = (each.path for process in learners_of() for each in process.memory_maps())
-        semaphores.update(Path(path) for path in maps if "/sem.mp-" in path)
+        while not semaphores:  # loading processes start while their learners compute
+            maps = (each.path for process in learners_of() for each in process.memory_maps())
+            semaphores.update(Path(path) for path in maps if "/sem.mp-" in path)
         assert list(temporary.iterdir())
         learner(1).kill()
 

@@ -22,7 +22,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import Greeting, greet, part, silent_learners
 from starling.engines.job import Job, Observer
-from starling.engines.loading import Loaded, load_ahead
+from starling.engines.loading import Loaded, Loader
 from starling.engines.peers import GradientHandle, PeerLearner, Place
 from starling.engines.replica import Replica
 from starling.engines.stragglers import Stragglers
@@ -49,6 +49,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         observer: Observer,
         start: LearnerState | None,
         timeout_seconds: float,
+        loader: Loader,
     ) -> None:
         replica = Replica(flat.weights, flat.gradients, flat.parameters, job.make_optimizer, job.clip_norm)
         if start is not None:
@@ -60,7 +61,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
         self._reducing: dict[bool, DistributedDataParallel] = {}  # by whether it is the model elsewhere
         self._drawn_ahead: set[int] = set()  # portions of this learner's team that it has not claimed yet
-        self._batches = load_ahead(job.workload, self._mine(), job.num_workers)
+        self._batches = loader.load(self._mine())
 
     def claim(self) -> bool:
         self._release.check()
@@ -240,21 +241,22 @@ def run_learner(
     `digest` stands for the whole configuration and must be the same on all learners. Raises `ProtocolError` when
     learners differ, `PeerLost` when one is gone or does not answer within `timeout_seconds`.
     """
-    flat = FlatModel(job.workload.make_model(), device)
-    mine = Greeting(
-        world=place.world,
-        strategy=job.strategy.name,
-        num_parameters=flat.num_parameters,
-        dtype=str(flat.weights.dtype),
-        configuration=digest,
-        **Greeting.of_versions(),
-    )
-    greet(place.store, place.rank, mine, timeout_seconds)
-    try:
-        with process_group(place, device, timeout_seconds):
-            state = ProcessLearner(job, place, flat, observer, start, timeout_seconds).drive()
-            part(place.store, place.rank, place.world, timeout_seconds)
-    except Exception as error:
-        end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
-        raise
+    with Loader(job.workload, job.num_workers) as loader:
+        flat = FlatModel(job.workload.make_model(), device)
+        mine = Greeting(
+            world=place.world,
+            strategy=job.strategy.name,
+            num_parameters=flat.num_parameters,
+            dtype=str(flat.weights.dtype),
+            configuration=digest,
+            **Greeting.of_versions(),
+        )
+        greet(place.store, place.rank, mine, timeout_seconds)
+        try:
+            with process_group(place, device, timeout_seconds):
+                state = ProcessLearner(job, place, flat, observer, start, timeout_seconds, loader).drive()
+                part(place.store, place.rank, place.world, timeout_seconds)
+        except Exception as error:
+            end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
+            raise
     return state

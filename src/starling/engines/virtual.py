@@ -20,7 +20,7 @@ from starling.consensus import consensus, consensus_distance
 from starling.engines.cluster import Cluster, ComputeTimes
 from starling.engines.flat import FlatModel, split
 from starling.engines.job import Job, Observer, Silence
-from starling.engines.loading import Loaded, load_ahead
+from starling.engines.loading import Loaded, Loader
 from starling.engines.network import Network, VirtualGradient, VirtualHandle, VirtualRounds, first_of
 from starling.engines.replica import Replica
 from starling.engines.rounds import Pace
@@ -236,7 +236,7 @@ class VirtualEngine:
         team_size = job.team_size(world)
         self._tickets = TeamTickets(job.workload, start[0].standing if start else Standing(), job.budget, team_size)
         in_order = self._tickets.take(count(), members=range(team_size))
-        self._batches = load_ahead(job.workload, in_order, job.num_workers)
+        self._batches = Loader(job.workload, job.num_workers).load(in_order)
         self._loaded: dict[int, Loaded] = {}
         self._learners = [
             VirtualLearner(self, rank, self._new_replica(), observer or Silence(), start[rank] if start else None)

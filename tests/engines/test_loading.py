@@ -1,0 +1,104 @@
+"""Mini-batches come in order, once each, whoever loads them; what goes wrong in a loading process is told."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from starling.engines.loading import Loaded, Loader
+from starling.errors import DataError
+from starling.workload import Ticket, Workload
+
+
+class WhoLoads(Workload[Any]):
+    """Each mini-batch is the process that loaded it, unless that is a loading process and is to fail."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.home = os.getpid()
+
+    def load(self, ticket: Ticket) -> Sequence[Any]:
+        if self.fails and os.getpid() != self.home:
+            raise DataError(f"mini-batch {ticket.step} cannot be read")
+        return [os.getpid()]
+
+    def num_batches(self, epoch: int) -> int:
+        raise NotImplementedError
+
+    def make_model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, examples: Any) -> Tensor:
+        raise NotImplementedError
+
+
+def tickets() -> Iterator[Ticket]:
+    """All there are."""
+    return (Ticket(0, step, step) for step in count())
+
+
+def until_processes_load(loaded: Iterator[Loaded]) -> Loaded:
+    """The first that this process did not load itself."""
+    return next(each for each in loaded if each[1] != [os.getpid()])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_without_processes_and_before_they_are_up_who_asks_loads(num_workers: int) -> None:
+    """Nobody waits for a process to start."""
+    with Loader(WhoLoads(), num_workers) as loader:
+        assert next(loader.load(tickets())) == (Ticket(0, 0, 0), [os.getpid()])
+
+
+def test_every_ticket_comes_once_and_in_order_also_where_processes_take_over() -> None:
+    """Which of them did is not to be seen; then all of them load."""
+    drawn: list[Ticket] = []
+
+    def drawing() -> Iterator[Ticket]:
+        for ticket in tickets():
+            drawn.append(ticket)
+            yield ticket
+            if len(drawn) == last:
+                return
+
+    last = -1
+    with Loader(WhoLoads(), num_workers=2) as loader:
+        loaded = loader.load(drawing())
+        ticket, _ = until_processes_load(loaded)
+        assert len(drawn) == ticket.step + 6  # two for each process, and the one that is received
+        last = len(drawn) + 50
+        rest = list(loaded)
+    assert [each.step for each, _ in rest] == list(range(ticket.step + 1, last))
+    assert len({process for _, (process,) in rest} - {os.getpid()}) == 2
+    assert multiprocessing.active_children() == []
+
+
+def test_what_a_process_raises_reaches_who_asked() -> None:
+    """With its own type."""
+    with Loader(WhoLoads(fails=True), num_workers=1) as loader, pytest.raises(DataError, match="cannot be read"):
+        until_processes_load(loader.load(tickets()))
+
+
+def test_a_process_that_is_killed_ends_the_wait() -> None:
+    """Torch says which."""
+    with Loader(WhoLoads(), num_workers=1) as loader:
+        loaded = loader.load(tickets())
+        _, (process,) = until_processes_load(loaded)
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=f"DataLoader worker.*{process}"):
+            list(islice(loaded, 100))
+
+
+def test_an_end_before_the_last_ticket_leaves_nothing_behind() -> None:
+    """Neither processes nor the thread."""
+    loaded = Loader(WhoLoads(), num_workers=1).load(tickets())
+    until_processes_load(loaded)
+    assert len(multiprocessing.active_children()) == 1
+    del loaded
+    assert multiprocessing.active_children() == []
+    assert "loader" not in {thread.name for thread in threading.enumerate()}
