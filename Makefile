@@ -16,7 +16,7 @@ demo: setup
 	$(BIN)/starling train recipes/demo.yaml
 
 test: setup
-	$(BIN)/python -m pytest -m 'not soak' --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest -m 'not soak' --numprocesses 2
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

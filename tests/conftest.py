@@ -3,19 +3,26 @@
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.warm_start import Line
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file share fixtures, and those of the contract one set of runs: each of these stays together where
-    several processes test."""
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "contract" else item.path.stem))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "ByFile":
+    """Where several processes test, each takes whole files."""
+    return ByFile(config, log)
+
+
+class ByFile(LoadScopeScheduling):
+    """Tests of one file share fixtures, and those of the contract one set of runs: these stay together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = Path(nodeid.partition("::")[0])
+        return str(file.parent if file.parent.name == "contract" else file)
 
 
 @pytest.fixture(scope="session")
