@@ -15,7 +15,8 @@ from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.runs import DDP, SENDING, Notes, Outcome, Run
 from benchmarks.slow_link import SlowLink
 from starling.engines.greeting import part
-from starling.engines.processes import Place, process_group, run_learner
+from starling.engines.member import run_learner
+from starling.engines.processes import Place, process_group
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
 

@@ -8,7 +8,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from benchmarks.measuring import Bar, median_speed_up
 from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.training import SideBySide, job_for
-from starling.engines.processes import Place, run_learner
+from starling.engines.member import run_learner
+from starling.engines.processes import Place
 from starling.experiment.observers import LOG_EVERY, Log, Metered, Together
 
 STEPS = 800

@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.measuring import Bar, median_speed_up
 from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.training import SideBySide, job_for
-from starling.engines.processes import choose_device, run_learner
+from starling.engines.member import run_learner
+from starling.engines.processes import choose_device
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place

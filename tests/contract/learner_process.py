@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch.distributed.distributed_c10d import PrefixStore
 
 from starling.engines.job import Silence
-from starling.engines.processes import Place, run_learner
+from starling.engines.member import run_learner
+from starling.engines.processes import Place
 from starling.launch.rendezvous import find_place
 from tests.contract.cases import cases
 

@@ -51,7 +51,7 @@ def test_a_run_that_lost_a_learner_and_goes_on_with_fewer_sees_everything_once(
     checkpoint, and what the dead one had not done is given out again."""
     command = [
         sys.executable, "-m", "starling", "train", digits, "learners=3", "strategy=adpsgd", "budget.epochs=100000",
-        "checkpoints.every=4",
+        "checkpoints.every=4", "on_loss=stop",
     ]  # fmt: skip
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
@@ -76,6 +76,34 @@ def test_a_run_that_lost_a_learner_and_goes_on_with_fewer_sees_everything_once(
     assert re.search(
         rf"; {whole} of {whole} whole epochs saw each of \d+ utterances exactly once", audited(tmp_path, monkeypatch)
     )
+
+
+@pytest.mark.parametrize(
+    "strategy", ["adpsgd", pytest.param("allreduce", marks=pytest.mark.soak), pytest.param("dpsgd", marks=pytest.mark.soak)]
+)
+def test_survivors_see_what_a_killed_learner_had_begun(
+    strategy: str, digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three go on to the end of the budget; each utterance of each epoch was seen once, by one of the three."""
+    command = [
+        sys.executable, "-m", "starling", "train", digits, "learners=3", f"strategy={strategy}", "budget.epochs=60",
+        "checkpoints.every=4",
+    ]  # fmt: skip
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        said = []
+        for line in run.stderr:
+            said.append(line)
+            if sum(each.startswith("saved") for each in said) == 3:
+                break
+        learners = psutil.Process(run.pid).children()
+        assert len(learners) == 3, "".join(said)
+        learners[1].kill()
+        message = run.stderr.read()
+        assert run.wait(timeout=100) == 0, message
+    assert re.search(r"learner \d was killed by SIGKILL while .*; the others go on without it", message)
+    assert re.search(r"songs ended without learner \d: learner \d was killed", message)
+    assert "60 of 60 whole epochs saw each of" in audited(tmp_path, monkeypatch)
 
 
 def test_mini_batches_loaded_ahead_when_the_time_is_up_are_given_out_again(

@@ -126,7 +126,7 @@ def test_a_learner_that_fails_ends_the_run_with_its_error(tree: Tree, tmp_path: 
 
 
 def test_a_run_that_lost_a_learner_says_who_and_can_be_resumed(tree: Tree, tmp_path: Path) -> None:
-    """A killed learner ends the run with exit code 3; the message tells how to go on, and that works."""
+    """Where it is asked for, a killed learner ends the run with exit code 3; the message tells how to go on."""
     recipe = written(tree, tmp_path)
     command = [sys.executable, "-m", "starling", "train", recipe, "budget.epochs=100000"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import Store
 
 from starling.budget import Budget
 from starling.engines.job import Job, Silence
-from starling.engines.processes import run_learner
+from starling.engines.member import run_learner
 from starling.launch.rendezvous import find_place
 from starling.strategies import find_strategy
 from starling.workload import Ticket

@@ -94,11 +94,22 @@ def test_a_process_that_is_killed_ends_the_wait() -> None:
             list(islice(loaded, 100))
 
 
+def test_other_tickets_may_follow_before_the_last_and_behind_it() -> None:
+    """What was loaded ahead is dropped, and the same processes go on."""
+    with Loader(WhoLoads(), num_workers=2) as loader:
+        until_processes_load(loader.load(tickets()))
+        others = [Ticket(1, step, 1000 + step) for step in range(20)]
+        for again in (others, others, others[:3]):
+            assert [ticket for ticket, _ in loader.load(iter(again))] == again
+        first = next(loader.load(tickets()))
+        assert first[0] == Ticket(0, 0, 0) and first[1] != [os.getpid()]
+        assert len(multiprocessing.active_children()) == 2
+
+
 def test_an_end_before_the_last_ticket_leaves_nothing_behind() -> None:
     """Neither processes nor the thread."""
-    loaded = Loader(WhoLoads(), num_workers=1).load(tickets())
-    until_processes_load(loaded)
-    assert len(multiprocessing.active_children()) == 1
-    del loaded
+    with Loader(WhoLoads(), num_workers=1) as loader:
+        until_processes_load(loader.load(tickets()))
+        assert len(multiprocessing.active_children()) == 1
     assert multiprocessing.active_children() == []
     assert "loader" not in {thread.name for thread in threading.enumerate()}

@@ -12,10 +12,10 @@ import torch
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.engines.job import EpochReport, Job, StepReport
-from starling.engines.processes import run_learner
+from starling.engines.member import run_learner
 from starling.errors import DataError
 from starling.launch.link import Link, reported_errors
-from starling.launch.rendezvous import find_place
+from starling.launch.rendezvous import find_membership, find_place
 from starling.strategies import find_strategy
 from starling.workload import Ticket
 from tests.contract.cases import sgd
@@ -70,7 +70,7 @@ def main(mode: str, link: Link | None) -> None:
     job = Job(
         workload=Failing() if trouble == "failing" else TinyRegression(),
         strategy=strategy,
-        options=strategy.options(),
+        options=strategy.options(**({"per_node": 2} if name == "hadpsgd" else {})),
         budget=Budget(steps=40 if trouble in ("short", "failing") else 1_000_000),
         make_optimizer=sgd(0.01),
         num_workers=1 if trouble == "loading" else 0,
@@ -84,6 +84,7 @@ def main(mode: str, link: Link | None) -> None:
         digest=f"seed {place.rank}" if trouble == "digests" else "same",
         observer=reporter,
         timeout_seconds=2 if stops else 30,
+        membership=find_membership(place, link),
     )
 
 

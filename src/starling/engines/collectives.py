@@ -30,6 +30,10 @@ class OrderedMean:
         mine[: vector.numel()].copy_(vector)
         return self._thread.submit(lambda: self._mean(mine, vector.numel()))
 
+    def abandon(self) -> None:
+        """Wait for nothing, and begin nothing more."""
+        self._thread.abandon()
+
     def close(self) -> None:
         """Let what was begun end, and end the thread."""
         self._thread.close()

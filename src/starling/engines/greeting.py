@@ -5,7 +5,8 @@ differ are refused here, by name and with both values.
 """
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -15,6 +16,13 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from starling.errors import PeerLost, ProtocolError
+
+LOOK_AROUND_SECONDS = 0.02
+"""Longest time between two looks at who is there."""
+
+
+def do_nothing() -> None:
+    """Look around without seeing anything."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +44,30 @@ class Greeting:
         return {"starling": version("starling-asr"), "torch": str(torch.__version__)}
 
 
-def greet(store: Store, rank: int, mine: Greeting, timeout_seconds: float) -> None:
+def await_keys(
+    store: Store, keys: Sequence[str], timeout_seconds: float, look_around: Callable[[], None] = do_nothing
+) -> None:
+    """Wait until others have set all `keys`; `DistStoreError` after `timeout_seconds`.
+
+    Now and then `look_around` is called, and may raise.
+    """
+    begin = now = time.monotonic()
+    while not store.check(list(keys)):  # a wait of the store itself would end for nothing else, and log when it does
+        look_around()
+        if now - begin > timeout_seconds:
+            raise DistStoreError(f"nobody has set all of {', '.join(keys)} for {timeout_seconds:g} s")
+        time.sleep(min(LOOK_AROUND_SECONDS, 0.1 * (now - begin) + 0.0005))
+        now = time.monotonic()
+
+
+def greet(
+    store: Store, rank: int, mine: Greeting, timeout_seconds: float, look_around: Callable[[], None] = do_nothing
+) -> None:
     """Tell the others who I am and compare. `ProtocolError` names the first that differs, `PeerLost` who is missing."""
     key = "greeting/{}".format
     store.set(key(rank), json.dumps(asdict(mine)))
     try:
-        store.wait([key(other) for other in range(mine.world)], timedelta(seconds=timeout_seconds))
+        await_keys(store, [key(other) for other in range(mine.world)], timeout_seconds, look_around)
     except DistStoreError as error:
         missing = [other for other in range(mine.world) if not store.check([key(other)])]
         raise PeerLost(
@@ -58,11 +84,13 @@ def greet(store: Store, rank: int, mine: Greeting, timeout_seconds: float) -> No
                 )
 
 
-def part(store: Store, rank: int, world: int, timeout_seconds: float) -> None:
+def part(
+    store: Store, rank: int, world: int, timeout_seconds: float, look_around: Callable[[], None] = do_nothing
+) -> None:
     """Say farewell and wait until everybody has: nobody hangs up while another still listens."""
     store.set(f"farewell/{rank}", "")
     try:
-        store.wait([f"farewell/{other}" for other in range(world)], timedelta(seconds=timeout_seconds))
+        await_keys(store, [f"farewell/{other}" for other in range(world)], timeout_seconds, look_around)
     except DistError as error:
         if rank == 0:  # the others may find the store gone, when learner 0 keeps it
             raise PeerLost(

@@ -1,7 +1,7 @@
 """Mini-batches, loaded ahead of the learner that computes on them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from threading import Thread
@@ -38,15 +38,19 @@ class Loader:
         return self._processes is not None and self._processes.are_up
 
     def load(self, tickets: Iterable[Ticket]) -> Iterator[Loaded]:
-        """Each ticket with its mini-batch, in order; once. Tickets are drawn by the caller's thread, and ahead."""
+        """Each ticket with its mini-batch, in order. Tickets are drawn by the caller's thread, and ahead.
+
+        May be called again for other tickets; what was loaded ahead for the former ones is lost.
+        """
         tickets = iter(tickets)
-        try:
-            for ticket in tickets:
+        while not self.is_ahead:
+            for ticket in islice(tickets, 1):
                 yield ticket, self._workload.load(ticket)
-                if self._processes is not None and self.is_ahead:
-                    yield from self._processes.load(tickets)
-        finally:
-            self.close()
+                break
+            else:
+                return
+        if self._processes is not None:
+            yield from self._processes.load(tickets)
 
     def close(self) -> None:
         """End the processes; what they loaded is lost."""
@@ -70,15 +74,21 @@ class _ByTicket(Dataset[Loaded | None]):
         return None if ticket is None else (ticket, self._workload.load(ticket))
 
 
-class _Tickets(Sampler[Ticket | None]):
-    """A stream of tickets, behind some empty ones, which torch draws from as it loads ahead; None ends it."""
+class _End:
+    """Ends the stream of tickets."""
 
-    def __init__(self, asked: SimpleQueue[Ticket | None], num_empty: int) -> None:
+
+class _Tickets(Sampler[Ticket | None]):
+    """A stream of tickets, behind some empty ones, which torch draws from as it loads ahead."""
+
+    def __init__(self, asked: SimpleQueue[Ticket | _End | None], num_empty: int) -> None:
         self._asked = asked
         self._num_empty = num_empty
 
     def __iter__(self) -> Iterator[Ticket | None]:
-        return chain(repeat(None, self._num_empty), iter(self._asked.get, None))
+        yield from repeat(None, self._num_empty)
+        while not isinstance(ticket := self._asked.get(), _End):
+            yield ticket
 
 
 def _as_it_is(loaded: Any) -> Any:  # torch would otherwise convert what it finds inside
@@ -100,20 +110,23 @@ def _reduce(tensor: Tensor) -> Any:
 class _Processes:
     """Torch's loading processes, and a thread that receives what they loaded, beside the computation.
 
-    Torch draws a ticket whenever it hands over a mini-batch. It draws empty ones until all processes are up, and then
-    waits for those that the learner's thread gives out: as many as fill the processes, and one that is received.
+    Torch draws a ticket whenever it hands over a mini-batch, and so hands over each when as many were drawn behind it
+    as fill the processes. It draws empty ones until all processes are up, and then waits for those that the learner's
+    thread gives out; empty ones behind the last bring that one to light.
     """
 
     def __init__(self, workload: Workload[Any], num_workers: int) -> None:
         self.are_up = False
         """Whether mini-batches come at once; or the error that stands in their way."""
         self._num_workers = num_workers
-        self._asked: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._num_filling = _AHEAD * num_workers
+        self._asked: SimpleQueue[Ticket | _End | None] = SimpleQueue()
         self._received: SimpleQueue[Loaded | BaseException] = SimpleQueue()
+        self._num_outstanding = 0
         self._is_over = False
         loaded = DataLoader(
             _ByTicket(workload),
-            sampler=_Tickets(self._asked, num_empty=(_AHEAD + 1) * num_workers),
+            sampler=_Tickets(self._asked, num_empty=self._num_filling + num_workers),
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=num_workers,
@@ -121,34 +134,47 @@ class _Processes:
             multiprocessing_context="spawn",
             worker_init_fn=_send_small_by_value,
         )
-        self._thread = Thread(target=self._receive, args=[iter(loaded)], name="loader", daemon=True)
+        self._thread = Thread(target=self._run, args=[iter(loaded)], name="loader", daemon=True)
         self._thread.start()
 
     def load(self, tickets: Iterator[Ticket]) -> Iterator[Loaded]:
-        """Each ticket with its mini-batch, in order."""
-        outstanding = self._ask(tickets, _AHEAD * self._num_workers + 1)
-        while outstanding:
-            received = self._received.get()
-            if isinstance(received, BaseException):
-                raise received
-            outstanding += self._ask(tickets, 1) - 1
+        """Each ticket with its mini-batch, in order; what is left of other tickets is dropped."""
+        self._push()
+        while self._num_outstanding:
+            self._receive()
+        self._ask(tickets, self._num_filling + 1)
+        while self._num_outstanding:
+            received = self._receive()
+            self._ask(tickets, 1)
             yield received
 
     def close(self) -> None:
         """End the processes."""
         self._is_over = True
-        self._asked.put(None)
+        self._asked.put(_End())
         self._thread.join(_LONGEST_END)
 
-    def _ask(self, tickets: Iterator[Ticket], at_most: int) -> int:
+    def _ask(self, tickets: Iterator[Ticket], at_most: int) -> None:
         drawn = list(islice(tickets, at_most))
         for ticket in drawn:
             self._asked.put(ticket)
+        self._num_outstanding += len(drawn)
         if len(drawn) < at_most:
-            self._asked.put(None)  # torch hands over the last ones then
-        return len(drawn)
+            self._push()
 
-    def _receive(self, loaded: Iterator[Loaded | None]) -> None:
+    def _push(self) -> None:
+        """Let all that was asked for be handed over."""
+        for _ in range(self._num_filling):
+            self._asked.put(None)
+
+    def _receive(self) -> Loaded:
+        received = self._received.get()
+        self._num_outstanding -= 1
+        if isinstance(received, BaseException):
+            raise received
+        return received
+
+    def _run(self, loaded: Iterator[Loaded | None]) -> None:
         """What the thread does. The processes end when it lets go of the iterator."""
         try:
             for _ in range(self._num_workers):

@@ -31,6 +31,7 @@ from starling.learner import Handle, Shard
 
 T = TypeVar("T")
 FOREVER = timedelta(days=20)
+LONGEST_LEAVE_SECONDS = 10.0
 _PATIENCE = "; give more timeout_seconds if all are well and only slow"
 
 
@@ -226,8 +227,12 @@ class PeerLearner(ReplicaLearner):
 
         return ProcessHandle(result)
 
+    def _look_for_change(self, error: Exception) -> None:
+        """Raise what explains the loss of a connection, where somebody else is to tell."""
+
     def _notice_losses(self) -> None:
         """Raise `PeerLost` if others have noticed a loss: who waits for whoever comes first would not."""
+        self._release.check()
         others = [rank for rank in range(self._world) if rank != self._rank]
         if any(self.place.store.check([f"noticed/{rank}"]) for rank in others):
             raise PeerLost(f"learner {self._rank} lost {self._lost_ones(None)}, {self._whereabouts()}")
@@ -303,6 +308,14 @@ class PeerLearner(ReplicaLearner):
         super()._step(gradient)
         self._rounds.gradient_made()
 
+    def leave(self) -> None:
+        """Give up all dealings with the others; `cut` their connections before."""
+        self._rounds.leave()
+        if self._background is not None:
+            self._background.join(LONGEST_LEAVE_SECONDS)
+        for means in (self._ordered, self._ordered_behind, *self._waiters, *self._firsts):
+            means.abandon()
+
     def _end_rounds(self) -> None:
         """No gradients will follow: wait until all rounds have ended. The others may still be computing."""
         self._rounds.finish()
@@ -360,15 +373,16 @@ class PeerLearner(ReplicaLearner):
         try:
             yield
         except RuntimeError as error:
-            if not _blames_a_connection(error):
+            if not blames_a_connection(error):
                 raise
+            self._look_for_change(error)
             raise PeerLost(
                 f"learner {self._rank} lost {self._lost_ones(peer)} in {what}, {self._whereabouts()} "
                 f"({str(error).splitlines()[0]}){_PATIENCE if 'timed out' in str(error).lower() else ''}"
             ) from error
 
 
-def _blames_a_connection(error: Exception) -> bool:
+def blames_a_connection(error: Exception) -> bool:
     """Whether torch complains of the network; gloo's complaints are RuntimeErrors like any other."""
     words = ("gloo", "Connection", "Timed out", "peer", "pair closure")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)

@@ -20,20 +20,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from starling.checkpoint.state import LearnerState
 from starling.engines.flat import FlatModel
-from starling.engines.greeting import Greeting, greet, part, silent_learners
+from starling.engines.greeting import await_keys, silent_learners
 from starling.engines.job import Job, Observer
 from starling.engines.loading import Loaded, Loader
+from starling.engines.membership import Membership, View, ViewChanged
 from starling.engines.peers import GradientHandle, PeerLearner, Place
+from starling.engines.regroup import Past, note_done
 from starling.engines.replica import Replica
+from starling.engines.sockets import Connections
 from starling.engines.stragglers import Stragglers
 from starling.engines.training import TrainingLearner
-from starling.engines.worker import end_with_threads
-from starling.errors import PeerLost, ProtocolError, StarlingError
+from starling.errors import PeerLost, ProtocolError
 from starling.learner import Handle
 from starling.workload import Ticket
 
-__all__ = ["Place", "ProcessLearner", "choose_device", "has_own_device", "process_group", "run_learner"]
+__all__ = ["Place", "ProcessLearner", "choose_device", "has_own_device", "process_group"]
 
+CAUSE_SECONDS = 5.0
+"""How long a learner that lost a connection waits to hear whom it lost, from who watches them all."""
 KEPT_CLAIMS = 1024
 """Claims of a team that stay in the store: its members are in step but for the mini-batches loaded ahead."""
 
@@ -50,6 +54,8 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         start: LearnerState | None,
         timeout_seconds: float,
         loader: Loader,
+        membership: Membership,
+        view: View,
     ) -> None:
         replica = Replica(flat.weights, flat.gradients, flat.parameters, job.make_optimizer, job.clip_norm)
         if start is not None:
@@ -57,6 +63,8 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         TrainingLearner.__init__(self, job, place.rank, place.world, replica, observer, start)
         device = flat.weights.device
         self.meet(place, device, has_own_device(place, device), timeout_seconds)
+        self.view = view
+        self._membership = membership
         self._flat = flat
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
         self._reducing: dict[bool, DistributedDataParallel] = {}  # by whether it is the model elsewhere
@@ -102,6 +110,23 @@ class ProcessLearner(PeerLearner, TrainingLearner):
             return self.finish(self.tickets.handed_out(num_drawn), undone)
         finally:
             self._ordered.close()
+
+    def past(self) -> Past:
+        """What this learner brings to the next view."""
+        return Past(self.view.number, self.num_done, self._minutes_before + self.now() / 60.0)
+
+    def leave(self) -> None:
+        super().leave()
+        self._reducing.clear()  # what is left of them would listen to the gradients to come
+
+    def _note_done(self, ticket: Ticket) -> None:
+        if self._membership.is_watched:
+            note_done(self.place.store, self._rank, ticket)
+
+    def _look_for_change(self, error: Exception) -> None:
+        self._release.check()
+        if change := self._membership.beyond(self.view, CAUSE_SECONDS):
+            raise ViewChanged(change) from error
 
     def _gradient(self, flat: FlatModel, reduced: bool) -> Tensor:
         begin = self.now()
@@ -149,8 +174,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
                 number = store.add("claims", 1) - 1
                 store.set(key(claim), str(number))
                 store.delete_key(key(claim - KEPT_CLAIMS))
-            with self._naming_the_lost("claiming"):
-                yield int(store.get(key(claim)))
+            yield int(self._others_word(key(claim), "claiming"))
 
     def _drawn_by_all(self) -> tuple[int, list[int]]:
         """How many portions all teams together have drawn, and those that nobody will do, because they were drawn ahead
@@ -162,7 +186,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         store.set(f"claimed/{self._rank}", json.dumps(sorted(undone)))
         keys = [f"claimed/{rank}" for rank in range(self._world)]
         with self._naming_the_lost("waiting for the last claims"):
-            store.wait(keys, timedelta(seconds=self._timeout_seconds))
+            await_keys(store, keys, self._timeout_seconds, self._release.check)
         return int(store.add("claims", 0)), sorted(number for key in keys for number in json.loads(store.get(key)))
 
     def _next_batch(self) -> Loaded | None:
@@ -181,8 +205,13 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         if self.place_in_team == 0:
             self.place.store.set(key(self.num_claimed), repr(self.now()))
             self.place.store.delete_key(key(self.num_claimed - 2))
-        with self._naming_the_lost("agreeing on the time"):
-            return float(self.place.store.get(key(self.num_claimed)))
+        return float(self._others_word(key(self.num_claimed), "agreeing on the time"))
+
+    def _others_word(self, key: str, what: str) -> str:
+        """What another learner writes under a key."""
+        with self._naming_the_lost(what):
+            await_keys(self.place.store, [key], self._timeout_seconds, self._release.check)
+            return str(self.place.store.get(key).decode())
 
     def _buffers(self) -> dict[str, Tensor]:
         return dict(self._flat.model.named_buffers())
@@ -204,10 +233,12 @@ def has_own_device(place: Place, device: torch.device) -> bool:
 
 
 @contextmanager
-def process_group(place: Place, device: torch.device, timeout_seconds: float) -> Generator[None, None, None]:
-    """The default process group of `torch.distributed`, for as long as the context lasts."""
+def process_group(place: Place, device: torch.device, timeout_seconds: float) -> Generator[Connections, None, None]:
+    """The default process group of `torch.distributed`, for as long as the context lasts; its connections, of which
+    those that are made later belong to it as soon as they are noted."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    connections = Connections()
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_own_device(place, device) else "gloo",
@@ -221,42 +252,8 @@ def process_group(place: Place, device: torch.device, timeout_seconds: float) ->
         raise PeerLost(
             f"learner {place.rank} lost {lost} while connecting to the others ({str(error).splitlines()[0]})"
         ) from error
+    connections.note()
     try:
-        yield
+        yield connections
     finally:
         dist.destroy_process_group()
-
-
-def run_learner(
-    job: Job,
-    place: Place,
-    device: torch.device,
-    digest: str,
-    observer: Observer,
-    start: LearnerState | None = None,
-    timeout_seconds: float = 600.0,
-) -> LearnerState:
-    """Be the learner at `place` from greeting to end, and return the state it ends in.
-
-    `digest` stands for the whole configuration and must be the same on all learners. Raises `ProtocolError` when
-    learners differ, `PeerLost` when one is gone or does not answer within `timeout_seconds`.
-    """
-    with Loader(job.workload, job.num_workers) as loader:
-        flat = FlatModel(job.workload.make_model(), device)
-        mine = Greeting(
-            world=place.world,
-            strategy=job.strategy.name,
-            num_parameters=flat.num_parameters,
-            dtype=str(flat.weights.dtype),
-            configuration=digest,
-            **Greeting.of_versions(),
-        )
-        greet(place.store, place.rank, mine, timeout_seconds)
-        try:
-            with process_group(place, device, timeout_seconds):
-                state = ProcessLearner(job, place, flat, observer, start, timeout_seconds, loader).drive()
-                part(place.store, place.rank, place.world, timeout_seconds)
-        except Exception as error:
-            end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
-            raise
-    return state

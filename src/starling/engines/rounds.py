@@ -60,6 +60,7 @@ class Rounds:
         self._next = 0
         self._waiting: int | None = None
         self._is_finished = False
+        self._is_over = False
 
     def gradient_made(self) -> None:
         """Called by the foreground after each gradient; opens the round that the background waits for."""
@@ -72,6 +73,8 @@ class Rounds:
     def next(self, period: float) -> int | None:
         """Called by the background: wait for the next round; its number, or None after the last."""
         with self._lock:
+            if self._is_over:
+                return None
             number, self._next = self._next, self._next + 1
             self._pace.period = period
             if self._pace.may_open and not self._is_finished:
@@ -87,6 +90,13 @@ class Rounds:
         if number >= DRIFT and number % self._world == self._rank:
             self._own.delete_key(_key(number - DRIFT))
         return number
+
+    def leave(self) -> None:
+        """Called by the foreground when these rounds are over for good, whatever the others do."""
+        with self._lock:
+            self._is_over = True
+            waited_for = max(0, self._next - 1)
+        self._store.add(_key(waited_for), ENDED)
 
     def finish(self) -> None:
         """Called by the foreground when it will make no more gradients."""

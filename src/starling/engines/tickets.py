@@ -7,7 +7,7 @@ its own where nobody waits for anybody.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,14 @@ class TicketSequence:
     @property
     def _last_epoch(self) -> int:
         return self._first_epoch + len(self._first_steps) - 1
+
+
+def standing_after(start: Standing, workload: Workload[Any], done: Collection[int]) -> Standing:
+    """How far a run has come that began at `start` when the tickets with these numbers are done."""
+    sequence = TicketSequence(workload, start.position)
+    first, beyond = start.position.step, max([start.position.step, *(step + 1 for step in done)])
+    handed_out = [*start.unfinished, *(sequence[step] for step in range(first, beyond))]
+    return Standing(sequence[beyond], tuple(ticket for ticket in handed_out if ticket.step not in done))
 
 
 class TeamTickets:

@@ -1,6 +1,7 @@
 """What is the same for a learner of a job on both engines: claiming, the gradient's arithmetic, reports."""
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,10 +37,12 @@ class TrainingLearner(ReplicaLearner):
         )
         self.marks = Marks(self.tickets, job.checkpoint_every)
         self.num_claimed = 0  # portions that this learner's team has claimed
+        self.num_done = 0  # mini-batches of this learner
         self.delays = Delays(job.stragglers, job.seed, rank)
         self.part = rank % job.workload.num_parts
         self._observer = observer
         self._minutes_before = start.minutes if start else 0.0
+        self._open: deque[Ticket] = deque()  # claimed and not done
         self._ticket: Ticket | None = None
         self._batch: Sequence[Examples] = ()
         self._fraction = self._factor = 0.0
@@ -94,8 +97,20 @@ class TrainingLearner(ReplicaLearner):
 
     def _step(self, gradient: Tensor) -> None:
         self.replica.step(gradient, self._factor)
+        if self.job.strategy.steps_itself:
+            self._finish_ticket()
+
+    def _finish_ticket(self) -> None:
+        if self._open:
+            self.num_done += 1
+            self._note_done(self._open.popleft())
+
+    def _note_done(self, ticket: Ticket) -> None:
+        """This learner has done a mini-batch: its gradient is where the strategy brings it."""
 
     def claim(self) -> bool:
+        if not self.job.strategy.steps_itself:
+            self._finish_ticket()
         if self._over_at is not None or not self.is_worker:
             return False
         self.saved_shards.clear()  # who keeps some has taken them
@@ -109,6 +124,7 @@ class TrainingLearner(ReplicaLearner):
             self.spent = Spent()  # what comes now is not training
             return False
         ticket, _ = self._ticket, self._batch = loaded
+        self._open.append(ticket)
         self.num_claimed += 1
         self._portion = self.tickets.number_of(ticket)
         self._pass_marks(self._portion)

@@ -236,7 +236,8 @@ class VirtualEngine:
         team_size = job.team_size(world)
         self._tickets = TeamTickets(job.workload, start[0].standing if start else Standing(), job.budget, team_size)
         in_order = self._tickets.take(count(), members=range(team_size))
-        self._batches = Loader(job.workload, job.num_workers).load(in_order)
+        self._loader = Loader(job.workload, job.num_workers)
+        self._batches = self._loader.load(in_order)
         self._loaded: dict[int, Loaded] = {}
         self._learners = [
             VirtualLearner(self, rank, self._new_replica(), observer or Silence(), start[rank] if start else None)
@@ -251,6 +252,8 @@ class VirtualEngine:
             self.environment.run()
         except _Failed as failed:
             raise failed.error from None
+        finally:
+            self._loader.close()
         if self._waiting:
             raise Deadlock(
                 f"deadlock after {self.environment.now:.6g} simulated seconds: nothing is left to happen, but "

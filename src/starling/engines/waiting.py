@@ -76,6 +76,11 @@ class FirstOf(Generic[H]):
             if handles.get(key) is handle:
                 return key
 
+    def abandon(self) -> None:
+        """Wait for nothing any more."""
+        for worker in self._workers.values():
+            worker.abandon()
+
     def close(self) -> None:
         """End the threads, when none of them waits."""
         for worker in self._workers.values():

@@ -51,6 +51,13 @@ class Worker:
         self._tasks.put((task, future))
         return future
 
+    def abandon(self) -> None:
+        """Leave what was not begun, and let the thread end when what was begun ends, if ever."""
+        with suppress(Empty):
+            while (given := self._tasks.get_nowait()) is not None:
+                given[1].cancel()
+        self._tasks.put(None)
+
     def close(self) -> None:
         """Let what was begun end, leave the rest, and end the thread."""
         with suppress(Empty):

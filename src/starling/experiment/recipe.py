@@ -75,7 +75,7 @@ class EngineConfig(Config):
     """Threads of one learner; null: the cores of the machine divided by the learners on it, and 1 on the virtual
     engine."""
     timeout_seconds: float = Field(default=600.0, gt=0.0)
-    """How long learners wait for each other before they call one lost."""
+    """How long learners wait for each other before they call one lost, and for how long one may stand still."""
 
 
 class Recipe(Config):
@@ -104,6 +104,8 @@ class Recipe(Config):
     """The cluster that `starling simulate` pretends to have."""
     stragglers: Stragglers = Stragglers()
     """Slowness on purpose, in training and in simulation."""
+    on_loss: Literal["continue", "stop"] = "continue"
+    """What the others do when a learner of our launcher is killed: go on without it, or end with exit code 3."""
     checkpoints: CheckpointConfig = CheckpointConfig()
     validate_every: int | None = Field(default=None, ge=1)
     """Epochs between two scorings of the valid set while training; null: never."""

@@ -103,10 +103,18 @@ class Seen:
     def on_mark(self, state: LearnerState) -> None:
         self._flush()
 
+    def go_on_in(self, segment: Path) -> None:
+        """What follows belongs to another start of the run."""
+        self.close()
+        self._segment = segment
+        self._num_skipped.clear()
+        self._earlier = None
+
     def close(self) -> None:
         """Write what is still in memory."""
         for file in self._files.values():
             file.close()
+        self._files.clear()
 
     def _skip(self, report: StepReport) -> None:
         rank, epoch = report.rank, report.ticket.epoch
@@ -132,7 +140,7 @@ class Seen:
 
     def _file(self, name: str, header: str) -> TextIO:
         if name not in self._files:
-            self._files[name] = (self._segment / name).open("w", encoding="utf-8")
+            self._files[name] = (self._segment / name).open("w", buffering=1, encoding="utf-8")  # a kill loses no line
             self._files[name].write(header)
         return self._files[name]
 

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from starling.checkpoint.reader import checkpoints_in, load
 from starling.checkpoint.writer import CheckpointWriter
-from starling.engines.processes import Place, choose_device, run_learner
+from starling.engines.member import run_learner
+from starling.engines.processes import Place, choose_device
 from starling.errors import ConfigError, StarlingError
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import ExperimentFolder, resolve_resume
@@ -28,12 +29,13 @@ from starling.experiment.observers import (
     show,
 )
 from starling.experiment.recipe import Recipe, fingerprints, recipe_digest
+from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import Seen, segments
 from starling.experiment.setup import make_ready
 from starling.experiment.validate import Validation
-from starling.launch.launcher import launch
+from starling.launch.launcher import Loss, launch
 from starling.launch.link import Link
-from starling.launch.rendezvous import find_place
+from starling.launch.rendezvous import find_membership, find_place
 from starling.report.curves import Curves
 from starling.report.progress import Bars, Display, Say, say_on
 
@@ -60,12 +62,24 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
             if message.get("moment") == "epoch":
                 validation.saved(Path(message["saved"]))
 
+        def on_loss(loss: Loss) -> None:
+            display.say(f"{loss.reason}; the others go on without it")
+
         try:
-            launch(command, recipe.learners, folder.log, on_message)
+            losses = launch(
+                command,
+                recipe.learners,
+                folder.log,
+                on_message,
+                on_loss if recipe.on_loss == "continue" else None,
+                recipe.engine.timeout_seconds,
+            )
         except StarlingError as error:
             if checkpoints_in(folder.checkpoints):
                 error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
             raise
+        for loss in losses:
+            display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     evaluate(folder.path, None, tell, console)
 
 
@@ -116,13 +130,11 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         if link is not None:
             link.send(message)
 
-    def arrive(name: str) -> int:
-        return int(place.store.add(f"checkpoint/{name}", 1))
-
+    regrouping = Regrouping(folder, place.store, tell)
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     writer = CheckpointWriter(
         folder.checkpoints,
-        arrive,
+        lambda name: regrouping.count(f"checkpoint/{name}", 1),
         ModelWriter(folder.initial),
         fingerprints(recipe),
         recipe.checkpoints.keep,
@@ -132,10 +144,11 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
     job = make_job(recipe, folder)
     seen = Seen(
         segments(folder.seen)[-1],
-        lambda name, number: int(place.store.add(name, number)),
+        regrouping.count,
         most_skipped(recipe, job),
         lambda line: tell({"say": line}),
     )
+    regrouping.seen = seen
     listeners = [Metered(Log(sys.stdout), place.world, LOG_EVERY), Metered(curves, place.world, CURVES_EVERY)]
     if link is not None:
         listeners.append(Metered(Messages(tell), place.world, SEND_EVERY))
@@ -149,6 +162,8 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
             Together([*listeners, seen, saver]),
             start,
             recipe.engine.timeout_seconds,
+            find_membership(place, link),
+            regrouping,
         )
     finally:
         curves.close()

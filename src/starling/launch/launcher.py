@@ -1,6 +1,11 @@
-"""Starts learner processes on this machine, watches them, and leaves none behind."""
+"""Starts learner processes on this machine, watches them, and leaves none behind.
+
+When a learner is killed, or has given no sign of life for too long and is killed therefore, the others may go on: they
+are told the next view of who is there.
+"""
 
 import json
+import math
 import os
 import selectors
 import shutil
@@ -11,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -21,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling import errors
 from starling.errors import PeerLost, StarlingError, Stopped
-from starling.launch.link import SCRATCH, VARIABLE
+from starling.launch.link import SCRATCH, VARIABLE, WATCHED
 from starling.launch.rendezvous import loopback_interface
 
 Seconds = float
@@ -33,6 +38,18 @@ CAUSE_PATIENCE: Seconds = 1.0
 """How long to look for the cause after a learner said only that it lost another."""
 
 
+OnMessage = Callable[[int, dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A learner that a run went on without."""
+
+    learner: int
+    reason: str
+    """How it ended, in words."""
+
+
 @dataclass
 class _Process:
     rank: int
@@ -42,7 +59,31 @@ class _Process:
     unread: bytearray = field(default_factory=bytearray)
     doing: str = "starting"
     error: StarlingError | None = None
-    traceback: str = field(default="", repr=False)
+    heard: float = field(default_factory=time.monotonic)
+    """When it gave its last sign of life."""
+    silence: Seconds = 0.0
+    """For how long it had given none when it was killed."""
+    view: int = -1
+    """The view of who is there that it last said to compute in."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.popen.poll() is None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it, and not an error of its own."""
+        return (self.popen.poll() or 0) < 0 and self.error is None
+
+    def death(self) -> str:
+        """How it was killed, and meanwhile doing what."""
+        if self.silence:
+            return f"learner {self.rank} gave no sign of life for {self.silence:.1f} s while {self.doing} and was ended"
+        return f"learner {self.rank} was killed by {_signal_name(-self.popen.returncode)} while {self.doing}"
+
+    def tell(self, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # it has ended; that will be noticed
+            self.line.sendall(json.dumps(message).encode() + b"\n")
 
 
 @contextmanager
@@ -64,22 +105,27 @@ def launch(
     command: Sequence[str],
     world: int,
     log_folder: Path,
-    on_message: Callable[[int, dict[str, Any]], None] = lambda rank, message: None,
-) -> None:
-    """Run `world` processes of `command` as learners until all have ended.
+    on_message: OnMessage = lambda rank, message: None,
+    on_loss: Callable[[Loss], None] | None = None,
+    silence_seconds: Seconds = math.inf,
+) -> list[Loss]:
+    """Run `world` processes of `command` as learners until all have ended; the losses that were borne.
 
     What a learner prints goes to `log_folder/learner-<rank>.log`; what it sends through its `Link` to `on_message`.
     When one fails the others are ended and its error is raised here; `PeerLost` when it was killed; `Stopped` when
-    this process is asked to end (a second signal ends everything at once).
+    this process is asked to end (a second signal ends everything at once). With `on_loss`, which is called then, the
+    others go on without one that was killed. Who gives no sign of life for `silence_seconds` is killed.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     processes: list[_Process] = []
     with loopback_store() as port, _scratch() as scratch, _signals(processes, scratch) as received:
         try:
             for rank in range(world):
-                process = _start(command, rank, world, port, log_folder, scratch)
+                process = _start(command, rank, world, port, log_folder, scratch, is_watched=on_loss is not None)
                 processes.append(process)
-            _watch(processes, on_message, received)
+            watch = _Watch(processes, on_message, on_loss, silence_seconds, received)
+            watch.until_all_ended()
+            return watch.losses
         finally:
             _end(processes)
 
@@ -93,7 +139,9 @@ def _scratch() -> Generator[Path, None, None]:
         yield Path(folder)
 
 
-def _start(command: Sequence[str], rank: int, world: int, port: int, log_folder: Path, scratch: Path) -> _Process:
+def _start(
+    command: Sequence[str], rank: int, world: int, port: int, log_folder: Path, scratch: Path, is_watched: bool
+) -> _Process:
     ours, theirs = socket.socketpair()
     log = log_folder / f"learner-{rank}.log"
     place = {
@@ -108,6 +156,7 @@ def _start(command: Sequence[str], rank: int, world: int, port: int, log_folder:
         VARIABLE: theirs.fileno(),
         SCRATCH: scratch,
         "TMPDIR": scratch,
+        WATCHED: int(is_watched),
     }
     with log.open("ab") as output, theirs:
         popen = subprocess.Popen(
@@ -122,30 +171,88 @@ def _start(command: Sequence[str], rank: int, world: int, port: int, log_folder:
     return _Process(rank, popen, ours, log)
 
 
-def _watch(processes: list[_Process], on_message: Callable[[int, dict[str, Any]], None], received: "list[int]") -> None:
-    """Pass messages on until all processes have ended well; raise what went wrong."""
-    with selectors.DefaultSelector() as selector:
-        for process in processes:
-            selector.register(process.line, selectors.EVENT_READ, process)
-        while any(process.popen.poll() is None for process in processes):
-            _read(selector, on_message, timeout=0.1)
-            if received:
-                name = signal.Signals(received[0]).name
-                raise Stopped(f"stopped by {name}; the learners were ended", received[0])
-            if any(process.popen.poll() for process in processes):
-                break
-        deadline = time.monotonic() + CAUSE_PATIENCE
-        # a learner that still runs may go on talking: it is not listened to for ever
-        while (_read(selector, on_message, timeout=0.0) or _is_unexplained(processes)) and time.monotonic() < deadline:
-            _read(selector, on_message, timeout=0.05)
-    failed = [process for process in processes if process.popen.poll()]
-    if failed:
-        raise _cause(failed)
+class _Watch:
+    """Watches learners until all have ended."""
+
+    def __init__(
+        self,
+        processes: list[_Process],
+        on_message: OnMessage,
+        on_loss: Callable[[Loss], None] | None,
+        silence_seconds: Seconds,
+        received: "list[int]",
+    ) -> None:
+        self.losses: list[Loss] = []
+        self._processes = processes
+        self._on_message = on_message
+        self._on_loss = on_loss
+        self._silence_seconds = silence_seconds
+        self._received = received
+        self._view = 0
+
+    def until_all_ended(self) -> None:
+        """Pass messages on until all processes have ended well, but for those whose loss is borne; raise what else went
+        wrong."""
+        with selectors.DefaultSelector() as selector:
+            for process in self._processes:
+                selector.register(process.line, selectors.EVENT_READ, process)
+            while any(process.is_running for process in self._processes):
+                _read(selector, self._on_message, timeout=0.05)
+                if self._received:
+                    name = signal.Signals(self._received[0]).name
+                    raise Stopped(f"stopped by {name}; the learners were ended", self._received[0])
+                self._end_the_silent()
+                if any(process.popen.poll() for process in self._watched()) and not self._bear(selector):
+                    break
+            deadline = time.monotonic() + CAUSE_PATIENCE
+            # a learner that still runs may go on talking: it is not listened to for ever
+            while (
+                _read(selector, self._on_message, timeout=0.0) or _is_unexplained(self._watched())
+            ) and time.monotonic() < deadline:
+                _read(selector, self._on_message, timeout=0.05)
+        failed = [process for process in self._watched() if process.popen.poll()]
+        if failed:
+            raise _cause(failed)
+
+    def _watched(self) -> list[_Process]:
+        """All but those whose loss was borne."""
+        lost = {loss.learner for loss in self.losses}
+        return [process for process in self._processes if process.rank not in lost]
+
+    def _bear(self, selector: selectors.BaseSelector) -> bool:
+        """Whether the others go on without those that have failed; if so, they are told."""
+        while _read(selector, self._on_message, timeout=0.0):  # what they said last
+            pass
+        failed = [process for process in self._watched() if process.popen.poll()]
+        left = [process for process in self._watched() if process.is_running]
+        if (
+            self._on_loss is None
+            or not all(process.was_killed for process in failed)
+            or not left
+            or any(process.view < 0 for process in [*failed, *left])  # they have not all met yet
+        ):
+            return False
+        self._view += 1
+        reasons = [process.death() for process in failed]
+        for process in left:
+            members = [each.rank for each in left]
+            process.tell({"view": self._view, "members": members, "reason": "; ".join(reasons)})
+        for process, reason in zip(failed, reasons, strict=True):
+            _end_loading([process], time.monotonic() + LOADING_GRACE)
+            self.losses.append(Loss(process.rank, reason))
+            self._on_loss(self.losses[-1])
+        return True
+
+    def _end_the_silent(self) -> None:
+        now = time.monotonic()
+        for process in self._watched():
+            if process.is_running and now - process.heard > self._silence_seconds:
+                process.silence = now - process.heard
+                process.popen.kill()
+                process.popen.wait()
 
 
-def _read(
-    selector: selectors.BaseSelector, on_message: Callable[[int, dict[str, Any]], None], timeout: Seconds
-) -> bool:
+def _read(selector: selectors.BaseSelector, on_message: OnMessage, timeout: Seconds) -> bool:
     """Handle what learners sent; whether there was any."""
     ready = selector.select(timeout)
     for key, _ in ready:
@@ -157,13 +264,17 @@ def _read(
         if not received:
             selector.unregister(process.line)
             continue
+        process.heard = time.monotonic()
         process.unread += received
         if b"\n" not in received:
             continue
         *lines, process.unread = process.unread.split(b"\n")
         for line in lines:
             message = json.loads(line)
+            if not message:
+                continue
             process.doing = message.get("doing", process.doing)
+            process.view = message.get("view", process.view)
             if "error" in message:
                 process.error = _revived(message["error"], message["message"])
             on_message(process.rank, message)
@@ -187,12 +298,8 @@ def _is_unexplained(processes: list[_Process]) -> bool:
 def _cause(failed: list[_Process]) -> StarlingError:
     """The first cause among failures: a death, then an error of a learner's own, then the loss of another."""
     for process in failed:
-        code = process.popen.returncode
-        if process.error is None and code < 0:
-            return PeerLost(
-                f"learner {process.rank} was killed by {_signal_name(-code)} while {process.doing}; "
-                f"its log: {process.log}"
-            )
+        if process.was_killed:
+            return PeerLost(f"{process.death()}; its log: {process.log}")
     for process in failed:
         if process.error is None:
             return StarlingError(

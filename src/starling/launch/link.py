@@ -1,6 +1,7 @@
-"""The line between a launcher and each of its learners: JSON messages one way, the launcher's life the other.
+"""The line between a launcher and each of its learners: JSON messages both ways, and a sign of life.
 
-A learner whose launcher has died reads the end of the line and ends itself, so nothing is left behind.
+A learner whose launcher has died reads the end of the line and ends itself, so nothing is left behind. A launcher that
+hears nothing from a learner for long knows that it stands still.
 """
 
 import json
@@ -10,9 +11,10 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from starling.errors import StarlingError
@@ -20,7 +22,12 @@ from starling.errors import StarlingError
 VARIABLE = "STARLING_LINK_FD"
 SCRATCH = "STARLING_SCRATCH"
 """The variable with the folder for temporary files that belongs to this run alone."""
+WATCHED = "STARLING_WATCHED"
+"""The variable that is 1 where a launcher tells learners of the loss of others."""
 ORPHANED = 3
+BEAT_SECONDS = 0.5
+"""Between two signs of life, which are empty messages."""
+Message = dict[str, Any]
 
 
 class Link:
@@ -29,7 +36,11 @@ class Link:
     def __init__(self, line: socket.socket) -> None:
         self._line = line
         self._lock = threading.Lock()
+        self._listening = threading.Lock()
+        self._heard: list[Message] = []
+        self._listener: Callable[[Message], None] | None = None
         threading.Thread(target=self._watch_launcher, name="starling-link", daemon=True).start()
+        threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
 
     @classmethod
     def from_environment(cls) -> "Link | None":
@@ -37,17 +48,32 @@ class Link:
         descriptor = os.environ.pop(VARIABLE, None)
         return None if descriptor is None else cls(socket.socket(fileno=int(descriptor)))
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Send a message of JSON values to the launcher."""
         with self._lock:
             self._line.sendall(json.dumps(message).encode() + b"\n")
 
+    def listen(self, listener: Callable[[Message], None]) -> None:
+        """Call `listener`, in a thread of the link, with each message of the launcher; at once with those so far."""
+        with self._listening:
+            self._listener = listener
+            for message in self._heard:
+                listener(message)
+
+    def _beat(self) -> None:
+        with suppress(OSError):
+            while True:
+                time.sleep(BEAT_SECONDS)
+                self.send({})
+
     def _watch_launcher(self) -> None:
-        try:
-            while self._line.recv(1):
-                pass
-        except OSError:
-            pass
+        with suppress(OSError), self._line.makefile("rb") as lines:
+            for line in lines:
+                with self._listening:
+                    if self._listener is None:
+                        self._heard.append(json.loads(line))
+                    else:
+                        self._listener(json.loads(line))
         sys.stderr.write("the launcher is gone: this learner ends\n")
         sys.stderr.flush()
         if SCRATCH in os.environ:

@@ -7,8 +7,10 @@ from datetime import timedelta
 
 from torch.distributed.rendezvous import rendezvous
 
+from starling.engines.membership import Membership, View
 from starling.engines.processes import Place
 from starling.errors import ConfigError, ProtocolError
+from starling.launch.link import WATCHED, Link, Message
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -27,6 +29,21 @@ def number_of_learners() -> int:
 def is_first() -> bool:
     """Whether this is learner 0."""
     return _number("RANK") == 0
+
+
+def find_membership(place: Place, link: Link | None) -> Membership:
+    """What a launcher of ours tells of the other learners; without one that watches, they are always the same."""
+    first = View(0, tuple(range(place.world)))
+    if link is None or os.environ.get(WATCHED) != "1":
+        return Membership(place.rank, first)
+    membership = Membership(place.rank, first, True, lambda view: link.send({"view": view.number}))
+
+    def hear(message: Message) -> None:
+        if "view" in message:
+            membership.announce(View(message["view"], tuple(message["members"]), message["reason"]))
+
+    link.listen(hear)
+    return membership
 
 
 def find_place(timeout_seconds: float = 600.0) -> Place:

@@ -1,12 +1,12 @@
 """The strategies: one algorithm, one file, all listed here."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from starling.configuration import Config
-from starling.errors import ConfigError
+from starling.errors import ConfigError, PeerLost
 from starling.learner import Learner
 from starling.strategies.adpsgd import AsynchronousOptions, adpsgd
 from starling.strategies.allreduce import allreduce
@@ -23,6 +23,11 @@ from starling.topology import find_topology
 TeamSize = Callable[[Any, int], int]
 """From a strategy's options and the number of learners to the number of those that claim together, or that claim at
 all; ConfigError when the two do not fit."""
+
+
+Survivors = Callable[[Any, int, Collection[int]], Sequence[int]]
+"""From a strategy's options, the number of learners and the ranks of those lost to the ranks that go on; PeerLost when
+nobody can."""
 
 
 class NoOptions(Config):
@@ -75,6 +80,25 @@ def _served(options: ServerOptions, world: int) -> int:
     return workers if options.update == "hybrid" else 1
 
 
+def _others(options: Config, world: int, lost: Collection[int]) -> Sequence[int]:
+    return [rank for rank in range(world) if rank not in lost]
+
+
+def _whole_nodes(options: HierarchicalOptions, world: int, lost: Collection[int]) -> Sequence[int]:
+    """A super-learner that has lost one of its learners leaves whole."""
+    broken = {rank // options.per_node for rank in lost}
+    return [rank for rank in range(world) if rank // options.per_node not in broken]
+
+
+def _others_with_servers(options: ServerOptions, world: int, lost: Collection[int]) -> Sequence[int]:
+    for shard in range(options.shards):
+        if (server := options.server(shard, world)) in lost:
+            raise PeerLost(
+                f"learner {server} of {world} was a server, and the part of the model that it kept is lost with it"
+            )
+    return _others(options, world, lost)
+
+
 @dataclass(frozen=True)
 class Teams:
     """Who claims together: the first `num_workers` learners, in teams of `size`. The others claim nothing."""
@@ -106,6 +130,12 @@ class Strategy:
     """How many learners claim mini-batches: the first ones. The others serve them."""
     is_served: bool = False
     """Whether the model is what servers keep, rather than the mean of all learners' weights."""
+    has_one_model: bool = False
+    """Whether all learners have the same weights after each step of theirs."""
+    steps_itself: bool = True
+    """Whether each of a learner's gradients becomes a step of its own optimizer, in the order of its claims."""
+    survivors: Survivors = _others
+    """Who goes on when some were lost."""
 
     def teams(self, options: Config, world: int) -> Teams:
         """Which of `world` learners claim together; ConfigError when the options do not fit so many."""
@@ -119,11 +149,18 @@ class Strategy:
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("allreduce", "step together with the mean of all gradients", allreduce),
+        Strategy("allreduce", "step together with the mean of all gradients", allreduce, has_one_model=True),
         Strategy("delay-by-one", "average weights behind the computation, one step late", delay_by_one),
         Strategy("dpsgd", "average with neighbours at each step", dpsgd, _everybody_mixing, MixingOptions),
         Strategy("adpsgd", "average with neighbours in the background", adpsgd, _alone, AsynchronousOptions),
-        Strategy("hadpsgd", "nodes in step inside, adpsgd between them", hadpsgd, _node, HierarchicalOptions),
+        Strategy(
+            "hadpsgd",
+            "nodes in step inside, adpsgd between them",
+            hadpsgd,
+            _node,
+            HierarchicalOptions,
+            survivors=_whole_nodes,
+        ),
         Strategy(
             "parameter-server",
             "workers push gradients to servers, which keep the model",
@@ -132,10 +169,19 @@ STRATEGIES = {
             ServerOptions,
             _workers,
             is_served=True,
+            steps_itself=False,
+            survivors=_others_with_servers,
         ),
-        Strategy("hogwild", "change one shared model without a lock", hogwild, _each, HogwildOptions),
         Strategy(
-            "delayed", "step with the mean gradient of some steps ago, for studies", delayed, _everybody, DelayOptions
+            "hogwild", "change one shared model without a lock", hogwild, _each, HogwildOptions, steps_itself=False
+        ),
+        Strategy(
+            "delayed",
+            "step with the mean gradient of some steps ago, for studies",
+            delayed,
+            _everybody,
+            DelayOptions,
+            has_one_model=True,
         ),
     )
 }

@@ -1,0 +1,2 @@
+#!/bin/bash
+cd /tmp/dev; export PYTHONPATH=/tmp/dev/src:/tmp/dev; exec "$@"

@@ -1,0 +1,250 @@
+"""A learner process among others that come and go: in each view of them it is a learner anew, with the same weights."""
+
+import gc
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+
+from starling.checkpoint.state import LearnerState
+from starling.engines import regroup
+from starling.engines.flat import FlatModel
+from starling.engines.greeting import Greeting, greet, part
+from starling.engines.job import EpochReport, Job, Observer, StepReport
+from starling.engines.loading import Loader
+from starling.engines.membership import Membership, View, ViewChanged
+from starling.engines.peers import Place, blames_a_connection
+from starling.engines.processes import ProcessLearner, process_group
+from starling.engines.regroup import Past, Plan
+from starling.engines.stragglers import Delays
+from starling.engines.transfer import share_state
+from starling.engines.worker import end_with_threads
+from starling.errors import ConfigError, PeerLost, StarlingError
+from starling.workload import Standing
+
+REGROUP_SECONDS = 20.0
+"""How long the members of a view that follows another wait for each other; all of them live."""
+
+
+class Views(Protocol):
+    """Who wants to know, in each learner, that others were lost or came."""
+
+    def pause(self) -> None:
+        """This learner leaves a view. What was begun for it is to be finished, or left, before this returns."""
+
+    def begin(self, view: View, standing: Standing, is_first: bool) -> None:
+        """A view begins, with what all have done together. Where `is_first`, before the others go on."""
+
+
+class Unmoved:
+    """Does not care who is there."""
+
+    def pause(self) -> None: ...
+
+    def begin(self, view: View, standing: Standing, is_first: bool) -> None: ...
+
+
+def run_learner(
+    job: Job,
+    place: Place,
+    device: torch.device,
+    digest: str,
+    observer: Observer,
+    start: LearnerState | None = None,
+    timeout_seconds: float = 600.0,
+    membership: Membership | None = None,
+    views: Views | None = None,
+) -> LearnerState | None:
+    """Be the learner at `place` from greeting to end, and return the state it ends in; None if it had to leave before.
+
+    `digest` stands for the whole configuration and must be the same on all learners. Where somebody watches them
+    (`membership`), the living go on when one is lost. Raises `ProtocolError` when learners differ, `PeerLost` when one
+    is gone or does not answer within `timeout_seconds`.
+    """
+    with Loader(job.workload, job.num_workers) as loader:
+        member = _Member(
+            job,
+            place,
+            FlatModel(job.workload.make_model(), device),
+            digest,
+            _Named(observer, place.rank),
+            timeout_seconds,
+            loader,
+            membership or Membership(place.rank, View(0, tuple(range(place.world)))),
+            views or Unmoved(),
+        )
+        return member.run(start)
+
+
+class _Named:
+    """An observer that is told a learner's name, for it may have other ranks from view to view."""
+
+    def __init__(self, observer: Observer, name: int) -> None:
+        self._observer = observer
+        self._name = name
+
+    def on_step(self, report: StepReport) -> None:
+        self._observer.on_step(report if report.rank == self._name else replace(report, rank=self._name))
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self._observer.on_epoch(report if report.rank == self._name else replace(report, rank=self._name), state)
+
+    def on_mark(self, state: LearnerState) -> None:
+        self._observer.on_mark(state)
+
+
+@dataclass
+class _Member:
+    job: Job
+    place: Place
+    flat: FlatModel
+    digest: str
+    observer: Observer
+    timeout_seconds: float
+    loader: Loader
+    membership: Membership
+    views: Views
+    learner: ProcessLearner | None = None
+    delays: Delays | None = None
+    """How slow this learner is on purpose, from view to view."""
+    has_met: bool = False
+    """Whether threads may wait for others."""
+
+    def run(self, start: LearnerState | None) -> LearnerState | None:
+        """Go from view to view until all is done."""
+        view, past = self.membership.latest, Past()
+        while True:
+            try:
+                return self._be_in(view, past, start)
+            except Exception as error:
+                change = self._what_changed(view, error)
+            past, start = self._leave(past, start)
+            survivors = self._survivors(view, change)
+            if self.membership.name not in survivors.members:
+                return None
+            view = survivors
+
+    def _what_changed(self, view: View, error: Exception) -> View:
+        """The view beyond this one; if there is none, `error` is raised."""
+        if isinstance(error, ViewChanged):
+            return self.membership.latest
+        is_loss = isinstance(error, PeerLost | RuntimeError) and (
+            isinstance(error, PeerLost) or blames_a_connection(error)
+        )
+        if is_loss and (change := self.membership.beyond(view, REGROUP_SECONDS)):
+            return change
+        if self.has_met:
+            end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
+        raise error
+
+    def _survivors(self, view: View, change: View) -> View:
+        """The members of a new view that go on."""
+        lost = [rank for rank, name in enumerate(view.members) if name not in change.members]
+        try:
+            going_on = [view.members[rank] for rank in self._strategy_survivors(len(view.members), lost)]
+            came = [name for name in change.members if name not in view.members]
+            members = tuple(sorted([*going_on, *came]))
+            self.job.teams(len(members))
+        except (ConfigError, PeerLost) as error:
+            end_with_threads(PeerLost.exit_code)
+            raise PeerLost(f"{change.reason}; {self.job.strategy.name} cannot go on without: {error}") from error
+        return replace(change, members=members)
+
+    def _strategy_survivors(self, world: int, lost: list[int]) -> list[int]:
+        return list(self.job.strategy.survivors(self.job.options, world, lost))
+
+    def _leave(self, past: Past, start: LearnerState | None) -> tuple[Past, LearnerState | None]:
+        """Let go of the view that is over; what this learner has, and its own state."""
+        if self.learner is not None:
+            past, start = self.learner.past(), self.learner.state(Standing())
+            self.learner.leave()
+            self.learner = None
+            gc.collect()  # of the reducers of gradients that were between this view's learners
+        self.views.pause()
+        return past, start
+
+    def _be_in(self, view: View, past: Past, start: LearnerState | None) -> LearnerState:
+        rank, world = view.members.index(self.membership.name), len(view.members)
+        store = PrefixStore(view.key, self.place.store)
+        place = replace(self.place, rank=rank, world=world, store=store)
+        is_first_view = view.number == 0
+        seconds = self.timeout_seconds if is_first_view else min(self.timeout_seconds, REGROUP_SECONDS)
+
+        def look_around() -> None:
+            if self.membership.latest.number > view.number:
+                raise ViewChanged(self.membership.latest)
+
+        greet(store, rank, self._greeting(world), seconds, look_around)
+        if is_first_view:
+            standing = start.standing if start else Standing()
+            plan = Plan(world, standing, start.minutes if start else 0.0)
+            regroup.begin(store, rank, plan)
+            self.views.begin(view, standing, rank == 0)
+        else:
+            plan = self._agree(view, rank, past, seconds, look_around)
+        self.has_met = True
+        with process_group(place, self.flat.weights.device, seconds) as connections:
+            try:
+                if not is_first_view:
+                    start = self._start(start, place, plan)
+                learner = self.learner = self._make_learner(place, start, view)
+                connections.note()
+                self.membership.enter(view)
+
+                def end_view(change: View) -> None:  # called by another thread
+                    learner.fail(ViewChanged(change))
+                    connections.cut()
+
+                with self.membership.telling(view, end_view):
+                    state = learner.drive()
+                    part(store, rank, world, self.timeout_seconds, look_around)
+                    return state
+            except BaseException:
+                connections.cut()  # no thread is to wait for those who are still there
+                raise
+
+    def _make_learner(self, place: Place, start: LearnerState | None, view: View) -> ProcessLearner:
+        learner = ProcessLearner(
+            self.job, place, self.flat, self.observer, start, self.timeout_seconds, self.loader, self.membership, view
+        )
+        name = self.membership.name
+        learner.part = name % self.job.workload.num_parts
+        learner.delays = self.delays = self.delays or Delays(self.job.stragglers, self.job.seed, name)
+        return learner
+
+    def _agree(self, view: View, rank: int, past: Past, seconds: float, look_around: "regroup.LookAround") -> Plan:
+        told: list[Plan] = []
+
+        def tell(plan: Plan) -> None:
+            self.views.begin(view, plan.standing, True)
+            told.append(plan)
+
+        plan = regroup.agree(self.place.store, view, rank, past, self.job, seconds, look_around, tell)
+        if not told:
+            self.views.begin(view, plan.standing, False)
+        return plan
+
+    def _start(self, own: LearnerState | None, place: Place, plan: Plan) -> LearnerState:
+        """The state with which this learner begins a view."""
+        rank, world = place.rank, place.world
+        state = own or self._blank(place)
+        state = replace(state, rank=rank, world=world, standing=plan.standing, minutes=plan.minutes, epochs_ended=None)
+        if plan.source is None:
+            return state
+        shared = share_state(state, plan.source)
+        return shared if rank in plan.takers else state
+
+    def _blank(self, place: Place) -> LearnerState:
+        """What a learner has that is new here: nothing of its own."""
+        return LearnerState(place.rank, place.world, Standing(), 0.0, self.flat.weights.detach().cpu(), {}, {})
+
+    def _greeting(self, world: int) -> Greeting:
+        return Greeting(
+            world=world,
+            strategy=self.job.strategy.name,
+            num_parameters=self.flat.num_parameters,
+            dtype=str(self.flat.weights.dtype),
+            configuration=self.digest,
+            **Greeting.of_versions(),
+        )

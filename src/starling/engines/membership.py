@@ -1,0 +1,89 @@
+"""Who is there: numbered views of the learners of a run, and what one learner hears of them.
+
+Who starts learners watches them, and says when one is lost or comes: the living ones, and those to come, are the next
+view. Between two views learners do nothing together; each view has process groups and keys in the store of its own.
+"""
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class View:
+    """The learners of a run from one change to the next."""
+
+    number: int
+    """0 is the view that the run begins with."""
+    members: tuple[int, ...]
+    """Their names, ascending. A learner keeps its name for life; its rank is its place among these."""
+    reason: str = ""
+    """What changed, in words."""
+
+    @property
+    def key(self) -> str:
+        """Where the store has what belongs to this view."""
+        return f"view/{self.number}"
+
+
+class ViewChanged(Exception):  # noqa: N818 - it is no error
+    """Ends what a learner does in a view that is over."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__(view.reason)
+        self.view = view
+
+
+class Membership:
+    """The views that one learner hears of, by any thread.
+
+    Where nobody watches (`is_watched` False), the first view is the only one, and who loses another learner fails.
+    """
+
+    def __init__(
+        self, name: int, first: View, is_watched: bool = False, on_enter: Callable[[View], None] = lambda view: None
+    ) -> None:
+        self.name = name
+        self.is_watched = is_watched
+        self._on_enter = on_enter
+        self._latest = first
+        self._changed = threading.Condition()
+        self._on_change: Callable[[View], None] = lambda view: None
+
+    @property
+    def latest(self) -> View:
+        """The newest view."""
+        return self._latest
+
+    def enter(self, view: View) -> None:
+        """This learner has met the other members of a view. Who watches is told by `on_enter`."""
+        self._on_enter(view)
+
+    def announce(self, view: View) -> None:
+        """There is a new view. Called by who listens to the launcher, in any thread."""
+        with self._changed:
+            if view.number <= self._latest.number:
+                return
+            self._latest = view
+            self._changed.notify_all()
+            self._on_change(view)
+
+    def beyond(self, view: View, within: float) -> View | None:
+        """A later view, as soon as there is one; None if none comes within so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._latest.number > view.number, within if self.is_watched else 0.0)
+            return self._latest if self._latest.number > view.number else None
+
+    @contextmanager
+    def telling(self, view: View, on_change: Callable[[View], None]) -> Generator[None, None, None]:
+        """Call `on_change`, in any thread, as soon as there is a view beyond `view`, while the context lasts."""
+        with self._changed:
+            self._on_change = on_change
+            if self._latest.number > view.number:
+                on_change(self._latest)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._on_change = lambda view: None

@@ -1,0 +1,141 @@
+"""How learners go on when a view of them is over: what was done in it, and whose state counts.
+
+Each learner notes in the store which tickets it has done. The first of the members of the next view that has a state
+reads these notes, so that what a lost learner had done counts, and what it had not is handed out again. It writes a
+plan for all: how far the run has come, and who takes the state of whom.
+
+Learners that have one model between them may have been lost in the middle of a step: those who had come one step less
+far than the newest then take its state. Others keep their own; who is new takes that of a neighbour.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from starling.engines.greeting import await_keys
+from starling.engines.job import Job
+from starling.engines.membership import View
+from starling.engines.tickets import TeamTickets, standing_after
+from starling.errors import PeerLost
+from starling.workload import Standing, Ticket
+
+LookAround = Callable[[], None]
+_PLAN, _CAME, _DONE = "plan", "came/{}", "done/{}"
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a member of a new view comes with."""
+
+    view: int | None = None
+    """The view that it last computed in; None: it is new, and has no state."""
+    num_done: int = 0
+    """Mini-batches that it has done in that view."""
+    minutes: float = 0.0
+    """Time spent training."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the members of a view begin."""
+
+    world: int
+    standing: Standing
+    minutes: float
+    """Time spent training, the same for all."""
+    source: int | None = None
+    """Whose state others take, by rank; None: nobody needs any."""
+    takers: tuple[int, ...] = ()
+    """Who takes it."""
+
+    def encode(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> "Plan":
+        """From what `encode` gave."""
+        read: dict[str, Any] = json.loads(text)
+        standing = read.pop("standing")
+        unfinished = tuple(Ticket(**each) for each in standing["unfinished"])
+        takers = tuple(read.pop("takers"))
+        return cls(standing=Standing(Ticket(**standing["position"]), unfinished), takers=takers, **read)
+
+
+def begin(store: Store, rank: int, plan: Plan) -> None:
+    """Write down how the first view begins; `store` is the view's."""
+    if rank == 0:
+        store.set(_PLAN, plan.encode())
+
+
+def note_done(store: Store, rank: int, ticket: Ticket) -> None:
+    """Learner `rank` of a view has done a mini-batch: it is in its weights."""
+    store.append(_DONE.format(rank), f"{ticket.step} ")  # type: ignore[attr-defined]
+
+
+def agree(
+    root: Store,
+    view: View,
+    rank: int,
+    past: Past,
+    job: Job,
+    timeout_seconds: float,
+    look_around: LookAround,
+    on_plan: Callable[[Plan], None],
+) -> Plan:
+    """The plan for a view that follows another. Who makes it calls `on_plan` before the others hear of it."""
+    store, world = PrefixStore(view.key, root), len(view.members)
+    store.set(_CAME.format(rank), json.dumps(asdict(past)))
+    keys = [_CAME.format(other) for other in range(world)]
+    await_keys(store, keys, timeout_seconds, look_around)
+    members = [Past(**json.loads(store.get(key))) for key in keys]
+    if rank == _first_with_a_state(members):
+        plan = _plan(root, members, job)
+        on_plan(plan)
+        store.set(_PLAN, plan.encode())
+    await_keys(store, [_PLAN], timeout_seconds, look_around)
+    return Plan.decode(store.get(_PLAN))
+
+
+def _plan(root: Store, members: Sequence[Past], job: Job) -> Plan:
+    last = max(each.view for each in members if each.view is not None)
+    store = PrefixStore(View(last, ()).key, root)
+    before = Plan.decode(store.get(_PLAN))
+    newest = max(range(len(members)), key=lambda rank: (members[rank].view == last, members[rank].num_done, -rank))
+    if job.strategy.has_one_model:
+        done = _done_by_all(before, members[newest].num_done, job)
+        current = [each.view == last and each.num_done == members[newest].num_done for each in members]
+    else:
+        done = {step for rank in range(before.world) for step in _noted(store, rank)}
+        newest = _first_with_a_state(members)
+        current = [each.view is not None for each in members]
+    takers = tuple(rank for rank, is_current in enumerate(current) if not is_current)
+    return Plan(
+        world=len(members),
+        standing=standing_after(before.standing, job.workload, done),
+        minutes=max(each.minutes for each in members),
+        source=newest if takers else None,
+        takers=takers,
+    )
+
+
+def _first_with_a_state(members: Sequence[Past]) -> int:
+    with_state = [rank for rank, each in enumerate(members) if each.view is not None]
+    if not with_state:
+        raise PeerLost("learners were lost before anybody had begun; start again")
+    return with_state[0]
+
+
+def _done_by_all(before: Plan, num_portions: int, job: Job) -> set[int]:
+    """The tickets of a view's first portions, which all learners have computed."""
+    tickets = TeamTickets(job.workload, before.standing, job.budget, before.world)
+    return {tickets.ticket(*each).step for each in product(range(num_portions), range(before.world))}
+
+
+def _noted(store: Store, rank: int) -> list[int]:
+    key = _DONE.format(rank)
+    return [int(step) for step in store.get(key).split()] if store.check([key]) else []
