@@ -79,7 +79,8 @@ def test_a_run_that_lost_a_learner_and_goes_on_with_fewer_sees_everything_once(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["adpsgd", pytest.param("allreduce", marks=pytest.mark.soak), pytest.param("dpsgd", marks=pytest.mark.soak)]
+    "strategy",
+    ["adpsgd", pytest.param("allreduce", marks=pytest.mark.soak), pytest.param("dpsgd", marks=pytest.mark.soak)],
 )
 def test_survivors_see_what_a_killed_learner_had_begun(
     strategy: str, digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -71,13 +71,13 @@ def main(mode: str, link: Link | None) -> None:
         workload=Failing() if trouble == "failing" else TinyRegression(),
         strategy=strategy,
         options=strategy.options(**({"per_node": 2} if name == "hadpsgd" else {})),
-        budget=Budget(steps=40 if trouble in ("short", "failing") else 1_000_000),
+        budget=Budget(steps={"short": 40, "failing": 40, "ends": 3000}.get(trouble, 1_000_000)),
         make_optimizer=sgd(0.01),
         num_workers=1 if trouble == "loading" else 0,
     )
     stops = trouble == "stops"
     reporter = Stopping(link, dies=False) if stops else Reporter(link, dies=trouble == "dies" and place.rank == 2)
-    run_learner(
+    state = run_learner(
         job,
         place,
         torch.device("cpu"),
@@ -86,6 +86,8 @@ def main(mode: str, link: Link | None) -> None:
         timeout_seconds=2 if stops else 30,
         membership=find_membership(place, link),
     )
+    if link is not None and trouble == "ends":
+        link.send({"left": True} if state is None else {"num_done": state.standing.num_done})
 
 
 if __name__ == "__main__":

@@ -245,8 +245,8 @@ class _Watch:
 
     def _end_the_silent(self) -> None:
         now = time.monotonic()
-        for process in self._watched():
-            if process.is_running and now - process.heard > self._silence_seconds:
+        for process in self._watched():  # before learners have met, they load libraries, and wait for each other
+            if process.is_running and process.view >= 0 and now - process.heard > self._silence_seconds:
                 process.silence = now - process.heard
                 process.popen.kill()
                 process.popen.wait()

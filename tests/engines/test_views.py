@@ -1,0 +1,189 @@
+"""Learners that go on in a new view: who counts, what was done, and what they take from each other."""
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+
+from starling.budget import Budget
+from starling.checkpoint.state import LearnerState
+from starling.engines import regroup
+from starling.engines.job import Job
+from starling.engines.membership import Membership, View, ViewChanged
+from starling.engines.regroup import Past, Plan
+from starling.engines.sockets import Connections
+from starling.engines.tickets import TicketSequence, standing_after
+from starling.engines.transfer import share_state
+from starling.errors import PeerLost
+from starling.strategies import find_strategy
+from starling.workload import Standing, Ticket
+from tests.contract.cases import sgd
+from tests.contract.problems import TinyRegression
+
+WORKLOAD = TinyRegression(batches=5)
+
+
+@given(st.integers(0, 12), st.sets(st.integers(0, 11)), st.sets(st.integers(0, 30)))
+def test_what_is_not_done_is_given_out_again(position: int, undone: set[int], done: set[int]) -> None:
+    """By a naive count: all that is done is done once, and a run from there does the rest of the stream."""
+    sequence = TicketSequence(WORKLOAD, Ticket(0, 0, 0))
+    start = Standing(sequence[position], tuple(sequence[step] for step in sorted(undone) if step < position))
+    done = {step for step in done if step >= position or step in undone}
+    after = standing_after(start, WORKLOAD, done)
+    before = {step for step in range(position) if step not in undone}
+    reached = set(range(after.position.step)) - {ticket.step for ticket in after.unfinished}
+    assert reached == before | done
+    assert after.position == sequence[after.position.step]
+    assert list(after.unfinished) == [sequence[ticket.step] for ticket in after.unfinished]
+
+
+def job(strategy: str) -> Job:
+    chosen = find_strategy(strategy)
+    return Job(WORKLOAD, chosen, Budget(steps=100), sgd(0.1), options=chosen.options())
+
+
+def agreed(strategy: str, pasts: list[Past], noted: dict[int, list[int]], world: int = 3) -> list[Plan]:
+    """What the members of view 1 agree on when those of view 0 had noted some tickets as done."""
+    root = HashStore()
+    before = PrefixStore("view/0", root)
+    regroup.begin(before, 0, Plan(world, Standing(), 1.0))
+    sequence = TicketSequence(WORKLOAD, Ticket(0, 0, 0))
+    for rank, steps in noted.items():
+        for step in steps:
+            regroup.note_done(before, rank, sequence[step])
+    view = View(1, tuple(range(len(pasts))))
+    plans: list[Plan | None] = [None] * len(pasts)
+    makers: list[Plan] = []
+
+    def take_part(rank: int) -> None:
+        plans[rank] = regroup.agree(root, view, rank, pasts[rank], job(strategy), 20.0, lambda: None, makers.append)
+
+    threads = [threading.Thread(target=take_part, args=[rank]) for rank in range(len(pasts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(makers) == 1
+    assert len(set(plans)) == 1
+    return [plan for plan in plans if plan is not None]
+
+
+def test_what_a_lost_learner_had_done_counts() -> None:
+    """Each of asynchronous learners keeps its own weights; the notes of all three are read."""
+    (plan, _) = agreed("adpsgd", [Past(0, 2, 3.0), Past(0, 1, 2.0)], {0: [0, 3], 1: [2], 2: [1, 6]})
+    assert plan.standing == Standing(Ticket(1, 2, 7), (Ticket(0, 4, 4), Ticket(1, 0, 5)))
+    assert (plan.source, plan.takers, plan.minutes, plan.world) == (None, (), 3.0, 2)
+
+
+def test_where_there_is_one_model_the_newest_of_those_left_counts() -> None:
+    """Who had come a step less far takes its state; a step that only the lost one had made is made again."""
+    (plan, _) = agreed("allreduce", [Past(0, 1), Past(0, 2)], {0: [0], 1: [1, 4], 2: [2, 5, 8]})
+    assert plan.standing == Standing(Ticket(1, 1, 6))
+    assert (plan.source, plan.takers) == (1, (0,))
+
+
+def test_who_is_new_takes_the_state_of_a_neighbour() -> None:
+    """And nothing else changes."""
+    (plan, *_) = agreed("adpsgd", [Past(), Past(0, 1), Past(0, 1)], {1: [0], 2: [1]})
+    assert (plan.source, plan.takers, plan.world) == (1, (0,), 3)
+
+
+def test_nobody_goes_on_from_nothing() -> None:
+    """Were all that had begun lost, it would be a new run."""
+    with pytest.raises(PeerLost, match="before anybody had begun"):
+        regroup.agree(HashStore(), View(1, (4,)), 0, Past(), job("adpsgd"), 5.0, lambda: None, lambda plan: None)
+
+
+def test_a_plan_is_written_and_read() -> None:
+    """The same comes back."""
+    plan = Plan(3, Standing(Ticket(1, 2, 7), (Ticket(0, 4, 4),)), 1.5, 1, (0, 2))
+    assert Plan.decode(plan.encode()) == plan
+
+
+def test_a_membership_tells_of_newer_views_only_and_at_once() -> None:
+    """Whoever listens late hears of the view that has come meanwhile."""
+    first, second, third = (View(number, (0, 1)) for number in range(3))
+    membership = Membership(0, first, is_watched=True)
+    assert membership.beyond(first, within=0.0) is None
+    heard: list[View] = []
+    with membership.telling(first, heard.append):
+        membership.announce(second)
+        membership.announce(second)
+    membership.announce(third)
+    with membership.telling(second, heard.append):
+        pass
+    assert heard == [second, third]
+    assert membership.beyond(first, within=0.0) == third
+    assert Membership(0, first).beyond(first, within=100.0) is None  # nobody watches: nobody is waited for
+
+
+def test_connections_made_in_between_are_cut_and_no_others() -> None:
+    """Both ends see it; listening sockets, and those of before and after, stay."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def connect() -> tuple[socket.socket, socket.socket]:
+            near = socket.create_connection(server.getsockname())
+            return near, server.accept()[0]
+
+        before = connect()
+        connections = Connections()
+        between = connect()
+        connections.note()
+        after = connect()
+        connections.cut()
+        connections.cut()
+        assert [end.recv(1) for end in between] == [b"", b""]
+        for near, far in (before, after, connect()):
+            near.sendall(b"x")
+            assert far.recv(1) == b"x"
+            near.close()
+            far.close()
+        for end in between:
+            end.close()
+        connections.cut()  # of what is closed
+
+
+@pytest.fixture
+def alone() -> Any:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+@pytest.mark.usefixtures("alone")
+def test_a_state_that_is_shared_arrives_whole(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """Weights, buffers and what the optimizer remembers, to the bit; nothing of where the learner stands."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+    weights = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    buffers = dict(model.named_buffers())
+    state = LearnerState(0, 1, Standing(), 2.0, weights, buffers, optimizer.state_dict())
+    received = share_state(state, 0)
+    assert torch.equal(received.weights, weights)
+    assert all(torch.equal(received.buffers[name], buffer) for name, buffer in buffers.items())
+    other = make(model.parameters())
+    other.load_state_dict(received.optimizer)
+    for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(two[name])) for name in one)
+    assert replace(received, weights=weights, buffers=buffers, optimizer={}) == replace(state, optimizer={})
+
+
+def test_a_change_carries_its_view() -> None:
+    """And says why."""
+    view = View(3, (0, 2), "learner 1 was killed")
+    assert ViewChanged(view).view is view
+    assert str(ViewChanged(view)) == "learner 1 was killed"

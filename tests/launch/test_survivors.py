@@ -1,0 +1,128 @@
+"""When a learner is killed, or stands still for too long, the others go on without it to the end of the budget."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from starling.errors import PeerLost
+from starling.launch.launcher import Loss, launch
+from starling.launch.link import Message
+
+NUM_MINI_BATCHES = 3000
+
+
+def command(mode: str) -> list[str]:
+    return [sys.executable, "-m", "tests.launch.learner_process", mode]
+
+
+class Harm:
+    """Does something to a learner once all have met and one of them has come far enough; notes what they say."""
+
+    def __init__(self, victim: int, world: int, number: int = signal.SIGKILL) -> None:
+        self.victim, self.number = victim, number
+        self.pids: dict[int, int] = {}
+        self.met: set[int] = set()
+        self.is_done = False
+        self.said: dict[int, Message] = {}
+        self.views: dict[int, int] = {}
+        self.world = world
+
+    def __call__(self, rank: int, message: Message) -> None:
+        if "view" in message:
+            self.views[rank] = message["view"]
+        if "num_done" in message or "left" in message:
+            self.said[rank] = message
+        if not self.is_done and len(self.views) == self.world and message.get("step", 0) >= 100:
+            self.is_done = True
+            os.kill(process_of(self.victim).pid, self.number)
+
+
+def process_of(rank: int) -> psutil.Process:
+    """The process of one learner."""
+    return next(each for each in psutil.Process().children() if each.environ().get("RANK") == str(rank))
+
+
+def survive(mode: str, world: int, victim: int, folder: Path, **how: Any) -> tuple[Harm, list[Loss]]:
+    """A run that bears the loss of a learner; what was said, and who was lost."""
+    harm = Harm(victim, world, how.pop("number", signal.SIGKILL))
+    told: list[Loss] = []
+    losses = launch(command(mode), world, folder, harm, told.append, **how)
+    assert harm.is_done
+    assert losses == told
+    assert not [each for each in psutil.Process().children() if "RANK" in each.environ()]
+    return harm, losses
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "victim"),
+    [
+        ("adpsgd", 4, 2),
+        ("allreduce", 3, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                ("parameter-server", 3, 2),
+                ("adpsgd", 2, 0),
+                ("delay-by-one", 3, 1),
+                ("dpsgd", 4, 3),
+                ("delayed", 3, 1),
+                ("hogwild", 3, 0),
+            )
+        ),
+    ],
+)
+def test_the_others_finish_the_budget_of_all(strategy: str, world: int, victim: int, tmp_path: Path) -> None:
+    """In step or not, without a restart; `make soak` has the other strategies."""
+    harm, losses = survive(f"{strategy}/ends", world, victim, tmp_path)
+    others = set(range(world)) - {victim}
+    assert [loss.learner for loss in losses] == [victim]
+    assert losses[0].reason.startswith(f"learner {victim} was killed by SIGKILL while step ")
+    assert harm.said.keys() == others
+    for said in harm.said.values():
+        assert NUM_MINI_BATCHES <= said["num_done"] < NUM_MINI_BATCHES + world
+    assert harm.views == {victim: 0} | dict.fromkeys(others, 1)
+
+
+@pytest.mark.soak
+def test_a_super_learner_that_has_lost_a_learner_leaves_whole(tmp_path: Path) -> None:
+    """The other one goes on; who leaves does so in peace."""
+    harm, losses = survive("hadpsgd/ends", 4, 1, tmp_path)
+    assert [loss.learner for loss in losses] == [1]
+    assert harm.said[0] == {"left": True}
+    assert harm.said[2]["num_done"] >= NUM_MINI_BATCHES
+
+
+def test_a_run_cannot_go_on_without_its_server(tmp_path: Path) -> None:
+    """Part of the model is lost with it: the survivors say so and end, and a resume is what is left."""
+    with pytest.raises(
+        PeerLost, match=r"learner 0 was killed by SIGKILL .*parameter-server cannot go on without: .*kept"
+    ):
+        survive("parameter-server/ends", 2, 0, tmp_path)
+
+
+def test_who_gives_no_sign_of_life_for_too_long_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+    """As if it had been killed; so it can do no harm when it wakes up."""
+    harm, losses = survive("delay-by-one/ends", 3, 1, tmp_path, number=signal.SIGSTOP, silence_seconds=4.0)
+    assert [loss.learner for loss in losses] == [1]
+    assert "gave no sign of life for" in losses[0].reason
+    assert harm.said.keys() == {0, 2}
+
+
+@pytest.mark.soak
+def test_a_learner_that_stands_still_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    """Below the time-out nobody is lost, and nothing of the work."""
+    harm = Harm(1, 2, signal.SIGSTOP)
+
+    def wake(rank: int, message: Message) -> None:
+        harm(rank, message)
+        if harm.is_done and harm.number == signal.SIGSTOP:
+            harm.number = signal.SIGCONT
+            process_of(1).send_signal(signal.SIGCONT)
+
+    assert launch(command("allreduce/ends"), 2, tmp_path, wake, lambda loss: None, silence_seconds=60.0) == []
+    assert {rank: said["num_done"] for rank, said in harm.said.items()} == dict.fromkeys((0, 1), NUM_MINI_BATCHES)
