@@ -59,7 +59,7 @@ def test_an_earlier_run_is_moved_aside_and_named(tree: Tree) -> None:
         aside = recipe.folder.with_name(f"{recipe.name}.{number}")
         assert (aside / "checkpoints" / f"step-{8 * number:08d}").is_dir()
         assert said[-1] == f"{recipe.folder} held an earlier run, which is now in {aside}"
-    assert not (recipe.folder / "checkpoints").exists()
+    assert list((recipe.folder / "checkpoints").iterdir()) == []
 
 
 def test_overwriting_removes_what_is_ours_and_nothing_else(tree: Tree) -> None:
@@ -69,7 +69,7 @@ def test_overwriting_removes_what_is_ours_and_nothing_else(tree: Tree) -> None:
     save(recipe, Ticket(1, 0, 8))
     (recipe.folder / "notes.txt").write_text("mine")
     claim_folder(check_recipe({**tree, "overwrite": True}, "r.yaml"), print)
-    assert not (recipe.folder / "checkpoints").exists()
+    assert list((recipe.folder / "checkpoints").iterdir()) == []
     assert (recipe.folder / "notes.txt").read_text() == "mine"
 
 

@@ -110,6 +110,7 @@ def test_who_completes_a_checkpoint_tells_and_draws_how_far_learners_are_apart(t
         for rank in order:
             end = state(rank, 2, Ticket(epoch, 0, 8 * epoch), [4.0 * rank * epoch, 1.0, 2.0])
             savers[rank].on_epoch(EpochReport(rank, epoch - 1, 4, 5.0, Spent()), end)
+            savers[rank].close()
     assert [rank for rank, _ in told] == [1, 0]
     distances = [message["consensus_distance"] for _, message in told]
     assert [message["saved"] for _, message in told] == [

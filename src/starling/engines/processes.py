@@ -6,7 +6,7 @@ that share a device fall back to gloo through host memory.
 
 import json
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -235,11 +235,13 @@ def run_learner(
     observer: Observer,
     start: LearnerState | None = None,
     timeout_seconds: float = 600.0,
+    before_parting: Callable[[], None] = lambda: None,
 ) -> LearnerState:
     """Be the learner at `place` from greeting to end, and return the state it ends in.
 
-    `digest` stands for the whole configuration and must be the same on all learners. Raises `ProtocolError` when
-    learners differ, `PeerLost` when one is gone or does not answer within `timeout_seconds`.
+    `before_parting` does what the others must be able to rely on when this function returns to them, such as writing
+    to the end. `digest` stands for the whole configuration and must be the same on all learners. Raises `ProtocolError`
+    when learners differ, `PeerLost` when one is gone or does not answer within `timeout_seconds`.
     """
     with Loader(job.workload, job.num_workers) as loader:
         flat = FlatModel(job.workload.make_model(), device)
@@ -255,6 +257,7 @@ def run_learner(
         try:
             with process_group(place, device, timeout_seconds):
                 state = ProcessLearner(job, place, flat, observer, start, timeout_seconds, loader).drive()
+                before_parting()
                 part(place.store, place.rank, place.world, timeout_seconds)
         except Exception as error:
             end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)

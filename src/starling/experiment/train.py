@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch.distributed import DistError
 
+from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import checkpoints_in, load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes import Place, choose_device, run_learner
-from starling.errors import ConfigError, StarlingError
+from starling.errors import ConfigError, PeerLost, StarlingError
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import ExperimentFolder, resolve_resume
 from starling.experiment.job import ModelWriter, make_job, most_skipped, use_threads
@@ -63,6 +65,7 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
         try:
             launch(command, recipe.learners, folder.log, on_message)
         except StarlingError as error:
+            remove_partial(folder.checkpoints)  # all learners have ended
             if checkpoints_in(folder.checkpoints):
                 error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
             raise
@@ -116,8 +119,15 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         if link is not None:
             link.send(message)
 
+    arriving = place.store.clone()  # type: ignore[attr-defined]  # the own one serves one wait or one question at a time
+
     def arrive(name: str) -> int:
-        return int(place.store.add(f"checkpoint/{name}", 1))
+        try:
+            return int(arriving.add(f"checkpoint/{name}", 1))
+        except DistError as error:
+            raise PeerLost(
+                f"learner {place.rank} lost the store that the learners meet in, while saving {name}"
+            ) from error
 
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     writer = CheckpointWriter(
@@ -141,15 +151,17 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         listeners.append(Metered(Messages(tell), place.world, SEND_EVERY))
     start = load(recipe.resume).start(place.rank, place.world) if recipe.resume else None
     try:
-        run_learner(
-            job,
-            place,
-            choose_device(recipe.engine.device, place),
-            recipe_digest(recipe),
-            Together([*listeners, seen, saver]),
-            start,
-            recipe.engine.timeout_seconds,
-        )
+        with saver:
+            run_learner(
+                job,
+                place,
+                choose_device(recipe.engine.device, place),
+                recipe_digest(recipe),
+                Together([*listeners, seen, saver]),
+                start,
+                recipe.engine.timeout_seconds,
+                before_parting=saver.close,
+            )
     finally:
         curves.close()
         seen.close()
