@@ -1,6 +1,8 @@
 """An experiment's folder is claimed once, and an earlier run in it is never lost by accident."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, ConfigError
-from starling.experiment.folder import claim_folder, describe_environment, resolve_resume
+from starling.experiment.folder import (
+    check_claim,
+    check_writable,
+    claim_folder,
+    describe_environment,
+    resolve_resume,
+)
 from starling.experiment.recipe import Recipe, check_recipe, fingerprints, load_recipe
 from starling.workload import Standing, Ticket
 
@@ -153,6 +161,89 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tree: Tree, tmp_p
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         claim_folder(check_recipe({**tree, "exp": str(tmp_path / "file")}, "r.yaml"), print)
+
+
+def test_checkpoints_that_cannot_be_written_are_an_error_at_the_start(tree: Tree) -> None:
+    """Here a file is in the place of their folder."""
+    recipe = check_recipe(tree, "r.yaml")
+    recipe.folder.mkdir(parents=True)
+    (recipe.folder / "checkpoints").write_text("")
+    with pytest.raises(ConfigError, match="songs: cannot be written"):
+        claim_folder(recipe, print)
+
+
+def test_a_folder_is_tried_by_writing_into_it(tmp_path: Path) -> None:
+    """Permission bits do not bind root, but nobody can make anything in `/proc`; a folder that is fine stays empty."""
+    check_writable(tmp_path / "checkpoints")
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    with pytest.raises(OSError, match="/proc/checkpoints"):
+        check_writable(Path("/proc/checkpoints"))
+
+
+def test_a_resume_on_a_disk_that_is_read_only_is_an_error_at_the_start(tree: Tree) -> None:
+    """Before anything is prepared: the checkpoints can be read, but none can be added."""
+    recipe = check_recipe(tree, "r.yaml")
+    folder = claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 8))
+    inside = f"import {__name__} as me; me.go_on({str(folder.config)!r})"
+    here = folder.checkpoints
+    read_only = f"mount --bind {here} {here} && mount -o remount,ro,bind {here} && echo mounted"
+    script = f'{read_only} && exec {sys.executable} -c "$1"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", inside]
+    root = Path(__file__).resolve().parents[2]
+    try:
+        run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if "mounted" not in run.stdout:
+        pytest.skip(f"nothing can be mounted here: {run.stderr}")
+    assert run.returncode == 0, run.stderr
+    assert f"{here}: cannot be written ([Errno 30] Read-only file system" in run.stdout
+
+
+def go_on(config: str) -> None:
+    """Go on from the only checkpoint of a recipe; the error is printed."""
+    recipe = load_recipe(Path(config))
+    with pytest.raises(ConfigError) as caught:
+        check_claim(recipe.model_copy(update={"resume": recipe.folder / "checkpoints" / "step-00000008"}))
+    sys.stdout.write(f"{caught.value}\n")
+
+
+def test_only_a_later_number_is_a_later_checkpoint(tree: Tree) -> None:
+    """As text, 100000000 sorts before 99999992."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 99_999_992))
+    save(recipe, Ticket(2, 0, 100_000_000))
+    first, second = (recipe.folder / "checkpoints" / f"step-{step}" for step in ("99999992", "100000000"))
+    check_claim(recipe.model_copy(update={"resume": second}))
+    with pytest.raises(ConfigError, match=r"later than .*step-99999992, such as step-100000000"):
+        check_claim(recipe.model_copy(update={"resume": first}))
+
+
+def test_an_earlier_run_is_kept_whatever_its_checkpoint_is_called(tree: Tree) -> None:
+    """Somebody put the best one aside, and the others are gone."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 8))
+    (recipe.folder / "checkpoints" / "step-00000008").rename(recipe.folder / "checkpoints" / "best")
+    claim_folder(recipe, print)
+    assert (recipe.folder.with_name(f"{recipe.name}.1") / "checkpoints" / "best").is_dir()
+
+
+def test_ten_runs_killed_in_a_row_do_not_stop_the_eleventh(tree: Tree) -> None:
+    """Each had begun a checkpoint, and removed another; the folder is claimed all the same, and clean."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 8))
+    resumed = resolve_resume(check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
+    for number in range(10):
+        folder = claim_folder(resumed, print)
+        for name in (f".step-{16 + number:08d}.partial", ".step-00000007.partial", ".writable.partial"):
+            (folder.checkpoints / name / "model").mkdir(parents=True)
+            (folder.checkpoints / name / "learner-0.safetensors").write_bytes(b"half of it")
+    folder = claim_folder(resumed, print)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step-00000008"]
 
 
 def test_the_environment_is_described_without_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
