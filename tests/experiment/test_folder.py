@@ -27,7 +27,7 @@ from starling.workload import Standing, Ticket
 Tree = dict[str, Any]
 
 
-def save(recipe: Recipe, position: Ticket, world: int = 2) -> None:
+def save(recipe: Recipe, position: Ticket, world: int = 2, weight: float = 0.0) -> None:
     """A checkpoint in the experiment of a recipe."""
     arrived: list[str] = []
 
@@ -43,7 +43,7 @@ def save(recipe: Recipe, position: Ticket, world: int = 2) -> None:
         team_size=recipe.team_size,
     )
     for rank in range(world):
-        writer.save(LearnerState(rank, world, Standing(position), 0.0, torch.zeros(3), {}, {}))
+        writer.save(LearnerState(rank, world, Standing(position), 0.0, torch.full((3,), weight), {}, {}))
 
 
 def test_the_resolved_recipe_is_in_the_folder(tree: Tree) -> None:
@@ -219,6 +219,20 @@ def test_only_a_later_number_is_a_later_checkpoint(tree: Tree) -> None:
     check_claim(recipe.model_copy(update={"resume": second}))
     with pytest.raises(ConfigError, match=r"later than .*step-99999992, such as step-100000000"):
         check_claim(recipe.model_copy(update={"resume": first}))
+
+
+def test_nobody_goes_on_from_weights_that_are_not_finite(tree: Tree) -> None:
+    """However many such checkpoints came last, the newest finite one is there, and it is named."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 8))
+    for step in (16, 24, 32):
+        save(recipe, Ticket(1, step, step), weight=float("nan"))
+    good, *_, last = sorted((recipe.folder / "checkpoints").iterdir())
+    with pytest.raises(CheckpointError) as caught:
+        resolve_resume(check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
+    assert f"{last}: not every number in it is finite; {good} is: to go on from it" in str(caught.value)
+    resolve_resume(check_recipe({**tree, "resume": str(good)}, "r.yaml"))
 
 
 def test_an_earlier_run_is_kept_whatever_its_checkpoint_is_called(tree: Tree) -> None:

@@ -15,9 +15,14 @@ def surplus(folder: Path, keep: int, written: Path | None = None) -> list[Path]:
     `written` was checked while it was written; the others are checked, from the newest on, until one is whole and
     finite, which costs nothing where `written` is.
     """
-    found = checkpoints_in(folder)
-    best = next((path for path in reversed(found) if is_finite(path) and (path == written or is_whole(path))), None)
-    return [path for path in found[:-keep] if path != best]
+    best = newest_good(folder, written)
+    return [path for path in checkpoints_in(folder)[:-keep] if path != best]
+
+
+def newest_good(folder: Path, written: Path | None = None) -> Path | None:
+    """The newest checkpoint in a folder that is whole and finite, where `written` is known to be whole."""
+    found = reversed(checkpoints_in(folder))
+    return next((path for path in found if is_finite(path) and (path == written or is_whole(path))), None)
 
 
 def is_finite(folder: Path) -> bool:

@@ -22,6 +22,7 @@ import torch
 from starling.checkpoint.files import PARTIAL, remove_partial, sync
 from starling.checkpoint.manifest import MANIFEST, age, checkpoint_name, read_manifest
 from starling.checkpoint.reader import checkpoints_in, latest, load
+from starling.checkpoint.retention import is_finite, newest_good
 from starling.errors import CheckpointError, ConfigError
 from starling.experiment.recipe import Recipe, dump_recipe, fingerprints
 from starling.experiment.seen import begin_segment
@@ -51,7 +52,7 @@ class ExperimentFolder:
 def resolve_resume(recipe: Recipe) -> Recipe:
     """The recipe with `resume` naming one checkpoint, checked to fit.
 
-    Raises CheckpointError for a checkpoint that is missing, damaged, or of another model, data or number of learners.
+    Raises CheckpointError for a checkpoint that is missing, damaged, not finite, or of another model or data.
     """
     if recipe.resume is None:
         return recipe
@@ -64,6 +65,10 @@ def resolve_resume(recipe: Recipe) -> Recipe:
             f"{folder}: it was trained with another {', '.join(sorted(differing))} than this recipe says; "
             f"resume with what {folder.parent.parent / 'config.yaml'} holds, or train anew without resume"
         )
+    if not is_finite(folder):
+        good = newest_good(folder.parent)
+        advice = "none beside it is" if good is None else f"{good} is: to go on from it, move later ones away first"
+        raise CheckpointError(f"{folder}: not every number in it is finite; {advice}, and lower the learning rate")
     checkpoint.start(0, recipe.learners)
     return recipe.model_copy(update={"resume": folder})
 

@@ -1,6 +1,7 @@
 """Training with real learner processes: the one that starts them, and each of them."""
 
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -65,7 +66,8 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
         try:
             launch(command, recipe.learners, folder.log, on_message)
         except StarlingError as error:
-            remove_partial(folder.checkpoints)  # all learners have ended
+            with suppress(OSError):
+                remove_partial(folder.checkpoints)  # all learners have ended
             if checkpoints_in(folder.checkpoints):
                 error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
             raise
