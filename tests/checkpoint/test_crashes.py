@@ -77,7 +77,7 @@ def test_a_run_after_a_crash_at_any_step_saves_as_if_nothing_had_happened(crashe
 
 
 def test_ten_runs_killed_in_a_row_do_not_stop_the_eleventh(crashed: list[Path], tmp_path: Path) -> None:
-    """Also when each leaves its own half-written folder and nothing was removed in between."""
+    """What killed saves left, ten times over, is removed at the start and is in nobody's way."""
     experiment = tmp_path / "experiment"
     half_written = [each for each in crashed if left_over(each)]
     shutil.copytree(half_written[0], experiment)
