@@ -174,6 +174,26 @@ def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path, mon
     assert writer(tmp_path).save(state(0, 1, OLD)) is not None
 
 
+def test_a_disk_that_fails_for_good_is_one_message(tmp_path: Path) -> None:
+    """Systems make a disk with faults read-only: what was written cannot be removed then either."""
+    together = writer(tmp_path)
+
+    def fails() -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    class Failing(Steps):
+        def _step(self) -> None:
+            self.num_done += 1
+            if self.num_done >= 4:
+                fails()
+
+    with (
+        Failing(0, fails).counted(),
+        pytest.raises(CheckpointError, match=r"step-00000008: a checkpoint cannot be written \(\[Errno 30\]"),
+    ):
+        together.save(state(0, 1, OLD))
+
+
 def test_a_quota_that_is_used_up_is_a_full_disk(tmp_path: Path) -> None:
     """Not a fault of the disk."""
 

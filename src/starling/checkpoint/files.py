@@ -35,7 +35,8 @@ def writing(final: Path, needed: int, undo: Callable[[], None]) -> Iterator[None
         check_room(final, needed)
         yield
     except (OSError, SafetensorError) as error:
-        undo()
+        with suppress(OSError):  # a disk that fails may not let go of anything either
+            undo()
         if _is_full(error):
             free = _free_bytes(final)
             problem = f"disk full: needs {needed:,} bytes, {free:,} free; make room, then resume"
