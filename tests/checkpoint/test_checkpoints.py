@@ -208,7 +208,7 @@ def test_a_checkpoint_of_format_1_can_be_resumed(tmp_path: Path) -> None:
     """It knows neither the distance nor what was unfinished."""
     folder = save_all(tmp_path, 2, Ticket(1, 4, 12), team_size=1)
     manifest = manifest_of(folder)
-    for key in ("consensus_distance", "team_size", "unfinished", "epochs_ended"):
+    for key in ("consensus_distance", "team_size", "unfinished", "epochs_ended", "is_finite"):
         del manifest[key]
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
     checkpoint = load(folder)
@@ -220,8 +220,8 @@ def test_a_checkpoint_of_format_1_can_be_resumed(tmp_path: Path) -> None:
 def test_what_an_earlier_version_cannot_read_has_a_newer_format(tmp_path: Path) -> None:
     """Such a version says then that a newer Starling is needed, rather than complain of a key."""
     manifest = manifest_of(save_all(tmp_path, 1, Ticket(1, 0, 8)))
-    assert manifest["format"] == 4
-    assert {"consensus_distance", "team_size", "unfinished", "epochs_ended"} <= manifest.keys()
+    assert manifest["format"] == 5
+    assert {"consensus_distance", "team_size", "unfinished", "epochs_ended", "is_finite"} <= manifest.keys()
 
 
 def test_a_checkpoint_that_is_there_is_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Training through the command line, with real learner processes."""
 
 import re
+import shutil
 import subprocess
 import sys
 from contextlib import chdir
@@ -147,3 +148,42 @@ def test_a_run_that_lost_a_learner_says_who_and_can_be_resumed(tree: Tree, tmp_p
     resumed = starling(tmp_path, "train", *hint.groups(), f"budget.epochs={before + 1}")
     assert resumed.returncode == 0, resumed.stderr
     assert load(latest(tmp_path / "exp" / "songs")).manifest.position.epoch == before + 1
+
+
+def test_a_full_disk_ends_a_run_with_what_is_needed_and_costs_nothing(tree: Tree, tmp_path: Path) -> None:
+    """On a real one: exit code 6, the checkpoint before is whole and nothing half-written; with room it goes on."""
+    written(tree, tmp_path)
+    (tmp_path / "exp").mkdir()
+    inside = f"import {__name__} as me; me.train_on_a_full_disk({str(tmp_path)!r})"
+    script = f'mount -t tmpfs -o size=64m tmpfs {tmp_path / "exp"} && echo mounted && exec {sys.executable} -c "$1"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", inside]
+    root = Path(__file__).resolve().parents[2]
+    try:
+        run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250, check=False)
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if "mounted" not in run.stdout:
+        pytest.skip(f"no file system can be mounted here: {run.stderr}")
+    assert run.returncode == 0, run.stderr
+
+
+def train_on_a_full_disk(place: str) -> None:
+    """Train, fill the disk, train on, make room, train on; in a process of its own, which has mounted the disk."""
+    folder = Path(place)
+    experiment = folder / "exp" / "songs"
+    first = starling(folder, "train", "songs.yaml", "budget.epochs=1")
+    assert first.returncode == 0, first.stderr
+    saved = latest(experiment)
+    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    filling = folder / "exp" / "filling"
+    filling.write_bytes(bytes(shutil.disk_usage(filling.parent).free - size // 2))
+    second = starling(folder, "train", "songs.yaml", "budget.epochs=2", "resume=exp/songs")
+    assert second.returncode == 6, second.stderr
+    assert re.search(r"step-\d+: disk full: needs [\d,]+ bytes, [\d,]+ free; make room, then resume", second.stderr)
+    assert second.stderr.count("disk full") == 1
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+    load(saved)
+    filling.unlink()
+    third = starling(folder, "train", "songs.yaml", "budget.epochs=2", "resume=exp/songs")
+    assert third.returncode == 0, third.stderr
+    assert load(latest(experiment)).manifest.epochs_ended == 2

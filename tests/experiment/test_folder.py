@@ -1,6 +1,8 @@
 """An experiment's folder is claimed once, and an earlier run in it is never lost by accident."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,20 @@ from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, ConfigError
-from starling.experiment.folder import claim_folder, describe_environment, resolve_resume
+from starling.experiment.folder import (
+    check_claim,
+    check_writable,
+    claim_folder,
+    describe_environment,
+    resolve_resume,
+)
 from starling.experiment.recipe import Recipe, check_recipe, fingerprints, load_recipe
 from starling.workload import Standing, Ticket
 
 Tree = dict[str, Any]
 
 
-def save(recipe: Recipe, position: Ticket, world: int = 2) -> None:
+def save(recipe: Recipe, position: Ticket, world: int = 2, weight: float = 0.0) -> None:
     """A checkpoint in the experiment of a recipe."""
     arrived: list[str] = []
 
@@ -35,7 +43,7 @@ def save(recipe: Recipe, position: Ticket, world: int = 2) -> None:
         team_size=recipe.team_size,
     )
     for rank in range(world):
-        writer.save(LearnerState(rank, world, Standing(position), 0.0, torch.zeros(3), {}, {}))
+        writer.save(LearnerState(rank, world, Standing(position), 0.0, torch.full((3,), weight), {}, {}))
 
 
 def test_the_resolved_recipe_is_in_the_folder(tree: Tree) -> None:
@@ -59,7 +67,7 @@ def test_an_earlier_run_is_moved_aside_and_named(tree: Tree) -> None:
         aside = recipe.folder.with_name(f"{recipe.name}.{number}")
         assert (aside / "checkpoints" / f"step-{8 * number:08d}").is_dir()
         assert said[-1] == f"{recipe.folder} held an earlier run, which is now in {aside}"
-    assert not (recipe.folder / "checkpoints").exists()
+    assert list((recipe.folder / "checkpoints").iterdir()) == []
 
 
 def test_overwriting_removes_what_is_ours_and_nothing_else(tree: Tree) -> None:
@@ -69,7 +77,7 @@ def test_overwriting_removes_what_is_ours_and_nothing_else(tree: Tree) -> None:
     save(recipe, Ticket(1, 0, 8))
     (recipe.folder / "notes.txt").write_text("mine")
     claim_folder(check_recipe({**tree, "overwrite": True}, "r.yaml"), print)
-    assert not (recipe.folder / "checkpoints").exists()
+    assert list((recipe.folder / "checkpoints").iterdir()) == []
     assert (recipe.folder / "notes.txt").read_text() == "mine"
 
 
@@ -153,6 +161,103 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tree: Tree, tmp_p
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         claim_folder(check_recipe({**tree, "exp": str(tmp_path / "file")}, "r.yaml"), print)
+
+
+def test_checkpoints_that_cannot_be_written_are_an_error_at_the_start(tree: Tree) -> None:
+    """Here a file is in the place of their folder."""
+    recipe = check_recipe(tree, "r.yaml")
+    recipe.folder.mkdir(parents=True)
+    (recipe.folder / "checkpoints").write_text("")
+    with pytest.raises(ConfigError, match="songs: cannot be written"):
+        claim_folder(recipe, print)
+
+
+def test_a_folder_is_tried_by_writing_into_it(tmp_path: Path) -> None:
+    """Permission bits do not bind root, but nobody can make anything in `/proc`; a folder that is fine stays empty."""
+    check_writable(tmp_path / "checkpoints")
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    with pytest.raises(OSError, match="/proc/checkpoints"):
+        check_writable(Path("/proc/checkpoints"))
+
+
+def test_a_resume_on_a_disk_that_is_read_only_is_an_error_at_the_start(tree: Tree) -> None:
+    """Before anything is prepared: the checkpoints can be read, but none can be added."""
+    recipe = check_recipe(tree, "r.yaml")
+    folder = claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 8))
+    inside = f"import {__name__} as me; me.go_on({str(folder.config)!r})"
+    here = folder.checkpoints
+    read_only = f"mount --bind {here} {here} && mount -o remount,ro,bind {here} && echo mounted"
+    script = f'{read_only} && exec {sys.executable} -c "$1"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", inside]
+    root = Path(__file__).resolve().parents[2]
+    try:
+        run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if "mounted" not in run.stdout:
+        pytest.skip(f"nothing can be mounted here: {run.stderr}")
+    assert run.returncode == 0, run.stderr
+    assert f"{here}: cannot be written ([Errno 30] Read-only file system" in run.stdout
+
+
+def go_on(config: str) -> None:
+    """Go on from the only checkpoint of a recipe; the error is printed."""
+    recipe = load_recipe(Path(config))
+    with pytest.raises(ConfigError) as caught:
+        check_claim(recipe.model_copy(update={"resume": recipe.folder / "checkpoints" / "step-00000008"}))
+    sys.stdout.write(f"{caught.value}\n")
+
+
+def test_only_a_later_number_is_a_later_checkpoint(tree: Tree) -> None:
+    """As text, 100000000 sorts before 99999992."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 99_999_992))
+    save(recipe, Ticket(2, 0, 100_000_000))
+    first, second = (recipe.folder / "checkpoints" / f"step-{step}" for step in ("99999992", "100000000"))
+    check_claim(recipe.model_copy(update={"resume": second}))
+    with pytest.raises(ConfigError, match=r"later than .*step-99999992, such as step-100000000"):
+        check_claim(recipe.model_copy(update={"resume": first}))
+
+
+def test_nobody_goes_on_from_weights_that_are_not_finite(tree: Tree) -> None:
+    """However many such checkpoints came last, the newest finite one is there, and it is named."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 8))
+    for step in (16, 24, 32):
+        save(recipe, Ticket(1, step, step), weight=float("nan"))
+    good, *_, last = sorted((recipe.folder / "checkpoints").iterdir())
+    with pytest.raises(CheckpointError) as caught:
+        resolve_resume(check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
+    assert f"{last}: not every number in it is finite; {good} is: to go on from it" in str(caught.value)
+    resolve_resume(check_recipe({**tree, "resume": str(good)}, "r.yaml"))
+
+
+def test_an_earlier_run_is_kept_whatever_its_checkpoint_is_called(tree: Tree) -> None:
+    """Somebody put the best one aside, and the others are gone."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 8))
+    (recipe.folder / "checkpoints" / "step-00000008").rename(recipe.folder / "checkpoints" / "best")
+    claim_folder(recipe, print)
+    assert (recipe.folder.with_name(f"{recipe.name}.1") / "checkpoints" / "best").is_dir()
+
+
+def test_ten_runs_killed_in_a_row_do_not_stop_the_eleventh(tree: Tree) -> None:
+    """Each had begun a checkpoint, and removed another; the folder is claimed all the same, and clean."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 8))
+    resumed = resolve_resume(check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
+    for number in range(10):
+        folder = claim_folder(resumed, print)
+        for name in (f".step-{16 + number:08d}.partial", ".step-00000007.partial", ".writable.partial"):
+            (folder.checkpoints / name / "model").mkdir(parents=True)
+            (folder.checkpoints / name / "learner-0.safetensors").write_bytes(b"half of it")
+    folder = claim_folder(resumed, print)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step-00000008"]
 
 
 def test_the_environment_is_described_without_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:

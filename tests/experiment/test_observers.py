@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from starling.checkpoint.reader import load
 from starling.engines.job import Averaging, EpochReport, Spent
-from starling.errors import ProtocolError
+from starling.errors import CheckpointError, PeerLost, ProtocolError
 from starling.experiment.observers import Log, Message, Messages, Metered, Saver, show
 from starling.report.curves import Curves
 from starling.report.meter import FAR, EpochEnd, Snapshot
@@ -110,6 +110,7 @@ def test_who_completes_a_checkpoint_tells_and_draws_how_far_learners_are_apart(t
         for rank in order:
             end = state(rank, 2, Ticket(epoch, 0, 8 * epoch), [4.0 * rank * epoch, 1.0, 2.0])
             savers[rank].on_epoch(EpochReport(rank, epoch - 1, 4, 5.0, Spent()), end)
+            savers[rank].close()
     assert [rank for rank, _ in told] == [1, 0]
     distances = [message["consensus_distance"] for _, message in told]
     assert [message["saved"] for _, message in told] == [
@@ -123,6 +124,41 @@ def test_who_completes_a_checkpoint_tells_and_draws_how_far_learners_are_apart(t
         for each in EventAccumulator(str(file)).Reload().Scalars("consensus/distance")
     ]
     assert sorted(drawn) == [(8, pytest.approx(distances[0])), (16, pytest.approx(distances[1]))]
+
+
+def saver_of(folder: Path, told: list[Message]) -> Saver:
+    """A saver of a single learner."""
+    return Saver(writer(folder), told.append, lambda: Curves(folder / "curves"))
+
+
+def test_what_was_begun_is_finished_when_the_training_fails(tmp_path: Path) -> None:
+    """And told, and the error of the training is the one that counts."""
+    told: list[Message] = []
+    with pytest.raises(PeerLost, match="learner 1") as caught, saver_of(tmp_path, told) as saver:
+        saver.on_mark(state(0, 1, Ticket(0, 4, 4)))
+        raise PeerLost("learner 1 was lost")
+    assert [message["saved"] for message in told] == [str(tmp_path / "checkpoints" / "step-00000004")]
+    load(tmp_path / "checkpoints" / "step-00000004")
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_save_that_fails_after_the_training_did_is_a_note(tmp_path: Path) -> None:
+    """The cause comes first."""
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(PeerLost, match="learner 1") as caught, saver_of(tmp_path, []) as saver:
+        saver.on_mark(state(0, 1, Ticket(0, 4, 4)))
+        raise PeerLost("learner 1 was lost")
+    assert "step-00000004: a checkpoint cannot be written" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("when", ["at the next mini-batch", "at the end"])
+def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
+    """At the learner's next mini-batch, or when it has none."""
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"), saver_of(tmp_path, []) as saver:
+        saver.on_mark(state(0, 1, Ticket(0, 4, 4)))
+        while when == "at the next mini-batch":
+            saver.on_step(step(5))
 
 
 def test_what_a_learner_does_is_told_to_the_launcher() -> None:

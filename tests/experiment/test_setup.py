@@ -52,7 +52,13 @@ def test_a_run_that_can_start_takes_the_place_of_an_earlier_one(tree: Tree) -> N
     """With what was made ready and nothing of the making; the earlier run is moved aside."""
     recipe = trained(tree)
     folder = make_ready(recipe, lambda line: None)
-    assert sorted(path.name for path in folder.path.iterdir()) == ["config.yaml", "env.txt", "initial", "seen"]
+    assert sorted(path.name for path in folder.path.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "env.txt",
+        "initial",
+        "seen",
+    ]
     assert sorted(path.name for path in recipe.exp.iterdir()) == ["songs", "songs.1"]
 
 

@@ -1,6 +1,7 @@
 """Nested state, such as an optimizer's `state_dict`, as tensors by name and plain JSON: no pickle."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -70,3 +71,8 @@ def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         seen.add(plain.untyped_storage().data_ptr())
         result[name] = plain
     return result
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every number is finite."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

@@ -5,8 +5,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from starling.errors import CheckpointError
 
 PARTIAL = ".partial"
 """The end of the name of a folder that is being written or removed."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def partial_folder(final: Path) -> Path:
@@ -27,15 +28,27 @@ def partial_folder(final: Path) -> Path:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn what the system says about a failed write into a `CheckpointError` that says what to do."""
+def writing(final: Path, needed: int, undo: Callable[[], None]) -> Iterator[None]:
+    """Turn what the system says about a failed write into a `CheckpointError` that says what to do, after `undo` has
+    removed what was written; `needed` bytes were to be."""
     try:
+        check_room(final, needed)
         yield
     except (OSError, SafetensorError) as error:
-        full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
-        free = _free_bytes(folder)
-        advice = f"disk full ({free:,} bytes free): make room" if full else "check the disk and its permissions"
-        raise CheckpointError(f"{folder}: a checkpoint cannot be written ({error}); {advice}, then resume") from error
+        with suppress(OSError):  # a disk that fails may not let go of anything either
+            undo()
+        if _is_full(error):
+            free = _free_bytes(final)
+            problem = f"disk full: needs {needed:,} bytes, {free:,} free; make room, then resume"
+        else:
+            problem = f"a checkpoint cannot be written ({error}); check the disk and its permissions, then resume"
+        raise CheckpointError(f"{final}: {problem}") from error
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raises OSError where less than `needed` bytes are free; a file system that does not know passes."""
+    if _free_bytes(folder, unknown=needed) < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -107,7 +120,23 @@ def remove_partial(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def _free_bytes(folder: Path) -> int:
+def remove_part(partial: Path, rank: int) -> None:
+    """Remove what one learner has written into a partial folder, and the folder when nobody else has."""
+    for path in partial.glob(f"learner-{rank}.*"):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        partial.rmdir()
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether a write failed for want of room."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    return any(os.strerror(number) in str(error) for number in _FULL)
+
+
+def _free_bytes(folder: Path, unknown: int = 0) -> int:
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    usage = shutil.disk_usage(folder)
+    return usage.free if usage.total else unknown

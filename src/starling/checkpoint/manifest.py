@@ -1,5 +1,6 @@
 """What a checkpoint says about itself: `manifest.json`, written last, with the SHA-256 of every other file."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -11,9 +12,9 @@ from starling.configuration import Config
 from starling.errors import CheckpointError
 from starling.workload import Standing, Ticket
 
-FORMAT = 4
+FORMAT = 5
 """2 added `team_size` and `consensus_distance`, 3 what learners keep of the model (`shards`), 4 `unfinished` and
-`epochs_ended`; older checkpoints are read without them."""
+`epochs_ended`, 5 `is_finite`; older checkpoints are read without them."""
 MANIFEST = "manifest.json"
 MODEL = "model"
 """The folder of the consensus model inside a checkpoint."""
@@ -66,6 +67,8 @@ class Manifest(Config):
     """Time spent training when the last learner arrived."""
     consensus_distance: float | None = Field(default=None, ge=0)
     """(1/L) sum_l |w_l - mean|^2 of the learners' weights as they are here; None if that is not a number."""
+    is_finite: bool | None = None
+    """Whether every number of every learner is finite; None where an older version did not look."""
     files: dict[str, FileEntry]
     """Every other file, by its path inside the checkpoint."""
 
@@ -73,6 +76,23 @@ class Manifest(Config):
     def standing(self) -> Standing:
         """What all learners together had done."""
         return Standing(self.position.ticket, tuple(each.ticket for each in self.unfinished))
+
+
+_NAME = re.compile(r"step-(\d+)(?:\+(\d+))?")
+
+
+def checkpoint_name(standing: Standing) -> str:
+    """The folder of a checkpoint: after how many mini-batches, and beyond how many unfinished ones. Two that differ in
+    what is done never share a name, so that learners which are on different ones do not complete each other's."""
+    beyond = f"+{len(standing.unfinished)}" if standing.unfinished else ""
+    return f"step-{standing.num_done:08d}{beyond}"
+
+
+def age(name: str) -> tuple[int, int] | None:
+    """What checkpoints are ordered by, oldest first: the two numbers in their names, for text sorts wrongly beyond
+    eight digits. None for a name that no checkpoint has."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
 
 
 @dataclass(frozen=True)
@@ -112,12 +132,15 @@ def verify(folder: Path, manifest: Manifest) -> None:
         path = folder / name
         if Path(name).is_absolute() or ".." in Path(name).parts or path.is_symlink() or not path.is_file():
             raise CheckpointError(f"{path} is missing or not a plain file; resume from another checkpoint")
-        size = path.stat().st_size
+        try:
+            size, digest = path.stat().st_size, sha256(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
         if size != entry.num_bytes:
             raise CheckpointError(
                 f"{path} has {size} bytes, {MANIFEST} says {entry.num_bytes}: it is damaged; use another checkpoint"
             )
-        if sha256(path) != entry.sha256:
+        if digest != entry.sha256:
             raise CheckpointError(
                 f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; use another checkpoint"
             )

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from starling.checkpoint.encoding import decode_state
-from starling.checkpoint.files import PARTIAL, read_json, read_tensors
-from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, Position, read_manifest, verify
+from starling.checkpoint.files import read_json, read_tensors
+from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, Position, age, read_manifest, verify
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.consensus import consensus
 from starling.errors import CheckpointError
@@ -98,19 +98,48 @@ def _decode_shard(scalars: dict[str, Any], tensors: dict[str, Tensor]) -> ShardS
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
-    found = (path for path in folder.glob("*") if (path / MANIFEST).is_file() and not path.name.endswith(PARTIAL))
-    return sorted(found)
+    """The complete checkpoints in a folder, oldest first; folders of other names are none of ours."""
+    found = [(age(path.name), path) for path in folder.glob("step-*") if (path / MANIFEST).is_file()]
+    return [path for _, path in sorted((order, path) for order, path in found if order is not None)]
 
 
 def load(folder: Path) -> Checkpoint:
     """A checkpoint, after every file was compared with its SHA-256.
 
-    Raises CheckpointError naming the file that is missing, damaged or newer than this version.
+    Raises CheckpointError naming the file that is missing, damaged or newer than this version, and the newest of the
+    older checkpoints beside it that is whole: to take that one instead is for people to decide.
     """
+    try:
+        return _load(folder)
+    except CheckpointError as error:
+        older = _older(folder)
+        if not older:
+            raise
+        whole = next((path for path in reversed(older) if is_whole(path)), None)
+        hint = f"of {len(older)} older ones beside it none is whole"
+        if whole is not None:
+            hint = f"{whole} is older and whole: to go on from it, move {folder} away first"
+        raise CheckpointError(f"{error}; {hint}") from error
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every file of a checkpoint is as it was written."""
+    try:
+        _load(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _load(folder: Path) -> Checkpoint:
     manifest = read_manifest(folder)
     verify(folder, manifest)
     return Checkpoint(folder, manifest)
+
+
+def _older(folder: Path) -> list[Path]:
+    own = age(folder.name)
+    return [path for path in checkpoints_in(folder.parent) if own is not None and (age(path.name) or own) < own]
 
 
 def latest(experiment: Path) -> Path:

@@ -1,6 +1,7 @@
 """What one learner must keep so that a run can go on from it."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -46,7 +47,43 @@ class LearnerState:
     is_worker: bool = True
     """Whether it computes gradients, so that its weights mean anything beside what it keeps."""
 
+    def copy(self) -> "LearnerState":
+        """The same in CPU memory of its own, which stays as it is when the learner goes on."""
+        shards = (replace(shard, weights=own(shard.weights), optimizer=own(shard.optimizer)) for shard in self.shards)
+        return replace(
+            self,
+            weights=own(self.weights),
+            buffers=own(self.buffers),
+            optimizer=own(self.optimizer),
+            shards=tuple(shards),
+        )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that a checkpoint holds of it, but for the shards' weights, which are in `weights` too."""
+        yield from _tensors([self.weights, self.buffers, self.optimizer, [shard.optimizer for shard in self.shards]])
+
     @property
     def kept(self) -> list[tuple[int, int]]:
         """The places of its shards in the weights."""
         return [(shard.start, shard.stop) for shard in self.shards]
+
+
+def own(value: Any) -> Any:
+    """Nested dictionaries, lists and tuples with every tensor copied into CPU memory of its own."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: own(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        items = [own(each) for each in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested dictionaries, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)

@@ -5,7 +5,7 @@
     checkpoints/step-00001234/model/                   the consensus model, ready for use
     checkpoints/step-00001234/manifest.json            the SHA-256 of every file
 
-Steps are those done by all learners together, so that names sort by age. Learners of an asynchronous strategy come to
+Steps are those done by all learners together, so that names tell the age. Learners of an asynchronous strategy come to
 the end of an epoch at different times: several checkpoints may then be under way at once, each in a folder of its own.
 The last learner to arrive completes one before it goes on to the next, so that they are completed in their order.
 """
@@ -22,31 +22,32 @@ from safetensors import safe_open
 from torch import Tensor
 
 from starling.averaging import rank_ordered_mean
-from starling.checkpoint.encoding import encode_state
+from starling.checkpoint.encoding import all_finite, encode_state
 from starling.checkpoint.files import (
     partial_folder,
     publish,
     read_json,
     read_tensors,
     remove,
+    remove_part,
     write_json,
     write_tensors,
     writing,
 )
-from starling.checkpoint.manifest import MANIFEST, MODEL, Listing, Manifest, Position
-from starling.checkpoint.reader import Checkpoint, checkpoints_in
+from starling.checkpoint.manifest import MANIFEST, MODEL, Listing, Manifest, Position, checkpoint_name
+from starling.checkpoint.reader import Checkpoint, load
+from starling.checkpoint.retention import surplus
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.configuration import Config
 from starling.consensus import consensus, consensus_distance
 from starling.errors import CheckpointError
-from starling.workload import Standing
 
 
 class CheckpointConfig(Config):
     """The `checkpoints:` section of a recipe."""
 
     keep: int = Field(default=2, ge=1)
-    """How many checkpoints stay; older ones are removed."""
+    """How many checkpoints stay; older ones are removed, but for the newest that is whole and finite."""
     every: int | None = Field(default=None, ge=1)
     """Mini-batches of all learners together between two checkpoints inside an epoch; null: at the ends of epochs
     only."""
@@ -60,8 +61,8 @@ class CheckpointWriter:
     """One learner's part in writing the checkpoints of a run; all learners share one file system.
 
     `arrive(name)` counts the learners that have written their part of checkpoint `name`, this one included; the last
-    of them completes the checkpoint, and removes all but the newest `keep`. `team_size` learners (None: all) claim
-    their mini-batches together.
+    of them completes the checkpoint, and removes the older ones that `keep` does not spare. `team_size` learners (None:
+    all) claim their mini-batches together.
     """
 
     def __init__(
@@ -88,26 +89,32 @@ class CheckpointWriter:
         final = self.folder / checkpoint_name(state.standing)
         if final.exists():
             return None
-        with writing(final):
-            partial = partial_folder(final)
+        partial = partial_folder(final)
+        model_bytes = state.weights.nbytes + sum(buffer.nbytes for buffer in state.buffers.values())
+        needed = model_bytes + sum(tensor.nbytes for tensor in state.tensors())
+        with writing(final, needed, lambda: remove_part(partial, state.rank)):
             partial.mkdir(parents=True, exist_ok=True)
             write_learner(partial, state)
-            if self._arrive(final.name) < state.world:
-                return None
+        if self._arrive(final.name) < state.world:
+            return None
+        with writing(final, model_bytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
             return self._complete(partial, final, state)
 
     def save_consensus(self, states: Sequence[LearnerState]) -> Checkpoint:
         """Write the consensus model of `states` alone, for use but not for resuming."""
         final = self.folder / checkpoint_name(states[0].standing)
-        with writing(final):
-            partial = partial_folder(final)
+        if final.exists():
+            return load(final)
+        partial = partial_folder(final)
+        with writing(final, states[0].weights.nbytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
             partial.mkdir(parents=True, exist_ok=True)
             weights = consensus((state.weights for state in states), [state.kept for state in states])
             buffers = _mean_of_buffers([state.buffers for state in states if state.is_worker])
             self._write_model(partial / MODEL, weights, buffers)
             distance = consensus_distance((state.weights for state in states if state.is_worker), weights)
             minutes = max(state.minutes for state in states)
-            return self._finish(partial, final, states[0], 0, minutes, distance)
+            is_finite = math.isfinite(distance) and all_finite([weights, *buffers.values()])
+            return self._finish(partial, final, states[0], 0, minutes, distance, is_finite)
 
     def _complete(self, partial: Path, final: Path, state: LearnerState) -> Checkpoint:
         paths = [partial / f"learner-{rank}.safetensors" for rank in range(state.world)]
@@ -125,10 +132,18 @@ class CheckpointWriter:
         self._write_model(partial / MODEL, weights, buffers)
         distance = consensus_distance((_weights(path) for path in workers), weights)
         minutes = max(float(each["minutes"]) for each in scalars)
-        return self._finish(partial, final, state, state.world, minutes, distance)
+        is_finite = all(each["is_finite"] for each in scalars) and all_finite([weights, *buffers.values()])
+        return self._finish(partial, final, state, state.world, minutes, distance, is_finite)
 
     def _finish(
-        self, partial: Path, final: Path, state: LearnerState, num_learners: int, minutes: float, distance: float
+        self,
+        partial: Path,
+        final: Path,
+        state: LearnerState,
+        num_learners: int,
+        minutes: float,
+        distance: float,
+        is_finite: bool,
     ) -> Checkpoint:
         standing = state.standing
         manifest = Manifest(
@@ -142,22 +157,14 @@ class CheckpointWriter:
             epochs_ended=state.epochs_ended,
             minutes=minutes,
             consensus_distance=distance if math.isfinite(distance) else None,
+            is_finite=is_finite,
             files=Listing.of(partial).entries,
         )
         write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
-        if final.exists():
-            shutil.rmtree(final)
         publish(partial, final)
-        for old in checkpoints_in(self.folder)[: -self._keep]:
+        for old in surplus(self.folder, self._keep, final):
             remove(old)
         return Checkpoint(final, manifest)
-
-
-def checkpoint_name(standing: Standing) -> str:
-    """The folder of a checkpoint: after how many mini-batches, and beyond how many unfinished ones. Two that differ in
-    what is done never share a name, so that learners which are on different ones do not complete each other's."""
-    beyond = f"+{len(standing.unfinished)}" if standing.unfinished else ""
-    return f"step-{standing.num_done:08d}{beyond}"
 
 
 def write_learner(folder: Path, state: LearnerState) -> None:
@@ -173,6 +180,7 @@ def write_learner(folder: Path, state: LearnerState) -> None:
         "optimizer": encode_state(state.optimizer, "optimizer", tensors),
         "is_worker": state.is_worker,
         "shards": [_encode_shard(shard, tensors) for shard in state.shards],
+        "is_finite": all_finite(state.tensors()),
     }
     write_tensors(folder / f"learner-{state.rank}.safetensors", tensors)
     write_json(folder / f"learner-{state.rank}.json", scalars)

@@ -36,6 +36,9 @@ class Views(Protocol):
     def begin(self, view: View, standing: Standing, is_first: bool) -> None:
         """A view begins, with what all have done together. Where `is_first`, before the others go on."""
 
+    def end(self) -> None:
+        """All is done. What others must be able to rely on when they hear of it is to be done before this returns."""
+
 
 class Unmoved:
     """Does not care who is there."""
@@ -43,6 +46,8 @@ class Unmoved:
     def pause(self) -> None: ...
 
     def begin(self, view: View, standing: Standing, is_first: bool) -> None: ...
+
+    def end(self) -> None: ...
 
 
 def run_learner(
@@ -198,6 +203,7 @@ class _Member:
 
                 with self.membership.telling(view, end_view):
                     state = learner.drive()
+                    self.views.end()
                     part(store, rank, world, self.timeout_seconds, look_around)
                     return state
             except BaseException:

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
-from starling.checkpoint.files import remove_partial
-from starling.checkpoint.manifest import read_manifest
+from starling.checkpoint.files import PARTIAL, remove_partial, sync
+from starling.checkpoint.manifest import MANIFEST, age, checkpoint_name, read_manifest
 from starling.checkpoint.reader import checkpoints_in, latest, load
+from starling.checkpoint.retention import is_finite, newest_good
 from starling.errors import CheckpointError, ConfigError
 from starling.experiment.recipe import Recipe, dump_recipe, fingerprints
 from starling.experiment.seen import begin_segment
@@ -51,7 +52,7 @@ class ExperimentFolder:
 def resolve_resume(recipe: Recipe) -> Recipe:
     """The recipe with `resume` naming one checkpoint, checked to fit.
 
-    Raises CheckpointError for a checkpoint that is missing, damaged, or of another model, data or number of learners.
+    Raises CheckpointError for a checkpoint that is missing, damaged, not finite, or of another model or data.
     """
     if recipe.resume is None:
         return recipe
@@ -64,20 +65,41 @@ def resolve_resume(recipe: Recipe) -> Recipe:
             f"{folder}: it was trained with another {', '.join(sorted(differing))} than this recipe says; "
             f"resume with what {folder.parent.parent / 'config.yaml'} holds, or train anew without resume"
         )
+    if not is_finite(folder):
+        good = newest_good(folder.parent)
+        advice = "none beside it is" if good is None else f"{good} is: to go on from it, move later ones away first"
+        raise CheckpointError(f"{folder}: not every number in it is finite; {advice}, and lower the learning rate")
     checkpoint.start(0, recipe.learners)
     return recipe.model_copy(update={"resume": folder})
 
 
 def check_claim(recipe: Recipe) -> None:
-    """Raises ConfigError when going on from the recipe's `resume` would mix two runs in the experiment's folder."""
+    """Raises ConfigError when going on from the recipe's `resume` would mix two runs in the experiment's folder, or no
+    checkpoint can be written there."""
     if recipe.resume is None or _is_elsewhere(recipe):
         return
-    later = [path for path in checkpoints_in(recipe.folder / "checkpoints") if path.name > recipe.resume.name]
+    own = age(checkpoint_name(read_manifest(recipe.resume).standing))
+    found = checkpoints_in(recipe.folder / "checkpoints")
+    later = [path for path in found if own is not None and (age(path.name) or own) > own]
     if later:
         raise ConfigError(
             f"{recipe.folder} holds checkpoints later than {recipe.resume}, such as {later[-1].name}; "
             "resume from the last one, or give another name"
         )
+    try:
+        check_writable(recipe.folder / "checkpoints")
+    except OSError as error:
+        raise unwritable(recipe.folder / "checkpoints", error) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder and a file in it, and wait until they are on the disk. Raises OSError where that cannot be done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sync(folder.parent)
+    probe = folder / f".writable{PARTIAL}"
+    probe.mkdir(exist_ok=True)
+    (probe / "file").write_text("a checkpoint will be written here\n", encoding="utf-8")
+    shutil.rmtree(probe)
 
 
 def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder:
@@ -88,7 +110,7 @@ def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder
     """
     folder = ExperimentFolder(recipe.folder)
     check_claim(recipe)
-    existing = checkpoints_in(folder.checkpoints)
+    existing = [path for path in folder.checkpoints.glob("[!.]*") if (path / MANIFEST).is_file()]
     try:
         is_new = recipe.resume is None or _is_elsewhere(recipe)
         if existing and is_new and not recipe.overwrite:
@@ -97,6 +119,7 @@ def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder
             _clear(folder.path)
         folder.path.mkdir(parents=True, exist_ok=True)
         remove_partial(folder.checkpoints)
+        check_writable(folder.checkpoints)
         begin_segment(folder.seen, *_gone_on_with(recipe))
         folder.config.write_text(dump_recipe(recipe), encoding="utf-8")
         folder.environment.write_text(describe_environment(), encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from starling.engines.flat import FlatModel
+from starling.engines.flat import split, trainable
 from starling.engines.job import Job
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.recipe import Recipe
@@ -40,17 +40,32 @@ def most_skipped(recipe: Recipe, job: Job) -> int:
 
 
 class ModelWriter:
-    """Writes the recogniser with given weights `[P]` and buffers, as the checkpoints hold it."""
+    """Writes the recogniser with given weights `[P]` and buffers, as the checkpoints hold it.
+
+    It is made before training and called beside it: making a network draws from the random generators that the
+    training uses. In between it has no weights.
+    """
 
     def __init__(self, initial: Path) -> None:
-        self._initial = initial
+        self._recogniser = Recogniser.load(initial)
+        self._parameters = trainable(self._recogniser.model)
+        self._buffers = dict(self._recogniser.model.named_buffers())
+        num_weights = sum(parameter.numel() for parameter in self._parameters)
+        self._nothing = torch.zeros(1, dtype=self._parameters[0].dtype).expand(num_weights)
+        self._look_at(self._nothing)
 
     def __call__(self, folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
-        recogniser = Recogniser.load(self._initial)
-        flat = FlatModel(recogniser.model, torch.device("cpu"))
-        flat.weights.copy_(weights)
-        flat.load_buffers(buffers)
-        recogniser.save(folder)
+        self._look_at(weights)
+        for name, buffer in buffers.items():
+            self._buffers[name].copy_(buffer)
+        try:
+            self._recogniser.save(folder)
+        finally:
+            self._look_at(self._nothing)
+
+    def _look_at(self, weights: Tensor) -> None:
+        for parameter, view in zip(self._parameters, split(weights, self._parameters), strict=True):
+            parameter.data = view
 
 
 def use_threads(recipe: Recipe, learners_here: int) -> None:

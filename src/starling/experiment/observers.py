@@ -3,8 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, TextIO
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
 
+from starling.checkpoint.background import BackgroundWriter
+from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.job import EpochReport, Observer, StepReport
@@ -112,18 +115,40 @@ def _saved_line(folder: str, distance: float | None) -> str:
 
 
 class Saver:
-    """Writes a checkpoint at every end of an epoch, and at every mark. Who completes it tells, and draws the consensus
-    distance with the curves that `make_curves` makes: a new file for each point, for they may come from any learner."""
+    """Writes a checkpoint at every end of an epoch, and at every mark, behind the training. Who completes it tells, and
+    draws the consensus distance with the curves that `make_curves` makes: a new file for each point, for they may come
+    from any learner. Both happen in a thread of their own.
+
+    As a context manager it lets what was begun end, also when the training has failed.
+    """
 
     def __init__(
         self, writer: CheckpointWriter, tell: Callable[[Message], None], make_curves: Callable[[], Curves]
     ) -> None:
-        self._writer = writer
+        self._background = BackgroundWriter(writer)
         self._tell = tell
         self._make_curves = make_curves
         self._last: Standing | None = None
 
-    def on_step(self, report: StepReport) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as own:
+            if error is None:
+                raise
+            error.add_note(f"and the last checkpoint was not written: {own}")
+
+    def close(self) -> None:
+        """Wait until all is written. Raises CheckpointError for what could not be."""
+        self._background.close()
+
+    def on_step(self, report: StepReport) -> None:
+        self._background.check()
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self._save(state, "epoch")
@@ -135,14 +160,14 @@ class Saver:
         if state.standing == self._last:
             return  # several epochs ended at once
         self._last = state.standing
-        checkpoint = self._writer.save(state)
-        if checkpoint is None:
-            return
+        self._background.save(state, lambda checkpoint: self._completed(checkpoint, moment))
+
+    def _completed(self, checkpoint: Checkpoint, moment: str) -> None:
         distance = checkpoint.manifest.consensus_distance
         self._tell({"saved": str(checkpoint.folder), "consensus_distance": distance, "moment": moment})
         if distance is not None:
             curves = self._make_curves()
-            curves.consensus_distance(distance, state.standing.num_done)
+            curves.consensus_distance(distance, checkpoint.manifest.standing.num_done)
             curves.close()
 
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed import DistError
 
 from starling.checkpoint.files import remove_partial
 from starling.engines.membership import View
+from starling.engines.processes import Place
+from starling.errors import PeerLost
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.observers import Message
+from starling.experiment.observers import Message, Saver
 from starling.experiment.seen import Seen, begin_segment, segments
 from starling.workload import Standing
 
@@ -16,20 +18,36 @@ class Regrouping:
     """Lets one learner's record, counts and checkpoints go on in each view: what an earlier one left undone, a
     checkpoint that not everybody wrote included, is dropped."""
 
-    def __init__(self, folder: ExperimentFolder, store: Store, tell: Callable[[Message], None]) -> None:
-        self.seen: Seen | None = None
+    def __init__(self, folder: ExperimentFolder, place: Place, tell: Callable[[Message], None]) -> None:
         self._folder = folder
-        self._store = store
+        self._place = place
+        self._behind = place.store.clone()  # type: ignore[attr-defined]  # a store serves one question at a time
         self._tell = tell
         self._view = 0
+        self._seen: Seen | None = None
+        self._saver: Saver | None = None
+
+    def watch(self, seen: Seen, saver: Saver) -> None:
+        """These two are told of what changes."""
+        self._seen, self._saver = seen, saver
 
     def count(self, name: str, number: int) -> int:
         """Add to what all learners count under a name in this view; the sum."""
-        return int(self._store.add(f"view/{self._view}/{name}", number))
+        return int(self._place.store.add(self._key(name), number))
+
+    def arrive(self, name: str) -> int:
+        """Count the learners that have written their part of a checkpoint in this view; called by a thread."""
+        try:
+            return int(self._behind.add(self._key(f"checkpoint/{name}"), 1))
+        except DistError as error:
+            raise PeerLost(
+                f"learner {self._place.rank} lost the store that the learners meet in, while saving {name}"
+            ) from error
 
     def pause(self) -> None:
-        if self.seen is not None:
-            self.seen.close()
+        self.end()
+        if self._seen is not None:
+            self._seen.close()
 
     def begin(self, view: View, standing: Standing, is_first: bool) -> None:
         if view.number == 0:
@@ -39,8 +57,15 @@ class Regrouping:
             remove_partial(self._folder.checkpoints)
             begin_segment(self._folder.seen, standing)
             self._tell({"say": _told(view, standing)})
-        if self.seen is not None:
-            self.seen.go_on_in(segments(self._folder.seen)[-1])
+        if self._seen is not None:
+            self._seen.go_on_in(segments(self._folder.seen)[-1])
+
+    def end(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+
+    def _key(self, name: str) -> str:
+        return f"{View(self._view, ()).key}/{name}"
 
 
 def _told(view: View, standing: Standing) -> str:

@@ -47,7 +47,7 @@ def begin_segment(folder: Path, standing: Standing, earlier: Path | None = None)
         for old in segments(earlier):
             shutil.copytree(old, folder / old.name)
     for old in segments(folder):
-        if old.name >= segment.name:
+        if _begin(old) >= standing.num_done:
             shutil.rmtree(old)
     segment.mkdir()
     start = _Start(position=Position.of(standing.position), unfinished=tuple(map(Position.of, standing.unfinished)))
@@ -57,7 +57,13 @@ def begin_segment(folder: Path, standing: Standing, earlier: Path | None = None)
 
 def segments(folder: Path) -> list[Path]:
     """What was recorded since each start of the run, the first one first."""
-    return sorted(path for path in folder.glob("from-*") if path.is_dir())
+    return sorted((path for path in folder.glob("from-*") if path.is_dir()), key=_begin)
+
+
+def _begin(segment: Path) -> int:
+    """How many mini-batches were done when a segment began; as text, numbers sort wrongly beyond eight digits."""
+    number = segment.name.removeprefix("from-")
+    return int(number) if number.isdecimal() else 0
 
 
 def counter() -> Callable[[str, int], int]:
@@ -134,7 +140,7 @@ class Seen:
     def _before(self, epoch: int) -> int:
         """How many utterances of an epoch were skipped before this start of the run."""
         if self._earlier is None:
-            older = [each for each in segments(self._segment.parent) if each.name < self._segment.name]
+            older = [each for each in segments(self._segment.parent) if _begin(each) < _begin(self._segment)]
             self._earlier = _skipped_in(older)
         return len(self._earlier.get(epoch, ()))
 

@@ -1,12 +1,14 @@
 """Training with real learner processes: the one that starts them, and each of them."""
 
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import checkpoints_in, load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.member import run_learner
@@ -75,6 +77,8 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
                 recipe.engine.timeout_seconds,
             )
         except StarlingError as error:
+            with suppress(OSError):
+                remove_partial(folder.checkpoints)  # all learners have ended
             if checkpoints_in(folder.checkpoints):
                 error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
             raise
@@ -130,11 +134,11 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         if link is not None:
             link.send(message)
 
-    regrouping = Regrouping(folder, place.store, tell)
+    regrouping = Regrouping(folder, place, tell)
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     writer = CheckpointWriter(
         folder.checkpoints,
-        lambda name: regrouping.count(f"checkpoint/{name}", 1),
+        regrouping.arrive,
         ModelWriter(folder.initial),
         fingerprints(recipe),
         recipe.checkpoints.keep,
@@ -148,23 +152,24 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         most_skipped(recipe, job),
         lambda line: tell({"say": line}),
     )
-    regrouping.seen = seen
+    regrouping.watch(seen, saver)
     listeners = [Metered(Log(sys.stdout), place.world, LOG_EVERY), Metered(curves, place.world, CURVES_EVERY)]
     if link is not None:
         listeners.append(Metered(Messages(tell), place.world, SEND_EVERY))
     start = load(recipe.resume).start(place.rank, place.world) if recipe.resume else None
     try:
-        run_learner(
-            job,
-            place,
-            choose_device(recipe.engine.device, place),
-            recipe_digest(recipe),
-            Together([*listeners, seen, saver]),
-            start,
-            recipe.engine.timeout_seconds,
-            find_membership(place, link),
-            regrouping,
-        )
+        with saver:
+            run_learner(
+                job,
+                place,
+                choose_device(recipe.engine.device, place),
+                recipe_digest(recipe),
+                Together([*listeners, seen, saver]),
+                start,
+                recipe.engine.timeout_seconds,
+                find_membership(place, link),
+                regrouping,
+            )
     finally:
         curves.close()
         seen.close()
