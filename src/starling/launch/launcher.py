@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling import errors
+from starling.engines import run_token
 from starling.errors import PeerLost, StarlingError, Stopped
 from starling.launch.link import SCRATCH, VARIABLE
 from starling.launch.rendezvous import loopback_interface
@@ -74,10 +75,11 @@ def launch(
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     processes: list[_Process] = []
+    token = run_token.new_token()
     with loopback_store() as port, _scratch() as scratch, _signals(processes, scratch) as received:
         try:
             for rank in range(world):
-                process = _start(command, rank, world, port, log_folder, scratch)
+                process = _start(command, rank, world, port, log_folder, scratch, token)
                 processes.append(process)
             _watch(processes, on_message, received)
         finally:
@@ -93,7 +95,9 @@ def _scratch() -> Generator[Path, None, None]:
         yield Path(folder)
 
 
-def _start(command: Sequence[str], rank: int, world: int, port: int, log_folder: Path, scratch: Path) -> _Process:
+def _start(
+    command: Sequence[str], rank: int, world: int, port: int, log_folder: Path, scratch: Path, token: str
+) -> _Process:
     ours, theirs = socket.socketpair()
     log = log_folder / f"learner-{rank}.log"
     place = {
@@ -107,6 +111,7 @@ def _start(command: Sequence[str], rank: int, world: int, port: int, log_folder:
         "GLOO_SOCKET_IFNAME": loopback_interface(),
         VARIABLE: theirs.fileno(),
         SCRATCH: scratch,
+        run_token.VARIABLE: token,
         "TMPDIR": scratch,
     }
     with log.open("ab") as output, theirs:
