@@ -71,7 +71,7 @@ def _signed_with(token: str | None, monkeypatch: pytest.MonkeyPatch) -> bytes:
         monkeypatch.delenv(VARIABLE, raising=False)
     else:
         monkeypatch.setenv(VARIABLE, token)
-    return sign(1, "hello")
+    return sign(1, "hello").encode()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_stranger_is_refused_before_anything_it_says_is_read(message: bytes, m
 def test_a_greeting_cannot_be_repeated_under_another_rank_or_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who only listens to the store learns nothing with which to greet."""
     monkeypatch.setenv(VARIABLE, new_token())
-    said = sign(0, "hello")
+    said = sign(0, "hello").encode()
     assert verified(1, 0, said) == "hello"
     for rank, message in ((1, said), (0, said[:-1] + b"O"), (0, b"0" + said[1:-1])):
         with pytest.raises(ProtocolError):

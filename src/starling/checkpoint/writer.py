@@ -143,7 +143,7 @@ class CheckpointWriter:
             minutes=minutes,
             consensus_distance=distance if math.isfinite(distance) else None,
             files=Listing.of(partial).entries,
-        )
+        ).signed()
         write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
         if final.exists():
             shutil.rmtree(final)

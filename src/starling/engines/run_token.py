@@ -19,9 +19,9 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-def sign(rank: int, text: str) -> bytes:
+def sign(rank: int, text: str) -> str:
     """`text` as learner `rank` of this process's run says it. Without a token, anybody can say the same."""
-    return _signature(rank, text.encode()) + text.encode()
+    return _signature(rank, text.encode()).decode() + text
 
 
 def verified(rank: int, other: int, message: bytes) -> str:

@@ -15,6 +15,7 @@ from lhotse.serialization import deserialize_item
 from pydantic import Field, field_validator
 
 from starling.errors import DataError
+from starling.speech.corpora.archives import check_archive
 from starling.speech.corpora.audio import MAX_SECONDS, read_audio
 from starling.speech.corpora.lines import read_json_lines
 from starling.speech.corpora.utterance import Audio, FileCorpus, NamedSets, Utterance
@@ -138,6 +139,8 @@ def _shar_cuts(folder: Path) -> Iterator[tuple[str, Any]]:
     for manifest in manifests:
         for _ in read_json_lines(manifest):  # refuses bombs and endless lines before lhotse reads the file
             pass
+    for archive in sorted(folder.glob("*.tar*")):
+        check_archive(archive)
     try:
         for cut in CutSet.from_shar(in_dir=folder):
             yield str(folder), cut
