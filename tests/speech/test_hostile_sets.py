@@ -213,6 +213,21 @@ def test_files_of_a_set_are_files(whole: Path, name: str, harm: Harm) -> None:
         SpeechSet.open(whole)
 
 
+def test_a_flipped_bit_anywhere_in_the_audio_is_noticed(whole: Path) -> None:
+    """Also where the codec would give silence, or nothing that differs, for it."""
+    path = whole / "shar" / "recording.000000.tar"
+    content = path.read_bytes()
+    opened = SpeechSet.open(whole)
+    start, size = (int(np.load(whole / "index" / f"{name}.npy")[1]) for name in ("offsets", "sizes"))
+    for place in range(start, start + size, 7):
+        spoilt = bytearray(content)
+        spoilt[place] ^= 1 << place % 8
+        path.write_bytes(spoilt)
+        with pytest.raises(DataError, match=r"recording\.000000\.tar: the audio of u1 is damaged"):
+            opened.audio(1)
+        opened.close()
+
+
 def test_sets_of_before_the_digests_can_still_be_read(whole: Path) -> None:
     """They have neither digests nor CRC-32s."""
     expected = content_of(whole)
