@@ -120,3 +120,11 @@ def test_names_that_no_file_can_have_are_refused_by_line(tmp_path: Path, name: s
     (tmp_path / "m").write_text(json.dumps({"audio_filepath": name, "text": "a"}))
     with pytest.raises(DataError, match="m:1"):
         _read({"kind": "nemo", "path": tmp_path, "sets": {"train": "m"}})
+
+
+def test_a_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
+    """Which of them is meant, nobody knows."""
+    table = write_table(tmp_path, count=1)
+    table.write_text(table.read_text().replace("speaker", "id", 1))
+    with pytest.raises(DataError, match="names the column 'id' twice"):
+        _read({"kind": "tsv", "path": table, "sets": {"train": {}}})
