@@ -10,8 +10,8 @@ from tarfile import TarFile, TarInfo
 import numpy as np
 import soundfile
 
+from starling.speech.set_summary import SetSummary
 from starling.speech.shards import Shard
-from starling.speech.store import SetSummary
 
 RATE = 8000
 SHARD_SIZE = 1000

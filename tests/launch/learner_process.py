@@ -13,6 +13,7 @@ from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.engines.job import EpochReport, Job, StepReport
 from starling.engines.member import run_learner
+from starling.engines.run_token import VARIABLE
 from starling.errors import DataError
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_membership, find_place
@@ -63,6 +64,8 @@ class Failing(TinyRegression):
 def main(mode: str, link: Link | None) -> None:
     torch.set_num_threads(1)
     place = find_place(timeout_seconds=30)
+    if mode.endswith("/tokens"):
+        os.environ[VARIABLE] = f"secret-of-{place.rank}"
     name, _, trouble = mode.partition("/")
     if trouble == "strategies" and place.rank:
         name = "delay-by-one"

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ from starling.errors import CheckpointError
 PARTIAL = ".partial"
 """The end of the name of a folder that is being written or removed."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+MAX_JSON_BYTES = 256 << 20
+"""Of one JSON file; a learner's has a few kilobytes, and more for each parameter of the model."""
 
 
 def partial_folder(final: Path) -> Path:
@@ -63,23 +66,40 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     sync(path)
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises CheckpointError naming it."""
+def check_plain(path: Path) -> None:
+    """Raises CheckpointError for what is missing, or a link, pipe, device or folder: reading it may lead elsewhere, or
+    never end."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        mode = path.lstat().st_mode
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; resume from another checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} is not a plain file; resume from another checkpoint")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises CheckpointError naming it."""
+    check_plain(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} has more than {MAX_JSON_BYTES} bytes; resume from another checkpoint")
+        return json.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested too deeply; resume from another checkpoint") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file. Raises CheckpointError naming it."""
+    check_plain(path)
     try:
         return load_file(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; resume from another checkpoint") from None
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
 
 

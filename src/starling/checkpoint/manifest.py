@@ -1,5 +1,7 @@
 """What a checkpoint says about itself: `manifest.json`, written last, with the SHA-256 of every other file."""
 
+import hashlib
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,14 +9,14 @@ from typing import Self
 
 from pydantic import Field, ValidationError
 
-from starling.checkpoint.files import read_json, sha256
+from starling.checkpoint.files import check_plain, read_json, sha256
 from starling.configuration import Config
 from starling.errors import CheckpointError
 from starling.workload import Standing, Ticket
 
 FORMAT = 5
 """2 added `team_size` and `consensus_distance`, 3 what learners keep of the model (`shards`), 4 `unfinished` and
-`epochs_ended`, 5 `is_finite`; older checkpoints are read without them."""
+`epochs_ended`, 5 `is_finite` and `digest`; older checkpoints are read without them."""
 MANIFEST = "manifest.json"
 MODEL = "model"
 """The folder of the consensus model inside a checkpoint."""
@@ -71,6 +73,21 @@ class Manifest(Config):
     """Whether every number of every learner is finite; None where an older version did not look."""
     files: dict[str, FileEntry]
     """Every other file, by its path inside the checkpoint."""
+    digest: str | None = None
+    """SHA-256 of all the rest of this; None before format 5."""
+
+    def signed(self) -> "Manifest":
+        """The same with its digest."""
+        return self.model_copy(update={"digest": self._digest()})
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is as it was written, as far as one can know."""
+        return self.format < 5 if self.digest is None else self.digest == self._digest()
+
+    def _digest(self) -> str:
+        content = self.model_dump(mode="json", exclude={"digest"})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def standing(self) -> Standing:
@@ -121,17 +138,32 @@ def read_manifest(folder: Path) -> Manifest:
     if isinstance(version, int) and version > FORMAT:
         raise CheckpointError(f"{path} has format {version}, this version reads up to {FORMAT}: use a newer Starling")
     try:
-        return Manifest.model_validate(content)
+        manifest = Manifest.model_validate(content)
     except ValidationError as error:
         raise CheckpointError(f"{path} is not a manifest ({error.errors()[0]['msg']}); use another one") from error
+    if not manifest.is_whole:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in itself; use another checkpoint")
+    return manifest
+
+
+def _is_inside(name: str, folder: Path) -> bool:
+    """Whether a file of that name would lie in `folder`, no link on the way."""
+    try:
+        is_name = len(name) < 1000 and not Path(name).is_absolute()
+        return is_name and folder.resolve() / name == (folder / name).resolve()
+    except (OSError, ValueError, RuntimeError):
+        return False
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
     """Raises CheckpointError, naming the file, when one is missing, of another size, or has other content."""
     for name, entry in manifest.files.items():
         path = folder / name
-        if Path(name).is_absolute() or ".." in Path(name).parts or path.is_symlink() or not path.is_file():
-            raise CheckpointError(f"{path} is missing or not a plain file; resume from another checkpoint")
+        if not _is_inside(name, folder):
+            raise CheckpointError(
+                f"{folder / MANIFEST} lists {name[:200]!r}, which lies outside; use another checkpoint"
+            )
+        check_plain(path)
         try:
             size, digest = path.stat().st_size, sha256(path)
         except OSError as error:

@@ -34,6 +34,9 @@ class Checkpoint:
                 f"{self.folder} holds the states of {self.manifest.learners} learners, not of learner {rank}; "
                 "a run can be resumed from a checkpoint of training, not of a simulation"
             )
+        for name in (f"learner-{rank}.safetensors", f"learner-{rank}.json"):
+            if name not in self.manifest.files:
+                raise CheckpointError(f"{self.folder / MANIFEST} does not list {name}; use another checkpoint")
         tensors = read_tensors(self.folder / f"learner-{rank}.safetensors")
         path = self.folder / f"learner-{rank}.json"
         scalars: dict[str, Any] = read_json(path)
@@ -47,7 +50,7 @@ class Checkpoint:
                     tuple(Position.model_validate(each).ticket for each in scalars.get("unfinished", [])),
                 ),
                 minutes=float(scalars["minutes"]),
-                weights=tensors["weights"],
+                weights=_flat(tensors["weights"]),
                 buffers={
                     name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
                 },
@@ -55,12 +58,15 @@ class Checkpoint:
                 is_worker=scalars.get("is_worker", True),
                 shards=tuple(_decode_shard(shard, tensors) for shard in scalars.get("shards", [])),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} does not hold a learner's state ({error!r})") from error
 
     def consensus(self) -> Tensor:
-        """The model that all learners agree on `[P]`."""
+        """The model that all learners agree on `[P]`. Raises CheckpointError if theirs are of different sizes."""
         ranks = range(self.manifest.learners)
+        shapes = {tuple(self.learner(rank).weights.shape) for rank in ranks}
+        if len(shapes) > 1:
+            raise CheckpointError(f"{self.folder}: its learners' weights have shapes {sorted(shapes)}; use another one")
         return consensus((self.learner(rank).weights for rank in ranks), [self.learner(rank).kept for rank in ranks])
 
     def start(self, rank: int, world: int) -> LearnerState:
@@ -87,9 +93,17 @@ class Checkpoint:
         """What all learners together kept, by place; of what several kept, the first one's."""
         found: dict[tuple[int, int], ShardState] = {}
         for rank in reversed(range(self.manifest.learners)):
-            if read_json(self.folder / f"learner-{rank}.json").get("shards"):
+            scalars = read_json(self.folder / f"learner-{rank}.json")
+            if isinstance(scalars, dict) and scalars.get("shards"):
                 found |= {(shard.start, shard.stop): shard for shard in self.learner(rank).shards}
         return found
+
+
+def _flat(weights: Tensor) -> Tensor:
+    """Weights `[P]` as they are; ValueError if they are none."""
+    if weights.ndim != 1 or not weights.is_floating_point():
+        raise ValueError(f"weights of shape {list(weights.shape)} and dtype {weights.dtype}")
+    return weights
 
 
 def _decode_shard(scalars: dict[str, Any], tensors: dict[str, Tensor]) -> ShardState:

@@ -159,7 +159,7 @@ class CheckpointWriter:
             consensus_distance=distance if math.isfinite(distance) else None,
             is_finite=is_finite,
             files=Listing.of(partial).entries,
-        )
+        ).signed()
         write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
         publish(partial, final)
         for old in surplus(self.folder, self._keep, final):

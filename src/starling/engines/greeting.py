@@ -1,7 +1,8 @@
 """Learners greet each other through the store before the first tensor travels.
 
 gloo aborts the whole process on vectors of unequal sizes and silently reinterprets unequal dtypes; so learners that
-differ are refused here, by name and with both values.
+differ are refused here, by name and with both values; so is a process of another run, or a stranger, before anything
+it says is read.
 """
 
 import json
@@ -15,6 +16,7 @@ import torch
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
+from starling.engines.run_token import sign, verified
 from starling.errors import PeerLost, ProtocolError
 
 LOOK_AROUND_SECONDS = 0.02
@@ -65,7 +67,7 @@ def greet(
 ) -> None:
     """Tell the others who I am and compare. `ProtocolError` names the first that differs, `PeerLost` who is missing."""
     key = "greeting/{}".format
-    store.set(key(rank), json.dumps(asdict(mine)))
+    store.set(key(rank), sign(rank, json.dumps(asdict(mine))))
     try:
         await_keys(store, [key(other) for other in range(mine.world)], timeout_seconds, look_around)
     except DistStoreError as error:
@@ -75,7 +77,7 @@ def greet(
             f"{', '.join(f'learner {other}' for other in missing)}; see their logs, or give more timeout_seconds"
         ) from error
     for other in range(mine.world):
-        theirs = json.loads(store.get(key(other)))
+        theirs = json.loads(verified(rank, other, store.get(key(other))))
         for name, value in asdict(mine).items():
             if theirs.get(name) != value:
                 raise ProtocolError(

@@ -26,7 +26,7 @@ from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
 from starling.speech.partition import PartitionConfig, labels_are_domains
 from starling.speech.prepare import DataConfig, set_digest
-from starling.speech.store import read_summary
+from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
 from starling.strategies import Strategy, find_strategy
 

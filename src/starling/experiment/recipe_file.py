@@ -10,10 +10,21 @@ import yaml
 from starling.errors import ConfigError
 
 Tree = dict[str, Any]
+MAX_LENGTH = 1 << 20
+"""Characters of a recipe."""
+MAX_VALUES = 20_000
+"""Keys and values of a recipe, an alias counted as what it stands for."""
+MAX_DEPTH = 50
 
 
 class _Loader(yaml.SafeLoader):
     """YAML's safe subset, except that 1e-3 is a number and a key given twice is an error."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803 - PyYAML's own name
+        if self.flow_level > MAX_DEPTH:  # here, because its scanner takes long for what its parser refuses
+            problem = f"nested more than {MAX_DEPTH} deep"
+            raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -34,14 +45,50 @@ _Loader.add_implicit_resolver(
 
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text. Raises ConfigError naming `where` it stands."""
+    if len(text) > MAX_LENGTH:
+        raise ConfigError(f"{where}: {len(text):,} characters, a recipe has at most {MAX_LENGTH:,}")
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node, where)
+        return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{where}{line}: not valid YAML: {error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: not valid YAML: nested too deeply") from None
+    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:  # PyYAML, of a tag before another value
+        raise ConfigError(f"{where}: not valid YAML: a tag does not fit its value ({error})") from None
+
+
+def _check_size(root: yaml.Node, where: str) -> None:
+    """ConfigError for what grows beyond measure when its aliases are written out, or never ends."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: yaml.Node, depth: int) -> int:
+        if id(node) in open_nodes:
+            raise ConfigError(f"{where}, line {node.start_mark.line + 1}: an alias leads back to what it stands in")
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{where}, line {node.start_mark.line + 1}: nested more than {MAX_DEPTH} deep")
+        if id(node) not in sizes:
+            open_nodes.add(id(node))
+            children: list[yaml.Node] = []
+            if isinstance(node, yaml.MappingNode):
+                children = [each for pair in node.value for each in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                children = node.value
+            sizes[id(node)] = 1 + sum(size(each, depth + 1) for each in children)
+            open_nodes.remove(id(node))
+        return sizes[id(node)]
+
+    if size(root, 0) > MAX_VALUES:
+        raise ConfigError(f"{where}: with its aliases written out it has more than {MAX_VALUES:,} values; shorten it")
 
 
 def read_recipe(path: Path) -> Tree:
@@ -60,7 +107,7 @@ def read_recipe(path: Path) -> Tree:
         tree = merge(own, tree)
         if base is None:
             return tree
-        if not isinstance(base, str):
+        if not isinstance(base, str) or "\0" in base:
             raise ConfigError(f"recipe {path}: base must be the path of another recipe, got {base!r}")
         path = path.parent / base
 
@@ -76,10 +123,13 @@ def merge(below: Tree, above: Tree) -> Tree:
 
 def _read_mapping(path: Path) -> Tree:
     try:
-        text = path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():  # reading a device or a pipe may never end
+            raise ConfigError(f"recipe {path}: cannot be read: not a regular file")
+        with path.open("rb") as file:
+            text = file.read(4 * MAX_LENGTH + 4).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"recipe {path}: no such file; `ls recipes` shows those that come with Starling") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"recipe {path}: cannot be read as UTF-8 text: {error}") from None
     tree = parse_yaml(text, f"recipe {path}")
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):

@@ -25,6 +25,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling import errors
+from starling.engines import run_token
 from starling.errors import PeerLost, StarlingError, Stopped
 from starling.launch.link import SCRATCH, VARIABLE, WATCHED
 from starling.launch.rendezvous import loopback_interface
@@ -118,10 +119,11 @@ def launch(
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     processes: list[_Process] = []
+    token = run_token.new_token()
     with loopback_store() as port, _scratch() as scratch, _signals(processes, scratch) as received:
         try:
             for rank in range(world):
-                process = _start(command, rank, world, port, log_folder, scratch, is_watched=on_loss is not None)
+                process = _start(command, rank, world, port, log_folder, scratch, token, on_loss is not None)
                 processes.append(process)
             watch = _Watch(processes, on_message, on_loss, silence_seconds, received)
             watch.until_all_ended()
@@ -140,7 +142,14 @@ def _scratch() -> Generator[Path, None, None]:
 
 
 def _start(
-    command: Sequence[str], rank: int, world: int, port: int, log_folder: Path, scratch: Path, is_watched: bool
+    command: Sequence[str],
+    rank: int,
+    world: int,
+    port: int,
+    log_folder: Path,
+    scratch: Path,
+    token: str,
+    is_watched: bool,
 ) -> _Process:
     ours, theirs = socket.socketpair()
     log = log_folder / f"learner-{rank}.log"
@@ -155,6 +164,7 @@ def _start(
         "GLOO_SOCKET_IFNAME": loopback_interface(),
         VARIABLE: theirs.fileno(),
         SCRATCH: scratch,
+        run_token.VARIABLE: token,
         "TMPDIR": scratch,
         WATCHED: int(is_watched),
     }

@@ -3,6 +3,7 @@ scripts set alike."""
 
 import os
 import socket
+import sys
 from datetime import timedelta
 
 from torch.distributed.rendezvous import rendezvous
@@ -58,6 +59,8 @@ def find_place(timeout_seconds: float = 600.0) -> Place:
     address = os.environ["MASTER_ADDR"]
     if address in LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    if rank == 0:
+        _warn_if_exposed(address)
     try:
         store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
     except (RuntimeError, OSError) as error:
@@ -67,6 +70,19 @@ def find_place(timeout_seconds: float = 600.0) -> Place:
             "is the process that owns it alive, and is the port free?"
         ) from error
     return Place(rank, world, local_rank, local_world, store)
+
+
+def _warn_if_exposed(address: str) -> None:
+    """Say in one line that learners who meet at `address` can be reached from other machines, if so."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if address in LOOPBACK and interface == loopback_interface():
+        return
+    where = f"MASTER_ADDR is {address}" if address not in LOOPBACK else f"GLOO_SOCKET_IFNAME is {interface}"
+    sys.stderr.write(
+        f"warning: {where}, not this machine's loopback: whoever reaches the learners' ports can read or disturb this "
+        "run; use a private network, and see SECURITY.md\n"
+    )
+    sys.stderr.flush()
 
 
 def loopback_interface() -> str:

@@ -25,8 +25,9 @@ from starling.speech.preparing.making import REPORT_EVERY, SetPlan, make_set
 from starling.speech.preparing.making import Progress as Progress
 from starling.speech.preparing.stages import Checking
 from starling.speech.remote import fetch_sets
+from starling.speech.set_summary import FORMAT, SetSummary, read_summary
 from starling.speech.shards import REMOTE
-from starling.speech.store import FORMAT, SetSummary, SpeechSet, read_summary
+from starling.speech.store import SpeechSet
 from starling.speech.strings import StringsConfig, copies_problem
 from starling.speech.usable import Checked, FilterConfig, TextStyle
 

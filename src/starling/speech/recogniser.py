@@ -196,7 +196,7 @@ def _read_description(folder: Path) -> _Description:
         return _Description.model_validate(content)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: {folder} holds no finished recogniser") from None
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError, ValidationError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 

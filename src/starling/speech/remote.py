@@ -8,9 +8,10 @@ from pathlib import Path
 
 from starling.errors import DataError
 from starling.speech.object_store import ObjectFolder, StorageOptions
+from starling.speech.set_summary import CHECKS, INDEX_FILES, SetSummary, parse_summary
 from starling.speech.shard_writer import sync
 from starling.speech.shards import REMOTE
-from starling.speech.store import INDEX_FILES, SetSummary, SpeechSet, parse_summary
+from starling.speech.store import SpeechSet
 
 _LISTED = ("dropped.tsv",)  # fetched where it is there
 
@@ -45,7 +46,7 @@ def fetch_sets(
                 f"at {objects.address}, or remove data.remote"
             )
         if not _is_there(final, text, where):
-            _fetch(objects, text, where, final, partial(progress, name))
+            _fetch(objects, text, _index_files(summary), where, final, partial(progress, name))
             if SpeechSet.open(final).summary != summary:
                 raise DataError(f"{objects.address}: has changed while it was fetched; run the command again")
             written.append(name)
@@ -55,7 +56,7 @@ def fetch_sets(
 def _checked_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> SetSummary:
     """The summary of a set whose shards all have their size."""
     try:
-        summary = parse_summary(text.decode("utf-8"), objects.address)
+        summary = parse_summary(text, objects.address)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{objects.address}/summary.json: cannot be read ({error}); copy the set there again"
@@ -72,6 +73,11 @@ def _checked_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> 
             state = "is missing" if found is None else f"has {found} bytes, not {shard.num_bytes}"
             raise DataError(f"{objects.address}/shar/{shard.file}: {state}; copy the set there again")
     return summary
+
+
+def _index_files(summary: SetSummary) -> list[str]:
+    """What is in the folder `index` of a set."""
+    return [name for name in INDEX_FILES if summary.files or name != CHECKS]
 
 
 def _check_opens(aside: Path, objects: ObjectFolder) -> None:
@@ -94,11 +100,16 @@ def _is_there(folder: Path, summary: bytes, where: dict[str, object]) -> bool:
 
 
 def _fetch(
-    objects: ObjectFolder, summary: bytes, where: dict[str, object], final: Path, report: Callable[[int, int], None]
+    objects: ObjectFolder,
+    summary: bytes,
+    index_files: Sequence[str],
+    where: dict[str, object],
+    final: Path,
+    report: Callable[[int, int], None],
 ) -> None:
     """Write everything but the shards beside `final`, and rename it when it is complete."""
     aside = final.with_name(f"{final.name}.partial")
-    files = [f"index/{name}" for name in INDEX_FILES] + [name for name in _LISTED if name in objects.sizes()]
+    files = [f"index/{name}" for name in index_files] + [name for name in _LISTED if name in objects.sizes()]
     try:
         shutil.rmtree(aside, ignore_errors=True)
         (aside / "index").mkdir(parents=True)

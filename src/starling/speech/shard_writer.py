@@ -11,14 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from zlib import crc32
 
 import numpy as np
 from lhotse import AudioSource, MonoCut, Recording, SupervisionSegment
 from lhotse.shar.writers import AudioTarWriter
 from numpy.typing import NDArray
 
+from starling.speech.set_summary import INDEX_FILES, NUMBERS, SetSummary, file_digest
 from starling.speech.shards import Shard
-from starling.speech.store import SetSummary
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class ShardIndex:
     num_samples: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    checks: tuple[int, ...] = ()
+    """CRC-32 of each FLAC."""
 
     @property
     def files(self) -> tuple[tuple[str, int], ...]:
@@ -130,6 +133,8 @@ class ShardWriter:
         sync(audio, cuts)
         with tarfile.open(audio, "r:") as tar:
             places = [(member.offset_data, member.size) for member in tar if not member.name.endswith(".json")]
+        with audio.open("rb") as file:
+            checks = tuple(crc32(os.pread(file.fileno(), size, offset)) for offset, size in places)
         return ShardIndex(
             self._number,
             audio.stat().st_size,
@@ -140,6 +145,7 @@ class ShardWriter:
             tuple(self._num_samples),
             tuple(offset for offset, _ in places),
             tuple(size for _, size in places),
+            checks,
         )
 
     def _close(self) -> None:
@@ -209,8 +215,9 @@ class _Index:
         self.files: list[Shard] = []
         self.ids, self.texts, self.speakers = _Strings(), _Strings(), _Strings()
         self._places: dict[str, int] = {}
-        kinds = (("num_samples", "i8"), ("offsets", "i8"), ("sizes", "i4"), ("speaker_of", "i4"), ("shard_of", "i4"))
-        self._pieces: dict[str, list[NDArray[Any]]] = {name: [np.zeros(0, kind)] for name, kind in kinds}
+        self._pieces: dict[str, list[NDArray[Any]]] = {
+            name: [np.zeros(0, kind)] for name, kind in NUMBERS.items() if name != "durations"
+        }
 
     def add(self, shard: ShardIndex) -> None:
         for speaker in shard.speakers:
@@ -224,6 +231,7 @@ class _Index:
             "num_samples": shard.num_samples,
             "offsets": shard.offsets,
             "sizes": shard.sizes,
+            "checks": shard.checks,
             "speaker_of": [self._places[speaker] for speaker in shard.speakers],
             "shard_of": [len(self.files)] * len(shard.ids),
         }
@@ -268,7 +276,8 @@ def write_index(
         dropped_seconds=dropped_seconds,
         digest=digest,
         shards=tuple(index.files),
-    )
+        files={name: file_digest(folder / "index" / name) for name in INDEX_FILES},
+    ).signed()
     (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
     return summary
 

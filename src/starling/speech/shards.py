@@ -59,7 +59,7 @@ def open_shards(folder: Path, shards: Sequence[Shard]) -> Shards:
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         address, options = str(description["address"]), dict(description.get("options", {}))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error}); {_again(folder)}") from error
     return RemoteShards(folder, address, options, shards)
 
@@ -78,6 +78,8 @@ class LocalShards:
     def check(self) -> None:
         for shard in self._shards:
             path = self._folder / "shar" / shard.file
+            if path.is_symlink() and not path.resolve().is_relative_to(self._folder.resolve()):
+                raise DataError(f"{path}: a link that leads out of the prepared set; put the file itself there")
             size = path.stat().st_size if path.is_file() else None
             if size != shard.num_bytes:
                 state = "is missing" if size is None else f"has {size} bytes, not {shard.num_bytes}"

@@ -9,76 +9,19 @@
 """
 
 import io
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
 from starling.errors import DataError
-from starling.speech.shards import Place, Shard, Shards, open_shards
-
-FORMAT = 1
-_NUMBERS = ("durations", "num_samples", "speaker_of", "shard_of", "offsets", "sizes")
-_TEXTS = ("ids", "texts", "speakers")
-_ARRAYS = (*_NUMBERS, *_TEXTS, *(f"{name}_ends" for name in _TEXTS))
-INDEX_FILES = tuple(f"{name}.npy" for name in _ARRAYS)
-"""In the folder `index` of every prepared set."""
-
-
-@dataclass(frozen=True)
-class SetSummary:
-    """What one prepared set holds. `dropped` counts utterances, `dropped_seconds` their audio where known."""
-
-    name: str
-    utterances: int
-    seconds: float
-    speakers: int
-    sampling_rate: int
-    dropped: int
-    dropped_seconds: float
-    digest: str
-    shards: tuple[Shard, ...]
-    format: int = FORMAT
-
-    @property
-    def hours(self) -> float:
-        return self.seconds / 3600
-
-
-def parse_summary(text: str, folder: str) -> SetSummary:
-    """The summary of the prepared set in `folder`, from its text; DataError for another format."""
-    fields = json.loads(text)
-    if fields["format"] != FORMAT:
-        raise DataError(
-            f"{folder}: prepared data of format {fields['format']}, this version reads format {FORMAT}; "
-            f"remove the folder and run `starling prepare` again"
-        )
-    fields["shards"] = tuple(Shard(**shard) for shard in fields["shards"])
-    return SetSummary(**fields)
-
-
-def read_summary(folder: Path) -> SetSummary:
-    """The summary of a prepared set.
-
-    Raises:
-        DataError: the folder is missing, incomplete, or was written by another version.
-    """
-    path = folder / "summary.json"
-    try:
-        return parse_summary(path.read_text(encoding="utf-8"), str(folder))
-    except FileNotFoundError:
-        raise DataError(
-            f"{folder}: no prepared data here ({path.name} is missing); run `starling prepare RECIPE` first"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path}: cannot be read ({error}); remove {folder} and run `starling prepare RECIPE` again"
-        ) from error
+from starling.speech.corpora.audio import read_blocks
+from starling.speech.set_summary import ARRAYS, TEXTS, SetSummary, check_index, checked_file, read_summary
+from starling.speech.shards import Place, Shards, open_shards
 
 
 class _Strings:
@@ -88,8 +31,11 @@ class _Strings:
         self._blob, self._ends = blob, ends
 
     def __getitem__(self, i: int) -> str:
-        start = int(self._ends[i - 1]) if i else 0
-        return self._blob[start : int(self._ends[i])].tobytes().decode("utf-8")
+        """Raises ValueError when the block does not hold it."""
+        start, end = int(self._ends[i - 1]) if i else 0, int(self._ends[i])
+        if not 0 <= start <= end <= len(self._blob):
+            raise ValueError(f"bytes {start} to {end} of {len(self._blob)}")
+        return self._blob[start:end].tobytes().decode("utf-8")
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -98,8 +44,8 @@ class _Strings:
 class SpeechSet:
     """One prepared set, opened for random access; picklable, safe after a fork, not for several threads at once.
 
-    Everything but the audio stays in memory-mapped arrays, so that opening a million utterances takes
-    milliseconds and processes share the pages.
+    Everything but the audio stays in memory-mapped arrays, so that processes share the pages. `open` compares them with
+    their digests, a tenth of a second or two for a million utterances; the copy for a worker does not do that again.
     """
 
     name: str
@@ -116,7 +62,8 @@ class SpeechSet:
         self.durations, self.num_samples = arrays["durations"], arrays["num_samples"]
         self._speaker_of, self._shard_of = arrays["speaker_of"], arrays["shard_of"]
         self._offsets, self._sizes = arrays["offsets"], arrays["sizes"]
-        self._ids, self._texts, self._speakers = (_Strings(arrays[name], arrays[f"{name}_ends"]) for name in _TEXTS)
+        self._checks = arrays.get("checks")
+        self._ids, self._texts, self._speakers = (_Strings(arrays[name], arrays[f"{name}_ends"]) for name in TEXTS)
         self._shards = shards
 
     @classmethod
@@ -124,32 +71,52 @@ class SpeechSet:
         """Open the set that `starling prepare` wrote in `folder`; its shards may be in an object store.
 
         Raises:
-            DataError: the folder is missing or incomplete, or a shard has not the size it was written with.
+            DataError: the folder is missing or incomplete, a file of the index is not what was written, or a shard has
+                not the size it was written with.
         """
-        folder = Path(folder)
+        return cls._opened(Path(folder), is_checked=False)
+
+    @classmethod
+    def _opened(cls, folder: Path, is_checked: bool = True) -> "SpeechSet":
+        """As `open`; another process of the run may have compared the index with its digests already."""
         summary = read_summary(folder)
         shards = open_shards(folder, summary.shards)
         shards.check()
-        arrays = {name: _load_array(folder, name) for name in _ARRAYS}
-        for name in (*_NUMBERS, "ids_ends", "texts_ends"):
-            if len(arrays[name]) != summary.utterances:
+        if not is_checked:
+            check_index(folder, summary.files)
+        arrays = {name: _load_array(folder, name) for name in ARRAYS if summary.files or name != "checks"}
+        for name, array in arrays.items():
+            of_speakers, is_text = name == "speakers_ends", name in TEXTS
+            expected = len(array) if is_text else summary.speakers if of_speakers else summary.utterances
+            if len(array) != expected:
                 raise DataError(
-                    f"{folder}/index/{name}.npy: {len(arrays[name])} entries for {summary.utterances} utterances; "
-                    f"remove {folder} and run `starling prepare RECIPE` again"
+                    f"{folder}/index/{name}.npy: {len(array)} entries for {expected} "
+                    f"{'speakers' if of_speakers else 'utterances'}; remove {folder} and run `starling prepare RECIPE` "
+                    "again"
                 )
+        _check_ranges(folder, summary, arrays)
         return cls(folder, summary, arrays, shards)
 
     def __len__(self) -> int:
         return self.summary.utterances
 
     def id(self, index: int) -> str:
-        return self._ids[self._checked(index)]
+        return self._string(self._ids, "ids", self._checked(index))
 
     def text(self, index: int) -> str:
-        return self._texts[self._checked(index)]
+        return self._string(self._texts, "texts", self._checked(index))
 
     def speaker(self, index: int) -> str:
-        return self._speakers[int(self._speaker_of[self._checked(index)])]
+        return self._string(self._speakers, "speakers", int(self._speaker_of[self._checked(index)]))
+
+    def _string(self, strings: _Strings, name: str, place: int) -> str:
+        try:
+            return strings[place]
+        except ValueError as error:
+            raise DataError(
+                f"{self.folder}/index/{name}.npy: entry {place} is damaged ({error}); remove {self.folder} and run "
+                "`starling prepare RECIPE` again"
+            ) from error
 
     def audio(self, index: int) -> NDArray[np.float32]:
         """Samples of utterance `index`, [T], mono, in -1..1.
@@ -172,22 +139,31 @@ class SpeechSet:
         return [self._decoded(index, each) for index, each in zip(checked, encoded, strict=True)]
 
     def _place(self, index: int) -> Place:
-        return Place(int(self._shard_of[index]), int(self._offsets[index]), int(self._sizes[index]))
+        """Where the audio is; some byte where the index leads behind the end of a shard."""
+        shard, offset, size = int(self._shard_of[index]), int(self._offsets[index]), int(self._sizes[index])
+        is_there = size > 0 and offset + size <= self.summary.shards[shard].num_bytes
+        return Place(shard, offset, size) if is_there else Place(shard, 0, 1)
 
     def _decoded(self, index: int, encoded: bytes) -> NDArray[np.float32] | DataError:
-        size = int(self._sizes[index])
+        size, expected = int(self._sizes[index]), int(self.num_samples[index])
         if len(encoded) != size:
             return self._damaged(index, f"{len(encoded)} bytes are left of {size}")
+        if self._checks is not None and crc32(encoded) != int(self._checks[index]):
+            return self._damaged(index, "its CRC-32 is not the one of what was written")
         try:
-            samples, rate = soundfile.read(io.BytesIO(encoded), dtype="float32")
+            with soundfile.SoundFile(io.BytesIO(encoded)) as file:
+                if (file.frames, file.channels, file.samplerate) != (expected, 1, self.sampling_rate):
+                    return self._damaged(
+                        index,
+                        f"{file.frames} samples, {file.channels} channels at {file.samplerate} Hz, not {expected} at "
+                        f"{self.sampling_rate} Hz",
+                    )
+                samples = read_blocks(file, expected)  # memory follows what is there, not what a header claims
         except (soundfile.LibsndfileError, RuntimeError, ValueError, MemoryError) as error:
             return self._damaged(index, str(error))
-        if samples.shape != (int(self.num_samples[index]),) or rate != self.sampling_rate:
-            return self._damaged(
-                index, f"{samples.shape} samples at {rate} Hz, not {self.num_samples[index]} at {self.sampling_rate} Hz"
-            )
-        result: NDArray[np.float32] = samples
-        return result
+        if len(samples) != expected:
+            return self._damaged(index, f"{len(samples)} samples of {expected}")
+        return samples
 
     def _damaged(self, index: int, reason: str) -> DataError:
         where = self._shards.where(int(self._shard_of[index]))
@@ -207,14 +183,34 @@ class SpeechSet:
             self.close()
 
     def __reduce__(self) -> "tuple[object, tuple[Path]]":
-        return (SpeechSet.open, (self.folder.absolute(),))
+        return (SpeechSet._opened, (self.folder.absolute(),))
 
 
 def _load_array(folder: Path, name: str) -> NDArray[Any]:
     path = folder / "index" / f"{name}.npy"
     try:
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError) as error:
+        array = np.lib.format.open_memmap(checked_file(folder, f"index/{name}.npy"), mode="r")
+    except DataError:
+        raise
+    except Exception as error:  # NumPy reads the header as Python's source, and raises anything
         raise DataError(
             f"{path}: cannot be read ({error}); remove {folder} and run `starling prepare RECIPE` again"
         ) from error
+    if array.ndim != 1 or array.dtype != np.dtype(ARRAYS[name]):
+        raise DataError(
+            f"{path}: numbers of type {array.dtype} in {array.ndim} dimensions, not {ARRAYS[name]} in one; remove "
+            f"{folder} and run `starling prepare RECIPE` again"
+        )
+    return np.asarray(array)
+
+
+def _check_ranges(folder: Path, summary: SetSummary, arrays: dict[str, NDArray[Any]]) -> None:
+    """DataError for numbers of an index that lead nowhere."""
+    highest = {"speaker_of": summary.speakers - 1, "shard_of": len(summary.shards) - 1}
+    for name in ("durations", "num_samples", "speaker_of", "shard_of", "offsets", "sizes"):
+        array, most = arrays[name], highest.get(name, 1 << 61)
+        if len(array) and not (array.min() >= 0 and array.max() <= most):
+            raise DataError(
+                f"{folder}/index/{name}.npy: values from {array.min()} to {array.max()}, possible are 0 to {most}; "
+                f"remove {folder} and run `starling prepare RECIPE` again"
+            )

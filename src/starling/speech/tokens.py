@@ -147,7 +147,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return CharacterTokenizer(TokenConfig(alphabet=content["alphabet"]).alphabet or "")
     except FileNotFoundError:
         raise CheckpointError(f"{folder} holds neither {_CHARACTERS_FILE} nor {_PIECES_FILE}") from None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # RecursionError is a RuntimeError
         raise CheckpointError(f"the tokens in {folder} cannot be read: {error}") from error
 
 

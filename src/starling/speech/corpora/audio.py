@@ -12,6 +12,8 @@ from starling.errors import DataError
 
 MAX_SECONDS = 3600.0
 """Longest stretch that is read at once; longer recordings need segments."""
+MAX_SAMPLES = round(MAX_SECONDS * 48_000)
+"""Most samples that are read at once, so that no sampling rate makes an hour take all memory."""
 _ESTIMATED_LENGTH = ("MP3", "MPEG")
 _SHORT_CHUNK = re.compile(r"data : (\d+) \(should be (\d+)\)")
 _BLOCK = 1 << 20
@@ -35,9 +37,9 @@ def read_audio(
             column = _channel(path, file.channels, channel)
             if first:
                 file.seek(first)
-            samples = _read(file, count, column)
+            samples = read_blocks(file, count, column)
             rate, kind = int(file.samplerate), str(file.format)
-    except (soundfile.SoundFileError, OSError, RuntimeError) as error:
+    except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, MemoryError) as error:
         raise DataError(f"{path}: cannot be read as audio: {error}") from error
     if len(samples) < count and kind not in _ESTIMATED_LENGTH:
         raise DataError(f"{path}: truncated: {len(samples)} samples of {count} are there")
@@ -46,11 +48,12 @@ def read_audio(
     return samples, rate
 
 
-def _read(file: soundfile.SoundFile, count: int, column: int) -> NDArray[np.float32]:
+def read_blocks(file: soundfile.SoundFile, count: int, column: int = 0) -> NDArray[np.float32]:
     """Up to `count` samples of one channel; memory follows what is there, not what is announced."""
     blocks = [np.zeros(0, np.float32)]
+    most = max(1, _BLOCK // file.channels)
     while count > 0:
-        block = file.read(min(count, _BLOCK), dtype="float32", always_2d=True)[:, column]
+        block = file.read(min(count, most), dtype="float32", always_2d=True)[:, column]
         if not len(block):
             break
         blocks.append(block)
@@ -89,6 +92,8 @@ def _stretch(path: Path, file: soundfile.SoundFile, start: float, duration: floa
         raise DataError(
             f"{path}: announces {count / rate:.0f} s of audio, the limit is {MAX_SECONDS:.0f} s; cut it into segments"
         )
+    if count > MAX_SAMPLES:
+        raise DataError(f"{path}: announces {count} samples, the limit is {MAX_SAMPLES}; cut it into segments")
     return first, count
 
 

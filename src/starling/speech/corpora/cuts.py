@@ -15,6 +15,7 @@ from lhotse.serialization import deserialize_item
 from pydantic import Field, field_validator
 
 from starling.errors import DataError
+from starling.speech.corpora.archives import check_archive
 from starling.speech.corpora.audio import MAX_SECONDS, read_audio
 from starling.speech.corpora.lines import read_json_lines
 from starling.speech.corpora.utterance import Audio, FileCorpus, NamedSets, Utterance
@@ -138,6 +139,8 @@ def _shar_cuts(folder: Path) -> Iterator[tuple[str, Any]]:
     for manifest in manifests:
         for _ in read_json_lines(manifest):  # refuses bombs and endless lines before lhotse reads the file
             pass
+    for archive in sorted(folder.glob("*.tar*")):
+        check_archive(archive)
     try:
         for cut in CutSet.from_shar(in_dir=folder):
             yield str(folder), cut
@@ -150,7 +153,11 @@ def _shar_cuts(folder: Path) -> Iterator[tuple[str, Any]]:
 def _utterance(cut: Any, utterance_id: str | None, origin: str, channel: int | None, root: Path | None) -> Utterance:
     """One cut as an utterance; `utterance_id` None takes the cut's own."""
     name = str(getattr(cut, "id", "?"))
-    spoken = [each for each in getattr(cut, "supervisions", ()) if each.text is not None]
+    try:
+        spoken = [each for each in getattr(cut, "supervisions", ()) if each.text is not None]
+        stretch = _stretch(cut)
+    except (AttributeError, TypeError, ValueError) as error:  # fields may be of any type
+        raise DataError(f"{origin}: cut {name} is not as lhotse has them ({error})") from error
     if len(spoken) != 1:
         raise DataError(
             f"{origin}: cut {name} has {len(spoken)} transcribed supervisions, exactly one is expected; "
@@ -160,11 +167,11 @@ def _utterance(cut: Any, utterance_id: str | None, origin: str, channel: int | N
         raise DataError(f"{origin}: cut {name} has no recording")
     return Utterance(
         utterance_id or name,
-        spoken[0].speaker or "unknown",
-        spoken[0].text,
+        str(spoken[0].speaker or "unknown"),
+        str(spoken[0].text),
         origin,
         partial(_load, cut, origin, channel, root),
-        _stretch(cut),
+        stretch,
     )
 
 
@@ -176,6 +183,15 @@ def _stretch(cut: Any) -> str:
 
 
 def _load(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audio:
+    try:
+        return _loaded(cut, origin, channel, root)
+    except DataError:
+        raise
+    except Exception as error:  # any of lhotse's audio back ends, and of a cut's fields, which may be of any type
+        raise DataError(f"{origin} (cut {cut.id}): cannot be read as audio: {type(error).__name__}: {error}") from error
+
+
+def _loaded(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audio:
     """The audio of a cut; of a plain stretch of a file with the checks that all files get."""
     name = f"{origin} (cut {cut.id})"
     tracks = [track.cut for track in cut.tracks] if hasattr(cut, "tracks") else [cut]
@@ -193,12 +209,9 @@ def _load(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audi
         column = channels.index(wanted) if wanted in channels else wanted
         if isinstance(column, int):
             return read_audio(_inside(root, sources[0].source), cut.start, cut.duration, column)
-    try:
-        if root is not None:
-            cut = cut.with_recording_path_prefix(root)
-        samples = np.atleast_2d(cut.load_audio())
-    except Exception as error:  # any of lhotse's audio back ends
-        raise DataError(f"{name}: cannot be read as audio: {type(error).__name__}: {error}") from error
+    if root is not None:
+        cut = cut.with_recording_path_prefix(root)
+    samples = np.atleast_2d(cut.load_audio())
     if len(samples) > 1 and channel is None:
         raise DataError(f"{name}: {len(samples)} channels; set data.corpus.channel to the one to read (from 0)")
     if channel is not None and channel >= len(samples):

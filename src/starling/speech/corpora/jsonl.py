@@ -53,5 +53,7 @@ class WenetCorpus(NamedSets):
 
 def id_of_file(name: str) -> str:
     """An id made from the name of an audio file: without suffix, folders joined by '-', no spaces."""
+    if not PurePath(name).name:
+        return ""  # no file has such a name
     parts = PurePath(name).with_suffix("").parts
     return "-".join("_".join(part.split()) for part in parts if part not in ("/", "."))

@@ -81,6 +81,6 @@ def seconds(item: dict[str, Any], name: str, origin: str) -> float | None:
     value = item.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9:
         raise DataError(f"{origin}: field {name!r} is {value!r}, not a number of seconds")
     return float(value)

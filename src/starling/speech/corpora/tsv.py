@@ -28,7 +28,11 @@ class TsvCorpus(FileCorpus):
         table = self.located()
         rows = read_lines(table)
         _, header = next(rows, (0, ""))
-        columns = {name: index for index, name in enumerate(header.split("\t"))}
+        names = header.split("\t")
+        columns = {name: index for index, name in enumerate(names)}
+        if len(columns) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"{table}: its header names the column {twice!r} twice")
         selection = self.sets[set_name]
         wanted = {"id": self.id, "speaker": self.speaker, "audio": self.audio, "text": self.text}
         _check_columns(table, columns, [*wanted.values(), *selection])

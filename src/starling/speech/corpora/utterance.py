@@ -88,7 +88,11 @@ class FileCorpus(Config):
         if not name or "\0" in name:
             raise DataError(f"{origin}: no usable name of an audio file: {name!r}")
         path = root / name
-        if ".." in Path(name).parts or not path.resolve().is_relative_to(root):
+        try:
+            target = path.resolve()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DataError(f"{origin}: no usable name of an audio file: {name[:200]!r} ({error})") from error
+        if ".." in Path(name).parts or not target.is_relative_to(root):
             raise DataError(
                 f"{origin}: audio {name!r} lies outside of {root}; "
                 f"if that is meant, set data.corpus.audio_root to a folder that holds all audio, without '..'"

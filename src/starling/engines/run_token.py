@@ -1,0 +1,47 @@
+"""What the learners of one run share and nobody else has: a token that is never sent, only used to sign what is.
+
+`starling train` makes a new one for each run. Whoever starts learners otherwise may set `STARLING_RUN_TOKEN` for all.
+"""
+
+import hmac
+import os
+import secrets
+
+from starling.errors import ProtocolError
+
+VARIABLE = "STARLING_RUN_TOKEN"
+_LENGTH = 64
+"""Of a signature: the hexadecimal digits of a SHA-256."""
+
+
+def new_token() -> str:
+    """A token for one run, 256 bits that nobody can guess."""
+    return secrets.token_hex(32)
+
+
+def sign(rank: int, text: str) -> str:
+    """`text` as learner `rank` of this process's run says it. Without a token, anybody can say the same."""
+    return _signature(rank, text.encode()).decode() + text
+
+
+def verified(rank: int, other: int, message: bytes) -> str:
+    """What learner `other` has signed, for learner `rank`.
+
+    Raises `ProtocolError`, which shows neither token, when it was not signed by a learner of the same run.
+    """
+    signature, text = message[:_LENGTH], message[_LENGTH:]
+    if not hmac.compare_digest(signature, _signature(other, text)):
+        own = "this learner has one" if _token() else "this learner has none"
+        raise ProtocolError(
+            f"learner {rank} and learner {other} differ in their run token ({own}): learner {other} belongs to another "
+            f"run, or to none; set {VARIABLE} to the same value for all learners of a run, or for none"
+        )
+    return text.decode()
+
+
+def _token() -> bytes:
+    return os.environb.get(VARIABLE.encode(), b"")
+
+
+def _signature(rank: int, text: bytes) -> bytes:
+    return hmac.new(_token(), b"greeting of learner %d\n" % rank + text, "sha256").hexdigest().encode()

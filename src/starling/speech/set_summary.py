@@ -1,0 +1,177 @@
+"""What a prepared set says of itself, and files of it that are what they should be before they are read."""
+
+import hashlib
+import json
+import math
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from starling.errors import DataError
+from starling.speech.shards import Shard
+
+FORMAT = 1
+NUMBERS = {
+    "durations": "f4",
+    "num_samples": "i8",
+    "speaker_of": "i4",
+    "shard_of": "i4",
+    "offsets": "i8",
+    "sizes": "i4",
+    "checks": "u4",
+}
+"""Arrays [N] of the index, and their types; sets of before 0.1 have no `checks`."""
+TEXTS = ("ids", "texts", "speakers")
+ARRAYS = NUMBERS | dict.fromkeys(TEXTS, "u1") | {f"{name}_ends": "i8" for name in TEXTS}
+INDEX_FILES = tuple(f"{name}.npy" for name in ARRAYS)
+"""In the folder `index` of every prepared set."""
+CHECKS = "checks.npy"
+_MAX_BYTES = 64 << 20
+_SHARD_NAME = re.compile(r"recording\.[0-9]{6,12}\.tar")
+
+
+@dataclass(frozen=True)
+class SetSummary:
+    """What one prepared set holds. `dropped` counts utterances, `dropped_seconds` their audio where known."""
+
+    name: str
+    utterances: int
+    seconds: float
+    speakers: int
+    sampling_rate: int
+    dropped: int
+    dropped_seconds: float
+    digest: str
+    shards: tuple[Shard, ...]
+    format: int = FORMAT
+    files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of every file of the index; none in sets of before 0.1."""
+    check: str = ""
+    """SHA-256 of all the rest of this."""
+
+    @property
+    def hours(self) -> float:
+        return self.seconds / 3600
+
+    def signed(self) -> "SetSummary":
+        """The same with the SHA-256 of it."""
+        return replace(self, check=self._check())
+
+    def _check(self) -> str:
+        content = {name: value for name, value in asdict(self).items() if name != "check"}
+        content |= {"seconds": float(self.seconds), "dropped_seconds": float(self.dropped_seconds)}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def problem(self) -> str | None:
+        """What cannot be, or None."""
+        numbers = (self.utterances, self.speakers, self.dropped, *(shard.num_bytes for shard in self.shards))
+        names = [shard.file for shard in self.shards]
+        bad = next((name for name in names if not _SHARD_NAME.fullmatch(name)), None)
+        if bad is not None:
+            return f"{bad[:200]!r} is not the name of a shard"
+        if len(set(names)) < len(names):
+            return f"it lists {next(name for name in names if names.count(name) > 1)} twice"
+        if min(numbers) < 0 or max(numbers) >= 1 << 62 or not 1000 <= self.sampling_rate <= 192_000:
+            return "its numbers are impossible"
+        if not (math.isfinite(self.seconds) and math.isfinite(self.dropped_seconds)):
+            return "its numbers are not finite"
+        if self.files and self.files.keys() != set(INDEX_FILES):
+            return f"its index has the files {', '.join(self.files)[:200]}"
+        if self.check != (self._check() if self.files else ""):
+            return "its SHA-256 is not the one in itself"
+        return None
+
+
+_SUMMARY = TypeAdapter(SetSummary)
+
+
+def parse_summary(text: bytes, folder: str) -> SetSummary:
+    """The summary of the prepared set in `folder`, from its text.
+
+    Raises:
+        DataError: another format.
+        ValueError: no summary, or one that cannot be.
+    """
+    if len(text) > _MAX_BYTES:
+        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+    try:
+        fields = json.loads(text.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(fields, dict) or "format" not in fields:
+        raise ValueError("it does not say its format")
+    if fields["format"] != FORMAT:
+        raise DataError(
+            f"{folder}: prepared data of format {str(fields['format'])[:20]}, this version reads format {FORMAT}; "
+            f"remove the folder and run `starling prepare` again"
+        )
+    try:
+        summary: SetSummary = _SUMMARY.validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if problem := summary.problem():
+        raise ValueError(problem)
+    return summary
+
+
+def read_summary(folder: Path) -> SetSummary:
+    """The summary of a prepared set.
+
+    Raises:
+        DataError: the folder is missing, incomplete, or was written by another version.
+    """
+    path = folder / "summary.json"
+    if not path.exists():
+        raise DataError(
+            f"{folder}: no prepared data here ({path.name} is missing); run `starling prepare RECIPE` first"
+        )
+    try:
+        with checked_file(folder, path.name).open("rb") as file:
+            return parse_summary(file.read(_MAX_BYTES + 1), str(folder))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}); remove {folder} and run `starling prepare RECIPE` again"
+        ) from error
+
+
+def checked_file(folder: Path, name: str) -> Path:
+    """A file of a prepared set.
+
+    Raises:
+        DataError: a pipe or a device, or a link that leads out of the set.
+        OSError: it is missing.
+    """
+    path = folder / name
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise DataError(f"{path}: not a regular file; remove {folder} and run `starling prepare RECIPE` again")
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        raise DataError(f"{path}: a link that leads out of the prepared set; put the file itself there")
+    return path
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_index(folder: Path, files: Mapping[str, str]) -> None:
+    """Raise DataError, naming the file, when one of the index is not what it was when it was written."""
+    for name, digest in files.items():
+        try:
+            found = file_digest(checked_file(folder, f"index/{name}"))
+        except OSError as error:
+            raise DataError(
+                f"{folder}/index/{name}: cannot be read ({error}); remove {folder} and run "
+                "`starling prepare RECIPE` again"
+            ) from error
+        if found != digest:
+            raise DataError(
+                f"{folder}/index/{name}: cannot be read (its SHA-256 is not the one in summary.json); remove {folder} "
+                "and run `starling prepare RECIPE` again"
+            )
