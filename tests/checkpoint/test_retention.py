@@ -77,6 +77,7 @@ def test_a_checkpoint_of_an_older_version_is_looked_into(tmp_path: Path) -> None
         folder = save(tmp_path, step, weights, keep=3)
         manifest = manifest_of(folder)
         assert manifest.pop("is_finite") is (weights is None)
+        del manifest["digest"]
         (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 4}))
         assert is_finite(folder) is (weights is None)
     save(tmp_path, 24, NAN, keep=1)
