@@ -27,6 +27,7 @@ from benchmarks import (
     servers,
     start_up,
     stragglers,
+    surviving,
     throttled_link,
     training,
     two_learners,
@@ -49,11 +50,12 @@ BENCHMARKS: dict[str, Measure] = {
     "loading": lambda folder, device: loading.measure(folder),
     "preparing": lambda folder, device: preparing.measure(folder),
     "start_up": lambda folder, device: start_up.measure(folder),
+    "surviving": lambda folder, device: surviving.measure(folder),
     "scale": lambda folder, device: scale.measure(folder),
     "waiting": lambda folder, device: waiting.measure(folder),
 }
 """By the name that `--only` knows them by."""
-ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster"}
+ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster", "surviving"}
 """Those that train on the demo's corpus."""
 
 

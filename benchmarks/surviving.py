@@ -1,0 +1,98 @@
+"""How long the others stand still when a learner is killed, on the demo's model and with default settings."""
+
+import os
+import signal
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.measuring import Bar
+from benchmarks.training import job_for
+from starling.checkpoint.state import LearnerState
+from starling.engines.job import EpochReport, StepReport
+from starling.engines.member import run_learner
+from starling.engines.processes import choose_device
+from starling.launch.launcher import launch
+from starling.launch.link import Link, Message, reported_errors
+from starling.launch.rendezvous import find_membership, find_place
+
+WORLD, VICTIM, STEPS, REPEATS = 3, 1, 90, 3
+KILLED_AT = 30
+"""The mini-batch at which the victim is killed."""
+LONGEST = 2.0
+"""Seconds."""
+
+
+def measure(folder: Path) -> list[Bar]:
+    """The longest time that any survivor of a kill -9 made no gradient, less what a gradient takes."""
+    return [_measure(folder, strategy) for strategy in ("adpsgd", "allreduce")]
+
+
+def _measure(folder: Path, strategy: str) -> Bar:
+    pauses = [pause for number in range(REPEATS) for pause in _pauses(folder, strategy, number)]
+    name = f"{WORLD} learners, {strategy}: longest pause of a survivor of a kill -9, seconds / {LONGEST:g} s"
+    detail = f"{max(pauses):.2f} s, the longest of {len(pauses)} survivors; their median {median(pauses):.2f} s"
+    return Bar.at_most(name, max(pauses) / LONGEST, 1.0, detail)
+
+
+def _pauses(folder: Path, strategy: str, number: int) -> list[float]:
+    moments: dict[int, list[float]] = {rank: [] for rank in range(WORLD)}
+    pids: dict[int, int] = {}
+    met: set[int] = set()
+    killed: list[float] = []
+
+    def on_message(rank: int, message: Message) -> None:
+        if "pid" in message:
+            pids[rank] = message["pid"]
+        if "view" in message:
+            met.add(rank)
+        if "at" in message:
+            moments[rank].append(message["at"])
+            if message["step"] >= KILLED_AT and len(met) == WORLD and not killed:
+                killed.append(time.monotonic())
+                os.kill(pids[VICTIM], signal.SIGKILL)
+
+    command = [sys.executable, "-m", "benchmarks.surviving", str(folder), strategy]
+    launch(command, WORLD, folder / f"log-{strategy}-{number}", on_message, lambda loss: None)
+    return [_pause(own, killed[0]) for rank, own in moments.items() if rank != VICTIM]
+
+
+def _pause(moments: list[float], killed: float) -> float:
+    """The longest time between two gradients from the kill on, less the median of the times before it."""
+    usual = [after - before for before, after in pairwise(moments) if after < killed]
+    later = [after - before for before, after in pairwise(moments) if after >= killed]
+    return max(0.0, max(later) - median(usual))
+
+
+class _Moments:
+    """Tells the launcher when each gradient was made."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def on_step(self, report: StepReport) -> None:
+        self._link.send({"at": time.monotonic(), "step": report.ticket.step})
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
+
+    def on_mark(self, state: LearnerState) -> None: ...
+
+
+def _learn(folder: Path, strategy: str, link: Link) -> None:
+    torch.set_num_threads(1)
+    place = find_place()
+    link.send({"pid": os.getpid()})
+    job = job_for(folder, WORLD, STEPS, strategy)
+    device = choose_device("auto", place)
+    run_learner(job, place, device, "bench", _Moments(link), membership=find_membership(place, link))
+
+
+if __name__ == "__main__":
+    own = Link.from_environment()
+    with reported_errors(own):
+        if own is not None:
+            _learn(Path(sys.argv[1]), sys.argv[2], own)
