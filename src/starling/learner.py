@@ -113,7 +113,7 @@ class Learner(ABC):
     def clip(self, gradient: Tensor) -> Tensor:
         """Shorten a gradient `[P]` in place to the longest that the run allows, as `step` does by itself.
 
-        `NonFiniteError` if it is not finite.
+        One that is not finite becomes 0; `NonFiniteError` after many in a row. In somebody's own loop, at once.
         """
 
     @abstractmethod

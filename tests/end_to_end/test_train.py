@@ -118,18 +118,40 @@ def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
 
 
 def test_a_learner_that_fails_ends_the_run_with_its_error(tree: Tree, tmp_path: Path) -> None:
-    """A loss that explodes ends all learners with one message and the exit code of its kind."""
+    """Losses that explode end all learners with one message and the exit code of its kind."""
     recipe = written(tree, tmp_path)
-    run = starling(tmp_path, "train", recipe, "optimizer.lr=1e30", "optimizer.name=sgd", "optimizer.clip_norm=null")
+    run = starling(
+        tmp_path, "train", recipe, "optimizer.lr=1e30", "optimizer.name=sgd", "optimizer.clip_norm=null",
+        "budget.epochs=2",
+    )  # fmt: skip
     assert run.returncode == 4, run.stderr
-    assert re.search(r"error: learner \d: the loss of mini-batch \d+ of epoch 1 is (nan|inf)", run.stderr)
+    assert re.search(r"error: learner \d: the loss of mini-batch \d+ of epoch [12] is (nan|inf)", run.stderr)
     assert "Traceback" not in run.stderr
+
+
+def test_faults_on_purpose_happen_and_are_borne(tree: Tree, tmp_path: Path) -> None:
+    """A recipe kills one learner, stops another for a moment, and spoils a gradient: the run ends well and says so."""
+    recipe = written(tree | {"learners": 3, "strategy": "adpsgd", "budget": {"steps": 60}}, tmp_path)
+    faults = "faults=[{kill: 2, at_step: 6}, {pause: 1, seconds: 1.5, at_step: 4}, {nan: 0, at_step: 5}]"
+    run = starling(tmp_path, "train", recipe, faults)
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"songs ended without learner 2: learner 2 was killed by SIGKILL while", run.stderr)
+    logs = "".join(path.read_text() for path in (tmp_path / "exp" / "songs" / "log").glob("learner-[01].log"))
+    assert logs.count("1 gradients not finite and left out") == 1
+    assert load(latest(tmp_path / "exp" / "songs")).manifest.standing.num_done >= 60
+
+
+def test_faults_of_learners_that_are_not_there_are_refused(tree: Tree, tmp_path: Path) -> None:
+    """Before anything starts, with the place in the recipe."""
+    run = starling(tmp_path, "train", written(tree, tmp_path), "faults=[{kill: 2, at_step: 6}]")
+    assert run.returncode == 2, run.stderr
+    assert "faults.0: there is no learner 2 among 2" in run.stderr
 
 
 def test_a_run_that_lost_a_learner_says_who_and_can_be_resumed(tree: Tree, tmp_path: Path) -> None:
     """Where it is asked for, a killed learner ends the run with exit code 3; the message tells how to go on."""
     recipe = written(tree, tmp_path)
-    command = [sys.executable, "-m", "starling", "train", recipe, "budget.epochs=100000"]
+    command = [sys.executable, "-m", "starling", "train", recipe, "budget.epochs=100000", "on_loss=stop"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
         for line in run.stderr:

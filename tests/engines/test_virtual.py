@@ -152,7 +152,7 @@ def test_weights_that_change_under_a_gradient_are_refused() -> None:
         run(Strategy("hasty", "only in tests", hasty), 1, Budget(steps=2))
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_mini_batch() -> None:
+def test_losses_that_stay_not_finite_stop_the_run_and_name_the_mini_batch() -> None:
     """An exploding run ends with who, where and what to do."""
     job = Job(TinyRegression(), STRATEGIES["allreduce"], Budget(epochs=40), sgd(1e4))
     with pytest.raises(NonFiniteError, match=r"learner 0: the loss of mini-batch \d+ of epoch \d+ is (nan|inf)"):

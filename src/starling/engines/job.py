@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from starling.budget import Budget, Schedule
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
+from starling.engines.faults import Fault
 from starling.engines.stragglers import Stragglers
 from starling.strategies import NoOptions, Strategy, Teams
 from starling.workload import Ticket, Workload
@@ -35,8 +36,12 @@ class Job:
     """Processes that load mini-batches ahead, for each learner; 0 loads them in the learner itself."""
     stragglers: Stragglers = field(default_factory=Stragglers)
     """Slowness on purpose."""
+    faults: tuple[Fault, ...] = ()
+    """Faults on purpose."""
     checkpoint_every: int | None = None
     """Mini-batches of all learners together between two marks inside an epoch; None: no marks but the epochs' ends."""
+    most_not_finite: int = 10
+    """Gradients of one learner in a row that are not finite, at which the run fails; single ones are left out."""
     seed: int = 0
 
     def team_size(self, world: int) -> int:
@@ -105,6 +110,8 @@ class EpochReport:
     averaging: Averaging = field(default_factory=Averaging)
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at this moment, where the engine knows it: on the virtual clock."""
+    num_not_finite: int = 0
+    """Gradients that were not finite, and so did nothing."""
 
 
 class Observer(Protocol):

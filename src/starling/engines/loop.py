@@ -105,7 +105,7 @@ class LoopReplica(Replica):
         self._own_gradient.fill = self._flatten
         self._aside: tuple[Tensor, list[Tensor]] | None = None  # the loop's weights and buffers, when others are shown
 
-    def step(self, gradient: Tensor, learning_rate_factor: float) -> None:
+    def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
         """Let the loop's optimizer change the weights by `gradient` `[P]`, at the learning rates it has itself."""
         with self._lock:
             if gradient is not self._own_gradient:
@@ -118,6 +118,7 @@ class LoopReplica(Replica):
                 self.weights.copy_(self.loop)
             self.version += 1
             self.loop_version = self.version
+            return True
 
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
         """An optimizer of the kind that the loop has, with its groups and their options."""

@@ -9,6 +9,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from starling.checkpoint.state import LearnerState
 from starling.engines import regroup
+from starling.engines.faults import FaultsOf
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import Greeting, greet, part
 from starling.engines.job import EpochReport, Job, Observer, StepReport
@@ -18,6 +19,7 @@ from starling.engines.peers import Place, blames_a_connection
 from starling.engines.processes import ProcessLearner, process_group
 from starling.engines.regroup import Past, Plan
 from starling.engines.stragglers import Delays
+from starling.engines.training import Tally
 from starling.engines.transfer import share_state
 from starling.engines.worker import end_with_threads
 from starling.errors import ConfigError, PeerLost, StarlingError
@@ -113,6 +115,10 @@ class _Member:
     learner: ProcessLearner | None = None
     delays: Delays | None = None
     """How slow this learner is on purpose, from view to view."""
+    faults: FaultsOf | None = None
+    """What befalls it on purpose, from view to view."""
+    tally: Tally | None = None
+    """What it had counted of an epoch when a view was over."""
     has_met: bool = False
     """Whether threads may wait for others."""
 
@@ -164,6 +170,7 @@ class _Member:
         if self.learner is not None:
             past, start = self.learner.past(), self.learner.state(Standing())
             self.learner.leave()
+            self.tally = self.learner.tally()
             self.learner = None
             gc.collect()  # of the reducers of gradients that were between this view's learners
         self.views.pause()
@@ -217,6 +224,9 @@ class _Member:
         name = self.membership.name
         learner.part = name % self.job.workload.num_parts
         learner.delays = self.delays = self.delays or Delays(self.job.stragglers, self.job.seed, name)
+        if self.tally is not None:
+            learner.count_on(self.tally)
+        learner.faults = self.faults = self.faults or FaultsOf(self.job.faults, name)
         return learner
 
     def _agree(self, view: View, rank: int, past: Past, seconds: float, look_around: "regroup.LookAround") -> Plan:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from starling.checkpoint.state import LearnerState
+from starling.engines.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import await_keys, silent_learners
 from starling.engines.job import Job, Observer
@@ -127,6 +128,12 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         self._release.check()
         if change := self._membership.beyond(self.view, CAUSE_SECONDS):
             raise ViewChanged(change) from error
+
+    def _suffer(self, fault: Fault) -> None:
+        if isinstance(fault, Pause):
+            stop_this_process(fault.seconds)
+        else:
+            kill_this_process()
 
     def _gradient(self, flat: FlatModel, reduced: bool) -> Tensor:
         begin = self.now()

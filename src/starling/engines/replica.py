@@ -1,5 +1,6 @@
 """One learner's own weights and optimizer; the parts of `Learner` that are the same on both engines."""
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,17 +34,21 @@ class Replica:
         self._memory: OptimizerMemory | None = None
         self._lock = threading.Lock()
 
-    def step(self, gradient: Tensor, learning_rate_factor: float) -> None:
-        """Clip `gradient` `[P]`, set the learning rate and let the optimizer change the weights."""
+    def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
+        """Clip `gradient` `[P]`, set the learning rate and let the optimizer change the weights.
+
+        Whether that was done: a gradient that is not finite changes nothing.
+        """
         with self._lock:
             if gradient.data_ptr() != self._gradients.data_ptr():
                 self._gradients.copy_(gradient)
-            if self._clip_norm is not None:
-                self.clip(self._gradients)
+            if not math.isfinite(self.clip(self._gradients)):
+                return False
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor
             self.optimizer.step()
             self.version += 1
+            return True
 
     def clip(self, gradient: Tensor) -> float:
         """Shorten `gradient` `[P]` to the longest allowed; its length before."""

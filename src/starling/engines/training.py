@@ -1,9 +1,11 @@
 """What is the same for a learner of a job on both engines: claiming, the gradient's arithmetic, reports."""
 
+import math
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from starling.budget import Progress
 from starling.chance import derive_seed
 from starling.checkpoint.state import LearnerState
 from starling.engines.base import ReplicaLearner
+from starling.engines.faults import Fault, FaultsOf, NotFinite
 from starling.engines.flat import FlatModel
 from starling.engines.job import Averaging, EpochReport, Job, Observer, Spent, StepReport
 from starling.engines.loading import Loaded
@@ -22,6 +25,17 @@ from starling.engines.stragglers import Delays
 from starling.engines.tickets import Marks, TeamTickets
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
 from starling.workload import Examples, Standing, Ticket
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a learner has counted since its last epoch ended."""
+
+    num_steps: int
+    seconds: float
+    spent: Spent
+    averaging: Averaging
+    num_not_finite: int
 
 
 class TrainingLearner(ReplicaLearner):
@@ -39,9 +53,12 @@ class TrainingLearner(ReplicaLearner):
         self.num_claimed = 0  # portions that this learner's team has claimed
         self.num_done = 0  # mini-batches of this learner
         self.delays = Delays(job.stragglers, job.seed, rank)
+        self.faults = FaultsOf(job.faults, rank)
         self.part = rank % job.workload.num_parts
         self._observer = observer
         self._minutes_before = start.minutes if start else 0.0
+        self._loss = 0.0  # of the newest gradient
+        self._num_not_finite = self._num_not_finite_in_a_row = 0
         self._open: deque[Ticket] = deque()  # claimed and not done
         self._ticket: Ticket | None = None
         self._batch: Sequence[Examples] = ()
@@ -96,9 +113,29 @@ class TrainingLearner(ReplicaLearner):
             group["lr"] = peak * factor * scale
 
     def _step(self, gradient: Tensor) -> None:
-        self.replica.step(gradient, self._factor)
+        self._look_at_gradient(self.replica.step(gradient, self._factor))
         if self.job.strategy.steps_itself:
             self._finish_ticket()
+
+    def clip(self, gradient: Tensor) -> Tensor:
+        is_finite = math.isfinite(self.replica.clip(gradient))
+        self._look_at_gradient(is_finite)
+        return gradient if is_finite else gradient.zero_()
+
+    def _look_at_gradient(self, is_finite: bool) -> None:
+        """Count gradients that were not finite, and so did nothing. Raises NonFiniteError after many in a row."""
+        self._num_not_finite_in_a_row = 0 if is_finite else self._num_not_finite_in_a_row + 1
+        self._num_not_finite += not is_finite
+        if self._num_not_finite_in_a_row == self.job.most_not_finite:
+            ticket, _ = self._claimed()
+            number = f"mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1}"
+            what = f"the gradient of {number} is not finite"
+            if not math.isfinite(self._loss):
+                what = f"the loss of {number} is {self._loss}"
+            raise NonFiniteError(
+                f"learner {self._rank}: {what}, as was every gradient of its last {self.job.most_not_finite}; lower "
+                "the learning rate, clip gradients or warm up for longer, and resume from a checkpoint before this"
+            )
 
     def _finish_ticket(self) -> None:
         if self._open:
@@ -133,6 +170,18 @@ class TrainingLearner(ReplicaLearner):
         self._fraction = self.job.budget.fraction(progress)
         self._factor = self.job.schedule.factor(self._fraction, progress.epochs)
         return True
+
+    def tally(self) -> Tally:
+        """What this learner has counted in the epoch that it is in."""
+        with self.counting:
+            seconds = self.now() - self._epoch_begin
+            return Tally(self._epoch_steps, seconds, self.spent, self.averaging, self._num_not_finite)
+
+    def count_on(self, tally: Tally) -> None:
+        """Go on counting where another had stopped."""
+        self._epoch_steps, self._num_not_finite = tally.num_steps, tally.num_not_finite
+        self._epoch_begin = self.now() - tally.seconds
+        self.spent, self.averaging = tally.spent, tally.averaging
 
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
         """Report the end of the run, when all learners together were handed out `num_portions` and did all but
@@ -190,7 +239,9 @@ class TrainingLearner(ReplicaLearner):
             spent=spent,
             averaging=averaging,
             consensus_distance=self._consensus_distance(),
+            num_not_finite=self._num_not_finite,
         )
+        self._num_not_finite = 0
         self._observer.on_epoch(report, state)
         self.spent = Spent()
         self._epoch_steps, self._epoch_begin = 0, now
@@ -213,26 +264,27 @@ class TrainingLearner(ReplicaLearner):
         ticket, batch = self._claimed()
         device = flat.weights.device
         flat.gradients.zero_()
-        total = 0.0
+        total, divisor = 0.0, float(len(batch))
+        for fault in self.faults.next():
+            if isinstance(fault, NotFinite):
+                divisor = math.nan
+            else:
+                self._suffer(fault)
         for place, examples in enumerate(batch):
             _seed(device, derive_seed(self.job.seed, "gradient", ticket.epoch, ticket.index, place))
             with nullcontext() if place == len(batch) - 1 else before_last():
                 with torch.autocast(device.type, torch.bfloat16) if self.job.autocast else nullcontext():
                     loss = self.job.workload.loss(model, examples.to(device))
-                (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
+                (loss / divisor).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
-        return self._finite(total / len(batch), ticket)
+        return total / divisor
 
-    def _finite(self, loss: float, ticket: Ticket) -> float:
-        if loss - loss != 0.0:
-            raise NonFiniteError(
-                f"learner {self._rank}: the loss of mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1} is "
-                f"{loss}; lower the learning rate, clip gradients or warm up for longer"
-            )
-        return loss
+    def _suffer(self, fault: Fault) -> None:
+        """Let a fault on purpose happen to this learner."""
 
     def report_step(self, loss: float) -> None:
         ticket, batch = self._claimed()
+        self._loss = loss
         self._observer.on_step(
             StepReport(
                 rank=self._rank,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from starling.checkpoint.state import LearnerState
 from starling.consensus import consensus, consensus_distance
 from starling.engines.cluster import Cluster, ComputeTimes
+from starling.engines.faults import Fault, Pause
 from starling.engines.flat import FlatModel, split
 from starling.engines.job import Job, Observer, Silence
 from starling.engines.loading import Loaded, Loader
@@ -27,7 +28,7 @@ from starling.engines.rounds import Pace
 from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.tickets import TeamTickets
 from starling.engines.training import TrainingLearner
-from starling.errors import Deadlock, ProtocolError
+from starling.errors import ConfigError, Deadlock, ProtocolError
 from starling.learner import Handle, Shard
 from starling.workload import Standing, Ticket
 
@@ -78,6 +79,7 @@ class VirtualLearner(TrainingLearner):
         self._pace = Pace()
         self._next_round = 0
         self._round_waited_for: int | None = None
+        self._pause = 0.0  # seconds that the gradient under way takes longer, on purpose
 
     def now(self) -> float:
         return float(self._engine.environment.now)
@@ -124,6 +126,11 @@ class VirtualLearner(TrainingLearner):
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
         return first_of(self._engine.environment, handles)
 
+    def _suffer(self, fault: Fault) -> None:
+        if not isinstance(fault, Pause):
+            raise ConfigError(f"faults: learners cannot be killed on the simulated clock yet; leave out {fault}")
+        self._pause += fault.seconds
+
     def _step(self, gradient: Tensor) -> None:
         super()._step(gradient)
         self._engine.record(self._rank, "step")
@@ -139,7 +146,8 @@ class VirtualLearner(TrainingLearner):
         loss = self._engine.real_gradient(self, at, out=self._gradient)
         version = self._gradient_version = self.replica.version
         seconds = self._times.draw()
-        seconds += self.delays.after(seconds)
+        seconds += self.delays.after(seconds) + self._pause
+        self._pause = 0.0
 
         def finish(_: object) -> None:
             self._engine.record(self._rank, "gradient", struct.pack("<d", loss))

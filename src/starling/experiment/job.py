@@ -29,6 +29,7 @@ def make_job(recipe: Recipe, folder: ExperimentFolder) -> Job:
         autocast=recipe.engine.autocast == "bf16",
         num_workers=recipe.batches.num_workers,
         stragglers=recipe.stragglers,
+        faults=recipe.faults,
         checkpoint_every=recipe.checkpoints.every,
         seed=recipe.seed,
     )

@@ -13,6 +13,8 @@ from starling.budget import Budget
 from starling.checkpoint.writer import CheckpointConfig
 from starling.configuration import Config
 from starling.engines.cluster import Cluster
+from starling.engines.faults import Fault
+from starling.engines.faults import problems as faults_problems
 from starling.engines.stragglers import Stragglers
 from starling.errors import ConfigError
 from starling.experiment.optimizer import OptimizerConfig
@@ -104,6 +106,9 @@ class Recipe(Config):
     """The cluster that `starling simulate` pretends to have."""
     stragglers: Stragglers = Stragglers()
     """Slowness on purpose, in training and in simulation."""
+    faults: tuple[Fault, ...] = ()
+    """Faults on purpose, for tests: {kill: 2, at_step: 40}, {pause: 1, seconds: 5}, {nan: 3, at_step: 10}. Steps are
+    the learner's own mini-batches, from 1."""
     on_loss: Literal["continue", "stop"] = "continue"
     """What the others do when a learner of our launcher is killed: go on without it, or end with exit code 3."""
     checkpoints: CheckpointConfig = CheckpointConfig()
@@ -176,6 +181,7 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
     learners = _learners(tree)
     problems = _strategy_problems(tree.get("strategy"), learners)
     problems += _straggler_problems(tree.get("stragglers"), learners)
+    problems += _fault_problems(tree.get("faults"), learners)
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -245,6 +251,15 @@ def _straggler_problems(section: Any, learners: int | None) -> list[str]:
     except ValidationError:
         return []  # the tree's own check says so
     return [] if learners is None else list(stragglers.problems(learners))
+
+
+def _fault_problems(section: Any, learners: int | None) -> list[str]:
+    """Faults of learners that are not there."""
+    try:
+        faults = TypeAdapter[tuple[Fault, ...]](tuple[Fault, ...]).validate_python(section or ())
+    except ValidationError:
+        return []  # the tree's own check says so
+    return [] if learners is None else list(faults_problems(faults, learners))
 
 
 def _strategy_problems(choice: Any, learners: int | None) -> list[str]:

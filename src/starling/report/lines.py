@@ -27,6 +27,8 @@ def epoch_line(end: EpochEnd) -> str:
         f"{end.share(end.computing):.1f} % computing, {end.share(end.waiting_for_data):.1f} % waiting for data, "
         f"{end.share(end.waiting_for_peers):.1f} % waiting for peers{_averaging(end)}"
     )
+    if end.num_not_finite:
+        line += f", {end.num_not_finite} gradients not finite and left out"
     if end.num_steps == 0 or end.share(end.computing) >= _BUSY:
         return line
     for_data, for_peers = end.share(end.waiting_for_data), end.share(end.waiting_for_peers)

@@ -1,5 +1,6 @@
 """From the reports of single gradients to what people read: means over a stretch of training."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,8 @@ class EpochEnd:
     largest_staleness: int = 0
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at the epoch's end, where it is known."""
+    num_not_finite: int = 0
+    """Gradients that were left out because they were not finite."""
 
     @classmethod
     def of(cls, report: EpochReport, world: int, step: int) -> "EpochEnd":
@@ -92,6 +95,7 @@ class EpochEnd:
             mean_staleness=summed / num_gradients if num_gradients else 0.0,
             largest_staleness=max(averaging.staleness, default=0),
             consensus_distance=report.consensus_distance,
+            num_not_finite=report.num_not_finite,
         )
 
     @property
@@ -126,10 +130,11 @@ class Meter:
         """Count one gradient."""
         if self._last is None or self._last.ticket.epoch != report.ticket.epoch:
             self._epoch_sum, self._epoch_frames = 0.0, 0
-        frames = max(1, report.num_frames)
-        self._sum += report.loss * frames
+        frames = max(1, report.num_frames) if math.isfinite(report.loss) else 0
+        loss = report.loss if frames else 0.0  # what is not finite does nothing, and is counted by itself
+        self._sum += loss * frames
         self._frames += frames
-        self._epoch_sum += report.loss * frames
+        self._epoch_sum += loss * frames
         self._epoch_frames += frames
         if self._since_minutes is None:
             self._since_minutes = report.minutes  # nobody knows when the first batch began: its audio is left out
