@@ -40,7 +40,12 @@ def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_writes_no_value_of_the_environment(tree: Tree, songs: Path, tmp_path: Path) -> None:
     """A real learner that fails, with --debug: neither on the screen nor in any file is there what a variable holds."""
-    tree |= {"exp": "exp", "learners": 1, "faults": [{"nan": 0, "at_step": step} for step in range(1, 12)]}
+    tree |= {
+        "exp": "exp",
+        "learners": 1,
+        "budget": {"steps": 12},
+        "faults": [{"nan": 0, "at_step": step} for step in range(1, 12)],
+    }
     (tmp_path / "songs.yaml").write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "starling", "train", "songs.yaml", "--debug"]
     code, said, left = run_to_end(command, tmp_path, {**os.environ, **SECRETS})

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -43,7 +44,8 @@ class Watcher(Silence):
     def on_step(self, report: StepReport) -> None:
         self.num_gradients += 1
         self.seconds = 60.0 * report.minutes
-        self._losses.append((report.fraction, report.loss))
+        if math.isfinite(report.loss):
+            self._losses.append((report.fraction, report.loss))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self.staleness += report.averaging.staleness
@@ -70,7 +72,7 @@ def run_cell(recipe: Recipe, cell: Cell, ready: Path, memory: Memory) -> CellRes
     begin = time.process_time()
     folder = ExperimentFolder(ready)
     job = make_job(recipe, folder)
-    job = replace(job, workload=Remembered(job.workload, memory, _batches_key(recipe)))
+    job = replace(job, workload=Remembered(job.workload, memory, _batches_key(recipe)), most_not_finite=1)
     watcher = Watcher()
     engine = VirtualEngine(job, recipe.learners, recipe.cluster, watcher)
     try:
