@@ -47,7 +47,7 @@ SERVED: dict[str, dict[str, Any]] = {
         "steps": {"0": 4, "1": 40},
     },
     "hogwild": {"strategy": "hogwild"},
-    "hogwild-uneven": {"strategy": "hogwild", "steps": {"0": 4, "1": 30}, "asks": 1},
+    "hogwild-uneven": {"strategy": "hogwild", "steps": {"0": 0, "1": 30}, "asks": 1},
 }
 CASES: dict[str, dict[str, Any]] = {
     "allreduce": {"strategy": "allreduce"},
