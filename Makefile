@@ -16,7 +16,7 @@ demo: setup
 	$(BIN)/starling train recipes/demo.yaml
 
 test: setup
-	$(BIN)/python -m pytest -m 'not soak' --numprocesses 2
+	$(BIN)/python -m pytest -m 'not soak' --numprocesses 2 --no-loadscope-reorder
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

@@ -17,7 +17,7 @@ from starling.engines.loading import Loader
 from starling.engines.membership import Membership, View, ViewChanged
 from starling.engines.peers import Place, blames_a_connection
 from starling.engines.processes import ProcessLearner, process_group
-from starling.engines.regroup import Past, Plan
+from starling.engines.regroup import LookAround, Past, Plan
 from starling.engines.stragglers import Delays
 from starling.engines.training import Tally
 from starling.engines.transfer import share_state
@@ -153,7 +153,8 @@ class _Member:
         """The members of a new view that go on."""
         lost = [rank for rank, name in enumerate(view.members) if name not in change.members]
         try:
-            going_on = [view.members[rank] for rank in self._strategy_survivors(len(view.members), lost)]
+            ranks = self.job.strategy.survivors(self.job.options, len(view.members), lost)
+            going_on = [view.members[rank] for rank in ranks]
             came = [name for name in change.members if name not in view.members]
             members = tuple(sorted([*going_on, *came]))
             self.job.teams(len(members))
@@ -162,15 +163,11 @@ class _Member:
             raise PeerLost(f"{change.reason}; {self.job.strategy.name} cannot go on without: {error}") from error
         return replace(change, members=members)
 
-    def _strategy_survivors(self, world: int, lost: list[int]) -> list[int]:
-        return list(self.job.strategy.survivors(self.job.options, world, lost))
-
     def _leave(self, past: Past, start: LearnerState | None) -> tuple[Past, LearnerState | None]:
         """Let go of the view that is over; what this learner has, and its own state."""
         if self.learner is not None:
-            past, start = self.learner.past(), self.learner.state(Standing())
-            self.learner.leave()
-            self.tally = self.learner.tally()
+            self.learner.leave()  # first: its background changes what it has
+            past, start, self.tally = self.learner.past(), self.learner.state(Standing()), self.learner.tally()
             self.learner = None
             gc.collect()  # of the reducers of gradients that were between this view's learners
         self.views.pause()
@@ -229,7 +226,7 @@ class _Member:
         learner.faults = self.faults = self.faults or FaultsOf(self.job.faults, name)
         return learner
 
-    def _agree(self, view: View, rank: int, past: Past, seconds: float, look_around: "regroup.LookAround") -> Plan:
+    def _agree(self, view: View, rank: int, past: Past, seconds: float, look_around: LookAround) -> Plan:
         told: list[Plan] = []
 
         def tell(plan: Plan) -> None:
