@@ -44,16 +44,9 @@ def audited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return said[-1]
 
 
-def test_a_run_that_lost_a_learner_and_goes_on_with_fewer_sees_everything_once(
-    digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three asynchronous learners, one of them killed inside an epoch; two synchronous ones take over from the newest
-    checkpoint, and what the dead one had not done is given out again."""
-    command = [
-        sys.executable, "-m", "starling", "train", digits, "learners=3", "strategy=adpsgd", "budget.epochs=100000",
-        "checkpoints.every=4", "on_loss=stop",
-    ]  # fmt: skip
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
+def lose_one_of_three(command: list[str], folder: Path) -> tuple[int, str]:
+    """Kill a learner after three checkpoints: the exit code, and what was said afterwards; no learner is left."""
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
         said = []
         for line in run.stderr:
@@ -63,9 +56,22 @@ def test_a_run_that_lost_a_learner_and_goes_on_with_fewer_sees_everything_once(
         learners = psutil.Process(run.pid).children()
         assert len(learners) == 3, "".join(said)
         learners[1].kill()
-        message = run.stderr.read()
-        assert run.wait(timeout=60) == 3, message
+        message, code = run.stderr.read(), run.wait(timeout=100)
     assert not any(learner.is_running() for learner in learners)
+    return code, message
+
+
+def test_a_run_that_lost_a_learner_and_goes_on_with_fewer_sees_everything_once(
+    digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three asynchronous learners, one of them killed inside an epoch; two synchronous ones take over from the newest
+    checkpoint, and what the dead one had not done is given out again."""
+    command = [
+        sys.executable, "-m", "starling", "train", digits, "learners=3", "strategy=adpsgd", "budget.epochs=100000",
+        "checkpoints.every=4", "on_loss=stop",
+    ]  # fmt: skip
+    code, message = lose_one_of_three(command, tmp_path)
+    assert code == 3, message
     position = load(latest(tmp_path / "exp" / "songs")).manifest.position
     resumed = starling(
         tmp_path, "train", "exp/songs/config.yaml", "resume=exp/songs", "learners=2", "strategy=delay-by-one",
@@ -90,18 +96,8 @@ def test_survivors_see_what_a_killed_learner_had_begun(
         sys.executable, "-m", "starling", "train", digits, "learners=3", f"strategy={strategy}", "budget.epochs=60",
         "checkpoints.every=4",
     ]  # fmt: skip
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
-        assert run.stderr is not None
-        said = []
-        for line in run.stderr:
-            said.append(line)
-            if sum(each.startswith("saved") for each in said) == 3:
-                break
-        learners = psutil.Process(run.pid).children()
-        assert len(learners) == 3, "".join(said)
-        learners[1].kill()
-        message = run.stderr.read()
-        assert run.wait(timeout=100) == 0, message
+    code, message = lose_one_of_three(command, tmp_path)
+    assert code == 0, message
     assert re.search(r"learner \d was killed by SIGKILL while .*; the others go on without it", message)
     assert re.search(r"songs ended without learner \d: learner \d was killed", message)
     assert "60 of 60 whole epochs saw each of" in audited(tmp_path, monkeypatch)
