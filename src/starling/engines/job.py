@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -136,3 +136,20 @@ class Silence:
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
 
     def on_mark(self, state: LearnerState) -> None: ...
+
+
+class Named:
+    """An observer that is told a learner's name, for it may have other ranks from view to view."""
+
+    def __init__(self, observer: Observer, name: int) -> None:
+        self._observer = observer
+        self._name = name
+
+    def on_step(self, report: StepReport) -> None:
+        self._observer.on_step(report if report.rank == self._name else replace(report, rank=self._name))
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self._observer.on_epoch(report if report.rank == self._name else replace(report, rank=self._name), state)
+
+    def on_mark(self, state: LearnerState) -> None:
+        self._observer.on_mark(state)

@@ -12,17 +12,17 @@ from starling.engines import regroup
 from starling.engines.faults import FaultsOf
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import Greeting, greet, part
-from starling.engines.job import EpochReport, Job, Observer, StepReport
+from starling.engines.job import Job, Named, Observer
 from starling.engines.loading import Loader
 from starling.engines.membership import Membership, View, ViewChanged
 from starling.engines.peers import Place, blames_a_connection
 from starling.engines.processes import ProcessLearner, process_group
-from starling.engines.regroup import LookAround, Past, Plan
+from starling.engines.regroup import LookAround, Past, Plan, who_goes_on
 from starling.engines.stragglers import Delays
 from starling.engines.training import Tally
 from starling.engines.transfer import share_state
 from starling.engines.worker import end_with_threads
-from starling.errors import ConfigError, PeerLost, StarlingError
+from starling.errors import PeerLost, StarlingError
 from starling.workload import Standing
 
 REGROUP_SECONDS = 20.0
@@ -75,30 +75,13 @@ def run_learner(
             place,
             FlatModel(job.workload.make_model(), device),
             digest,
-            _Named(observer, place.rank),
+            Named(observer, place.rank),
             timeout_seconds,
             loader,
             membership or Membership(place.rank, View(0, tuple(range(place.world)))),
             views or Unmoved(),
         )
         return member.run(start)
-
-
-class _Named:
-    """An observer that is told a learner's name, for it may have other ranks from view to view."""
-
-    def __init__(self, observer: Observer, name: int) -> None:
-        self._observer = observer
-        self._name = name
-
-    def on_step(self, report: StepReport) -> None:
-        self._observer.on_step(report if report.rank == self._name else replace(report, rank=self._name))
-
-    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self._observer.on_epoch(report if report.rank == self._name else replace(report, rank=self._name), state)
-
-    def on_mark(self, state: LearnerState) -> None:
-        self._observer.on_mark(state)
 
 
 @dataclass
@@ -131,10 +114,13 @@ class _Member:
             except Exception as error:
                 change = self._what_changed(view, error)
             past, start = self._leave(past, start)
-            survivors = self._survivors(view, change)
-            if self.membership.name not in survivors.members:
+            try:
+                view = who_goes_on(self.job, view, change)
+            except PeerLost:
+                end_with_threads(PeerLost.exit_code)
+                raise
+            if self.membership.name not in view.members:
                 return None
-            view = survivors
 
     def _what_changed(self, view: View, error: Exception) -> View:
         """The view beyond this one; if there is none, `error` is raised."""
@@ -148,20 +134,6 @@ class _Member:
         if self.has_met:
             end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
         raise error
-
-    def _survivors(self, view: View, change: View) -> View:
-        """The members of a new view that go on."""
-        lost = [rank for rank, name in enumerate(view.members) if name not in change.members]
-        try:
-            ranks = self.job.strategy.survivors(self.job.options, len(view.members), lost)
-            going_on = [view.members[rank] for rank in ranks]
-            came = [name for name in change.members if name not in view.members]
-            members = tuple(sorted([*going_on, *came]))
-            self.job.teams(len(members))
-        except (ConfigError, PeerLost) as error:
-            end_with_threads(PeerLost.exit_code)
-            raise PeerLost(f"{change.reason}; {self.job.strategy.name} cannot go on without: {error}") from error
-        return replace(change, members=members)
 
     def _leave(self, past: Past, start: LearnerState | None) -> tuple[Past, LearnerState | None]:
         """Let go of the view that is over; what this learner has, and its own state."""

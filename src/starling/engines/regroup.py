@@ -10,7 +10,7 @@ far than the newest then take its state. Others keep their own; who is new takes
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -20,7 +20,7 @@ from starling.engines.greeting import await_keys
 from starling.engines.job import Job
 from starling.engines.membership import View
 from starling.engines.tickets import TeamTickets, standing_after
-from starling.errors import PeerLost
+from starling.errors import ConfigError, PeerLost
 from starling.workload import Standing, Ticket
 
 LookAround = Callable[[], None]
@@ -101,16 +101,40 @@ def agree(
     return Plan.decode(store.get(_PLAN))
 
 
+def who_goes_on(job: Job, view: View, change: View) -> View:
+    """The view that follows another when `change` says who lives: those of them whom the strategy can go on with.
+
+    Raises PeerLost when it can go on with nobody.
+    """
+    lost = [rank for rank, name in enumerate(view.members) if name not in change.members]
+    try:
+        ranks = job.strategy.survivors(job.options, len(view.members), lost)
+        going_on = [view.members[rank] for rank in ranks]
+        came = [name for name in change.members if name not in view.members]
+        members = tuple(sorted([*going_on, *came]))
+        job.teams(len(members))
+    except (ConfigError, PeerLost) as error:
+        raise PeerLost(f"{change.reason}; {job.strategy.name} cannot go on without: {error}") from error
+    return replace(change, members=members)
+
+
 def _plan(root: Store, members: Sequence[Past], job: Job) -> Plan:
     last = max(each.view for each in members if each.view is not None)
     store = PrefixStore(View(last, ()).key, root)
     before = Plan.decode(store.get(_PLAN))
+    return plan_after(before, members, job, lambda: {s for rank in range(before.world) for s in _noted(store, rank)})
+
+
+def plan_after(before: Plan, members: Sequence[Past], job: Job, noted: Callable[[], set[int]]) -> Plan:
+    """The plan of a view whose members, by rank, come with these pasts. `before` is that of the last view that any of
+    them computed in, and `noted` tells the tickets that were done in it."""
+    last = max(each.view for each in members if each.view is not None)
     newest = max(range(len(members)), key=lambda rank: (members[rank].view == last, members[rank].num_done, -rank))
     if job.strategy.has_one_model:
         done = _done_by_all(before, members[newest].num_done, job)
         current = [each.view == last and each.num_done == members[newest].num_done for each in members]
     else:
-        done = {step for rank in range(before.world) for step in _noted(store, rank)}
+        done = noted()
         newest = _first_with_a_state(members)
         current = [each.view is not None for each in members]
     takers = tuple(rank for rank, is_current in enumerate(current) if not is_current)
