@@ -2,7 +2,6 @@
 
 import gc
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
@@ -14,7 +13,7 @@ from starling.engines.flat import FlatModel
 from starling.engines.greeting import Greeting, greet, part
 from starling.engines.job import Job, Named, Observer
 from starling.engines.loading import Loader
-from starling.engines.membership import Membership, View, ViewChanged
+from starling.engines.membership import Membership, Unmoved, View, ViewChanged, Views
 from starling.engines.peers import Place, blames_a_connection
 from starling.engines.processes import ProcessLearner, process_group
 from starling.engines.regroup import LookAround, Past, Plan, who_goes_on
@@ -27,29 +26,6 @@ from starling.workload import Standing
 
 REGROUP_SECONDS = 20.0
 """How long the members of a view that follows another wait for each other; all of them live."""
-
-
-class Views(Protocol):
-    """Who wants to know, in each learner, that others were lost or came."""
-
-    def pause(self) -> None:
-        """This learner leaves a view. What was begun for it is to be finished, or left, before this returns."""
-
-    def begin(self, view: View, standing: Standing, is_first: bool) -> None:
-        """A view begins, with what all have done together. Where `is_first`, before the others go on."""
-
-    def end(self) -> None:
-        """All is done. What others must be able to rely on when they hear of it is to be done before this returns."""
-
-
-class Unmoved:
-    """Does not care who is there."""
-
-    def pause(self) -> None: ...
-
-    def begin(self, view: View, standing: Standing, is_first: bool) -> None: ...
-
-    def end(self) -> None: ...
 
 
 def run_learner(

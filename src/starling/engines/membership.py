@@ -8,6 +8,9 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
+
+from starling.workload import Standing
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,26 @@ class Membership:
         finally:
             with self._changed:
                 self._on_change = lambda view: None
+
+
+class Views(Protocol):
+    """Who wants to know, in each learner, that others were lost or came."""
+
+    def pause(self) -> None:
+        """This learner leaves a view. What was begun for it is to be finished, or left, before this returns."""
+
+    def begin(self, view: View, standing: Standing, is_first: bool) -> None:
+        """A view begins, with what all have done together. Where `is_first`, before the others go on."""
+
+    def end(self) -> None:
+        """All is done. What others must be able to rely on when they hear of it is to be done before this returns."""
+
+
+class Unmoved:
+    """Does not care who is there."""
+
+    def pause(self) -> None: ...
+
+    def begin(self, view: View, standing: Standing, is_first: bool) -> None: ...
+
+    def end(self) -> None: ...
