@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from starling.errors import PeerLost
-from starling.launch.launcher import Loss, launch
+from starling.launch.launcher import launch
 from starling.launch.link import Message
+from starling.launch.watch import Loss
 
 NUM_MINI_BATCHES = 3000
 

@@ -35,9 +35,10 @@ from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import Seen, segments
 from starling.experiment.setup import make_ready
 from starling.experiment.validate import Validation
-from starling.launch.launcher import Loss, launch
+from starling.launch.launcher import launch
 from starling.launch.link import Link
 from starling.launch.rendezvous import find_membership, find_place
+from starling.launch.watch import Loss
 from starling.report.curves import Curves
 from starling.report.progress import Bars, Display, Say, say_on
 
