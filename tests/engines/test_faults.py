@@ -4,13 +4,14 @@ import re
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.engines.faults import Fault, FaultsOf, Kill, NotFinite, Pause, problems
+from starling.engines.faults import Fault, FaultsOf, Join, Kill, NotFinite, Pause, Split, only_simulated, problems
 from starling.engines.job import EpochReport, Job, StepReport
 from starling.engines.virtual import Outcome, VirtualEngine
-from starling.errors import ConfigError, NonFiniteError
+from starling.errors import NonFiniteError
 from starling.strategies import STRATEGIES, find_strategy
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
@@ -74,12 +75,6 @@ def test_a_pause_takes_its_time_on_the_simulated_clock() -> None:
     )
 
 
-def test_nobody_is_killed_on_the_simulated_clock_yet() -> None:
-    """That is said, and nothing else happens."""
-    with pytest.raises(ConfigError, match="cannot be killed on the simulated clock yet; leave out kill=1 at_step=2"):
-        run("adpsgd", Kill(kill=1, at_step=2))
-
-
 def test_faults_come_at_the_learners_own_mini_batches() -> None:
     """Each once, and only its own."""
     faults = (Kill(kill=1, at_step=3), NotFinite(nan=0, at_step=2), NotFinite(nan=1, at_step=2))
@@ -89,5 +84,19 @@ def test_faults_come_at_the_learners_own_mini_batches() -> None:
 
 def test_a_fault_of_nobody_is_a_problem() -> None:
     """With its place in the recipe."""
-    (problem,) = problems((Kill(kill=1, at_step=3), Kill(kill=2, at_step=3)), 2)
-    assert re.match(r"faults\.1: there is no learner 2 among 2", problem)
+    faults = (Kill(kill=1, at_step=3), Kill(kill=2, at_step=3), Split(split=(0, 2), at_seconds=1, seconds=1))
+    found = list(problems((*faults, Join(join=5, at_seconds=1.0)), 2))
+    assert [re.match(r"faults\.(\d): there is no learner 2 among 2", problem)[1] for problem in found] == ["1", "2"]  # type: ignore[index]
+
+
+def test_a_fault_has_one_place() -> None:
+    """At a mini-batch, at a time or at an event; what only the simulated clock knows is named for real processes."""
+    with pytest.raises(ValidationError, match="give one of at_step, at_seconds and at_event"):
+        Kill(kill=1)
+    with pytest.raises(ValidationError, match="give one of at_step, at_seconds and at_event"):
+        Pause(pause=1, at_step=3, at_event=5, seconds=1.0)
+    assert Pause(pause=1, seconds=1.0).at_step == 1
+    with pytest.raises(ValidationError, match="give one of at_seconds and at_event"):
+        Split(split=(1,), seconds=1.0)
+    faults = (Kill(kill=1, at_event=3), Kill(kill=1, at_step=3), Split(split=(1,), at_seconds=1.0, seconds=1.0))
+    assert [problem.partition(":")[0] for problem in only_simulated(faults)] == ["faults.0", "faults.2"]

@@ -11,7 +11,8 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from starling.checkpoint.reader import latest, load
-from starling.errors import CheckpointError, ConfigError, DataError
+from starling.errors import CheckpointError, ConfigError, DataError, PeerLost
+from starling.experiment.audit import audit
 from starling.experiment.evaluate import evaluate, transcribe
 from starling.experiment.recipe import check_recipe
 from starling.experiment.simulate import simulate
@@ -104,3 +105,38 @@ def test_a_folder_that_is_no_experiment_is_named(tmp_path: Path) -> None:
     """With an example of one."""
     with pytest.raises(CheckpointError, match=r"is not an experiment.*exp/demo"):
         transcribe(tmp_path, [], print)
+
+
+def test_a_simulation_goes_on_without_a_learner_that_dies_and_the_audit_agrees(tree: Tree, tmp_path: Path) -> None:
+    """What it had begun is seen by another; one that comes back takes part; the events are the same each time."""
+    tree |= {
+        "strategy": {"name": "adpsgd"},
+        "learners": 3,
+        "budget": {"epochs": 8},
+        "overwrite": True,
+        "faults": [
+            {"kill": 2, "at_step": 2},
+            {"split": [0], "at_event": 30, "seconds": 1},
+            {"join": 2, "at_seconds": 1.5},
+        ],
+    }
+    screen = io.StringIO()
+    lines: list[str] = []
+    simulate(check_recipe(tree, "r.yaml"), lines.append, Console(file=screen, width=300))
+    said = screen.getvalue()
+    assert re.search(
+        r"learner 2 was killed on purpose after [\d.]+ simulated seconds; learners 0, 1 go on behind", said
+    )
+    assert "learner 2 came; learners 0, 1, 2 go on behind" in said
+    assert "ended without learner 2: learner 2 was killed on purpose" in said
+    assert simulated(tree) == lines
+    told: list[str] = []
+    audit(tmp_path / "exp" / "songs-virtual", told.append, Console(file=io.StringIO()))
+    assert "exactly once" in told[-1]
+
+
+def test_a_simulation_that_bears_no_loss_ends_with_who_was_lost(tree: Tree) -> None:
+    """As training does: exit code 3."""
+    tree |= {"learners": 3, "budget": {"epochs": 8}, "on_loss": "stop", "faults": [{"kill": 1, "at_seconds": 0.25}]}
+    with pytest.raises(PeerLost, match=r"learner 1 was killed on purpose after 0\.25 simulated seconds"):
+        simulated(tree)

@@ -51,6 +51,9 @@ class LinkModel(Config):
     """Seconds before the first byte arrives."""
     bandwidth: float = Field(default=1.25e9, gt=0.0)
     """Bytes per second (the default is 10 Gbit/s)."""
+    jitter: float = Field(default=0.0, ge=0.0)
+    """Each message takes longer by a random share of its time, exponentially distributed with this mean, so that
+    messages overtake each other."""
 
     def send_seconds(self, num_bytes: int) -> float:
         """Seconds to send one message."""
@@ -72,9 +75,39 @@ class MemoryModel(Config):
         return num_bytes * passes / self.bandwidth
 
 
+class JitterOf:
+    """How much longer the messages from one learner to another take, a stream of its own per pair and seed."""
+
+    def __init__(self, link: LinkModel, seed: int) -> None:
+        self._mean, self._seed = link.jitter, seed
+        self._random: dict[tuple[int, int], random.Random] = {}
+
+    def factor(self, sender: int, receiver: int) -> float:
+        """By which the next message's time is multiplied."""
+        if self._mean == 0.0:
+            return 1.0
+        pair = sender, receiver
+        if pair not in self._random:
+            self._random[pair] = random.Random(derive_seed(self._seed, "message time", *pair))
+        return 1.0 + self._mean * self._random[pair].expovariate(1.0)
+
+
+class WatchModel(Config):
+    """Who watches the learners, and how soon the living go on without the dead. The defaults are about what the
+    `processes` engine takes on one machine (decision 0017)."""
+
+    notice: float = Field(default=0.05, ge=0.0)
+    """Seconds from a death until the living hear of it."""
+    regroup: float = Field(default=0.3, ge=0.0)
+    """Seconds that the living take to meet anew, once all have left what they were doing."""
+    silence: float = Field(default=600.0, gt=0.0)
+    """Who gives no sign of life for so many seconds is taken for dead, and ended."""
+
+
 class Cluster(Config):
     """The `cluster:` section of a recipe; `starling simulate` runs on it."""
 
     compute: ComputeModel = Field(default_factory=ComputeModel)
     link: LinkModel = Field(default_factory=LinkModel)
     memory: MemoryModel = Field(default_factory=MemoryModel)
+    watch: WatchModel = Field(default_factory=WatchModel)

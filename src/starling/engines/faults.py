@@ -5,9 +5,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from starling.configuration import Config
 
@@ -15,30 +15,84 @@ Name = Annotated[int, Field(ge=0)]
 """Which learner."""
 AtStep = Annotated[int, Field(ge=1)]
 """At which of its own mini-batches, from 1; a resumed run counts anew, a run that lost learners goes on counting."""
+AtSeconds = Annotated[float, Field(ge=0.0)]
+"""When, on the engine's clock, counted from the beginning of the run."""
+AtEvent = Annotated[int, Field(ge=1)]
+"""At which event of the run, from 1; only the simulated clock counts them."""
 _WAKE = "import os, signal, sys, time; time.sleep(float(sys.argv[2])); os.kill(int(sys.argv[1]), signal.SIGCONT)"
 
 
-class Kill(Config):
-    """A learner that is killed before it has computed a mini-batch, as by kill -9."""
+class _Placed(Config):
+    """A fault that is placed at a mini-batch, at a time, or at an event."""
+
+    at_step: AtStep | None = None
+    at_seconds: AtSeconds | None = None
+    at_event: AtEvent | None = None
+
+    @model_validator(mode="after")
+    def _is_placed_once(self) -> Self:
+        if sum(place is not None for place in (self.at_step, self.at_seconds, self.at_event)) != 1:
+            raise ValueError("give one of at_step, at_seconds and at_event")
+        return self
+
+
+class Kill(_Placed):
+    """A learner that is killed, as by kill -9; with `at_step`, before it has computed that mini-batch."""
 
     kill: Name
-    at_step: AtStep
 
     @property
     def learner(self) -> int:
         return self.kill
 
 
-class Pause(Config):
-    """A learner whose process stands still, as by SIGSTOP, before it computes a mini-batch."""
+class Pause(_Placed):
+    """A learner that stands still, as by SIGSTOP; with `at_step`, before it computes that mini-batch, by default its
+    first."""
 
     pause: Name
-    at_step: AtStep = 1
     seconds: float = Field(gt=0.0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_placed_first(cls, given: Any) -> Any:
+        has_place = not isinstance(given, dict) or given.keys() & {"at_step", "at_seconds", "at_event"}
+        return given if has_place else {**given, "at_step": 1}
 
     @property
     def learner(self) -> int:
         return self.pause
+
+
+class Split(Config):
+    """Learners that neither the others nor who watches them can hear for a while. On the simulated clock only."""
+
+    split: tuple[Name, ...] = Field(min_length=1)
+    seconds: float = Field(gt=0.0)
+    at_seconds: AtSeconds | None = None
+    at_event: AtEvent | None = None
+
+    @model_validator(mode="after")
+    def _is_placed_once(self) -> Self:
+        if (self.at_seconds is None) == (self.at_event is None):
+            raise ValueError("give one of at_seconds and at_event")
+        return self
+
+    @property
+    def learner(self) -> int:
+        """The last of them."""
+        return max(self.split)
+
+
+class Join(Config):
+    """A learner that comes: one that was lost comes back, any other name is new."""
+
+    join: Name
+    at_seconds: AtSeconds
+
+    @property
+    def learner(self) -> int:
+        return self.join
 
 
 class NotFinite(Config):
@@ -52,17 +106,17 @@ class NotFinite(Config):
         return self.nan
 
 
-Fault = Kill | Pause | NotFinite
+Fault = Kill | Pause | NotFinite | Split | Join
 
 
 class FaultsOf:
     """The faults of one learner, in the order of its mini-batches."""
 
     def __init__(self, faults: Sequence[Fault], learner: int) -> None:
-        self._faults = [fault for fault in faults if fault.learner == learner]
+        self._faults = [fault for fault in faults if not isinstance(fault, Split | Join) and fault.learner == learner]
         self._num_steps = 0
 
-    def next(self) -> Sequence[Fault]:
+    def next(self) -> Sequence[Kill | Pause | NotFinite]:
         """What happens at the next mini-batch; to be asked once for each."""
         self._num_steps += 1
         return [fault for fault in self._faults if fault.at_step == self._num_steps]
@@ -71,8 +125,17 @@ class FaultsOf:
 def problems(faults: Sequence[Fault], world: int) -> Iterator[str]:
     """One line for each fault of a learner that is not among `world` learners."""
     for place, fault in enumerate(faults):
-        if fault.learner >= world:
+        if not isinstance(fault, Join) and fault.learner >= world:
             yield f"faults.{place}: there is no learner {fault.learner} among {world}; the last is learner {world - 1}"
+
+
+def only_simulated(faults: Sequence[Fault]) -> Iterator[str]:
+    """One line for each fault that real processes cannot be given."""
+    for place, fault in enumerate(faults):
+        if isinstance(fault, Split):
+            yield f"faults.{place}: a network is split by `starling simulate` only"
+        elif isinstance(fault, Kill | Pause) and fault.at_step is None:
+            yield f"faults.{place}: `starling train` places it by at_step; at_seconds and at_event are for simulations"
 
 
 def kill_this_process() -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import simpy
 from torch import Tensor
 
-from starling.engines.cluster import Cluster
+from starling.engines.cluster import Cluster, JitterOf
 from starling.errors import ProtocolError
 from starling.learner import Handle
 
@@ -134,12 +134,26 @@ class Mean:
 
 
 class Network:
-    """Carries what learners tell each other over links that are all alike."""
+    """Carries what learners tell each other over links that are all alike.
 
-    def __init__(self, environment: simpy.Environment, cluster: Cluster, record: Record) -> None:
+    `names` are the learners', by rank. While some of them are `apart`, what is between them waits until they `heal`.
+    """
+
+    def __init__(
+        self,
+        environment: simpy.Environment,
+        cluster: Cluster,
+        record: Record,
+        names: Sequence[int],
+        apart: Callable[[Sequence[int]], bool],
+        seed: int,
+    ) -> None:
         self._environment = environment
         self._link, self._memory = cluster.link, cluster.memory
+        self._jitter = JitterOf(cluster.link, seed)
         self._record = record
+        self._names, self._apart = names, apart
+        self._held: list[tuple[simpy.Event, Sequence[int]]] = []
         self._channels: dict[tuple[int, int, int], _Channel] = {}
         self._means: dict[tuple[int, str, int], Mean] = {}
 
@@ -154,9 +168,12 @@ class Network:
             message = _Message(self._environment.event())
             channel.sent.append(message)
         message.tensor = tensor.clone()
-        seconds = self._memory.seconds(tensor.nbytes, 1) if rank == peer else self._link.send_seconds(tensor.nbytes)
-        self._happen(message.event, seconds)
-        return VirtualHandle(message.event, lambda: None, lambda: f"its message to learner {peer}")
+        if rank == peer:
+            seconds = self._memory.seconds(tensor.nbytes, 1)
+        else:
+            seconds = self._link.send_seconds(tensor.nbytes) * self._jitter.factor(self._names[rank], self._names[peer])
+        self._happen(message.event, seconds, [rank, peer])
+        return VirtualHandle(message.event, lambda: None, lambda: f"its message to learner {self._names[peer]}")
 
     def receive(self, rank: int, peer: int, tag: int, check: Callable[[Tensor], None]) -> Handle[Tensor]:
         """What `peer` sends under `tag`; `check` raises if it is not what was expected."""
@@ -176,7 +193,7 @@ class Network:
             check(message.tensor)
             return message.tensor
 
-        return VirtualHandle(message.event, result, lambda: f"learner {peer} to send under tag {tag}")
+        return VirtualHandle(message.event, result, lambda: f"learner {self._names[peer]} to send under tag {tag}")
 
     def mean(
         self, rank: int, group: Sequence[int], activity: str, number: int, of: Tensor | Handle[Tensor]
@@ -192,7 +209,8 @@ class Network:
             if mean.join(rank, vector):
                 del self._means[name]
                 seconds = self._link.reduce_seconds(vector.numel() * vector.element_size(), len(group))
-                self._happen(mean.event, seconds)
+                seconds *= self._jitter.factor(self._names[group[0]], self._names[group[-1]])
+                self._happen(mean.event, seconds, group)
 
         computing = 0.0
         if isinstance(of, VirtualHandle) and of.event.processed:
@@ -210,16 +228,32 @@ class Network:
             return mean.result
 
         return VirtualHandle(
-            mean.event, result, lambda: f"mean {number}, which {_named(mean.missing())} did not join", computing
+            mean.event, result, lambda: f"mean {number}, which {self._named(mean.missing())} did not join", computing
         )
 
     def _forget(self, key: tuple[int, int, int], channel: _Channel) -> None:
         if not channel.sent and not channel.wanted:
             del self._channels[key]
 
-    def _happen(self, event: simpy.Event, seconds: float) -> None:
-        """Let `event` happen after some simulated seconds."""
-        self._environment.timeout(seconds).callbacks.append(lambda _: event.succeed())
+    def heal(self) -> None:
+        """What waited arrives, if it can now."""
+        held, self._held = self._held, []
+        for event, ranks in held:
+            self._happen(event, self._link.latency, ranks)
+
+    def _happen(self, event: simpy.Event, seconds: float, ranks: Sequence[int]) -> None:
+        """Let `event` happen after some simulated seconds, if learners can then hear each other."""
+
+        def arrive(_: object) -> None:
+            if self._apart([self._names[rank] for rank in ranks]):
+                self._held.append((event, ranks))
+            else:
+                event.succeed()
+
+        self._environment.timeout(seconds).callbacks.append(arrive)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return " and ".join(f"learner {self._names[rank]}" for rank in ranks) or "the network"
 
 
 class VirtualRounds:
@@ -255,7 +289,3 @@ class VirtualRounds:
         self._num_finished += 1
         if self._num_finished == self._world:
             self.event(self._num_opened).succeed()
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return " and ".join(f"learner {rank}" for rank in ranks) or "the network"

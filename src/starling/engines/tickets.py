@@ -99,8 +99,14 @@ class TeamTickets:
         return Progress(num_done, self.sequence.epochs_before(num_done), minutes)
 
     def is_beyond(self, number: int) -> bool:
-        """Whether the budget is spent before portion `number`."""
-        return self._budget.is_spent(self.progress(number, minutes=0.0))
+        """Whether the budget is spent before portion `number`, and no mini-batch in it is owed: was given to somebody
+        before and not done, while others within the budget were."""
+        return self._budget.is_spent(self.progress(number, minutes=0.0)) and not self._is_owed(self.ticket(number))
+
+    def _is_owed(self, ticket: Ticket) -> bool:
+        if ticket.step not in self._places:
+            return False
+        return not self._budget.is_spent(Progress(ticket.step, self.sequence.epochs_before(ticket.step), minutes=0.0))
 
     def take(self, numbers: Iterable[int], members: Iterable[int]) -> Iterator[Ticket]:
         """The tickets of `members` (places in a team) in the portions with these numbers, until the budget is spent."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch.distributed import DistError
 
 from starling.checkpoint.files import remove_partial
-from starling.engines.membership import View
+from starling.engines.membership import Unmoved, View
 from starling.engines.processes import Place
 from starling.errors import PeerLost
 from starling.experiment.folder import ExperimentFolder
@@ -66,6 +66,22 @@ class Regrouping:
 
     def _key(self, name: str) -> str:
         return f"{View(self._view, ()).key}/{name}"
+
+
+class InOneProcess(Unmoved):
+    """The same where all learners are in one process, which saves nothing before the end."""
+
+    def __init__(self, folder: ExperimentFolder, seen: Seen, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._seen = seen
+        self._say = say
+
+    def pause(self) -> None:
+        self._seen.close()
+
+    def begin(self, view: View, standing: Standing, is_first: bool) -> None:
+        self._seen.go_on_in(begin_segment(self._folder.seen, standing))
+        self._say(f"{view.reason}; {_told(view, standing)}")
 
 
 def _told(view: View, standing: Standing) -> str:

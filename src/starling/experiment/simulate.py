@@ -11,6 +11,7 @@ from starling.experiment.folder import resolve_resume
 from starling.experiment.job import ModelWriter, make_job, most_skipped
 from starling.experiment.observers import CURVES_EVERY, LOG_EVERY, SEND_EVERY, CurvesByRank, Log, Metered, Together
 from starling.experiment.recipe import Recipe, fingerprints
+from starling.experiment.regrouping import InOneProcess
 from starling.experiment.seen import Seen, counter, segments
 from starling.experiment.setup import make_ready
 from starling.report.curves import Curves
@@ -46,9 +47,19 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
             Metered(display, recipe.learners, SEND_EVERY),
         ]
         try:
-            outcome = VirtualEngine(job, recipe.learners, recipe.cluster, Together([*observers, seen]), start).run()
+            outcome = VirtualEngine(
+                job,
+                recipe.learners,
+                recipe.cluster,
+                Together([*observers, seen]),
+                start,
+                bears_losses=recipe.on_loss != "stop",
+                views=InOneProcess(folder, seen, display.say),
+            ).run()
         finally:
             seen.close()
+        for loss in outcome.losses:
+            display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     curves.close()
     writer = CheckpointWriter(
         folder.checkpoints,
