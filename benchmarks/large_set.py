@@ -6,11 +6,12 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 from tarfile import TarFile, TarInfo
+from zlib import crc32
 
 import numpy as np
 import soundfile
 
-from starling.speech.set_summary import SetSummary
+from starling.speech.set_summary import INDEX_FILES, SetSummary, file_digest
 from starling.speech.shards import Shard
 
 RATE = 8000
@@ -26,7 +27,7 @@ def write_large_set(folder: Path, utterances: int) -> None:
     """Write what `starling prepare` would leave of so many utterances, in shards that are all alike."""
     (folder / "shar").mkdir(parents=True)
     (folder / "index").mkdir()
-    tar, samples, offsets, sizes = _recordings()
+    tar, samples, offsets, sizes, checks = _recordings()
     numbers = np.arange(utterances)
     shards = []
     for shard in range(-(-utterances // SHARD_SIZE)):
@@ -41,6 +42,7 @@ def write_large_set(folder: Path, utterances: int) -> None:
         "shard_of": (numbers // SHARD_SIZE).astype(np.int32),
         "offsets": offsets[chosen],
         "sizes": sizes[chosen].astype(np.int32),
+        "checks": checks[chosen],
     }
     num_speakers = -(-utterances // SPEAKER_OF)
     texts = [" ".join(WORDS[int(digit)] for digit in f"{number % 1000:03d}") for number in range(1000)]
@@ -56,7 +58,10 @@ def write_large_set(folder: Path, utterances: int) -> None:
     for name, array in arrays.items():
         np.save(folder / "index" / f"{name}.npy", array, allow_pickle=False)
     seconds = float(arrays["durations"].sum(dtype=np.float64))
-    summary = SetSummary("large", utterances, seconds, num_speakers, RATE, 0, 0.0, "large", tuple(shards))
+    files = {name: file_digest(folder / "index" / name) for name in INDEX_FILES}
+    summary = SetSummary(
+        "large", utterances, seconds, num_speakers, RATE, 0, 0.0, "large", tuple(shards), files=files
+    ).signed()
     (folder / "summary.json").write_text(json.dumps(asdict(summary)))
 
 
@@ -72,11 +77,11 @@ def forget(folder: Path) -> None:
                 os.close(descriptor)
 
 
-def _recordings() -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray]:
-    """A tar of FLAC files; their samples, and their offsets and sizes in it: `[RECORDINGS]` each."""
+def _recordings() -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """A tar of FLAC files; their samples, their offsets and sizes in it, and their CRC-32: `[RECORDINGS]` each."""
     generator = np.random.default_rng(0)
     samples = np.linspace(RATE, 4 * RATE, RECORDINGS).astype(np.int64)
-    file, offsets, sizes = io.BytesIO(), [], []
+    file, offsets, sizes, checks = io.BytesIO(), [], [], []
     with TarFile(fileobj=file, mode="w") as tar:
         for number, length in enumerate(samples.tolist()):
             encoded = io.BytesIO()
@@ -88,5 +93,7 @@ def _recordings() -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray]:
             encoded.seek(0)
             offsets.append(file.tell() + 512)
             sizes.append(member.size)
+            checks.append(crc32(encoded.getvalue()))
             tar.addfile(member, encoded)
-    return file.getvalue(), samples, np.array(offsets, np.int64), np.array(sizes, np.int64)
+    places = np.array(offsets, np.int64), np.array(sizes, np.int64)
+    return file.getvalue(), samples, *places, np.array(checks, np.uint32)
