@@ -45,7 +45,7 @@ class SpeechSet:
     """One prepared set, opened for random access; picklable, safe after a fork, not for several threads at once.
 
     Everything but the audio stays in memory-mapped arrays, so that processes share the pages. `open` compares them with
-    their digests, a tenth of a second or two for a million utterances; the copy for a worker does not do that again.
+    their digests, some 0.3 s for a million utterances; the copy for a worker does not do that again.
     """
 
     name: str
