@@ -121,6 +121,19 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = Fa
             train.train(load_recipe(recipe, overrides or ()), typer.echo, _console())
 
 
+@app.command(epilog="Example: [bold]starling join exp/demo --learners 2[/bold]")
+def join(
+    experiment: Experiment,
+    learners: Annotated[int, typer.Option("--learners", min=1, help="How many more.")] = 1,
+    debug: Debug = False,
+) -> None:
+    """Let more learners join a run that goes on; first those come back that were lost."""
+    with _errors(debug):
+        from starling.experiment import join
+
+        join.join(experiment, learners, typer.echo)
+
+
 @app.command(epilog="Example: [bold]starling simulate recipes/fsdd.yaml learners=64 strategy=delay-by-one[/bold]")
 def simulate(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train with virtual learners in this process, on a simulated cluster; the same seed gives the same events."""

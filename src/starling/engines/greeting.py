@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch.distributed import DistError, DistStoreError
@@ -77,13 +78,23 @@ def greet(
             f"{', '.join(f'learner {other}' for other in missing)}; see their logs, or give more timeout_seconds"
         ) from error
     for other in range(mine.world):
-        theirs = json.loads(verified(rank, other, store.get(key(other))))
-        for name, value in asdict(mine).items():
-            if theirs.get(name) != value:
-                raise ProtocolError(
-                    f"learner {rank} and learner {other} differ in {name}: {value!r} and {theirs.get(name)!r}; "
-                    "start all learners from the same recipe and the same installation"
-                )
+        _compare(rank, other, mine, json.loads(verified(rank, other, store.get(key(other)))))
+
+
+def check_alike(store: Store, name: int, mine: Greeting) -> None:
+    """Compare with what learner 0 said when the run began, but for the number of learners: who is new finds out before
+    it is expected that the others would refuse it. Raises ProtocolError."""
+    theirs = json.loads(verified(name, 0, store.get("greeting/0")))
+    _compare(name, 0, mine, theirs | {"world": mine.world})
+
+
+def _compare(rank: int, other: int, mine: Greeting, theirs: dict[str, Any]) -> None:
+    for name, value in asdict(mine).items():
+        if theirs.get(name) != value:
+            raise ProtocolError(
+                f"learner {rank} and learner {other} differ in {name}: {value!r} and {theirs.get(name)!r}; "
+                "start all learners from the same recipe and the same installation"
+            )
 
 
 def part(

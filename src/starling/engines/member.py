@@ -4,13 +4,13 @@ import gc
 from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.checkpoint.state import LearnerState
 from starling.engines import regroup
 from starling.engines.faults import FaultsOf
 from starling.engines.flat import FlatModel
-from starling.engines.greeting import Greeting, greet, part
+from starling.engines.greeting import Greeting, check_alike, greet, part
 from starling.engines.job import Job, Named, Observer
 from starling.engines.loading import Loader
 from starling.engines.membership import Membership, Unmoved, View, ViewChanged, Views
@@ -24,6 +24,7 @@ from starling.engines.worker import end_with_threads
 from starling.errors import PeerLost, StarlingError
 from starling.workload import Standing
 
+_OUTCOME, _OVER, _CHANGED = "outcome", "over", "changed"
 REGROUP_SECONDS = 20.0
 """How long the members of a view that follows another wait for each other; all of them live."""
 
@@ -83,7 +84,7 @@ class _Member:
 
     def run(self, start: LearnerState | None) -> LearnerState | None:
         """Go from view to view until all is done."""
-        view, past = self.membership.latest, Past()
+        view, past = self._first_view(), Past()
         while True:
             try:
                 return self._be_in(view, past, start)
@@ -97,6 +98,11 @@ class _Member:
                 raise
             if self.membership.name not in view.members:
                 return None
+
+    def _first_view(self) -> View:
+        if self.membership.is_new:
+            check_alike(PrefixStore(View(0, ()).key, self.place.store), self.membership.name, self._greeting(0))
+        return self.membership.first_view()
 
     def _what_changed(self, view: View, error: Exception) -> View:
         """The view beyond this one; if there is none, `error` is raised."""
@@ -124,7 +130,9 @@ class _Member:
     def _be_in(self, view: View, past: Past, start: LearnerState | None) -> LearnerState:
         rank, world = view.members.index(self.membership.name), len(view.members)
         store = PrefixStore(view.key, self.place.store)
-        place = replace(self.place, rank=rank, world=world, store=store)
+        local_world = max(self.place.local_world, world) if self.membership.is_watched else self.place.local_world
+        place = replace(self.place, rank=rank, world=world, local_world=local_world, store=store)
+        self.membership.arrive(view)
         is_first_view = view.number == 0
         seconds = self.timeout_seconds if is_first_view else min(self.timeout_seconds, REGROUP_SECONDS)
 
@@ -156,11 +164,21 @@ class _Member:
                 with self.membership.telling(view, end_view):
                     state = learner.drive()
                     self.views.end()
-                    part(store, rank, world, self.timeout_seconds, look_around)
+                    self._part(view, store, rank, look_around)
                     return state
             except BaseException:
                 connections.cut()  # no thread is to wait for those who are still there
                 raise
+
+    def _part(self, view: View, store: Store, rank: int, look_around: LookAround) -> None:
+        """Part from the others, unless some of them go on to the next view: then all do."""
+        try:
+            part(store, rank, len(view.members), self.timeout_seconds, look_around)
+            wanted = _OVER
+        except ViewChanged:
+            wanted = _CHANGED
+        if self.membership.is_watched and store.compare_set(_OUTCOME, "", wanted).decode() == _CHANGED:
+            raise ViewChanged(self.membership.beyond(view, REGROUP_SECONDS) or self.membership.latest)
 
     def _make_learner(self, place: Place, start: LearnerState | None, view: View) -> ProcessLearner:
         learner = ProcessLearner(
@@ -171,7 +189,7 @@ class _Member:
         learner.delays = self.delays = self.delays or Delays(self.job.stragglers, self.job.seed, name)
         if self.tally is not None:
             learner.count_on(self.tally)
-        learner.faults = self.faults = self.faults or FaultsOf(self.job.faults, name)
+        learner.faults = self.faults = self.faults or FaultsOf(() if self.membership.is_new else self.job.faults, name)
         return learner
 
     def _agree(self, view: View, rank: int, past: Past, seconds: float, look_around: LookAround) -> Plan:

@@ -102,16 +102,16 @@ def agree(
 
 
 def who_goes_on(job: Job, view: View, change: View) -> View:
-    """The view that follows another when `change` says who lives: those of them whom the strategy can go on with.
+    """The view that follows another when `change` says who lives: those of them whom the strategy can go on with, in
+    the order in which `change` names them (see `Strategy.successors`).
 
     Raises PeerLost when it can go on with nobody.
     """
     lost = [rank for rank, name in enumerate(view.members) if name not in change.members]
     try:
         ranks = job.strategy.survivors(job.options, len(view.members), lost)
-        going_on = [view.members[rank] for rank in ranks]
-        came = [name for name in change.members if name not in view.members]
-        members = tuple(sorted([*going_on, *came]))
+        leaving = set(view.members) - {view.members[rank] for rank in ranks}
+        members = tuple(name for name in change.members if name not in leaving)
         job.teams(len(members))
     except (ConfigError, PeerLost) as error:
         raise PeerLost(f"{change.reason}; {job.strategy.name} cannot go on without: {error}") from error

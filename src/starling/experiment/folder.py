@@ -6,6 +6,7 @@ exp/<name>/log/, tensorboard/       of each learner
 exp/<name>/checkpoints/             see starling.checkpoint
 exp/<name>/decode/                  what was recognised, and its errors
 exp/<name>/seen/                    which learner saw which utterance; see starling.experiment.seen
+exp/<name>/joins/                   requests for more learners; see starling.launch.requests
 """
 
 import os
@@ -28,7 +29,7 @@ from starling.experiment.recipe import Recipe, dump_recipe, fingerprints
 from starling.experiment.seen import begin_segment
 from starling.workload import Standing
 
-_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "decode", "seen")
+_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "decode", "seen", "joins")
 _OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv")
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
@@ -47,6 +48,7 @@ class ExperimentFolder:
         self.checkpoints = path / "checkpoints"
         self.decode = path / "decode"
         self.seen = path / "seen"
+        self.joins = path / "joins"
 
 
 def resolve_resume(recipe: Recipe) -> Recipe:

@@ -17,6 +17,7 @@ from starling.errors import ConfigError, StarlingError
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import ExperimentFolder, resolve_resume
 from starling.experiment.job import ModelWriter, make_job, most_skipped, use_threads
+from starling.experiment.join import changes
 from starling.experiment.observers import (
     CURVES_EVERY,
     LOG_EVERY,
@@ -37,7 +38,8 @@ from starling.experiment.setup import make_ready
 from starling.experiment.validate import Validation
 from starling.launch.launcher import launch
 from starling.launch.link import Link
-from starling.launch.rendezvous import find_membership, find_place
+from starling.launch.rendezvous import find_membership, find_place, joins
+from starling.launch.requests import taking_requests
 from starling.launch.watch import Loss
 from starling.report.curves import Curves
 from starling.report.progress import Bars, Display, Say, say_on
@@ -67,16 +69,19 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
 
         def on_loss(loss: Loss) -> None:
             display.say(f"{loss.reason}; the others go on without it")
+            display.lost(loss.learner)
 
         try:
-            losses = launch(
-                command,
-                recipe.learners,
-                folder.log,
-                on_message,
-                on_loss if recipe.on_loss == "continue" else None,
-                recipe.engine.timeout_seconds,
-            )
+            with taking_requests(folder.joins) as requests:
+                losses = launch(
+                    command,
+                    recipe.learners,
+                    folder.log,
+                    on_message,
+                    None if recipe.on_loss == "stop" else on_loss,
+                    recipe.engine.timeout_seconds,
+                    changes(recipe, requests, display),
+                )
         except StarlingError as error:
             with suppress(OSError):
                 remove_partial(folder.checkpoints)  # all learners have ended
@@ -84,7 +89,8 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
                 error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
             raise
         for loss in losses:
-            display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
+            if loss.learner in display.away:
+                display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     evaluate(folder.path, None, tell, console)
 
 
@@ -157,7 +163,7 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
     listeners = [Metered(Log(sys.stdout), place.world, LOG_EVERY), Metered(curves, place.world, CURVES_EVERY)]
     if link is not None:
         listeners.append(Metered(Messages(tell), place.world, SEND_EVERY))
-    start = load(recipe.resume).start(place.rank, place.world) if recipe.resume else None
+    start = load(recipe.resume).start(place.rank, place.world) if recipe.resume and not joins() else None
     try:
         with saver:
             run_learner(

@@ -24,6 +24,8 @@ SCRATCH = "STARLING_SCRATCH"
 """The variable with the folder for temporary files that belongs to this run alone."""
 WATCHED = "STARLING_WATCHED"
 """The variable that is 1 where a launcher tells learners of the loss of others."""
+JOINS = "STARLING_JOINS"
+"""The variable that is 1 for a learner that comes while others compute already."""
 ORPHANED = 3
 BEAT_SECONDS = 0.5
 """Between two signs of life, which are empty messages."""
