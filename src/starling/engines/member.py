@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -26,7 +27,7 @@ from starling.workload import Standing
 
 _OUTCOME, _OVER, _CHANGED = "outcome", "over", "changed"
 REGROUP_SECONDS = 20.0
-"""How long the members of a view that follows another wait for each other; all of them live."""
+"""How long a learner that lost another waits to be told who is there now."""
 
 
 def run_learner(
@@ -133,8 +134,7 @@ class _Member:
         local_world = max(self.place.local_world, world) if self.membership.is_watched else self.place.local_world
         place = replace(self.place, rank=rank, world=world, local_world=local_world, store=store)
         self.membership.arrive(view)
-        is_first_view = view.number == 0
-        seconds = self.timeout_seconds if is_first_view else min(self.timeout_seconds, REGROUP_SECONDS)
+        is_first_view, seconds = view.number == 0, self.timeout_seconds
 
         def look_around() -> None:
             if self.membership.latest.number > view.number:
@@ -149,7 +149,8 @@ class _Member:
         else:
             plan = self._agree(view, rank, past, seconds, look_around)
         self.has_met = True
-        with process_group(place, self.flat.weights.device, seconds) as connections:
+        telling = partial(self.membership.telling, view)
+        with process_group(place, self.flat.weights.device, seconds, telling) as connections:
             try:
                 if not is_first_view:
                     start = self._start(start, place, plan)

@@ -6,8 +6,8 @@ that share a device fall back to gloo through host memory.
 
 import json
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -15,7 +15,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _world
 from torch.nn.parallel import DistributedDataParallel
 
 from starling.checkpoint.state import LearnerState
@@ -239,22 +239,36 @@ def has_own_device(place: Place, device: torch.device) -> bool:
     return device.type == "cuda" and place.local_world <= torch.cuda.device_count()
 
 
+Telling = Callable[[Callable[[View], None]], AbstractContextManager[None]]
+"""Inside of its context, what is given to it is called when there is a later view; see `Membership.telling`."""
+
+
 @contextmanager
-def process_group(place: Place, device: torch.device, timeout_seconds: float) -> Generator[Connections, None, None]:
+def process_group(
+    place: Place, device: torch.device, timeout_seconds: float, telling: Telling = lambda on_change: nullcontext()
+) -> Generator[Connections, None, None]:
     """The default process group of `torch.distributed`, for as long as the context lasts; its connections, of which
-    those that are made later belong to it as soon as they are noted."""
+    those that are made later belong to it as soon as they are noted. A later view ends the connecting at once."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     connections = Connections()
+    store = place.store.clone()  # type: ignore[attr-defined]  # a connection of its own, which can be cut while it waits
+
+    def cut(change: View) -> None:
+        connections.note()
+        connections.cut()
+
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_own_device(place, device) else "gloo",
-            store=PrefixStore("group/0", place.store),
-            rank=place.rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        with telling(cut):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if has_own_device(place, device) else "gloo",
+                store=PrefixStore("group/0", store),
+                rank=place.rank,
+                world_size=place.world,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
     except RuntimeError as error:
+        _world.group_count = 0  # names of groups count on from those that failed, and must be the same on all learners
         lost = silent_learners(place.store, place.rank, place.world)
         raise PeerLost(
             f"learner {place.rank} lost {lost} while connecting to the others ({str(error).splitlines()[0]})"

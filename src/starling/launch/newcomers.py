@@ -80,8 +80,9 @@ class Newcomers:
         for request in self._changes.requests.take() if self._changes.requests else ():
             self._take(request, members, is_ending)
         borne = self._borne()
-        started = [self._start(name) for name in self._wanted if name not in borne and not is_ending]
-        self._wanted = [name for name in self._wanted if name not in {each.rank for each in started}]
+        due = [name for name in self._wanted if name not in borne and not is_ending]
+        self._wanted = [name for name in self._wanted if name not in due]
+        started = [process for name in due if (process := self._started(name, len(members))) is not None]
         self._coming += started
         return started
 
@@ -105,8 +106,8 @@ class Newcomers:
         """Those who are expected by the others, and have not yet met them."""
         return [each for each in self._coming if each.rank in members]
 
-    def settle(self, members: Sequence[int]) -> list[int]:
-        """Take note of who has come to compute, and of who has ended before; the names of those who have failed the
+    def settle(self, members: Sequence[int], ended: Sequence[Process]) -> list[int]:
+        """Take note of who has come to compute, and of who has `ended` before; the names of those who have failed the
         others, who expected them."""
         failed = []
         for process in list(self._coming):
@@ -116,7 +117,7 @@ class Newcomers:
                 self._changes.say(f"learner {name} has joined; {len(members)} learners go on")
                 self._changes.on_join(name)
                 self._note(name, len(members), "")
-            elif not process.is_running:
+            elif any(process is each for each in ended):
                 self._coming.remove(process)
                 process.is_out = True
                 failed += [name] if name in members else []
@@ -131,6 +132,15 @@ class Newcomers:
             asked.failed += [f"learner {name}: the run ended before it had joined" for name in sorted(asked.names)]
             self._answer(asked, len(members))
         self._asked.clear()
+
+    def _started(self, name: int, num_members: int) -> Process | None:
+        try:
+            return self._start(name)
+        except OSError as error:  # such as too little memory; the others do not need it
+            reason = f"learner {name} could not be started ({error})"
+            self._changes.say(reason)
+            self._note(name, num_members, reason)
+            return None
 
     def _borne(self) -> set[int]:
         return {each.rank for each in self._processes if each.is_running}

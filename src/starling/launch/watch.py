@@ -94,19 +94,17 @@ class Watch:
 
     def _bear(self, selector: selectors.BaseSelector) -> bool:
         """Whether the others go on without those that have failed, if any have; if so, they are told."""
-        if all(process.is_running for process in self._processes if not process.is_out):
-            self._newcomers.settle(self._members)
-            return True
-        while _read(selector, self._on_message, timeout=0.0):  # what they said last
+        ended = [process for process in self._processes if not process.is_out and not process.is_running]
+        while ended and _read(selector, self._on_message, timeout=0.0):  # what they said last
             pass
-        failed = [process for process in self._counted() if process.popen.poll()]
+        failed = [process for process in ended if process.popen.poll() and process not in self._newcomers]
         if failed and (
             self._on_loss is None
             or not all(process.was_killed for process in failed)
             or any(process.view < 0 for process in self._counted())  # they have not all met yet
         ):
             return False
-        never_came = self._newcomers.settle(self._members)
+        never_came = self._newcomers.settle(self._members, ended)
         if failed or never_came:
             return self._go_on_without(failed, never_came)
         return True
