@@ -160,9 +160,10 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         lambda line: tell({"say": line}),
     )
     regrouping.watch(seen, saver)
-    listeners = [Metered(Log(sys.stdout), place.world, LOG_EVERY), Metered(curves, place.world, CURVES_EVERY)]
+    world = max(place.world, place.rank + 1)  # who joins may be beyond those that began
+    listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
     if link is not None:
-        listeners.append(Metered(Messages(tell), place.world, SEND_EVERY))
+        listeners.append(Metered(Messages(tell), world, SEND_EVERY))
     start = load(recipe.resume).start(place.rank, place.world) if recipe.resume and not joins() else None
     try:
         with saver:
