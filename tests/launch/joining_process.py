@@ -43,10 +43,14 @@ class Unhurried(TinyRegression):
 
 
 class Dying(Unhurried):
-    """Whoever loads it is killed."""
+    """Whoever loads it is killed, but for the first time, which is for nothing."""
+
+    num_loaded = 0
 
     def load(self, ticket: Ticket) -> list[Points]:
-        os.kill(os.getpid(), signal.SIGKILL)
+        self.num_loaded += 1
+        if self.num_loaded > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().load(ticket)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.checkpoint.state import LearnerState
@@ -23,7 +24,7 @@ from starling.engines.training import Tally
 from starling.engines.transfer import share_state
 from starling.engines.worker import end_with_threads
 from starling.errors import PeerLost, StarlingError
-from starling.workload import Standing
+from starling.workload import Standing, Ticket
 
 _OUTCOME, _OVER, _CHANGED = "outcome", "over", "changed"
 REGROUP_SECONDS = 20.0
@@ -60,6 +61,16 @@ def run_learner(
             views or Unmoved(),
         )
         return member.run(start)
+
+
+def warm_up(job: Job, flat: FlatModel) -> None:
+    """Do once what takes long the first time, such as loading libraries, so that others need not wait for it."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    job.make_optimizer([parameter]).step()
+    for examples in job.workload.load(Ticket(0, 0, 0))[:1]:
+        job.workload.loss(flat.model, examples.to(flat.weights.device)).backward()  # type: ignore[no-untyped-call]
+    flat.gradients.zero_()
 
 
 @dataclass
@@ -103,6 +114,7 @@ class _Member:
     def _first_view(self) -> View:
         if self.membership.is_new:
             check_alike(PrefixStore(View(0, ()).key, self.place.store), self.membership.name, self._greeting(0))
+            warm_up(self.job, self.flat)
         return self.membership.first_view()
 
     def _what_changed(self, view: View, error: Exception) -> View:

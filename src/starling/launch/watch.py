@@ -17,7 +17,7 @@ CAUSE_PATIENCE: Seconds = 1.0
 """How long to look for the cause after a learner said only that it lost another."""
 NEWCOMERS_SILENCE: Seconds = 10.0
 """How long a learner that joins may give no sign of life: the others wait for it, and it has nothing to lose yet."""
-ENTRY_SECONDS: Seconds = 15.0
+ENTRY_SECONDS: Seconds = 30.0
 """How long the others wait for newcomers in the place where they meet."""
 
 OnMessage = Callable[[int, dict[str, Any]], None]
