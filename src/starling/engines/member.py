@@ -104,7 +104,7 @@ class _Member:
                 change = self._what_changed(view, error)
             past, start = self._leave(past, start)
             try:
-                view = who_goes_on(self.job, view, change)
+                view = who_goes_on(self.job, view, change, is_ordered=True)
             except PeerLost:
                 end_with_threads(PeerLost.exit_code)
                 raise

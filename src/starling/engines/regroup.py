@@ -101,15 +101,19 @@ def agree(
     return Plan.decode(store.get(_PLAN))
 
 
-def who_goes_on(job: Job, view: View, change: View) -> View:
-    """The view that follows another when `change` says who lives: those of them whom the strategy can go on with, in
-    the order in which `change` names them (see `Strategy.successors`).
+def who_goes_on(job: Job, view: View, change: View, is_ordered: bool = False) -> View:
+    """The view that follows another when `change` says who lives: those of them whom the strategy can go on with.
 
-    Raises PeerLost when it can go on with nobody.
+    Their ranks are as `Strategy.successors` has it, or as `change` has it where `is_ordered`: somebody has computed
+    that already, perhaps from view to view, of which a learner may not have heard of each. Raises PeerLost when the
+    strategy can go on with nobody.
     """
-    lost = [rank for rank, name in enumerate(view.members) if name not in change.members]
+    lost = [name for name in view.members if name not in change.members]
+    came = [name for name in change.members if name not in view.members]
     try:
-        ranks = job.strategy.survivors(job.options, len(view.members), lost)
+        if not is_ordered:
+            return replace(change, members=job.strategy.successors(job.options, view.members, lost, came))
+        ranks = job.strategy.survivors(job.options, len(view.members), [view.members.index(name) for name in lost])
         leaving = set(view.members) - {view.members[rank] for rank in ranks}
         members = tuple(name for name in change.members if name not in leaving)
         job.teams(len(members))
