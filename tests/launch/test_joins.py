@@ -30,7 +30,6 @@ class Run:
         self.losses: list[Loss] = []
         self.joined: list[int] = []
         self.views: dict[int, int] = {}
-        self.views_by_pid: Counter[int] = Counter()
         self.num_steps: Counter[int] = Counter()
         self.steps_before: dict[int, int] = {}
         self.num_done: dict[int, int] = {}
@@ -43,6 +42,7 @@ class Run:
         self,
         kill: int | None = None,
         ask_for: tuple[int, ...] = (),
+        ask_after_loss: tuple[int, ...] = (),
         joins: tuple[Join, ...] = (),
         replaces: bool = False,
         expect: int = 1,
@@ -50,7 +50,7 @@ class Run:
         """To its end, in a hurry once `expect` learners have joined and done their share; nobody is left behind."""
         self.expected = expect
         self.victims = [] if kill is None else [kill]
-        self.wanted = ask_for
+        self.wanted, self.wanted_after_loss = ask_for, ask_after_loss
         strategy = find_strategy(self.mode.partition("/")[0])
         options = strategy.options(**OPTIONS.get(strategy.name, {}))
         with taking_requests(self.requests) as requests:
@@ -63,10 +63,14 @@ class Run:
                 on_join=self.on_join,
             )
             command = [sys.executable, "-m", "tests.launch.joining_process", self.mode, str(self.hurry)]
-            losses = launch(command, self.world, self.folder, self.on_message, self.losses.append, 60.0, changes)
+            losses = launch(command, self.world, self.folder, self.on_message, self.on_loss, 60.0, changes)
         assert losses == self.losses
         assert self.hurry.exists()
         assert not [each for each in psutil.Process().children() if "RANK" in each.environ()]
+
+    def on_loss(self, loss: Loss) -> None:
+        self.losses.append(loss)
+        self.asked += [ask(self.requests, number) for number in self.wanted_after_loss]
 
     def on_join(self, name: int) -> None:
         self.joined.append(name)
@@ -188,8 +192,9 @@ def test_a_request_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_a_name_that_was_lost_is_given_again_and_a_learner_joins_at_its_time(tmp_path: Path) -> None:
     """Learner 1 is killed, learner 5 comes on purpose while that is borne, and a request brings learner 1 back."""
     run = Run("delay-by-one", 3, tmp_path)
-    run.go(kill=1, ask_for=(), joins=(Join(join=5, at_seconds=0.0), Join(join=1, at_seconds=0.2)), expect=2)
+    run.go(kill=1, ask_after_loss=(1,), joins=(Join(join=5, at_seconds=0.0),), expect=2)
     assert sorted(run.joined) == [1, 5]
+    assert run.answer().joined == (1,)
     run.assert_whole(4)
 
 
