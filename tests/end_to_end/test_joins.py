@@ -4,9 +4,11 @@ import io
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 import psutil
 import pytest
@@ -33,11 +35,18 @@ class Training:
         self.said: list[str] = []
         command = [sys.executable, "-m", "starling", "train", *arguments]
         self.process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+        self.lines: SimpleQueue[str] = SimpleQueue()
+        self.reader = threading.Thread(target=self._read, daemon=True)  # or it would wait for who reads
+        self.reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stderr or ():
+            self.lines.put(line)
+        self.lines.put("")
 
     def until(self, is_there: Callable[[str], bool], times: int = 1) -> None:
         """Read on until there were so many such lines."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        while line := self.lines.get(timeout=200):
             self.said.append(line)
             times -= is_there(line)
             if times == 0:
@@ -59,8 +68,8 @@ class Training:
         """As a user who has seen enough."""
         learners = psutil.Process(self.process.pid).children()
         self.process.send_signal(signal.SIGTERM)
-        _, rest = self.process.communicate(timeout=100)
-        assert self.process.returncode == 143, "".join(self.said) + rest
+        assert self.process.wait(timeout=100) == 143, "".join(self.said)
+        self.reader.join()
         assert not any(learner.is_running() for learner in learners)
 
 
