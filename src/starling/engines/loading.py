@@ -1,6 +1,8 @@
 """Mini-batches, loaded ahead of the learner that computes on them."""
 
+import signal
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice, repeat
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
@@ -25,12 +27,13 @@ class Loader:
     """Loads mini-batches in `num_workers` processes ahead of who computes on them; 0: when asked for.
 
     The processes are spawned: a fork of a process with gloo's threads in it crashes, and a fork server outlives a
-    learner that is killed. That takes seconds, in which who asks for a mini-batch loads it.
+    learner that is killed. That takes seconds, in which who asks for a mini-batch loads it. With `ignores_signals` they
+    outlive a SIGTERM or SIGINT to all processes of a learner that goes on for a while; they end when it does.
     """
 
-    def __init__(self, workload: Workload[Any], num_workers: int) -> None:
+    def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool = False) -> None:
         self._workload = workload
-        self._processes = _Processes(workload, num_workers) if num_workers else None
+        self._processes = _Processes(workload, num_workers, ignores_signals) if num_workers else None
 
     @property
     def is_ahead(self) -> bool:
@@ -95,10 +98,13 @@ def _as_it_is(loaded: Any) -> Any:  # torch would otherwise convert what it find
     return loaded
 
 
-def _send_small_by_value(worker: int) -> None:
+def _begin(ignores_signals: bool, worker: int) -> None:
     """Have a loading process send small tensors as they are. Shared memory takes a learner a few exchanges with the
     process for each tensor, which wait for their turn where cores are few: ten times as long as a copy of this size."""
     ForkingPickler.register(Tensor, _reduce)
+    if ignores_signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _reduce(tensor: Tensor) -> Any:
@@ -115,7 +121,7 @@ class _Processes:
     thread gives out; empty ones behind the last bring that one to light.
     """
 
-    def __init__(self, workload: Workload[Any], num_workers: int) -> None:
+    def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool) -> None:
         self.are_up = False
         """Whether mini-batches come at once; or the error that stands in their way."""
         self._num_workers = num_workers
@@ -132,7 +138,7 @@ class _Processes:
             num_workers=num_workers,
             prefetch_factor=_AHEAD,
             multiprocessing_context="spawn",
-            worker_init_fn=_send_small_by_value,
+            worker_init_fn=partial(_begin, ignores_signals),
         )
         self._thread = Thread(target=self._run, args=[iter(loaded)], name="loader", daemon=True)
         self._thread.start()

@@ -39,6 +39,8 @@ class Process:
     """For how long it had given none when it was killed."""
     view: int = -1
     """The view of who is there that it last said to compute in."""
+    can_stop: bool = False
+    """Whether it has met the others, and knows how to save and end together with them."""
 
     @property
     def is_running(self) -> bool:
@@ -53,7 +55,7 @@ class Process:
         """How it was killed, and meanwhile doing what."""
         if self.silence:
             return f"learner {self.rank} gave no sign of life for {self.silence:.1f} s while {self.doing} and was ended"
-        return f"learner {self.rank} was killed by {_signal_name(-self.popen.returncode)} while {self.doing}"
+        return f"learner {self.rank} was killed by {signal_name(-self.popen.returncode)} while {self.doing}"
 
     def tell(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # it has ended; that will be noticed
@@ -139,7 +141,7 @@ def signal_group(process: Process, number: int) -> bool:
     return True
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

@@ -2,7 +2,6 @@
 
 import json
 import selectors
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +9,12 @@ from typing import Any
 
 from starling import errors
 from starling.errors import PeerLost, StarlingError, Stopped
-from starling.launch.process import LOADING_GRACE, Process, Seconds, end_loading
+from starling.launch.process import LOADING_GRACE, Process, Seconds, end_loading, signal_name
 
 CAUSE_PATIENCE: Seconds = 1.0
 """How long to look for the cause after a learner said only that it lost another."""
+STOP_PATIENCE: Seconds = 28.0
+"""How long learners may take to save and end. Slurm and Kubernetes kill everything after 30 s."""
 
 OnMessage = Callable[[int, dict[str, Any]], None]
 
@@ -45,6 +46,7 @@ class Watch:
         self._silence_seconds = silence_seconds
         self._received = received
         self._view = 0
+        self._asked_to_stop: Seconds | None = None
 
     def until_all_ended(self) -> None:
         """Pass messages on until all processes have ended well, but for those whose loss is borne; raise what else went
@@ -55,8 +57,7 @@ class Watch:
             while any(process.is_running for process in self._processes):
                 _read(selector, self._on_message, timeout=0.05)
                 if self._received:
-                    name = signal.Signals(self._received[0]).name
-                    raise Stopped(f"stopped by {name}; the learners were ended", self._received[0])
+                    self._stop(self._received[0])
                 self._end_the_silent()
                 if any(process.popen.poll() for process in self._watched()) and not self._bear(selector):
                     break
@@ -69,6 +70,20 @@ class Watch:
         failed = [process for process in self._watched() if process.popen.poll()]
         if failed:
             raise _cause(failed)
+        if self._received:
+            raise Stopped(f"stopped by {signal_name(self._received[0])}", self._received[0], has_saved=True)
+
+    def _stop(self, number: int) -> None:
+        """Let the learners save and end together; raise `Stopped` where they cannot, or take too long."""
+        name, now = signal_name(number), time.monotonic()
+        if self._asked_to_stop is None:
+            if not any(process.can_stop for process in self._watched()):
+                raise Stopped(f"stopped by {name}; the learners were ended", number)
+            self._asked_to_stop = now
+            for process in self._watched():
+                process.tell({"stop": number})
+        elif now - self._asked_to_stop > STOP_PATIENCE:
+            raise Stopped(f"stopped by {name}; the learners had not saved after {STOP_PATIENCE:g} s", number)
 
     def _watched(self) -> list[Process]:
         """All but those whose loss was borne."""
@@ -131,6 +146,7 @@ def _read(selector: selectors.BaseSelector, on_message: OnMessage, timeout: Seco
                 continue
             process.doing = message.get("doing", process.doing)
             process.view = message.get("view", process.view)
+            process.can_stop = message.get("can_stop", process.can_stop)
             if "error" in message:
                 process.error = _revived(message["error"], message["message"])
             on_message(process.rank, message)
