@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from starling.checkpoint.reader import latest, load
+from tests.end_to_end.test_seen import audited
 from tests.end_to_end.test_train import Tree, starling, written
 
 EPOCHS = 12
