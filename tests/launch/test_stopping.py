@@ -158,15 +158,15 @@ def test_nobody_waits_for_a_slow_learner_to_agree_on_a_mark(tmp_path: Path, warm
 class When:
     """Does something once a learner has come to some step of a run that can be stopped."""
 
-    def __init__(self, do: Any, world: int) -> None:
-        self.do, self.world = do, world
+    def __init__(self, do: Any, world: int, from_step: int = 100) -> None:
+        self.do, self.world, self.from_step = do, world, from_step
         self.can_stop: set[int] = set()
         self.is_done = False
 
     def __call__(self, rank: int, message: dict[str, Any]) -> None:
         if message.get("can_stop"):
             self.can_stop.add(rank)
-        if not self.is_done and len(self.can_stop) == self.world and message.get("step", 0) >= 100:
+        if not self.is_done and len(self.can_stop) == self.world and message.get("step", 0) >= self.from_step:
             self.is_done = True
             self.do()
 
@@ -192,6 +192,30 @@ def test_a_signal_to_the_launcher_lets_all_learners_save_and_end(
         launch(run.command(), 2, tmp_path, when)
     assert stopped.value.exit_code == 128 + number
     assert stopped.value.has_saved
+    assert_seen_once([run], 2)
+    assert load(newest(run)).manifest.standing.num_done == noted(run, 2)[0]["num_done"]
+    assert no_learner_is_left()
+
+
+@pytest.mark.parametrize("whom", ["one learner", pytest.param("everybody", marks=pytest.mark.soak)])
+def test_a_signal_to_the_learners_stops_all_of_them_as_one_to_the_launcher_does(whom: str, tmp_path: Path) -> None:
+    """Slurm and systemd may signal every process there is, loading processes included: nobody ends before all have
+    saved."""
+    run = run_for(tmp_path, "run", strategy="delay-by-one", workers=1 if whom == "everybody" else 0)
+
+    def signal_them() -> None:
+        if whom == "one learner":
+            learner(1).terminate()
+            return
+        for each in (learner(0), learner(1)):
+            os.killpg(each.pid, signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM$"):
+        launch(
+            run.command(), 2, tmp_path, when := When(signal_them, 2, from_step=100 if whom == "one learner" else 8000)
+        )
+    assert when.is_done
     assert_seen_once([run], 2)
     assert load(newest(run)).manifest.standing.num_done == noted(run, 2)[0]["num_done"]
     assert no_learner_is_left()

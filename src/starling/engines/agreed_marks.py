@@ -36,7 +36,7 @@ class Wishes:
     on_ready: Callable[[], None] = do_nothing
     """Called when the learners have met, so that they can stop together."""
     ignores_signals: bool = False
-    """Whether this process hears SIGTERM and SIGINT itself, so that its loading processes are to outlive them."""
+    """Whether this process goes on after a SIGTERM or SIGINT, which its loading processes are then to outlive."""
     stopped_by: int | None = None
     """The signal by which this run, all learners together, is asked to end."""
     is_ready: bool = False

@@ -1,13 +1,15 @@
 """Mini-batches, loaded ahead of the learner that computes on them."""
 
+import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from threading import Thread
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -21,6 +23,7 @@ Loaded = tuple[Ticket, Sequence[Any]]
 _SMALL = 4 * 2**20  # bytes
 _AHEAD = 2  # mini-batches that each process has begun or done
 _LONGEST_END = 10.0  # seconds
+_LOOK_SECONDS = 0.2
 
 
 class Loader:
@@ -103,8 +106,22 @@ def _begin(ignores_signals: bool, worker: int) -> None:
     process for each tensor, which wait for their turn where cores are few: ten times as long as a copy of this size."""
     ForkingPickler.register(Tensor, _reduce)
     if ignores_signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+        _outlive_signals(os.getppid())
+
+
+def _outlive_signals(learner: int) -> None:
+    """Let a SIGTERM or SIGINT end this process when its learner has ended, and not before."""
+
+    def await_its_end() -> None:
+        while os.getppid() == learner:
+            time.sleep(_LOOK_SECONDS)
+        os._exit(0)
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        Thread(target=await_its_end, name="orphan", daemon=True).start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, hear)
 
 
 def _reduce(tensor: Tensor) -> Any:

@@ -41,6 +41,8 @@ class Process:
     """The view of who is there that it last said to compute in."""
     can_stop: bool = False
     """Whether it has met the others, and knows how to save and end together with them."""
+    signalled: int | None = None
+    """The signal by which it was itself asked to stop."""
 
     @property
     def is_running(self) -> bool:
@@ -106,7 +108,7 @@ def end(processes: list[Process]) -> None:
     """End what still runs, learners and their loading processes: asked first, killed after `GRACE`."""
     for process in processes:
         if process.popen.poll() is None:
-            process.popen.terminate()
+            process.popen.send_signal(signal.SIGKILL if process.can_stop else signal.SIGTERM)  # it would save first
             process.popen.send_signal(signal.SIGCONT)  # one that is stopped could not end
     deadline = time.monotonic() + GRACE
     for process in processes:

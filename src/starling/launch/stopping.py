@@ -1,7 +1,7 @@
 """What a learner process wants because somebody else does: marks by the clock, and an end where all have saved.
 
-A launcher of ours hears the signals, and tells its learners over their lines. Where there is none (torchrun, Slurm),
-each process hears them by itself.
+A launcher of ours hears the signals, and tells its learners over their lines. Learners hear them, too, for systemd and
+Slurm may send them to all processes, and torchrun passes them on: they tell the launcher, or each other without one.
 """
 
 import os
@@ -9,11 +9,11 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from starling.engines.agreed_marks import Wishes
-from starling.launch.link import Link, Message
+from starling.launch.link import Link
 
 HEARD = (signal.SIGINT, signal.SIGTERM)
 
@@ -21,22 +21,19 @@ HEARD = (signal.SIGINT, signal.SIGTERM)
 @contextmanager
 def wishes_of(link: Link | None, minutes: float | None) -> Generator[Wishes, None, None]:
     """What this learner process wants, with a mark after every so many `minutes`, while the context lasts."""
-    if link is not None:
-        wishes = Wishes(minutes, on_ready=lambda: link.send({"can_stop": True}))
-
-        def hear(message: Message) -> None:
-            if "stop" in message:
-                wishes.stop(message["stop"])
-
-        link.listen(hear)
-        yield wishes
-        return
     wishes = Wishes(minutes, ignores_signals=True)
+    if link is not None:
+        wishes.on_ready = lambda: link.send({"can_stop": True})
+        link.listen(lambda message: wishes.stop(message["stop"]) if "stop" in message else None)
 
     def stop(number: int) -> None:
         if not wishes.is_ready:  # there is nothing to save
             end_now(number)
-        wishes.stop(number)
+        if link is None:
+            wishes.stop(number)
+        else:
+            with suppress(OSError):  # a launcher that is gone ends this process by that
+                link.send({"signalled": number})
 
     with hearing(stop):
         yield wishes

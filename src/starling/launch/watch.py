@@ -5,6 +5,7 @@ import selectors
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from starling import errors
@@ -56,8 +57,8 @@ class Watch:
                 selector.register(process.line, selectors.EVENT_READ, process)
             while any(process.is_running for process in self._processes):
                 _read(selector, self._on_message, timeout=0.05)
-                if self._received:
-                    self._stop(self._received[0])
+                if number := self._signal():
+                    self._stop(number)
                 self._end_the_silent()
                 if any(process.popen.poll() for process in self._watched()) and not self._bear(selector):
                     break
@@ -70,8 +71,12 @@ class Watch:
         failed = [process for process in self._watched() if process.popen.poll()]
         if failed:
             raise _cause(failed)
-        if self._received:
-            raise Stopped(f"stopped by {signal_name(self._received[0])}", self._received[0], has_saved=True)
+        if number := self._signal():
+            raise Stopped(f"stopped by {signal_name(number)}", number, has_saved=True)
+
+    def _signal(self) -> int | None:
+        """What signal asked the launcher, or else one of its learners, to stop."""
+        return next(chain(self._received, (each.signalled for each in self._processes if each.signalled)), None)
 
     def _stop(self, number: int) -> None:
         """Let the learners save and end together; raise `Stopped` where they cannot, or take too long."""
@@ -147,6 +152,7 @@ def _read(selector: selectors.BaseSelector, on_message: OnMessage, timeout: Seco
             process.doing = message.get("doing", process.doing)
             process.view = message.get("view", process.view)
             process.can_stop = message.get("can_stop", process.can_stop)
+            process.signalled = message.get("signalled", process.signalled)
             if "error" in message:
                 process.error = _revived(message["error"], message["message"])
             on_message(process.rank, message)
