@@ -76,22 +76,23 @@ def test_a_run_stopped_by_a_signal_and_resumed_ends_in_the_bits_of_one_that_was_
 
 
 @pytest.mark.parametrize(
-    ("strategy", "learners"),
+    ("strategy", "learners", "workers"),
     [
-        ("adpsgd", 2),
-        pytest.param("{name: parameter-server, servers: own}", 3, marks=pytest.mark.soak),
-        pytest.param("hogwild", 2, marks=pytest.mark.soak),
-        pytest.param("delay-by-one", 2, marks=pytest.mark.soak),
+        ("adpsgd", 2, 0),
+        pytest.param("{name: parameter-server, servers: own}", 3, 0, marks=pytest.mark.soak),
+        pytest.param("hogwild", 2, 1, marks=pytest.mark.soak),
+        pytest.param("delay-by-one", 2, 1, marks=pytest.mark.soak),
     ],
 )
 def test_a_run_stopped_by_a_signal_and_resumed_sees_everything_once(
-    strategy: str, learners: int, tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str, learners: int, workers: int, tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 143 and one message that names the checkpoint and how to go on; the record of what was seen says that
     each utterance of each epoch was seen once."""
     recipe = written(tree, tmp_path)
-    choice = (f"strategy={strategy}", f"learners={learners}", "budget.epochs=100000", "batches.num_workers=1")
-    code, message = stopped(tmp_path, signal.SIGTERM, recipe, *choice, "checkpoints.minutes=0.02")
+    choice = (f"strategy={strategy}", f"learners={learners}", f"batches.num_workers={workers}")
+    saving = ("budget.epochs=100000", "checkpoints.minutes=0.02")
+    code, message = stopped(tmp_path, signal.SIGTERM, recipe, *choice, *saving)
     assert code == 143, message
     saved = re.search(r"error: stopped by SIGTERM, saved (\S+)\n", message)
     assert saved is not None, message
