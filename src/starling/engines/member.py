@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.checkpoint.state import LearnerState
 from starling.engines import regroup
+from starling.engines.agreed_marks import Wishes
 from starling.engines.faults import FaultsOf
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import Greeting, check_alike, greet, part
@@ -41,14 +42,17 @@ def run_learner(
     timeout_seconds: float = 600.0,
     membership: Membership | None = None,
     views: Views | None = None,
+    wishes: Wishes | None = None,
 ) -> LearnerState | None:
     """Be the learner at `place` from greeting to end, and return the state it ends in; None if it had to leave before.
 
     `digest` stands for the whole configuration and must be the same on all learners. Where somebody watches them
-    (`membership`), the living go on when one is lost. Raises `ProtocolError` when learners differ, `PeerLost` when one
-    is gone or does not answer within `timeout_seconds`.
+    (`membership`), the living go on when one is lost. `wishes` are the marks that it wants beside those of the job, and
+    whether all are to end early; all learners have such wishes, or none. Raises `ProtocolError` when learners differ,
+    `PeerLost` when one is gone or does not answer within `timeout_seconds`.
     """
-    with Loader(job.workload, job.num_workers) as loader:
+    ignores_signals = wishes is not None and wishes.ignores_signals
+    with Loader(job.workload, job.num_workers, ignores_signals) as loader:
         member = _Member(
             job,
             place,
@@ -59,6 +63,7 @@ def run_learner(
             loader,
             membership or Membership(place.rank, View(0, tuple(range(place.world)))),
             views or Unmoved(),
+            wishes,
         )
         return member.run(start)
 
@@ -84,6 +89,7 @@ class _Member:
     loader: Loader
     membership: Membership
     views: Views
+    wishes: Wishes | None = None
     learner: ProcessLearner | None = None
     delays: Delays | None = None
     """How slow this learner is on purpose, from view to view."""
@@ -174,7 +180,7 @@ class _Member:
                     learner.fail(ViewChanged(change))
                     connections.cut()
 
-                with self.membership.telling(view, end_view):
+                with self.membership.telling(view, end_view), learner.agreeing():
                     state = learner.drive()
                     self.views.end()
                     self._part(view, store, rank, look_around)
@@ -195,7 +201,16 @@ class _Member:
 
     def _make_learner(self, place: Place, start: LearnerState | None, view: View) -> ProcessLearner:
         learner = ProcessLearner(
-            self.job, place, self.flat, self.observer, start, self.timeout_seconds, self.loader, self.membership, view
+            self.job,
+            place,
+            self.flat,
+            self.observer,
+            start,
+            self.timeout_seconds,
+            self.loader,
+            self.membership,
+            view,
+            self.wishes,
         )
         name = self.membership.name
         learner.part = name % self.job.workload.num_parts

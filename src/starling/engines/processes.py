@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _world
 from torch.nn.parallel import DistributedDataParallel
 
 from starling.checkpoint.state import LearnerState
+from starling.engines.agreed_marks import AgreedMarks, Wishes
 from starling.engines.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import await_keys, silent_learners
@@ -57,6 +58,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         loader: Loader,
         membership: Membership,
         view: View,
+        wishes: Wishes | None = None,
     ) -> None:
         replica = Replica(flat.weights, flat.gradients, flat.parameters, job.make_optimizer, job.clip_norm)
         if start is not None:
@@ -65,6 +67,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         device = flat.weights.device
         self.meet(place, device, has_own_device(place, device), timeout_seconds)
         self.view = view
+        self._agreed = AgreedMarks(place.store, place.rank, place.world, wishes, self._mark_at, timeout_seconds)
         self._membership = membership
         self._flat = flat
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
@@ -108,9 +111,20 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         except StopIteration:
             self._end_rounds()
             num_drawn, undone = self._drawn_by_all()
+            with self._naming_the_lost("agreeing on a mark"):
+                self._agreed.settle(self._release.check)
             return self.finish(self.tickets.handed_out(num_drawn), undone)
         finally:
             self._ordered.close()
+
+    @contextmanager
+    def agreeing(self) -> Generator[None, None, None]:
+        """Let this learner and the others agree on marks while the context lasts."""
+        self._agreed.start()
+        try:
+            yield
+        finally:
+            self._agreed.close()
 
     def past(self) -> Past:
         """What this learner brings to the next view."""
@@ -123,6 +137,23 @@ class ProcessLearner(PeerLearner, TrainingLearner):
     def _note_done(self, ticket: Ticket) -> None:
         if self._membership.is_watched:
             note_done(self.place.store, self._rank, ticket)
+
+    def _mark_at(self, number: int, signal_number: int) -> None:
+        """There is a mark before a portion that nobody has reached."""
+        if signal_number:
+            self.tickets.end_at(number)
+        else:
+            self.marks.add(number)
+
+    def _reach(self, number: int) -> None:
+        """Go on to a portion, once it is known whether there is a mark before it."""
+        with self._naming_the_lost("agreeing on a mark"):
+            self._agreed.reach(number, self._release.check)
+
+    def _pass_marks(self, portion: int) -> None:
+        if not self.is_worker:  # who computes has reached it when it was drawn
+            self._reach(portion)
+        super()._pass_marks(portion)
 
     def _look_for_change(self, error: Exception) -> None:
         self._release.check()
@@ -162,6 +193,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
     def _mine(self) -> Iterator[Ticket]:
         """This learner's tickets, as they are drawn."""
         for number in self._draws() if self.is_worker else ():
+            self._reach(number)
             if self.tickets.is_beyond(number):
                 return
             self._drawn_ahead.add(number)

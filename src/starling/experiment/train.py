@@ -13,7 +13,7 @@ from starling.checkpoint.reader import checkpoints_in, load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.member import run_learner
 from starling.engines.processes import Place, choose_device
-from starling.errors import ConfigError, StarlingError
+from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import ExperimentFolder, resolve_resume
 from starling.experiment.job import ModelWriter, make_job, most_skipped, use_threads
@@ -38,8 +38,10 @@ from starling.experiment.setup import make_ready
 from starling.experiment.validate import Validation
 from starling.launch.launcher import launch
 from starling.launch.link import Link
+from starling.launch.process import signal_name
 from starling.launch.rendezvous import find_membership, find_place, joins
 from starling.launch.requests import taking_requests
+from starling.launch.stopping import wishes_of
 from starling.launch.watch import Loss
 from starling.report.curves import Curves
 from starling.report.progress import Bars, Display, Say, say_on
@@ -85,9 +87,7 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
         except StarlingError as error:
             with suppress(OSError):
                 remove_partial(folder.checkpoints)  # all learners have ended
-            if checkpoints_in(folder.checkpoints):
-                error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
-            raise
+            raise resumable(error, folder) from None
         for loss in losses:
             if loss.learner in display.away:
                 display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
@@ -104,7 +104,10 @@ def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Cons
     if link is None:
         recipe = _agree_on_set_up(recipe, place, console)
     folder = ExperimentFolder(recipe.folder)
-    _learn(recipe, folder, place, link)
+    stopped_by = _learn(recipe, folder, place, link)
+    if link is None and stopped_by is not None:
+        stopped = Stopped(f"stopped by {signal_name(stopped_by)}", stopped_by, has_saved=True)
+        raise resumable(stopped, folder)
     if link is None and place.rank == 0:
         evaluate(folder.path, None, tell, console)
 
@@ -134,7 +137,19 @@ def _agree_on_set_up(recipe: Recipe, place: Place, console: Console) -> Recipe:
     return recipe.model_copy(update={"resume": Path(resume) if resume else None})
 
 
-def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | None) -> None:
+def resumable(error: StarlingError, folder: ExperimentFolder) -> StarlingError:
+    """The error that ended a run, with what was saved last and how to go on from it."""
+    found = checkpoints_in(folder.checkpoints)
+    if isinstance(error, Stopped):
+        saved = f", saved {found[-1]}" if error.has_saved else f"; the newest checkpoint is {found[-1]}"
+        error = Stopped(f"{error}{saved if found else '; there is no checkpoint'}", error.signal_number)
+    if found:
+        error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
+    return error
+
+
+def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
+    """Be a learner to the end; the signal by which all were asked to end early, if they were."""
     use_threads(recipe, place.local_world)
 
     def tell(message: Message) -> None:
@@ -166,7 +181,7 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         listeners.append(Metered(Messages(tell), world, SEND_EVERY))
     start = load(recipe.resume).start(place.rank, place.world) if recipe.resume and not joins() else None
     try:
-        with saver:
+        with wishes_of(link, recipe.checkpoints.minutes) as wishes, saver:
             run_learner(
                 job,
                 place,
@@ -177,7 +192,9 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
                 recipe.engine.timeout_seconds,
                 find_membership(place, link),
                 regrouping,
+                wishes,
             )
+            return wishes.stopped_by
     finally:
         curves.close()
         seen.close()

@@ -100,8 +100,8 @@ def _signals(processes: list[Process], scratch: Path) -> Generator[list[int], No
         received.append(number)
         if len(received) > 1:
             for process in processes:
-                signal_group(process, signal.SIGTERM)
                 process.popen.kill()  # also one that is stopped, and would not see the end of its line
+                signal_group(process, signal.SIGTERM)
             shutil.rmtree(scratch, ignore_errors=True)
             os._exit(128 + number)
 

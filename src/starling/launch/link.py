@@ -40,7 +40,7 @@ class Link:
         self._lock = threading.Lock()
         self._listening = threading.Lock()
         self._heard: list[Message] = []
-        self._listener: Callable[[Message], None] | None = None
+        self._listeners: list[Callable[[Message], None]] = []
         threading.Thread(target=self._watch_launcher, name="starling-link", daemon=True).start()
         threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
 
@@ -58,7 +58,7 @@ class Link:
     def listen(self, listener: Callable[[Message], None]) -> None:
         """Call `listener`, in a thread of the link, with each message of the launcher; at once with those so far."""
         with self._listening:
-            self._listener = listener
+            self._listeners.append(listener)
             for message in self._heard:
                 listener(message)
 
@@ -72,10 +72,9 @@ class Link:
         with suppress(OSError), self._line.makefile("rb") as lines:
             for line in lines:
                 with self._listening:
-                    if self._listener is None:
-                        self._heard.append(json.loads(line))
-                    else:
-                        self._listener(json.loads(line))
+                    self._heard.append(json.loads(line))
+                    for listener in self._listeners:
+                        listener(self._heard[-1])
         sys.stderr.write("the launcher is gone: this learner ends\n")
         sys.stderr.flush()
         if SCRATCH in os.environ:

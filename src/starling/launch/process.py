@@ -48,6 +48,10 @@ class Process:
     has_computed: bool = False
     is_out: bool = False
     """Whether the others go on without it."""
+    can_stop: bool = False
+    """Whether it has met the others, and knows how to save and end together with them."""
+    signalled: int | None = None
+    """The signal by which it was itself asked to stop."""
 
     @property
     def is_running(self) -> bool:
@@ -62,7 +66,7 @@ class Process:
         """How it was killed, and meanwhile doing what."""
         if self.silence:
             return f"learner {self.rank} gave no sign of life for {self.silence:.1f} s while {self.doing} and was ended"
-        return f"learner {self.rank} was killed by {_signal_name(-self.popen.returncode)} while {self.doing}"
+        return f"learner {self.rank} was killed by {signal_name(-self.popen.returncode)} while {self.doing}"
 
     def end_in_words(self) -> str:
         """How it ended, whatever it was."""
@@ -125,7 +129,7 @@ def end(processes: list[Process]) -> None:
     """End what still runs, learners and their loading processes: asked first, killed after `GRACE`."""
     for process in processes:
         if process.popen.poll() is None:
-            process.popen.terminate()
+            process.popen.send_signal(signal.SIGKILL if process.can_stop else signal.SIGTERM)  # it would save first
             process.popen.send_signal(signal.SIGCONT)  # one that is stopped could not end
     deadline = time.monotonic() + GRACE
     for process in processes:
@@ -160,7 +164,7 @@ def signal_group(process: Process, number: int) -> bool:
     return True
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

@@ -2,16 +2,16 @@
 
 import json
 import selectors
-import signal
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from starling import errors
 from starling.errors import ConfigError, PeerLost, StarlingError, Stopped
 from starling.launch.newcomers import Changes, Newcomers
-from starling.launch.process import LOADING_GRACE, Process, Seconds, end_loading
+from starling.launch.process import LOADING_GRACE, Process, Seconds, end_loading, signal_name
 
 CAUSE_PATIENCE: Seconds = 1.0
 """How long to look for the cause after a learner said only that it lost another."""
@@ -19,6 +19,8 @@ NEWCOMERS_SILENCE: Seconds = 10.0
 """How long a learner that joins may give no sign of life: the others wait for it, and it has nothing to lose yet."""
 ENTRY_SECONDS: Seconds = 30.0
 """How long the others wait for newcomers in the place where they meet."""
+STOP_PATIENCE: Seconds = 28.0
+"""How long learners may take to save and end. Slurm and Kubernetes kill everything after 30 s."""
 
 OnMessage = Callable[[int, dict[str, Any]], None]
 
@@ -57,6 +59,7 @@ class Watch:
         self._members = tuple(process.rank for process in processes)
         self._all_here: float | None = None
         """Since when all but newcomers have been where they meet in the newest view."""
+        self._asked_to_stop: Seconds | None = None
 
     def until_all_ended(self) -> None:
         """Pass messages on until all processes have ended well, but for those whose loss is borne; raise what else went
@@ -66,9 +69,8 @@ class Watch:
                 selector.register(process.line, selectors.EVENT_READ, process)
             while any(process.is_running for process in self._counted()):
                 _read(selector, self._on_message, timeout=0.05)
-                if self._received:
-                    name = signal.Signals(self._received[0]).name
-                    raise Stopped(f"stopped by {name}; the learners were ended", self._received[0])
+                if number := self._signal():
+                    self._stop(number)
                 self._end_the_silent()
                 if not self._bear(selector):
                     break
@@ -83,6 +85,24 @@ class Watch:
         if failed:
             raise _cause(failed)
         self._newcomers.close(self._members)
+        if number := self._signal():
+            raise Stopped(f"stopped by {signal_name(number)}", number, has_saved=True)
+
+    def _signal(self) -> int | None:
+        """What signal asked the launcher, or else one of its learners, to stop."""
+        return next(chain(self._received, (each.signalled for each in self._processes if each.signalled)), None)
+
+    def _stop(self, number: int) -> None:
+        """Let the learners save and end together; raise `Stopped` where they cannot, or take too long."""
+        name, now = signal_name(number), time.monotonic()
+        if self._asked_to_stop is None:
+            if not any(process.can_stop for process in self._counted()):
+                raise Stopped(f"stopped by {name}; the learners were ended", number)
+            self._asked_to_stop = now
+            for process in self._counted():
+                process.tell({"stop": number})
+        elif now - self._asked_to_stop > STOP_PATIENCE:
+            raise Stopped(f"stopped by {name}; the learners had not saved after {STOP_PATIENCE:g} s", number)
 
     def _counted(self) -> list[Process]:
         """All who compute, or end: neither those whose loss was borne, nor those who have not joined yet."""
@@ -133,9 +153,9 @@ class Watch:
         return True
 
     def _replace(self, gone: list[int], failed: list[Process]) -> None:
-        """Start those again that are gone, unless that has led to nothing before."""
+        """Start those again that are gone, unless that has led to nothing before, or all are about to end."""
         idle = [process for process in failed if process.joins and not process.has_computed]
-        if not self._changes.replaces:
+        if not self._changes.replaces or self._asked_to_stop is not None:
             return
         for process in idle:
             self._changes.say(f"learner {process.rank} had computed nothing since it joined, and is not started again")
@@ -145,7 +165,7 @@ class Watch:
 
     def _let_in(self, selector: selectors.BaseSelector) -> None:
         """Start those who are wanted, and let those join who are ready, unless the others are just changing views."""
-        if any(process.view < 0 for process in self._counted()):
+        if self._asked_to_stop is not None or any(process.view < 0 for process in self._counted()):
             return
         here = self._with_names(self._members)
         is_ending = any(not process.is_running for process in here)
@@ -215,6 +235,8 @@ def _read(selector: selectors.BaseSelector, on_message: OnMessage, timeout: Seco
             process.arrived = message.get("arrived", process.arrived)
             process.is_ready = process.is_ready or "ready" in message
             process.has_computed = process.has_computed or (process.view >= 0 and "doing" in message)
+            process.can_stop = message.get("can_stop", process.can_stop)
+            process.signalled = message.get("signalled", process.signalled)
             if "error" in message:
                 process.error = _revived(message["error"], message["message"])
             on_message(process.rank, message)
