@@ -26,7 +26,7 @@ WATCHED = "STARLING_WATCHED"
 """The variable that is 1 where a launcher tells learners of the loss of others."""
 ORPHANED = 3
 BEAT_SECONDS = 0.5
-"""Between two signs of life, which are empty messages."""
+"""Between two signs of life, which are empty messages if there is nothing to say."""
 Message = dict[str, Any]
 
 
@@ -39,6 +39,8 @@ class Link:
         self._listening = threading.Lock()
         self._heard: list[Message] = []
         self._listener: Callable[[Message], None] | None = None
+        self.sign_of_life: Callable[[], Message] = dict
+        """What is sent every `BEAT_SECONDS`."""
         threading.Thread(target=self._watch_launcher, name="starling-link", daemon=True).start()
         threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
 
@@ -64,7 +66,7 @@ class Link:
         with suppress(OSError):
             while True:
                 time.sleep(BEAT_SECONDS)
-                self.send({})
+                self.send(self.sign_of_life())
 
     def _watch_launcher(self) -> None:
         with suppress(OSError), self._line.makefile("rb") as lines:
