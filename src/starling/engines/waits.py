@@ -94,13 +94,19 @@ class Waits:
         """What this thread began has ended, if it began anything."""
         self._open.pop(threading.get_ident(), None)
 
+    def forget(self, seconds: Seconds) -> None:
+        """This process stood still for so long, in which it waited for nobody."""
+        now = self._clock()
+        for wait in list(self._open.values()):
+            wait.since = min(now, wait.since + seconds)
+
     def longest(self, than: Seconds = 0.0) -> LongWait | None:
-        """The wait that says most about why this learner stands still, if any has lasted longer `than`.
+        """The wait that says most about why this learner stands still, if any has lasted for so long.
 
         One of the training comes before one behind it, and one that knows for whom before one that does not.
         """
         now = self._clock()
-        waits = [wait for wait in list(self._open.values()) if now - wait.since > than]
+        waits = [wait for wait in list(self._open.values()) if now - wait.since >= than]
         wait = min(waits, key=lambda each: (not each.whom, each.is_behind, each.since), default=None)
         if wait is None:
             return None

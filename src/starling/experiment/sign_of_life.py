@@ -4,6 +4,7 @@ What it waits for unusually long it writes into its own log as well, which is al
 """
 
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,6 +19,8 @@ from starling.report.hang import TIMES_AS_LONG, own_line, resumed_line
 Message = dict[str, Any]
 SHORT_SECONDS = 1.0
 """Waits that last no longer are not told."""
+STILL_SECONDS = 2.0
+"""Later than this, a sign of life says that the whole process stood still."""
 
 
 class SignOfLife:
@@ -27,13 +30,20 @@ class SignOfLife:
     """
 
     def __init__(
-        self, name: int, write: Callable[[str], None], long_seconds: float = 10.0, waits: Waits = WAITS
+        self,
+        name: int,
+        write: Callable[[str], None],
+        long_seconds: float = 10.0,
+        waits: Waits = WAITS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_steps = 0
         self._name = name
         self._write = write
         self._long_seconds = long_seconds
         self._waits = waits
+        self._clock = clock
+        self._last_beat = clock()
         self._last: LongWait | None = None  # the one that was written about
         self._again_at = 0.0
 
@@ -46,6 +56,11 @@ class SignOfLife:
 
     def beat(self) -> Message:
         """The sign of life of this moment. Called by one thread, again and again."""
+        now = self._clock()
+        stood_still, self._last_beat = now - self._last_beat - BEAT_SECONDS, now
+        if stood_still > STILL_SECONDS:
+            self._waits.forget(stood_still)
+            self._write(f"learner {self._name} stood still for {stood_still:.1f} s: stopped, or kept from running")
         wait = self._waits.longest(SHORT_SECONDS)
         self._log(wait)
         return {"beat": {"steps": self.num_steps, "wait": None if wait is None else asdict(wait)}}

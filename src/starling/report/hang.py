@@ -13,6 +13,8 @@ from starling.report.roster import Known, Roster
 Seconds = float
 TIMES_AS_LONG = 10.0
 """A wait is unusual when it is so many times as long as the time between two such waits."""
+DATA = "data"
+"""What a learner waits for when it is its mini-batch that is late."""
 LogOf = Callable[[int], str]
 """Where the log of a learner is, by its name."""
 
@@ -51,7 +53,8 @@ class Hangs:
             left = [name for name, number in episode.waits.items() if _number(waiting.get(name)) == number]
             if not left:
                 self._episodes.remove(episode)
-                self.ended.append(resumed_line(sorted(episode.waits), self._roster.clock() - episode.since))
+                cause = episode.cause if isinstance(episode.cause, tuple) else ()
+                self.ended.append(resumed_line(sorted(episode.waits), self._roster.clock() - episode.since, cause))
                 lines.append(self.ended[-1])
         known = {name for episode in self._episodes for name in episode.waits}
         for each in waiting.values():
@@ -65,7 +68,8 @@ class Hangs:
 
     def _join(self, known: Known, wait: LongWait) -> None:
         """Count a wait to those of the same kind that are told of already, or begin to tell."""
-        cause = tuple(_causes(_late([known.name], self._roster), self._roster)) or wait.what
+        causes = [known.name] if wait.what == DATA else _causes(_late([known.name], self._roster), self._roster)
+        cause = tuple(causes) or wait.what
         same = [each for each in self._episodes if each.cause == cause]
         episode = same[0] if same else _Episode(cause, since=known.waits_since)
         if not same:
@@ -77,12 +81,15 @@ class Hangs:
 def explain(waiters: Sequence[int], roster: Roster, log_of: LogOf) -> str:
     """Why these learners, of which some wait still, stand still."""
     waits = {name: each.wait for name in waiters if (each := roster.learners[name]).wait}
-    waiters = sorted(waits)
-    longest = max(waits.values(), key=lambda each: each.seconds)
+    starved = sorted(name for name, wait in waits.items() if wait.what == DATA)
+    waiters = starved or sorted(waits)
+    longest = max((waits[name] for name in waiters), key=lambda each: each.seconds)
     verb = "has" if len(waiters) == 1 else "have"
     line = f"{_names(waiters)} {verb} waited {duration(longest.seconds)} in {longest.what}{_beside(longest)}"
-    if longest.what == "data":
-        return f"{line}; see {_logs(waiters, log_of)}"
+    if starved:
+        others = sorted(waits.keys() - set(starved))
+        for_it = f"; {_names(others)} {'waits' if len(others) == 1 else 'wait'} for that" if others else ""
+        return f"{line}{for_it}; see {_logs(waiters, log_of)}"
     late = _late(waiters, roster)
     if not late:
         return (
@@ -106,13 +113,14 @@ def own_line(name: int, wait: LongWait) -> str:
     return line
 
 
-def resumed_line(names: Sequence[int], seconds: Seconds) -> str:
-    """A wait that was told of is over."""
-    return f"{_names(names)} {'goes' if len(names) == 1 else 'go'} on after {duration(seconds)} of waiting"
+def resumed_line(names: Sequence[int], seconds: Seconds, cause: Sequence[int] = ()) -> str:
+    """A wait that was told of, on account of those that are the `cause`, is over."""
+    whom = f" for {_names(cause)}" if cause else ""
+    return f"{_names(names)} {'goes' if len(names) == 1 else 'go'} on after {duration(seconds)} of waiting{whom}"
 
 
 def _beside(wait: LongWait) -> str:
-    usual = f", usually {duration(wait.usual)} apart" if wait.usual else ""
+    usual = f", one every {wait.usual:.2g} s until then" if wait.usual else ""
     behind = ", behind its training" if wait.is_behind else ""
     return f" ({'; '.join(filter(None, (usual[2:], behind[2:])))})" if usual or behind else ""
 
@@ -143,7 +151,7 @@ def _causes(late: Sequence[int], roster: Roster) -> list[int]:
     while ahead:
         name = ahead.pop()
         known = roster.learners[name]
-        waits_itself = known.wait is not None and known.wait.what != "data" and not roster.silence(known)
+        waits_itself = known.wait is not None and known.wait.what != DATA and not roster.silence(known)
         further = _late([name], roster) if waits_itself else []
         if not further:
             causes.add(name)
@@ -160,15 +168,16 @@ def _state(known: Known, roster: Roster) -> str:
         return f"{who} was lost"
     if known.has_ended:
         return f"{who} has ended"
-    ago = duration(roster.clock() - known.said_at)
-    said = f"{known.doing}, as it said {ago} ago"
     if known.heard_at is None:
         return f"{who} has not said anything yet"
+    now = roster.clock()
+    said = f"it last said {duration(now - known.said_at)} ago: {known.doing}"
     if silence := roster.silence(known):
-        return f"{who} has given no sign of life for {duration(silence)}; it was last {said}"
+        return f"{who} has given no sign of life for {duration(silence)}; {said}"
+    state = f"{who} lives, heard {duration(now - known.heard_at)} ago"
     if known.wait is not None and not known.wait.is_behind:
-        return f"{who} lives, and has waited {duration(known.wait.seconds)} in {known.wait.what}; it was last {said}"
-    return f"{who} lives, and was last {said}"
+        state += f", and has waited {duration(known.wait.seconds)} in {known.wait.what}"
+    return f"{state}; {said}"
 
 
 def _number(known: Known | None) -> int | None:

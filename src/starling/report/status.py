@@ -95,19 +95,21 @@ def state_of(known: Known, roster: Roster) -> str:
         return f"silent for {duration(silence)}"
     wait = known.wait
     if wait is not None and not wait.is_behind:
-        return f"waiting {duration(wait.seconds)} in {wait.what}"
+        is_told = wait.is_group or not wait.whom or f"learner {wait.whom[0]}" in wait.what
+        whom = "" if is_told else f" for learner {', '.join(map(str, wait.whom[:8]))}"
+        return f"waiting {duration(wait.seconds)} in {wait.what}{whom}"
     if known.view < 0 and not known.num_steps:
         return "starting"
-    return known.doing if known.doing != "starting" else "computing"
+    return known.doing if known.doing.startswith("computing") else "computing"
 
 
 def describe(status: Status, now: float, is_alive: bool) -> Group:
     """What people see of a status at time `now`; `is_alive`: whether its launcher is there."""
-    table = Table(title=_title(status, now, is_alive), title_justify="left")
+    table = Table()
     for name, justify in (("learner", "right"), ("state", "left"), ("batches", "right"), ("loss", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("last sign of life", justify="right")
-    table.add_column("log", justify="left", overflow="fold")
+    table.add_column("last heard", justify="right")
+    table.add_column("log", justify="left", no_wrap=True)
     since = max(0.0, now - status.written)
     for each in status.learners:
         heard = "none yet" if each.heard is None else f"{duration(each.heard + since)} ago"
@@ -118,7 +120,7 @@ def describe(status: Status, now: float, is_alive: bool) -> Group:
         lines.append(f"newest checkpoint: {status.saved}, saved {duration(status.saved_age + since)} ago")
     else:
         lines.append("no checkpoint of this run yet")
-    return Group(table, *(Text(line) for line in lines))
+    return Group(Text(_title(status, now, is_alive)), table, *(Text(line) for line in lines))
 
 
 def _title(status: Status, now: float, is_alive: bool) -> str:

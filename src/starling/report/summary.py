@@ -25,7 +25,7 @@ class Record:
 
 def summarise(title: str, roster: Roster, record: Record, waits: Sequence[str], experiment: str) -> Group:
     """The table and the lines below it. `waits` are the lines about unusual waits."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for heading in ("learner", "batches", "share", "computing", "waiting for data", "for peers", "became"):
         table.add_column(heading, justify="left" if heading == "became" else "right")
     numbers = {name: record.num_computed.get(name, known.num_steps) for name, known in roster.learners.items()}
@@ -33,7 +33,7 @@ def summarise(title: str, roster: Roster, record: Record, waits: Sequence[str], 
     for name, known in sorted(roster.learners.items()):
         share = f"{100 * numbers[name] / total:.1f} %" if total else ""
         table.add_row(str(name), str(numbers[name]), share, *_shares(known), _became(known))
-    return Group(table, *(Text(line) for line in _lines(roster, record, waits, experiment)))
+    return Group(Text(title), table, *(Text(line) for line in _lines(roster, record, waits, experiment)))
 
 
 def _lines(roster: Roster, record: Record, waits: Sequence[str], experiment: str) -> list[str]:
