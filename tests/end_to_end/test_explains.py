@@ -48,7 +48,7 @@ def test_a_run_that_stands_still_says_for_whom_and_what_that_one_said_last(tree:
     ), line
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"songs, allreduce: training, began \d+\.\d s ago, view 0", shown.stdout)
-    assert len(re.findall(r"waiting \d\.\d s in the", shown.stdout)) == 2, shown.stdout
+    assert len(re.findall(r"│ waiting \d", shown.stdout)) == 2, shown.stdout
     assert re.search(r"1 │ silent for \d", shown.stdout), shown.stdout
     assert re.search(r"learners 0 and 2 go on after \d+\.\d s of waiting for learner 1", rest)
     assert len(re.findall(r"have waited", rest)) <= 3
