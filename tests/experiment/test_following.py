@@ -1,6 +1,9 @@
 """What a launcher writes down of its run does not harm the run, whatever happens to it."""
 
 import io
+import subprocess
+import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +57,17 @@ def test_a_run_that_fails_is_summed_up_and_its_status_says_how(recipe: Recipe, f
     assert (folder.log / "summary.txt").read_text().startswith("songs, allreduce: learner 0: the loss is nan")
     status = read_status(folder.path)
     assert (status.stage, status.exit_code, status.message) == ("ended", 4, "learner 0: the loss is nan")
+
+
+def test_a_status_whose_launcher_has_ended_is_that_of_nobody(recipe: Recipe, folder: ExperimentFolder) -> None:
+    """However fresh it is; so is one that is old, whoever has that number now."""
+    with Following(recipe, folder, console()):
+        status = read_status(folder.path)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+        assert is_alive(status)
+        assert not is_alive(replace(status, pid=ended.pid))
+        assert not is_alive(replace(status, written=status.written - 60.0))
 
 
 def test_a_run_ends_when_its_test_sets_are_scored(recipe: Recipe, folder: ExperimentFolder) -> None:
