@@ -55,17 +55,22 @@ def test_averaging_behind_the_training_is_not_what_a_learner_is_in() -> None:
 
 
 def test_who_comes_when_others_compute_already_has_joined() -> None:
-    """Also under the name of one that was lost, which is not lost any more."""
+    """Also under the name of one that was lost, which is not lost any more; its work counts with that of the first."""
     told = Told(2)
     for name in (0, 1):
         told.roster.hear(name, {"view": 0})
+    told.roster.hear(1, beat(30))
     told.roster.lose(1, "killed")
     told.roster.hear(0, {"view": 1})
+    told.roster.hear(1, beat(0))
+    assert told.states() == ["computing", "starting"]
     told.roster.hear(1, {"view": 2})
+    told.roster.hear(1, beat(12))
     told.roster.hear(2, {"view": 2})
     told.roster.hear(0, {"view": 2})
     assert {name: each.has_joined for name, each in told.roster.learners.items()} == {0: False, 1: True, 2: True}
-    assert told.roster.lost() == []
+    assert told.roster.learners[1].num_steps == 42
+    assert [(each.name, each.reason) for each in told.roster.losses] == [(1, "killed")]
     assert told.roster.view == 2
 
 

@@ -115,7 +115,7 @@ class Following:
             pid=os.getpid(),
             view=roster.view,
             learners=tuple(learners_of(roster)),
-            losses=tuple(each.lost for each in roster.lost()),
+            losses=tuple(each.reason for each in roster.losses),
             saved=roster.saved,
             saved_age=roster.clock() - roster.saved_at if roster.saved else 0.0,
             exit_code=self._exit_code,

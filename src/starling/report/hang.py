@@ -164,7 +164,7 @@ def _causes(late: Sequence[int], roster: Roster) -> list[int]:
 def _state(known: Known, roster: Roster) -> str:
     """What a learner is known to do, or not to do."""
     who = f"learner {known.name}"
-    if known.lost:
+    if known.is_lost:
         return f"{who} was lost"
     if known.has_ended:
         return f"{who} has ended"

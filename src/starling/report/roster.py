@@ -23,7 +23,9 @@ class Known:
     heard_at: float | None = None
     """When it gave its last sign of life."""
     num_steps: int = 0
-    """Mini-batches that it has computed."""
+    """Mini-batches that it has computed, under this name."""
+    num_before: int = 0
+    """Those of them that it had computed when it was lost, before it came again."""
     loss: float | None = None
     wait: LongWait | None = None
     waits_since: float = 0.0
@@ -32,15 +34,23 @@ class Known:
     has_joined: bool = False
     """Whether it came when the run was under way."""
     has_ended: bool = False
-    lost: str = ""
-    """How it was lost, in words."""
-    lost_at: float = 0.0
+    is_lost: bool = False
     seconds: Seconds = 0.0
     """Of the epochs that it has reported."""
     computing: Seconds = 0.0
     waiting_for_data: Seconds = 0.0
     waiting_for_peers: Seconds = 0.0
     num_not_finite: int = 0
+
+
+@dataclass(frozen=True)
+class LossAt:
+    """A learner that was lost; it may have come again."""
+
+    name: int
+    reason: str
+    """How it was lost, in words."""
+    at: float
 
 
 @dataclass
@@ -50,6 +60,7 @@ class Roster:
     world: int
     clock: Callable[[], float] = time.monotonic
     learners: dict[int, Known] = field(default_factory=dict)
+    losses: list[LossAt] = field(default_factory=list)
     saved: str = ""
     """The newest checkpoint."""
     saved_at: float = 0.0
@@ -69,11 +80,14 @@ class Roster:
         """Take in what a learner sent."""
         now = self.clock()
         known = self.learners.setdefault(name, Known(name))
+        if known.is_lost:
+            _come_again(known)
         known.heard_at = now
         if "doing" in message:
             known.doing, known.said_at = message["doing"], now
         if "view" in message:
-            self._enter(known, message["view"])
+            known.has_joined = known.has_joined or (known.view < 0 < message["view"])
+            known.view = message["view"]
         if "beat" in message:
             self._beat(known, message["beat"], now)
         if "progress" in message:
@@ -87,7 +101,8 @@ class Roster:
     def lose(self, name: int, reason: str) -> None:
         """The others go on without this one."""
         known = self.learners[name]
-        known.lost, known.lost_at, known.wait = reason, self.clock(), None
+        known.is_lost, known.wait = True, None
+        self.losses.append(LossAt(name, reason, self.clock()))
 
     def waiting(self) -> dict[int, Known]:
         """Those who are there and wait, by name."""
@@ -95,30 +110,27 @@ class Roster:
 
     def present(self) -> Iterable[Known]:
         """Those who are neither lost nor done."""
-        return [each for each in self.learners.values() if not each.lost and not each.has_ended]
-
-    def lost(self) -> list[Known]:
-        """Those who were lost, the first one first."""
-        return sorted((each for each in self.learners.values() if each.lost), key=lambda each: each.lost_at)
+        return [each for each in self.learners.values() if not each.is_lost and not each.has_ended]
 
     def silence(self, known: Known) -> Seconds | None:
         """For how long a learner that is there has been silent; None unless it is unusual."""
-        if known.heard_at is None or known.lost or known.has_ended:
+        if known.heard_at is None or known.is_lost or known.has_ended:
             return None
         silence = self.clock() - known.heard_at
         return silence if silence > SILENT_SECONDS else None
 
-    def _enter(self, known: Known, view: int) -> None:
-        is_new = known.view < 0 or bool(known.lost)
-        known.has_joined = known.has_joined or (is_new and view > 0)
-        known.view, known.lost = view, ""
-
     def _beat(self, known: Known, beat: Mapping[str, Any], now: float) -> None:
-        known.num_steps = max(known.num_steps, beat["steps"])
+        known.num_steps = known.num_before + beat["steps"]
         told = beat["wait"]
         known.wait = None if told is None else LongWait(**{**told, "whom": tuple(told["whom"])})
         if known.wait is not None:
             known.waits_since = now - known.wait.seconds
+
+
+def _come_again(known: Known) -> None:
+    """Another process has begun under the name of one that was lost."""
+    known.is_lost, known.view, known.doing = False, -1, "starting"
+    known.num_before = known.num_steps
 
 
 def _add_epoch(known: Known, epoch: Mapping[str, Any]) -> None:

@@ -87,7 +87,7 @@ def learners_of(roster: Roster) -> Iterator[LearnerStatus]:
 
 def state_of(known: Known, roster: Roster) -> str:
     """What a learner is in, in words: starting, computing, waiting, silent, lost or ended."""
-    if known.lost:
+    if known.is_lost:
         return "lost"
     if known.has_ended:
         return "ended"
@@ -98,7 +98,7 @@ def state_of(known: Known, roster: Roster) -> str:
         is_told = wait.is_group or not wait.whom or f"learner {wait.whom[0]}" in wait.what
         whom = "" if is_told else f" for learner {', '.join(map(str, wait.whom[:8]))}"
         return f"waiting {duration(wait.seconds)} in {wait.what}{whom}"
-    if known.view < 0 and not known.num_steps:
+    if known.view < 0 and known.num_steps == known.num_before:
         return "starting"
     return known.doing if known.doing.startswith("computing") else "computing"
 

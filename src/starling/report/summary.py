@@ -37,11 +37,11 @@ def summarise(title: str, roster: Roster, record: Record, waits: Sequence[str], 
 
 
 def _lines(roster: Roster, record: Record, waits: Sequence[str], experiment: str) -> list[str]:
-    lines = [f"lost after {duration(each.lost_at - roster.began_at)}: {each.lost}" for each in roster.lost()]
+    lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.losses]
     joined = [str(each.name) for each in roster.learners.values() if each.has_joined]
     if joined:
         lines.append(f"joined while the run went on: learner {', '.join(joined)}")
-    if roster.lost() or roster.view > 0:
+    if roster.losses or roster.view > 0:
         lines.append(
             f"{record.num_again} mini-batches that others had begun were given out again; who saw what, and whether "
             f"nobody did: starling audit {experiment}"
@@ -63,7 +63,7 @@ def _shares(known: Known) -> list[str]:
 
 
 def _became(known: Known) -> str:
-    if known.lost:
+    if known.is_lost:
         return "lost"
     joined = "joined, " if known.has_joined else ""
     return f"{joined}{'ended' if known.has_ended else 'was ended'}"
