@@ -5,7 +5,7 @@ import threading
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.engines.greeting import await_keys
-from starling.engines.waits import BACKGROUND, WAITS, Waits
+from starling.engines.waits import BACKGROUND, OWN_ROUNDS, WAITS, Waits
 
 
 class Clock:
@@ -75,14 +75,18 @@ def test_what_a_background_waits_for_explains_who_waits_for_it() -> None:
     assert is_in.wait(10.0)
     clock.now += 3.0
     alone = waits.longest()
-    with waits.waiting("its last averaging rounds"):
+    with waits.waiting(OWN_ROUNDS):
         both = waits.longest()
+    with waits.waiting("data"):
+        first = waits.longest()
     may_go.set()
     background.join()
     assert alone is not None
     assert both is not None
     assert (alone.whom, alone.is_behind) == ((2,), True)
     assert (both.whom, both.is_behind) == ((2,), False)
+    assert first is not None
+    assert (first.what, first.is_behind) == ("data", False)
 
 
 def test_time_in_which_the_process_stood_still_is_no_wait() -> None:

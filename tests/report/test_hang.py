@@ -101,6 +101,18 @@ def test_a_chain_of_waits_is_followed_to_its_end() -> None:
     )
 
 
+def test_who_goes_on_before_the_others_is_not_counted_among_them_any_more() -> None:
+    """What it waits for next is another wait."""
+    run = Run(3)
+    run.wait(0, "a mean", [2], is_group=True)
+    run.wait(1, "a mean", [2], is_group=True)
+    assert run.go_on(11.0)[0].startswith("learners 0 and 1 have waited 10.5 s")
+    run.wait(1, "receiving from learner 2", [2])
+    assert [line.partition(" in ")[0] for line in run.go_on(11.0)] == ["learner 0 has waited 21.0 s"]
+    run.waits.clear()
+    assert run.go_on(1.0) == ["learners 0 and 1 go on after 22.5 s of waiting for learner 2"]
+
+
 def test_learners_that_all_wait_in_one_thing_are_told_so() -> None:
     """Then it is what is between them that is stuck."""
     run = Run(2)

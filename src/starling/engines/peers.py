@@ -25,7 +25,7 @@ from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.shared_memory import share_memory
 from starling.engines.staging import Staging
 from starling.engines.waiting import FirstOf, Release
-from starling.engines.waits import BACKGROUND, WAITS
+from starling.engines.waits import BACKGROUND, OWN_ROUNDS, WAITS
 from starling.engines.worker import Worker
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import Handle, Shard
@@ -325,7 +325,7 @@ class PeerLearner(ReplicaLearner):
         """No gradients will follow: wait until all rounds have ended. The others may still be computing."""
         self._rounds.finish()
         if self._background is not None:
-            with WAITS.waiting("its last averaging rounds"):
+            with WAITS.waiting(OWN_ROUNDS):
                 self._background.join()
             self._release.check()
         self._close_threads()

@@ -6,15 +6,17 @@ A wait is noted where it happens, by the thread that waits, which costs microsec
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from statistics import median
+from typing import Any
 
 Seconds = float
 BACKGROUND = "starling-background"
 """What the names of threads begin with in which a learner averages behind its training."""
+OWN_ROUNDS = "its last averaging rounds"
+"""What a learner waits for whose background goes on when it has made its last gradient."""
 _REMEMBERED = 9
 """Waits of a kind from which the usual time between two of them is taken."""
 
@@ -64,7 +66,8 @@ class Waits:
         self._clock = clock
         self._names: Sequence[int] | None = None
         self._own_rank: int | None = None
-        self._open: dict[int, Wait] = {}  # by thread
+        self.open: dict[int, Wait] = {}
+        """What each thread waits for, by its number."""
         self._begun: dict[str, float] = {}
         self._cycles: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
 
@@ -72,56 +75,48 @@ class Waits:
         """This learner is `rank` among learners with these names from now on."""
         self._own_rank, self._names = rank, names
 
-    @contextmanager
-    def waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> Generator[Wait, None, None]:
-        """This thread waits for something, as long as the context lasts."""
-        thread = threading.get_ident()
-        outer = self._open.get(thread)
-        wait = self._open[thread] = self._begin(what, whom, is_group)
-        try:
-            yield wait
-        finally:
-            if outer is None:
-                self._open.pop(thread, None)
-            else:
-                self._open[thread] = outer
+    def waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> "_Waiting":
+        """A context in which this thread waits for something; it gives the `Wait`."""
+        return _Waiting(self, what, whom, is_group)
 
     def begin(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> None:
         """This thread waits from now on, until `end`."""
-        self._open[threading.get_ident()] = self._begin(what, whom, is_group)
+        self.open[threading.get_ident()] = self.note(what, whom, is_group)
 
     def end(self) -> None:
         """What this thread began has ended, if it began anything."""
-        self._open.pop(threading.get_ident(), None)
+        self.open.pop(threading.get_ident(), None)
 
     def forget(self, seconds: Seconds) -> None:
         """This process stood still for so long, in which it waited for nobody."""
         now = self._clock()
-        for wait in list(self._open.values()):
+        for wait in list(self.open.values()):
             wait.since = min(now, wait.since + seconds)
 
     def longest(self, than: Seconds = 0.0) -> LongWait | None:
         """The wait that says most about why this learner stands still, if any has lasted for so long.
 
-        One of the training comes before one behind it, and one that knows for whom before one that does not.
+        One of the training comes before one behind it, but who waits for its own background waits for whom that does.
         """
         now = self._clock()
-        waits = [wait for wait in list(self._open.values()) if now - wait.since >= than]
-        wait = min(waits, key=lambda each: (not each.whom, each.is_behind, each.since), default=None)
+        waits = [wait for wait in list(self.open.values()) if now - wait.since >= than]
+        wait = min(waits, key=lambda each: (each.what == OWN_ROUNDS, each.is_behind, each.since), default=None)
         if wait is None:
             return None
+        own = [each for each in waits if not each.is_behind]
         cycles = list(self._cycles[_kind(wait.what)])
         return LongWait(
             what=wait.what,
             whom=tuple(self._name(rank) for rank in wait.whom if rank != self._own_rank),
             is_group=wait.is_group,
-            is_behind=wait.is_behind and not any(not each.is_behind for each in waits),
+            is_behind=not own,
             seconds=now - wait.since,
             usual=median(cycles) if len(cycles) >= 3 else 0.0,
             number=wait.number,
         )
 
-    def _begin(self, what: str, whom: Sequence[int], is_group: bool) -> Wait:
+    def note(self, what: str, whom: Sequence[int], is_group: bool) -> Wait:
+        """A wait that begins now, and that its thread keeps in `open`."""
         now, kind = self._clock(), _kind(what)
         if kind in self._begun:
             self._cycles[kind].append(now - self._begun[kind])
@@ -131,6 +126,29 @@ class Waits:
 
     def _name(self, rank: int) -> int:
         return rank if self._names is None or rank >= len(self._names) else self._names[rank]
+
+
+class _Waiting:
+    """A wait as long as the context lasts; as a generator it would cost twice as much, at each step of a learner."""
+
+    __slots__ = ("_given", "_outer", "_waits")
+
+    def __init__(self, waits: Waits, *given: Any) -> None:
+        self._waits = waits
+        self._given = given
+
+    def __enter__(self) -> Wait:
+        thread, waits = threading.get_ident(), self._waits
+        self._outer = waits.open.get(thread)
+        wait = waits.open[thread] = waits.note(*self._given)
+        return wait
+
+    def __exit__(self, *error: object) -> None:
+        thread = threading.get_ident()
+        if self._outer is None:
+            self._waits.open.pop(thread, None)
+        else:
+            self._waits.open[thread] = self._outer
 
 
 def _kind(what: str) -> str:

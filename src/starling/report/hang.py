@@ -25,7 +25,9 @@ class _Episode:
 
     cause: tuple[int, ...] | str
     waits: dict[int, int] = field(default_factory=dict)
-    """The number of the wait of each."""
+    """The number of the wait of each that waits still."""
+    names: set[int] = field(default_factory=set)
+    """All that waited."""
     since: float = 0.0
     again_at: Seconds = 0.0
     """How long the wait has to be until it is told again."""
@@ -50,11 +52,12 @@ class Hangs:
         lines = []
         waiting = self._roster.waiting()
         for episode in list(self._episodes):
-            left = [name for name, number in episode.waits.items() if _number(waiting.get(name)) == number]
-            if not left:
+            waits = episode.waits
+            episode.waits = {name: waits[name] for name in waits if _number(waiting.get(name)) == waits[name]}
+            if not episode.waits:
                 self._episodes.remove(episode)
                 cause = episode.cause if isinstance(episode.cause, tuple) else ()
-                self.ended.append(resumed_line(sorted(episode.waits), self._roster.clock() - episode.since, cause))
+                self.ended.append(resumed_line(sorted(episode.names), self._roster.clock() - episode.since, cause))
                 lines.append(self.ended[-1])
         known = {name for episode in self._episodes for name in episode.waits}
         for each in waiting.values():
@@ -75,6 +78,7 @@ class Hangs:
         if not same:
             self._episodes.append(episode)
         episode.waits[known.name] = wait.number
+        episode.names.add(known.name)
         episode.since = min(episode.since, known.waits_since)
 
 
