@@ -88,7 +88,7 @@ def test_a_status_that_cannot_be_written_is_one_warning(recipe: Recipe, folder: 
     with Following(recipe, folder, screen) as following, following.scoring():
         pass
     assert said(screen).count("warning: ") == 1
-    assert "status.json cannot be written" in said(screen)
+    assert "status.json cannot be used" in said(screen)
 
 
 def test_an_experiment_that_never_ran_has_no_status(folder: ExperimentFolder) -> None:

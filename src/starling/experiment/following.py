@@ -137,7 +137,7 @@ class Following:
         took = roster.clock() - roster.began_at
         title = f"{self._recipe.name}, {self._recipe.strategy.name}: {how}, after {took:.0f} s"
         with self._lock:
-            record = read_record(self._folder.seen, self._first_segment)
+            record = self._record()
             summary = summarise(title, roster, record, self._hangs.ended, str(self._folder.path))
         self._console.print(summary, markup=False, highlight=False)
         path = self._folder.log / "summary.txt"
@@ -148,11 +148,18 @@ class Following:
         except OSError as error:
             self._warn(path, error)
 
+    def _record(self) -> Record:
+        try:
+            return read_record(self._folder.seen, self._first_segment)
+        except OSError as error:
+            self._warn(self._folder.seen, error)
+            return Record()
+
     def _warn(self, path: Path, error: OSError) -> None:
-        """Once: training goes on without it."""
+        """Once: it is no reason for a run to end."""
         if not self._has_warned:
             self._has_warned = True
-            self._say(f"warning: {path} cannot be written ({error}); the run goes on without it")
+            self._say(f"warning: {path} cannot be used ({error}); the run goes on without it")
 
 
 def read_record(seen: Path, first_segment: str) -> Record:
