@@ -25,6 +25,7 @@ MODULES = (
     "tests.engines.served_process",
     "tests.launch.learner_process",
     "tests.launch.stopping_process",
+    "tests.launch.promise_process",
 )
 
 

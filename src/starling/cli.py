@@ -170,6 +170,21 @@ def audit(experiment: Experiment, debug: Debug = False) -> None:
         audit.audit(experiment, typer.echo, Console())
 
 
+@app.command(epilog="Example: [bold]starling status exp/demo --watch[/bold]")
+def status(
+    experiment: Experiment,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh the table until the run ends.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show how a running experiment does: each learner, what it waits for, who was lost, the newest checkpoint."""
+    with _errors(debug):
+        from rich.console import Console
+
+        from starling.experiment import status
+
+        status.status(experiment, watch, Console())
+
+
 @app.command(epilog="Example: [bold]starling transcribe exp/demo hello.wav[/bold]")
 def transcribe(
     experiment: Experiment,

@@ -23,6 +23,7 @@ from starling.engines.regroup import LookAround, Past, Plan, who_goes_on
 from starling.engines.stragglers import Delays
 from starling.engines.training import Tally
 from starling.engines.transfer import share_state
+from starling.engines.waits import WAITS
 from starling.engines.worker import end_with_threads
 from starling.errors import PeerLost, StarlingError
 from starling.workload import Standing, Ticket
@@ -148,6 +149,7 @@ class _Member:
 
     def _be_in(self, view: View, past: Past, start: LearnerState | None) -> LearnerState:
         rank, world = view.members.index(self.membership.name), len(view.members)
+        WAITS.among(rank, view.members)
         store = PrefixStore(view.key, self.place.store)
         local_world = max(self.place.local_world, world) if self.membership.is_watched else self.place.local_world
         place = replace(self.place, rank=rank, world=world, local_world=local_world, store=store)

@@ -32,6 +32,7 @@ from starling.engines.replica import Replica
 from starling.engines.sockets import Connections
 from starling.engines.stragglers import Stragglers
 from starling.engines.training import TrainingLearner
+from starling.engines.waits import WAITS
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import Handle
 from starling.workload import Ticket
@@ -177,7 +178,10 @@ class ProcessLearner(PeerLearner, TrainingLearner):
                 if is_elsewhere not in self._reducing:
                     self._reducing[is_elsewhere] = self.reducing(flat.model)
                 reducing = self._reducing[is_elsewhere]
-                loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync)
+                try:
+                    loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync)
+                finally:
+                    WAITS.end()  # it began behind forward
         if flat is not self._flat:
             flat.look_at(self.weights)  # the snapshot is not kept
         delay = self.delays.after(self.now() - begin)
@@ -225,12 +229,14 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         store.set(f"claimed/{self._rank}", json.dumps(sorted(undone)))
         keys = [f"claimed/{rank}" for rank in range(self._world)]
         with self._naming_the_lost("waiting for the last claims"):
-            await_keys(store, keys, self._timeout_seconds, self._release.check)
+            what, everybody = "the last claims of all", range(self._world)
+            await_keys(store, keys, self._timeout_seconds, self._release.check, what, everybody)
         return int(store.add("claims", 0)), sorted(number for key in keys for number in json.loads(store.get(key)))
 
     def _next_batch(self) -> Loaded | None:
         begin = self.now()
-        loaded = next(self._batches, None)
+        with WAITS.waiting("data"):
+            loaded = next(self._batches, None)
         self.spent.waiting_for_data += self.now() - begin
         if loaded is not None:
             self._drawn_ahead.discard(self.tickets.number_of(loaded[0]))
@@ -249,7 +255,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
     def _others_word(self, key: str, what: str) -> str:
         """What another learner writes under a key."""
         with self._naming_the_lost(what):
-            await_keys(self.place.store, [key], self._timeout_seconds, self._release.check)
+            await_keys(self.place.store, [key], self._timeout_seconds, self._release.check, what, [self.team.start])
             return str(self.place.store.get(key).decode())
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -291,7 +297,7 @@ def process_group(
         connections.cut()
 
     try:
-        with telling(cut):
+        with telling(cut), WAITS.waiting("connecting to the others", range(place.world), is_group=True):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if has_own_device(place, device) else "gloo",
                 store=PrefixStore("group/0", store),

@@ -91,13 +91,13 @@ def agree(
     store, world = PrefixStore(view.key, root), len(view.members)
     store.set(_CAME.format(rank), json.dumps(asdict(past)))
     keys = [_CAME.format(other) for other in range(world)]
-    await_keys(store, keys, timeout_seconds, look_around)
+    await_keys(store, keys, timeout_seconds, look_around, "all to come to the next view", range(world))
     members = [Past(**json.loads(store.get(key))) for key in keys]
     if rank == _first_with_a_state(members):
         plan = _plan(root, members, job)
         on_plan(plan)
         store.set(_PLAN, plan.encode())
-    await_keys(store, [_PLAN], timeout_seconds, look_around)
+    await_keys(store, [_PLAN], timeout_seconds, look_around, "the plan of the next view")
     return Plan.decode(store.get(_PLAN))
 
 

@@ -5,6 +5,7 @@ exp/<name>/initial/                 tokens and features, and the model before tr
 exp/<name>/log/, tensorboard/       of each learner
 exp/<name>/checkpoints/             see starling.checkpoint
 exp/<name>/decode/                  what was recognised, and its errors
+exp/<name>/status.json              how it does, for `starling status`
 exp/<name>/seen/                    which learner saw which utterance; see starling.experiment.seen
 exp/<name>/joins/                   requests for more learners; see starling.launch.requests
 """
@@ -30,7 +31,7 @@ from starling.experiment.seen import begin_segment
 from starling.workload import Standing
 
 _OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "decode", "seen", "joins")
-_OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv")
+_OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv", "status.json")
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
 
@@ -49,6 +50,7 @@ class ExperimentFolder:
         self.decode = path / "decode"
         self.seen = path / "seen"
         self.joins = path / "joins"
+        self.status = path / "status.json"
 
 
 def resolve_resume(recipe: Recipe) -> Recipe:

@@ -78,6 +78,8 @@ class EngineConfig(Config):
     engine."""
     timeout_seconds: float = Field(default=600.0, gt=0.0)
     """How long learners wait for each other before they call one lost, and for how long one may stand still."""
+    explain_seconds: float = Field(default=10.0, gt=0.0)
+    """Waits that are longer, and ten times as long as usual, are explained: who waits for whom, and why."""
 
 
 class Recipe(Config):

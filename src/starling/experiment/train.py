@@ -16,6 +16,7 @@ from starling.engines.processes import Place, choose_device
 from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import ExperimentFolder, resolve_resume
+from starling.experiment.following import Following
 from starling.experiment.job import ModelWriter, make_job, most_skipped, use_threads
 from starling.experiment.join import changes
 from starling.experiment.observers import (
@@ -35,6 +36,7 @@ from starling.experiment.recipe import Recipe, fingerprints, recipe_digest
 from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import Seen, segments
 from starling.experiment.setup import make_ready
+from starling.experiment.sign_of_life import SignOfLife, giving
 from starling.experiment.validate import Validation
 from starling.launch.launcher import launch
 from starling.launch.link import Link
@@ -60,16 +62,19 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
     command = [sys.executable, "-m", "starling", "train", str(folder.config)]
     with (
+        Following(recipe, folder, console) as following,
         Display(title, recipe.learners, console) as display,
         Validation(recipe, folder.tensorboard, display.say) as validation,
     ):
 
         def on_message(rank: int, message: Message) -> None:
+            following.hear(rank, message)
             show(message, display)
             if message.get("moment") == "epoch":
                 validation.saved(Path(message["saved"]))
 
         def on_loss(loss: Loss) -> None:
+            following.lose(loss.learner, loss.reason)
             display.say(f"{loss.reason}; the others go on without it")
             display.lost(loss.learner)
 
@@ -91,7 +96,8 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
         for loss in losses:
             if loss.learner in display.away:
                 display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
-    evaluate(folder.path, None, tell, console)
+    with following.scoring():
+        evaluate(folder.path, None, tell, console)
 
 
 def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Console) -> None:
@@ -180,14 +186,15 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
     if link is not None:
         listeners.append(Metered(Messages(tell), world, SEND_EVERY))
     start = load(recipe.resume).start(place.rank, place.world) if recipe.resume and not joins() else None
+    sign = SignOfLife(place.rank, say_on(Console(file=sys.stdout)), recipe.engine.explain_seconds)
     try:
-        with wishes_of(link, recipe.checkpoints.minutes) as wishes, saver:
+        with giving(sign, link), wishes_of(link, recipe.checkpoints.minutes) as wishes, saver:
             run_learner(
                 job,
                 place,
                 choose_device(recipe.engine.device, place),
                 recipe_digest(recipe),
-                Together([*listeners, seen, saver]),
+                Together([sign, *listeners, seen, saver]),
                 start,
                 recipe.engine.timeout_seconds,
                 find_membership(place, link),

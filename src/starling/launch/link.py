@@ -28,7 +28,7 @@ JOINS = "STARLING_JOINS"
 """The variable that is 1 for a learner that comes while others compute already."""
 ORPHANED = 3
 BEAT_SECONDS = 0.5
-"""Between two signs of life, which are empty messages."""
+"""Between two signs of life, which are empty messages if there is nothing to say."""
 Message = dict[str, Any]
 
 
@@ -41,6 +41,8 @@ class Link:
         self._listening = threading.Lock()
         self._heard: list[Message] = []
         self._listeners: list[Callable[[Message], None]] = []
+        self.sign_of_life: Callable[[], Message] = dict
+        """What is sent every `BEAT_SECONDS`."""
         threading.Thread(target=self._watch_launcher, name="starling-link", daemon=True).start()
         threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
 
@@ -66,7 +68,7 @@ class Link:
         with suppress(OSError):
             while True:
                 time.sleep(BEAT_SECONDS)
-                self.send({})
+                self.send(self.sign_of_life())
 
     def _watch_launcher(self) -> None:
         with suppress(OSError), self._line.makefile("rb") as lines:
