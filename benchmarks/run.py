@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks import (
     averaging_cost,
+    checkpointing,
     fairness,
     loading,
     one_learner,
@@ -51,11 +52,12 @@ BENCHMARKS: dict[str, Measure] = {
     "preparing": lambda folder, device: preparing.measure(folder),
     "start_up": lambda folder, device: start_up.measure(folder),
     "surviving": lambda folder, device: surviving.measure(folder),
+    "checkpointing": lambda folder, device: checkpointing.measure(folder),
     "scale": lambda folder, device: scale.measure(folder),
     "waiting": lambda folder, device: waiting.measure(folder),
 }
 """By the name that `--only` knows them by."""
-ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster", "surviving"}
+ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster", "surviving", "checkpointing"}
 """Those that train on the demo's corpus."""
 
 

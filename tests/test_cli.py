@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from starling.cli import app
 from starling.strategies import STRATEGIES
 
-COMMANDS = ("prepare", "check", "train", "simulate", "evaluate", "transcribe", "strategies")
+COMMANDS = ("prepare", "check", "train", "join", "simulate", "evaluate", "status", "transcribe", "strategies")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -57,7 +57,9 @@ def test_help_does_not_load_torch() -> None:
         (["prepare", "r.yaml"], 5, "corpus not found"),
         (["check", "r.yaml"], 5, "corpus not found"),
         (["train", "r.yaml"], 5, "corpus not found"),
+        (["join", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
         (["evaluate", "exp/absent"], 6, "exp/absent is not an experiment"),
+        (["status", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
         (["transcribe", "exp/absent", "a.wav"], 6, "exp/absent is not an experiment"),
         (["train", "r.yaml", "resume=exp/absent"], 6, "exp/absent: no such folder"),
     ],

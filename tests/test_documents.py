@@ -78,6 +78,14 @@ def test_every_promise_names_a_test_that_exists() -> None:
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
 
 
+def test_every_promise_has_its_number_and_a_test() -> None:
+    """The 27 promises stand in their order, each with what shows it."""
+    page = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 28))
+    assert all("::test_" in shown for _, shown in rows)
+
+
 def test_every_link_of_the_documents_leads_somewhere() -> None:
     """Links inside the repository name files that exist."""
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:

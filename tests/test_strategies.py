@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from starling import strategies
-from starling.errors import ConfigError
+from starling.errors import ConfigError, PeerLost
 from starling.strategies import STRATEGIES, find_strategy
 
 FILES = sorted(Path(strategies.__file__).parent.glob("[a-z]*.py"))
@@ -25,6 +25,35 @@ def test_a_strategy_gives_its_equation_and_says_what_it_is(name: str) -> None:
     strategy = STRATEGIES[name]
     assert "Equation" in (inspect.getdoc(strategy.run) or "")
     assert strategy.summary and "\n" not in strategy.summary
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "members", "lost", "came", "expected"),
+    [
+        ("adpsgd", {}, (0, 1, 2), [1], [], (0, 2)),
+        ("adpsgd", {}, (0, 2), [], [1, 5], (0, 2, 1, 5)),
+        ("hadpsgd", {"per_node": 2}, (0, 1, 2, 3), [1], [], (2, 3)),
+        ("hadpsgd", {"per_node": 2}, (2, 3), [], [0, 1], (2, 3, 0, 1)),
+        ("parameter-server", {"servers": "own", "shards": 2}, (0, 1, 2, 3), [], [4], (0, 1, 4, 2, 3)),
+        ("parameter-server", {"servers": "own"}, (1, 4, 3), [4], [0, 4], (1, 0, 4, 3)),
+        ("parameter-server", {"shards": 2}, (0, 1, 2), [2], [2, 3], (0, 1, 2, 3)),
+    ],
+)
+def test_who_comes_stands_behind_those_who_compute_and_before_those_who_serve(
+    name: str, options: dict[str, object], members: tuple[int, ...], lost: list[int], came: list[int], expected: object
+) -> None:
+    """So a server stays one, with its part of the model, and a super-learner keeps its own learners."""
+    strategy = find_strategy(name)
+    assert strategy.successors(strategy.options.model_validate(options), members, lost, came) == expected
+
+
+def test_nobody_succeeds_a_server_and_half_a_super_learner_does_not_come() -> None:
+    """The part of the model that a server kept is lost with it; a super-learner comes whole."""
+    served, nodes = find_strategy("parameter-server"), find_strategy("hadpsgd")
+    with pytest.raises(PeerLost, match="was a server"):
+        served.successors(served.options.model_validate({"servers": "own"}), (0, 1, 2), [2])
+    with pytest.raises(ConfigError, match="do not divide 3 learners"):
+        nodes.successors(nodes.options.model_validate({"per_node": 2}), (0, 1), [], [2])
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

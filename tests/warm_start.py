@@ -24,6 +24,8 @@ MODULES = (
     "tests.engines.drop_in_process",
     "tests.engines.served_process",
     "tests.launch.learner_process",
+    "tests.launch.stopping_process",
+    "tests.launch.promise_process",
 )
 
 

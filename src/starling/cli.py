@@ -121,6 +121,19 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = Fa
             train.train(load_recipe(recipe, overrides or ()), typer.echo, _console())
 
 
+@app.command(epilog="Example: [bold]starling join exp/demo --learners 2[/bold]")
+def join(
+    experiment: Experiment,
+    learners: Annotated[int, typer.Option("--learners", min=1, help="How many more.")] = 1,
+    debug: Debug = False,
+) -> None:
+    """Let more learners join a run that goes on; first those come back that were lost."""
+    with _errors(debug):
+        from starling.experiment import join
+
+        join.join(experiment, learners, typer.echo)
+
+
 @app.command(epilog="Example: [bold]starling simulate recipes/fsdd.yaml learners=64 strategy=delay-by-one[/bold]")
 def simulate(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train with virtual learners in this process, on a simulated cluster; the same seed gives the same events."""
@@ -155,6 +168,21 @@ def audit(experiment: Experiment, debug: Debug = False) -> None:
         from starling.experiment import audit
 
         audit.audit(experiment, typer.echo, Console())
+
+
+@app.command(epilog="Example: [bold]starling status exp/demo --watch[/bold]")
+def status(
+    experiment: Experiment,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh the table until the run ends.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show how a running experiment does: each learner, what it waits for, who was lost, the newest checkpoint."""
+    with _errors(debug):
+        from rich.console import Console
+
+        from starling.experiment import status
+
+        status.status(experiment, watch, Console())
 
 
 @app.command(epilog="Example: [bold]starling transcribe exp/demo hello.wav[/bold]")

@@ -54,8 +54,13 @@ class Deadlock(StarlingError):  # noqa: N818 - the field says "deadlock"
 
 
 class Stopped(StarlingError):  # noqa: N818 - not an error of anybody
-    """The run was asked to stop by a signal; the exit code is 128 + its number, as shells have it."""
+    """The run was asked to stop by a signal; the exit code is 128 + its number, as shells have it.
 
-    def __init__(self, message: str, signal_number: int) -> None:
+    `has_saved` tells whether all learners ended by themselves, with a checkpoint of where they were.
+    """
+
+    def __init__(self, message: str, signal_number: int, has_saved: bool = False) -> None:
         super().__init__(message)
+        self.signal_number = signal_number
         self.exit_code = 128 + signal_number
+        self.has_saved = has_saved

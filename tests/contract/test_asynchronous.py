@@ -197,6 +197,20 @@ def test_a_slow_learner_does_not_delay_its_neighbours(pattern: str) -> None:
     assert rounds[0] == pytest.approx(60, abs=1)
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one", "dpsgd"])
+def test_in_step_everybody_goes_at_the_pace_of_the_slowest(strategy: str) -> None:
+    """One learner of ten that is ten times as slow makes all of them so, sooner or later."""
+    ends = Ends()
+    slow = Stragglers(slow={4: 10.0})
+    chosen = STRATEGIES[strategy]
+    options = chosen.options()
+    job = Job(TinyRegression(), chosen, Budget(minutes=1.0), sgd(0.1), options=options, stragglers=slow)
+    VirtualEngine(job, 10, EQUAL, ends).run()
+    for rank in range(10):
+        times = [60.0 * report.minutes for report in ends.steps if report.rank == rank]
+        assert np.diff(times)[-3:] == pytest.approx([10.0] * 3, abs=0.5)  # a ring's far side may begin ahead
+
+
 def test_a_learner_that_pauses_is_not_waited_for() -> None:
     """The others take the mini-batches that it leaves."""
     pause = Stragglers(pauses=(Pause(learner=1, after=3, seconds=1000.0),))

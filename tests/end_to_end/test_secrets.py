@@ -54,7 +54,7 @@ def test_a_run_that_fails_writes_no_value_of_the_environment(tree: Tree, songs: 
     files = _files(tmp_path) | _files(songs.parent)
     logs = [content for path, content in files.items() if path.name.startswith("learner-") and path.suffix == ".log"]
     assert any(b"Traceback" in content for content in logs)
-    assert {"env.txt", "config.yaml"} <= {path.name for path in files}
+    assert {"env.txt", "config.yaml", "status.json", "summary.txt"} <= {path.name for path in files}
     assert not _spoken(files)
     assert CANARY not in said
 

@@ -59,9 +59,11 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
 
     experiment = tmp_path / "exp" / "songs"
     assert {path.name for path in experiment.iterdir()} == {
-        "config.yaml", "env.txt", "initial", "log", "tensorboard", "checkpoints", "decode", "seen",
+        "config.yaml", "env.txt", "status.json", "initial", "log", "tensorboard", "checkpoints", "decode", "seen",
     }  # fmt: skip
-    assert {path.name for path in (experiment / "log").iterdir()} == {"learner-0.log", "learner-1.log"}
+    assert {path.name for path in (experiment / "log").iterdir()} == {
+        "learner-0.log", "learner-1.log", "summary.txt",
+    }  # fmt: skip
     assert {path.name for path in (experiment / "tensorboard").iterdir()} == {
         "consensus", "learner-0", "learner-1", "valid",
     }  # fmt: skip

@@ -138,6 +138,14 @@ def test_slow_learners_are_no_longer_a_matter_of_the_cluster(tree: Tree) -> None
         check_recipe(tree, "r.yaml")
 
 
+def test_nobody_joins_a_run_that_ends_at_a_loss(tree: Tree) -> None:
+    """Its learners are not told of each other; otherwise a name may come that is none of the first."""
+    join = {"faults": [{"join": 9, "at_seconds": 1.0}]}
+    assert check_recipe(tree | join, "r.yaml").faults
+    with pytest.raises(ConfigError, match=r"nobody joins a run that ends .*; leave out on_loss: stop"):
+        check_recipe(tree | join | {"on_loss": "stop"}, "r.yaml")
+
+
 @pytest.mark.parametrize("choice", ["hadpsgd", {"name": "hadpsgd"}])
 def test_an_option_that_a_strategy_cannot_do_without_is_asked_for(tree: Tree, choice: object) -> None:
     """However the strategy is named."""

@@ -213,6 +213,14 @@ def test_files_of_a_set_are_files(whole: Path, name: str, harm: Harm) -> None:
         SpeechSet.open(whole)
 
 
+def test_an_empty_shard_is_named(whole: Path) -> None:
+    """A file that was made and never filled is not a set with fewer utterances."""
+    name = "shar/recording.000001.tar"
+    (whole / name).write_bytes(b"")
+    with pytest.raises(DataError, match=name):
+        SpeechSet.open(whole)
+
+
 def test_a_flipped_bit_anywhere_in_the_audio_is_noticed(whole: Path) -> None:
     """Also where the codec would give silence, or nothing that differs, for it."""
     path = whole / "shar" / "recording.000000.tar"

@@ -51,6 +51,9 @@ class CheckpointConfig(Config):
     every: int | None = Field(default=None, ge=1)
     """Mini-batches of all learners together between two checkpoints inside an epoch; null: at the ends of epochs
     only."""
+    minutes: float | None = Field(default=None, gt=0.0)
+    """Minutes of training between two checkpoints, wherever in an epoch that is; null: none by time. Simulations save
+    in the end only."""
 
 
 WriteModel = Callable[[Path, Tensor, dict[str, Tensor]], None]

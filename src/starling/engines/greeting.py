@@ -11,16 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.run_token import sign, verified
+from starling.engines.waits import WAITS
 from starling.errors import PeerLost, ProtocolError
 
 LOOK_AROUND_SECONDS = 0.02
 """Longest time between two looks at who is there."""
+LOOK_WHO_SECONDS = 0.5
+"""Time between two looks at who is not there yet."""
 
 
 def do_nothing() -> None:
@@ -47,19 +51,32 @@ class Greeting:
 
 
 def await_keys(
-    store: Store, keys: Sequence[str], timeout_seconds: float, look_around: Callable[[], None] = do_nothing
+    store: Store,
+    keys: Sequence[str],
+    timeout_seconds: float,
+    look_around: Callable[[], None] = do_nothing,
+    what: str = "a word of the others",
+    writers: Sequence[int] = (),
 ) -> None:
     """Wait until others have set all `keys`; `DistStoreError` after `timeout_seconds`.
 
-    Now and then `look_around` is called, and may raise.
+    Now and then `look_around` is called, and may raise. `what` says to people what is waited for; `writers` are those
+    who set the keys, one for each.
     """
+    if store.check(list(keys)):
+        return
     begin = now = time.monotonic()
-    while not store.check(list(keys)):  # a wait of the store itself would end for nothing else, and log when it does
-        look_around()
-        if now - begin > timeout_seconds:
-            raise DistStoreError(f"nobody has set all of {', '.join(keys)} for {timeout_seconds:g} s")
-        time.sleep(min(LOOK_AROUND_SECONDS, 0.1 * (now - begin) + 0.0005))
-        now = time.monotonic()
+    asked = begin + LOOK_WHO_SECONDS
+    with WAITS.waiting(what, writers) as wait:
+        while not store.check(list(keys)):  # a wait of the store would end for nothing else, and log when it does
+            look_around()
+            if now - begin > timeout_seconds:
+                raise DistStoreError(f"nobody has set all of {', '.join(keys)} for {timeout_seconds:g} s")
+            time.sleep(min(LOOK_AROUND_SECONDS, 0.1 * (now - begin) + 0.0005))
+            now = time.monotonic()
+            if writers and now > asked:
+                absent = [who for who, key in zip(writers, keys, strict=True) if not store.check([key])]
+                wait.whom, asked = tuple(absent), now + LOOK_WHO_SECONDS
 
 
 def greet(
@@ -69,7 +86,10 @@ def greet(
     key = "greeting/{}".format
     store.set(key(rank), sign(rank, json.dumps(asdict(mine))))
     try:
-        await_keys(store, [key(other) for other in range(mine.world)], timeout_seconds, look_around)
+        everybody = range(mine.world)
+        await_keys(
+            store, [key(other) for other in everybody], timeout_seconds, look_around, "the greeting of all", everybody
+        )
     except DistStoreError as error:
         missing = [other for other in range(mine.world) if not store.check([key(other)])]
         raise PeerLost(
@@ -77,13 +97,23 @@ def greet(
             f"{', '.join(f'learner {other}' for other in missing)}; see their logs, or give more timeout_seconds"
         ) from error
     for other in range(mine.world):
-        theirs = json.loads(verified(rank, other, store.get(key(other))))
-        for name, value in asdict(mine).items():
-            if theirs.get(name) != value:
-                raise ProtocolError(
-                    f"learner {rank} and learner {other} differ in {name}: {value!r} and {theirs.get(name)!r}; "
-                    "start all learners from the same recipe and the same installation"
-                )
+        _compare(rank, other, mine, json.loads(verified(rank, other, store.get(key(other)))))
+
+
+def check_alike(store: Store, name: int, mine: Greeting) -> None:
+    """Compare with what learner 0 said when the run began, but for the number of learners: who is new finds out before
+    it is expected that the others would refuse it. Raises ProtocolError."""
+    theirs = json.loads(verified(name, 0, store.get("greeting/0")))
+    _compare(name, 0, mine, theirs | {"world": mine.world})
+
+
+def _compare(rank: int, other: int, mine: Greeting, theirs: dict[str, Any]) -> None:
+    for name, value in asdict(mine).items():
+        if theirs.get(name) != value:
+            raise ProtocolError(
+                f"learner {rank} and learner {other} differ in {name}: {value!r} and {theirs.get(name)!r}; "
+                "start all learners from the same recipe and the same installation"
+            )
 
 
 def part(
@@ -92,7 +122,8 @@ def part(
     """Say farewell and wait until everybody has: nobody hangs up while another still listens."""
     store.set(f"farewell/{rank}", "")
     try:
-        await_keys(store, [f"farewell/{other}" for other in range(world)], timeout_seconds, look_around)
+        keys = [f"farewell/{other}" for other in range(world)]
+        await_keys(store, keys, timeout_seconds, look_around, "the farewell of all", range(world))
     except DistError as error:
         if rank == 0:  # the others may find the store gone, when learner 0 keeps it
             raise PeerLost(

@@ -1,11 +1,15 @@
 """Mini-batches, loaded ahead of the learner that computes on them."""
 
+import os
+import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice, repeat
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from threading import Thread
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -19,18 +23,20 @@ Loaded = tuple[Ticket, Sequence[Any]]
 _SMALL = 4 * 2**20  # bytes
 _AHEAD = 2  # mini-batches that each process has begun or done
 _LONGEST_END = 10.0  # seconds
+_LOOK_SECONDS = 0.2
 
 
 class Loader:
     """Loads mini-batches in `num_workers` processes ahead of who computes on them; 0: when asked for.
 
     The processes are spawned: a fork of a process with gloo's threads in it crashes, and a fork server outlives a
-    learner that is killed. That takes seconds, in which who asks for a mini-batch loads it.
+    learner that is killed. That takes seconds, in which who asks for a mini-batch loads it. With `ignores_signals` they
+    outlive a SIGTERM or SIGINT to all processes of a learner that goes on for a while; they end when it does.
     """
 
-    def __init__(self, workload: Workload[Any], num_workers: int) -> None:
+    def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool = False) -> None:
         self._workload = workload
-        self._processes = _Processes(workload, num_workers) if num_workers else None
+        self._processes = _Processes(workload, num_workers, ignores_signals) if num_workers else None
 
     @property
     def is_ahead(self) -> bool:
@@ -95,10 +101,27 @@ def _as_it_is(loaded: Any) -> Any:  # torch would otherwise convert what it find
     return loaded
 
 
-def _send_small_by_value(worker: int) -> None:
+def _begin(ignores_signals: bool, worker: int) -> None:
     """Have a loading process send small tensors as they are. Shared memory takes a learner a few exchanges with the
     process for each tensor, which wait for their turn where cores are few: ten times as long as a copy of this size."""
     ForkingPickler.register(Tensor, _reduce)
+    if ignores_signals:
+        _outlive_signals(os.getppid())
+
+
+def _outlive_signals(learner: int) -> None:
+    """Let a SIGTERM or SIGINT end this process when its learner has ended, and not before."""
+
+    def await_its_end() -> None:
+        while os.getppid() == learner:
+            time.sleep(_LOOK_SECONDS)
+        os._exit(0)
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        Thread(target=await_its_end, name="orphan", daemon=True).start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, hear)
 
 
 def _reduce(tensor: Tensor) -> Any:
@@ -115,7 +138,7 @@ class _Processes:
     thread gives out; empty ones behind the last bring that one to light.
     """
 
-    def __init__(self, workload: Workload[Any], num_workers: int) -> None:
+    def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool) -> None:
         self.are_up = False
         """Whether mini-batches come at once; or the error that stands in their way."""
         self._num_workers = num_workers
@@ -132,7 +155,7 @@ class _Processes:
             num_workers=num_workers,
             prefetch_factor=_AHEAD,
             multiprocessing_context="spawn",
-            worker_init_fn=_send_small_by_value,
+            worker_init_fn=partial(_begin, ignores_signals),
         )
         self._thread = Thread(target=self._run, args=[iter(loaded)], name="loader", daemon=True)
         self._thread.start()

@@ -2,15 +2,18 @@
 
 import gc
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.checkpoint.state import LearnerState
 from starling.engines import regroup
+from starling.engines.agreed_marks import Wishes
 from starling.engines.faults import FaultsOf
 from starling.engines.flat import FlatModel
-from starling.engines.greeting import Greeting, greet, part
+from starling.engines.greeting import Greeting, check_alike, greet, part
 from starling.engines.job import Job, Named, Observer
 from starling.engines.loading import Loader
 from starling.engines.membership import Membership, Unmoved, View, ViewChanged, Views
@@ -20,12 +23,14 @@ from starling.engines.regroup import LookAround, Past, Plan, who_goes_on
 from starling.engines.stragglers import Delays
 from starling.engines.training import Tally
 from starling.engines.transfer import share_state
+from starling.engines.waits import WAITS
 from starling.engines.worker import end_with_threads
 from starling.errors import PeerLost, StarlingError
-from starling.workload import Standing
+from starling.workload import Standing, Ticket
 
+_OUTCOME, _OVER, _CHANGED = "outcome", "over", "changed"
 REGROUP_SECONDS = 20.0
-"""How long the members of a view that follows another wait for each other; all of them live."""
+"""How long a learner that lost another waits to be told who is there now."""
 
 
 def run_learner(
@@ -38,14 +43,17 @@ def run_learner(
     timeout_seconds: float = 600.0,
     membership: Membership | None = None,
     views: Views | None = None,
+    wishes: Wishes | None = None,
 ) -> LearnerState | None:
     """Be the learner at `place` from greeting to end, and return the state it ends in; None if it had to leave before.
 
     `digest` stands for the whole configuration and must be the same on all learners. Where somebody watches them
-    (`membership`), the living go on when one is lost. Raises `ProtocolError` when learners differ, `PeerLost` when one
-    is gone or does not answer within `timeout_seconds`.
+    (`membership`), the living go on when one is lost. `wishes` are the marks that it wants beside those of the job, and
+    whether all are to end early; all learners have such wishes, or none. Raises `ProtocolError` when learners differ,
+    `PeerLost` when one is gone or does not answer within `timeout_seconds`.
     """
-    with Loader(job.workload, job.num_workers) as loader:
+    ignores_signals = wishes is not None and wishes.ignores_signals
+    with Loader(job.workload, job.num_workers, ignores_signals) as loader:
         member = _Member(
             job,
             place,
@@ -56,8 +64,19 @@ def run_learner(
             loader,
             membership or Membership(place.rank, View(0, tuple(range(place.world)))),
             views or Unmoved(),
+            wishes,
         )
         return member.run(start)
+
+
+def warm_up(job: Job, flat: FlatModel) -> None:
+    """Do once what takes long the first time, such as loading libraries, so that others need not wait for it."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    job.make_optimizer([parameter]).step()
+    for examples in job.workload.load(Ticket(0, 0, 0))[:1]:
+        job.workload.loss(flat.model, examples.to(flat.weights.device)).backward()  # type: ignore[no-untyped-call]
+    flat.gradients.zero_()
 
 
 @dataclass
@@ -71,6 +90,7 @@ class _Member:
     loader: Loader
     membership: Membership
     views: Views
+    wishes: Wishes | None = None
     learner: ProcessLearner | None = None
     delays: Delays | None = None
     """How slow this learner is on purpose, from view to view."""
@@ -83,7 +103,7 @@ class _Member:
 
     def run(self, start: LearnerState | None) -> LearnerState | None:
         """Go from view to view until all is done."""
-        view, past = self.membership.latest, Past()
+        view, past = self._first_view(), Past()
         while True:
             try:
                 return self._be_in(view, past, start)
@@ -91,12 +111,18 @@ class _Member:
                 change = self._what_changed(view, error)
             past, start = self._leave(past, start)
             try:
-                view = who_goes_on(self.job, view, change)
+                view = who_goes_on(self.job, view, change, is_ordered=True)
             except PeerLost:
                 end_with_threads(PeerLost.exit_code)
                 raise
             if self.membership.name not in view.members:
                 return None
+
+    def _first_view(self) -> View:
+        if self.membership.is_new:
+            check_alike(PrefixStore(View(0, ()).key, self.place.store), self.membership.name, self._greeting(0))
+            warm_up(self.job, self.flat)
+        return self.membership.first_view()
 
     def _what_changed(self, view: View, error: Exception) -> View:
         """The view beyond this one; if there is none, `error` is raised."""
@@ -123,10 +149,12 @@ class _Member:
 
     def _be_in(self, view: View, past: Past, start: LearnerState | None) -> LearnerState:
         rank, world = view.members.index(self.membership.name), len(view.members)
+        WAITS.among(rank, view.members)
         store = PrefixStore(view.key, self.place.store)
-        place = replace(self.place, rank=rank, world=world, store=store)
-        is_first_view = view.number == 0
-        seconds = self.timeout_seconds if is_first_view else min(self.timeout_seconds, REGROUP_SECONDS)
+        local_world = max(self.place.local_world, world) if self.membership.is_watched else self.place.local_world
+        place = replace(self.place, rank=rank, world=world, local_world=local_world, store=store)
+        self.membership.arrive(view)
+        is_first_view, seconds = view.number == 0, self.timeout_seconds
 
         def look_around() -> None:
             if self.membership.latest.number > view.number:
@@ -141,7 +169,8 @@ class _Member:
         else:
             plan = self._agree(view, rank, past, seconds, look_around)
         self.has_met = True
-        with process_group(place, self.flat.weights.device, seconds) as connections:
+        telling = partial(self.membership.telling, view)
+        with process_group(place, self.flat.weights.device, seconds, telling) as connections:
             try:
                 if not is_first_view:
                     start = self._start(start, place, plan)
@@ -153,25 +182,44 @@ class _Member:
                     learner.fail(ViewChanged(change))
                     connections.cut()
 
-                with self.membership.telling(view, end_view):
+                with self.membership.telling(view, end_view), learner.agreeing():
                     state = learner.drive()
                     self.views.end()
-                    part(store, rank, world, self.timeout_seconds, look_around)
+                    self._part(view, store, rank, look_around)
                     return state
             except BaseException:
                 connections.cut()  # no thread is to wait for those who are still there
                 raise
 
+    def _part(self, view: View, store: Store, rank: int, look_around: LookAround) -> None:
+        """Part from the others, unless some of them go on to the next view: then all do."""
+        try:
+            part(store, rank, len(view.members), self.timeout_seconds, look_around)
+            wanted = _OVER
+        except ViewChanged:
+            wanted = _CHANGED
+        if self.membership.is_watched and store.compare_set(_OUTCOME, "", wanted).decode() == _CHANGED:
+            raise ViewChanged(self.membership.beyond(view, REGROUP_SECONDS) or self.membership.latest)
+
     def _make_learner(self, place: Place, start: LearnerState | None, view: View) -> ProcessLearner:
         learner = ProcessLearner(
-            self.job, place, self.flat, self.observer, start, self.timeout_seconds, self.loader, self.membership, view
+            self.job,
+            place,
+            self.flat,
+            self.observer,
+            start,
+            self.timeout_seconds,
+            self.loader,
+            self.membership,
+            view,
+            self.wishes,
         )
         name = self.membership.name
         learner.part = name % self.job.workload.num_parts
         learner.delays = self.delays = self.delays or Delays(self.job.stragglers, self.job.seed, name)
         if self.tally is not None:
             learner.count_on(self.tally)
-        learner.faults = self.faults = self.faults or FaultsOf(self.job.faults, name)
+        learner.faults = self.faults = self.faults or FaultsOf(() if self.membership.is_new else self.job.faults, name)
         return learner
 
     def _agree(self, view: View, rank: int, past: Past, seconds: float, look_around: LookAround) -> Plan:

@@ -20,7 +20,7 @@ class View:
     number: int
     """0 is the view that the run begins with."""
     members: tuple[int, ...]
-    """Their names, ascending. A learner keeps its name for life; its rank is its place among these."""
+    """Their names. A learner keeps its name for life; its rank is its place among these."""
     reason: str = ""
     """What changed, in words."""
 
@@ -28,6 +28,9 @@ class View:
     def key(self) -> str:
         """Where the store has what belongs to this view."""
         return f"view/{self.number}"
+
+
+_NONE = View(-1, ())
 
 
 class ViewChanged(Exception):  # noqa: N818 - it is no error
@@ -42,15 +45,26 @@ class Membership:
     """The views that one learner hears of, by any thread.
 
     Where nobody watches (`is_watched` False), the first view is the only one, and who loses another learner fails.
+    Without a first view (None) this learner is new: others compute already, and it waits to be told of a view with it.
     """
 
     def __init__(
-        self, name: int, first: View, is_watched: bool = False, on_enter: Callable[[View], None] = lambda view: None
+        self,
+        name: int,
+        first: View | None,
+        is_watched: bool = False,
+        on_enter: Callable[[View], None] = lambda view: None,
+        on_arrive: Callable[[View], None] = lambda view: None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.is_watched = is_watched
+        self.is_new = first is None
+        """Whether the others had begun without this learner."""
         self._on_enter = on_enter
-        self._latest = first
+        self._on_arrive = on_arrive
+        self._on_ready = on_ready
+        self._latest = first or _NONE
         self._changed = threading.Condition()
         self._on_change: Callable[[View], None] = lambda view: None
 
@@ -58,6 +72,18 @@ class Membership:
     def latest(self) -> View:
         """The newest view."""
         return self._latest
+
+    def first_view(self) -> View:
+        """The view to begin in. Who is new says that it is ready, and waits until the others expect it."""
+        if self.is_new:
+            self._on_ready()
+            with self._changed:
+                self._changed.wait_for(lambda: self._latest.number >= 0)
+        return self._latest
+
+    def arrive(self, view: View) -> None:
+        """This learner is about to meet the other members of a view. Who watches is told by `on_arrive`."""
+        self._on_arrive(view)
 
     def enter(self, view: View) -> None:
         """This learner has met the other members of a view. Who watches is told by `on_enter`."""

@@ -25,6 +25,7 @@ from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.shared_memory import share_memory
 from starling.engines.staging import Staging
 from starling.engines.waiting import FirstOf, Release
+from starling.engines.waits import BACKGROUND, OWN_ROUNDS, WAITS
 from starling.engines.worker import Worker
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import Handle, Shard
@@ -32,6 +33,7 @@ from starling.learner import Handle, Shard
 T = TypeVar("T")
 FOREVER = timedelta(days=20)
 LONGEST_LEAVE_SECONDS = 10.0
+A_MEAN = "a mean"
 _PATIENCE = "; give more timeout_seconds if all are well and only slow"
 
 
@@ -84,7 +86,7 @@ class Background(threading.Thread):
     def __init__(
         self, coroutine: Coroutine[Any, Any, None], rank: int, on_error: Callable[[BaseException], None]
     ) -> None:
-        super().__init__(name=f"starling-background-{rank}", daemon=True)  # it must not keep a failed learner alive
+        super().__init__(name=f"{BACKGROUND}-{rank}", daemon=True)  # it must not keep a failed learner alive
         self._coroutine = coroutine
         self._on_error = on_error
 
@@ -167,13 +169,13 @@ class PeerLearner(ReplicaLearner):
 
             def reduced() -> Tensor:
                 # NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes
-                self._wait_for("a mean", work.wait, in_this_thread=True)
+                self._wait_for(A_MEAN, work.wait, in_this_thread=True)
                 return vector.div_(len(self.team))
 
             return ProcessHandle(reduced)
         is_behind = threading.current_thread() is self._background
         under_way = (self._ordered_behind if is_behind else self._ordered).start(of)
-        return ProcessHandle(lambda: self._wait_for("a mean", under_way.result).to(self._device))
+        return ProcessHandle(lambda: self._wait_for(A_MEAN, under_way.result).to(self._device))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
@@ -220,7 +222,8 @@ class PeerLearner(ReplicaLearner):
 
         def result() -> int:
             begin, is_behind = self.now(), threading.current_thread() is self._background
-            key = self._firsts[is_behind].of(work, self._notice_losses)
+            with WAITS.waiting("whoever comes first"):
+                key = self._firsts[is_behind].of(work, self._notice_losses)
             if not is_behind:
                 self.spent.waiting_for_peers += self.now() - begin
             return key
@@ -300,9 +303,11 @@ class PeerLearner(ReplicaLearner):
 
     def reducing(self, model: nn.Module) -> DistributedDataParallel:
         """`model`, whose gradients are averaged over the team while backward runs."""
-        return DistributedDataParallel(
+        reducing = DistributedDataParallel(
             model, process_group=self._backend_group, broadcast_buffers=False, init_sync=False
         )
+        reducing.register_forward_hook(lambda *_: WAITS.begin("the mean of a gradient", self.team, is_group=True))
+        return reducing
 
     def _step(self, gradient: Tensor) -> None:
         super()._step(gradient)
@@ -320,7 +325,8 @@ class PeerLearner(ReplicaLearner):
         """No gradients will follow: wait until all rounds have ended. The others may still be computing."""
         self._rounds.finish()
         if self._background is not None:
-            self._background.join()
+            with WAITS.waiting(OWN_ROUNDS):
+                self._background.join()
             self._release.check()
         self._close_threads()
 
@@ -346,7 +352,9 @@ class PeerLearner(ReplicaLearner):
         """Wait for others, or for one peer, and name who is lost if they do not come."""
         begin = self.now()
         is_behind = threading.current_thread() is self._background
-        with self._naming_the_lost(what, peer):
+        is_mean = what == A_MEAN
+        whom = self.team if is_mean else () if peer is None else [peer]
+        with self._naming_the_lost(what, peer), WAITS.waiting(what, whom, is_group=is_mean):
             if self._may_be_released(is_behind) and not in_this_thread:
                 result = self._release.wait(self._waiters[is_behind].submit(wait))
             else:

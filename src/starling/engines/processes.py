@@ -6,8 +6,8 @@ that share a device fall back to gloo through host memory.
 
 import json
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -15,10 +15,11 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _world
 from torch.nn.parallel import DistributedDataParallel
 
 from starling.checkpoint.state import LearnerState
+from starling.engines.agreed_marks import AgreedMarks, Wishes
 from starling.engines.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import await_keys, silent_learners
@@ -31,6 +32,7 @@ from starling.engines.replica import Replica
 from starling.engines.sockets import Connections
 from starling.engines.stragglers import Stragglers
 from starling.engines.training import TrainingLearner
+from starling.engines.waits import WAITS
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import Handle
 from starling.workload import Ticket
@@ -57,6 +59,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         loader: Loader,
         membership: Membership,
         view: View,
+        wishes: Wishes | None = None,
     ) -> None:
         replica = Replica(flat.weights, flat.gradients, flat.parameters, job.make_optimizer, job.clip_norm)
         if start is not None:
@@ -65,6 +68,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         device = flat.weights.device
         self.meet(place, device, has_own_device(place, device), timeout_seconds)
         self.view = view
+        self._agreed = AgreedMarks(place.store, place.rank, place.world, wishes, self._mark_at, timeout_seconds)
         self._membership = membership
         self._flat = flat
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
@@ -108,9 +112,20 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         except StopIteration:
             self._end_rounds()
             num_drawn, undone = self._drawn_by_all()
+            with self._naming_the_lost("agreeing on a mark"):
+                self._agreed.settle(self._release.check)
             return self.finish(self.tickets.handed_out(num_drawn), undone)
         finally:
             self._ordered.close()
+
+    @contextmanager
+    def agreeing(self) -> Generator[None, None, None]:
+        """Let this learner and the others agree on marks while the context lasts."""
+        self._agreed.start()
+        try:
+            yield
+        finally:
+            self._agreed.close()
 
     def past(self) -> Past:
         """What this learner brings to the next view."""
@@ -123,6 +138,23 @@ class ProcessLearner(PeerLearner, TrainingLearner):
     def _note_done(self, ticket: Ticket) -> None:
         if self._membership.is_watched:
             note_done(self.place.store, self._rank, ticket)
+
+    def _mark_at(self, number: int, signal_number: int) -> None:
+        """There is a mark before a portion that nobody has reached."""
+        if signal_number:
+            self.tickets.end_at(number)
+        else:
+            self.marks.add(number)
+
+    def _reach(self, number: int) -> None:
+        """Go on to a portion, once it is known whether there is a mark before it."""
+        with self._naming_the_lost("agreeing on a mark"):
+            self._agreed.reach(number, self._release.check)
+
+    def _pass_marks(self, portion: int) -> None:
+        if not self.is_worker:  # who computes has reached it when it was drawn
+            self._reach(portion)
+        super()._pass_marks(portion)
 
     def _look_for_change(self, error: Exception) -> None:
         self._release.check()
@@ -146,7 +178,10 @@ class ProcessLearner(PeerLearner, TrainingLearner):
                 if is_elsewhere not in self._reducing:
                     self._reducing[is_elsewhere] = self.reducing(flat.model)
                 reducing = self._reducing[is_elsewhere]
-                loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync)
+                try:
+                    loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync)
+                finally:
+                    WAITS.end()  # it began behind forward
         if flat is not self._flat:
             flat.look_at(self.weights)  # the snapshot is not kept
         delay = self.delays.after(self.now() - begin)
@@ -162,6 +197,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
     def _mine(self) -> Iterator[Ticket]:
         """This learner's tickets, as they are drawn."""
         for number in self._draws() if self.is_worker else ():
+            self._reach(number)
             if self.tickets.is_beyond(number):
                 return
             self._drawn_ahead.add(number)
@@ -193,12 +229,14 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         store.set(f"claimed/{self._rank}", json.dumps(sorted(undone)))
         keys = [f"claimed/{rank}" for rank in range(self._world)]
         with self._naming_the_lost("waiting for the last claims"):
-            await_keys(store, keys, self._timeout_seconds, self._release.check)
+            what, everybody = "the last claims of all", range(self._world)
+            await_keys(store, keys, self._timeout_seconds, self._release.check, what, everybody)
         return int(store.add("claims", 0)), sorted(number for key in keys for number in json.loads(store.get(key)))
 
     def _next_batch(self) -> Loaded | None:
         begin = self.now()
-        loaded = next(self._batches, None)
+        with WAITS.waiting("data"):
+            loaded = next(self._batches, None)
         self.spent.waiting_for_data += self.now() - begin
         if loaded is not None:
             self._drawn_ahead.discard(self.tickets.number_of(loaded[0]))
@@ -217,7 +255,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
     def _others_word(self, key: str, what: str) -> str:
         """What another learner writes under a key."""
         with self._naming_the_lost(what):
-            await_keys(self.place.store, [key], self._timeout_seconds, self._release.check)
+            await_keys(self.place.store, [key], self._timeout_seconds, self._release.check, what, [self.team.start])
             return str(self.place.store.get(key).decode())
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -239,22 +277,36 @@ def has_own_device(place: Place, device: torch.device) -> bool:
     return device.type == "cuda" and place.local_world <= torch.cuda.device_count()
 
 
+Telling = Callable[[Callable[[View], None]], AbstractContextManager[None]]
+"""Inside of its context, what is given to it is called when there is a later view; see `Membership.telling`."""
+
+
 @contextmanager
-def process_group(place: Place, device: torch.device, timeout_seconds: float) -> Generator[Connections, None, None]:
+def process_group(
+    place: Place, device: torch.device, timeout_seconds: float, telling: Telling = lambda on_change: nullcontext()
+) -> Generator[Connections, None, None]:
     """The default process group of `torch.distributed`, for as long as the context lasts; its connections, of which
-    those that are made later belong to it as soon as they are noted."""
+    those that are made later belong to it as soon as they are noted. A later view ends the connecting at once."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     connections = Connections()
+    store = place.store.clone()  # type: ignore[attr-defined]  # a connection of its own, which can be cut while it waits
+
+    def cut(change: View) -> None:
+        connections.note()
+        connections.cut()
+
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_own_device(place, device) else "gloo",
-            store=PrefixStore("group/0", place.store),
-            rank=place.rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        with telling(cut), WAITS.waiting("connecting to the others", range(place.world), is_group=True):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if has_own_device(place, device) else "gloo",
+                store=PrefixStore("group/0", store),
+                rank=place.rank,
+                world_size=place.world,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
     except RuntimeError as error:
+        _world.group_count = 0  # names of groups count on from those that failed, and must be the same on all learners
         lost = silent_learners(place.store, place.rank, place.world)
         raise PeerLost(
             f"learner {place.rank} lost {lost} while connecting to the others ({str(error).splitlines()[0]})"

@@ -91,27 +91,31 @@ def agree(
     store, world = PrefixStore(view.key, root), len(view.members)
     store.set(_CAME.format(rank), json.dumps(asdict(past)))
     keys = [_CAME.format(other) for other in range(world)]
-    await_keys(store, keys, timeout_seconds, look_around)
+    await_keys(store, keys, timeout_seconds, look_around, "all to come to the next view", range(world))
     members = [Past(**json.loads(store.get(key))) for key in keys]
     if rank == _first_with_a_state(members):
         plan = _plan(root, members, job)
         on_plan(plan)
         store.set(_PLAN, plan.encode())
-    await_keys(store, [_PLAN], timeout_seconds, look_around)
+    await_keys(store, [_PLAN], timeout_seconds, look_around, "the plan of the next view")
     return Plan.decode(store.get(_PLAN))
 
 
-def who_goes_on(job: Job, view: View, change: View) -> View:
+def who_goes_on(job: Job, view: View, change: View, is_ordered: bool = False) -> View:
     """The view that follows another when `change` says who lives: those of them whom the strategy can go on with.
 
-    Raises PeerLost when it can go on with nobody.
+    Their ranks are as `Strategy.successors` has it, or as `change` has it where `is_ordered`: somebody has computed
+    that already, perhaps from view to view, of which a learner may not have heard of each. Raises PeerLost when the
+    strategy can go on with nobody.
     """
-    lost = [rank for rank, name in enumerate(view.members) if name not in change.members]
+    lost = [name for name in view.members if name not in change.members]
+    came = [name for name in change.members if name not in view.members]
     try:
-        ranks = job.strategy.survivors(job.options, len(view.members), lost)
-        going_on = [view.members[rank] for rank in ranks]
-        came = [name for name in change.members if name not in view.members]
-        members = tuple(sorted([*going_on, *came]))
+        if not is_ordered:
+            return replace(change, members=job.strategy.successors(job.options, view.members, lost, came))
+        ranks = job.strategy.survivors(job.options, len(view.members), [view.members.index(name) for name in lost])
+        leaving = set(view.members) - {view.members[rank] for rank in ranks}
+        members = tuple(name for name in change.members if name not in leaving)
         job.teams(len(members))
     except (ConfigError, PeerLost) as error:
         raise PeerLost(f"{change.reason}; {job.strategy.name} cannot go on without: {error}") from error

@@ -69,6 +69,11 @@ class TeamTickets:
         self._budget = budget
         self._team_size = team_size
         self._places = {ticket.step: place for place, ticket in enumerate(start.unfinished)}
+        self._end: int | None = None
+
+    def end_at(self, number: int) -> None:
+        """Let the run end before portion `number`, as if its budget were spent there. May be called by any thread."""
+        self._end = number
 
     def ticket(self, number: int, member: int = 0) -> Ticket:
         """The ticket of a `member` (its place in the team) in portion `number`."""
@@ -101,6 +106,8 @@ class TeamTickets:
     def is_beyond(self, number: int) -> bool:
         """Whether the budget is spent before portion `number`, and no mini-batch in it is owed: was given to somebody
         before and not done, while others within the budget were."""
+        if self._end is not None and number >= self._end:
+            return True
         return self._budget.is_spent(self.progress(number, minutes=0.0)) and not self._is_owed(self.ticket(number))
 
     def _is_owed(self, ticket: Ticket) -> bool:
@@ -134,7 +141,8 @@ class Mark:
 
 
 class Marks:
-    """The marks of a run, in their order: where epochs end, and, if asked for, after every so many mini-batches.
+    """The marks of a run, in their order: where epochs end, if asked for after every so many mini-batches, and where
+    learners agree that there is one.
 
     Every learner passes a mark when it claims a portion behind it, having done all of its own before it. So all tickets
     before it are done by then, and in step no other; asynchronous learners also have what they got from others by then.
@@ -143,9 +151,18 @@ class Marks:
     def __init__(self, tickets: TeamTickets, every: int | None = None) -> None:
         self._tickets = tickets
         self._every = every
+        self._agreed: set[int] = set()
         self._next = 0  # the first portion that was not looked at
         self.epoch = tickets.ticket(0).epoch
         """The epoch that portions before the last mark, or the first portion, are in."""
+
+    def add(self, number: int) -> None:
+        """There is a mark before portion `number`, which no learner has claimed. May be called by any thread."""
+        self._agreed.add(number)
+
+    def end_at(self, number: int) -> None:
+        """The run ends before portion `number`: that is no mark that was agreed on, even if it was."""
+        self._agreed.discard(number)
 
     def until(self, number: int) -> Iterator[Mark]:
         """The marks up to portion `number`, from the one after the last that was given."""
@@ -157,6 +174,8 @@ class Marks:
                 yield Mark(self._next, ended)
 
     def _is_due(self, number: int) -> bool:
+        if number in self._agreed and not self._tickets.is_beyond(number):
+            return True
         if self._every is None:
             return False
         before, now = (self._tickets.progress(each, 0.0).steps for each in (number - 1, number))

@@ -186,6 +186,7 @@ class TrainingLearner(ReplicaLearner):
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
         """Report the end of the run, when all learners together were handed out `num_portions` and did all but
         `undone` ones; the final state."""
+        self.marks.end_at(num_portions)
         self._pass_marks(min([num_portions, *undone]))
         state = self.state(self.tickets.standing(num_portions, undone))
         if undone or self._last_end != num_portions:

@@ -5,7 +5,9 @@ exp/<name>/initial/                 tokens and features, and the model before tr
 exp/<name>/log/, tensorboard/       of each learner
 exp/<name>/checkpoints/             see starling.checkpoint
 exp/<name>/decode/                  what was recognised, and its errors
+exp/<name>/status.json              how it does, for `starling status`
 exp/<name>/seen/                    which learner saw which utterance; see starling.experiment.seen
+exp/<name>/joins/                   requests for more learners; see starling.launch.requests
 """
 
 import os
@@ -28,8 +30,8 @@ from starling.experiment.recipe import Recipe, dump_recipe, fingerprints
 from starling.experiment.seen import begin_segment
 from starling.workload import Standing
 
-_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "decode", "seen")
-_OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv")
+_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "decode", "seen", "joins")
+_OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv", "status.json")
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
 
@@ -47,6 +49,8 @@ class ExperimentFolder:
         self.checkpoints = path / "checkpoints"
         self.decode = path / "decode"
         self.seen = path / "seen"
+        self.joins = path / "joins"
+        self.status = path / "status.json"
 
 
 def resolve_resume(recipe: Recipe) -> Recipe:

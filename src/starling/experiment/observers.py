@@ -145,6 +145,7 @@ class Saver:
 
     def close(self) -> None:
         """Wait until all is written. Raises CheckpointError for what could not be."""
+        self._last = None  # others may be there when it goes on, and a checkpoint that not all have written be gone
         self._background.close()
 
     def on_step(self, report: StepReport) -> None:

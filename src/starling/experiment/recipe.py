@@ -13,7 +13,7 @@ from starling.budget import Budget
 from starling.checkpoint.writer import CheckpointConfig
 from starling.configuration import Config
 from starling.engines.cluster import Cluster
-from starling.engines.faults import Fault
+from starling.engines.faults import Fault, Join
 from starling.engines.faults import problems as faults_problems
 from starling.engines.stragglers import Stragglers
 from starling.errors import ConfigError
@@ -78,6 +78,8 @@ class EngineConfig(Config):
     engine."""
     timeout_seconds: float = Field(default=600.0, gt=0.0)
     """How long learners wait for each other before they call one lost, and for how long one may stand still."""
+    explain_seconds: float = Field(default=10.0, gt=0.0)
+    """Waits that are longer, and ten times as long as usual, are explained: who waits for whom, and why."""
 
 
 class Recipe(Config):
@@ -108,9 +110,11 @@ class Recipe(Config):
     """Slowness on purpose, in training and in simulation."""
     faults: tuple[Fault, ...] = ()
     """Faults on purpose, for tests: {kill: 2, at_step: 40}, {pause: 1, seconds: 5}, {nan: 3, at_step: 10}. Steps are
-    the learner's own mini-batches, from 1."""
-    on_loss: Literal["continue", "stop"] = "continue"
-    """What the others do when a learner of our launcher is killed: go on without it, or end with exit code 3."""
+    the learner's own mini-batches, from 1. {join: 2, at_seconds: 30}: a learner comes, one that was lost or a new one.
+    """
+    on_loss: Literal["continue", "replace", "stop"] = "continue"
+    """What becomes of a run when a learner of our launcher is killed. continue: the others go on without it; replace:
+    they go on, it is started again and joins them; stop: the run ends with exit code 3."""
     checkpoints: CheckpointConfig = CheckpointConfig()
     validate_every: int | None = Field(default=None, ge=1)
     """Epochs between two scorings of the valid set while training; null: never."""
@@ -133,6 +137,12 @@ class Recipe(Config):
                     f"mixture: {name!r} is neither a set of data.corpus ({', '.join(known)}) nor a folder; prepare it "
                     "first with a recipe of its own"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _joins_are_possible(self) -> Self:
+        if self.on_loss == "stop" and any(isinstance(fault, Join) for fault in self.faults):
+            raise ValueError("faults: nobody joins a run that ends when a learner is lost; leave out on_loss: stop")
         return self
 
     @model_validator(mode="after")

@@ -177,7 +177,7 @@ def read_seen(folder: Path, end: Standing) -> Iterator[Sight]:
             f"{folder}: no record of what learners saw; `starling train` and `simulate` write one, but older versions "
             "did not"
         )
-    ends = [*(_start_of(segment) for segment in found[1:]), end]
+    ends = [*(start_of(segment) for segment in found[1:]), end]
     for segment, until in zip(found, ends, strict=True):
         open_steps = {ticket.step for ticket in until.unfinished}
         for path in sorted(segment.glob("learner-*.tsv")):
@@ -203,10 +203,11 @@ def _skipped_in(found: Iterable[Path]) -> dict[int, set[str]]:
 
 def start_of_record(folder: Path) -> Standing:
     """Where the record begins."""
-    return _start_of(segments(folder)[0]) if segments(folder) else Standing()
+    return start_of(segments(folder)[0]) if segments(folder) else Standing()
 
 
-def _start_of(segment: Path) -> Standing:
+def start_of(segment: Path) -> Standing:
+    """Where one start of the run began. Raises DataError for a record that is missing or damaged."""
     path = segment / "start.json"
     try:
         start = _Start.model_validate(json.loads(path.read_text(encoding="utf-8")))

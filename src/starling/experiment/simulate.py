@@ -4,8 +4,11 @@ import torch
 from rich.console import Console
 
 from starling.checkpoint.reader import load
+from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
+from starling.engines.job import EpochReport, StepReport
 from starling.engines.virtual import VirtualEngine
+from starling.errors import Stopped
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import resolve_resume
 from starling.experiment.job import ModelWriter, make_job, most_skipped
@@ -14,6 +17,8 @@ from starling.experiment.recipe import Recipe, fingerprints
 from starling.experiment.regrouping import InOneProcess
 from starling.experiment.seen import Seen, counter, segments
 from starling.experiment.setup import make_ready
+from starling.launch.process import signal_name
+from starling.launch.stopping import hearing
 from starling.report.curves import Curves
 from starling.report.lines import duration
 from starling.report.progress import Bars, Display, Say, say_on
@@ -40,6 +45,7 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
         Display(title, recipe.learners, console) as display,
     ):
         job = make_job(recipe, folder)
+        stop = _Stop()
         seen = Seen(segments(folder.seen)[-1], counter(), most_skipped(recipe, job), display.say)
         observers = [
             Metered(Log(log), recipe.learners, LOG_EVERY),
@@ -47,20 +53,21 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
             Metered(display, recipe.learners, SEND_EVERY),
         ]
         try:
-            outcome = VirtualEngine(
-                job,
-                recipe.learners,
-                recipe.cluster,
-                Together([*observers, seen]),
-                start,
-                bears_losses=recipe.on_loss != "stop",
-                views=InOneProcess(folder, seen, display.say),
-            ).run()
+            with hearing(stop.ask):
+                outcome = VirtualEngine(
+                    job,
+                    recipe.learners,
+                    recipe.cluster,
+                    Together([*observers, seen, stop]),
+                    start,
+                    bears_losses=recipe.on_loss != "stop",
+                    views=InOneProcess(folder, seen, display.say),
+                ).run()
         finally:
             seen.close()
+            curves.close()
         for loss in outcome.losses:
             display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
-    curves.close()
     writer = CheckpointWriter(
         folder.checkpoints,
         lambda name: 1,
@@ -73,3 +80,25 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     evaluate(folder.path, None, tell, console)
     tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
     tell(f"event hash: {outcome.event_hash}")
+
+
+class _Stop:
+    """An observer that ends a simulation between two steps, once a signal has come."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def ask(self, number: int) -> None:
+        """Called by any thread."""
+        self._number = number
+
+    def on_step(self, report: StepReport) -> None:
+        if self._number is not None:
+            raise Stopped(
+                f"stopped by {signal_name(self._number)}; a simulation saves in the end only: start it again",
+                self._number,
+            )
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
+
+    def on_mark(self, state: LearnerState) -> None: ...

@@ -13,10 +13,12 @@ from starling.checkpoint.reader import checkpoints_in, load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.member import run_learner
 from starling.engines.processes import Place, choose_device
-from starling.errors import ConfigError, StarlingError
+from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import ExperimentFolder, resolve_resume
+from starling.experiment.following import Following
 from starling.experiment.job import ModelWriter, make_job, most_skipped, use_threads
+from starling.experiment.join import changes
 from starling.experiment.observers import (
     CURVES_EVERY,
     LOG_EVERY,
@@ -34,10 +36,14 @@ from starling.experiment.recipe import Recipe, fingerprints, recipe_digest
 from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import Seen, segments
 from starling.experiment.setup import make_ready
+from starling.experiment.sign_of_life import SignOfLife, giving
 from starling.experiment.validate import Validation
 from starling.launch.launcher import launch
 from starling.launch.link import Link
-from starling.launch.rendezvous import find_membership, find_place
+from starling.launch.process import signal_name
+from starling.launch.rendezvous import find_membership, find_place, joins
+from starling.launch.requests import taking_requests
+from starling.launch.stopping import wishes_of
 from starling.launch.watch import Loss
 from starling.report.curves import Curves
 from starling.report.progress import Bars, Display, Say, say_on
@@ -56,36 +62,42 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
     command = [sys.executable, "-m", "starling", "train", str(folder.config)]
     with (
+        Following(recipe, folder, console) as following,
         Display(title, recipe.learners, console) as display,
         Validation(recipe, folder.tensorboard, display.say) as validation,
     ):
 
         def on_message(rank: int, message: Message) -> None:
+            following.hear(rank, message)
             show(message, display)
             if message.get("moment") == "epoch":
                 validation.saved(Path(message["saved"]))
 
         def on_loss(loss: Loss) -> None:
+            following.lose(loss.learner, loss.reason)
             display.say(f"{loss.reason}; the others go on without it")
+            display.lost(loss.learner)
 
         try:
-            losses = launch(
-                command,
-                recipe.learners,
-                folder.log,
-                on_message,
-                on_loss if recipe.on_loss == "continue" else None,
-                recipe.engine.timeout_seconds,
-            )
+            with taking_requests(folder.joins) as requests:
+                losses = launch(
+                    command,
+                    recipe.learners,
+                    folder.log,
+                    on_message,
+                    None if recipe.on_loss == "stop" else on_loss,
+                    recipe.engine.timeout_seconds,
+                    changes(recipe, requests, display),
+                )
         except StarlingError as error:
             with suppress(OSError):
                 remove_partial(folder.checkpoints)  # all learners have ended
-            if checkpoints_in(folder.checkpoints):
-                error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
-            raise
+            raise resumable(error, folder) from None
         for loss in losses:
-            display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
-    evaluate(folder.path, None, tell, console)
+            if loss.learner in display.away:
+                display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
+    with following.scoring():
+        evaluate(folder.path, None, tell, console)
 
 
 def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Console) -> None:
@@ -98,7 +110,10 @@ def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Cons
     if link is None:
         recipe = _agree_on_set_up(recipe, place, console)
     folder = ExperimentFolder(recipe.folder)
-    _learn(recipe, folder, place, link)
+    stopped_by = _learn(recipe, folder, place, link)
+    if link is None and stopped_by is not None:
+        stopped = Stopped(f"stopped by {signal_name(stopped_by)}", stopped_by, has_saved=True)
+        raise resumable(stopped, folder)
     if link is None and place.rank == 0:
         evaluate(folder.path, None, tell, console)
 
@@ -128,7 +143,19 @@ def _agree_on_set_up(recipe: Recipe, place: Place, console: Console) -> Recipe:
     return recipe.model_copy(update={"resume": Path(resume) if resume else None})
 
 
-def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | None) -> None:
+def resumable(error: StarlingError, folder: ExperimentFolder) -> StarlingError:
+    """The error that ended a run, with what was saved last and how to go on from it."""
+    found = checkpoints_in(folder.checkpoints)
+    if isinstance(error, Stopped):
+        saved = f", saved {found[-1]}" if error.has_saved else f"; the newest checkpoint is {found[-1]}"
+        error = Stopped(f"{error}{saved if found else '; there is no checkpoint'}", error.signal_number)
+    if found:
+        error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
+    return error
+
+
+def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
+    """Be a learner to the end; the signal by which all were asked to end early, if they were."""
     use_threads(recipe, place.local_world)
 
     def tell(message: Message) -> None:
@@ -154,23 +181,27 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         lambda line: tell({"say": line}),
     )
     regrouping.watch(seen, saver)
-    listeners = [Metered(Log(sys.stdout), place.world, LOG_EVERY), Metered(curves, place.world, CURVES_EVERY)]
+    world = max(place.world, place.rank + 1)  # who joins may be beyond those that began
+    listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
     if link is not None:
-        listeners.append(Metered(Messages(tell), place.world, SEND_EVERY))
-    start = load(recipe.resume).start(place.rank, place.world) if recipe.resume else None
+        listeners.append(Metered(Messages(tell), world, SEND_EVERY))
+    start = load(recipe.resume).start(place.rank, place.world) if recipe.resume and not joins() else None
+    sign = SignOfLife(place.rank, say_on(Console(file=sys.stdout)), recipe.engine.explain_seconds)
     try:
-        with saver:
+        with giving(sign, link), wishes_of(link, recipe.checkpoints.minutes) as wishes, saver:
             run_learner(
                 job,
                 place,
                 choose_device(recipe.engine.device, place),
                 recipe_digest(recipe),
-                Together([*listeners, seen, saver]),
+                Together([sign, *listeners, seen, saver]),
                 start,
                 recipe.engine.timeout_seconds,
                 find_membership(place, link),
                 regrouping,
+                wishes,
             )
+            return wishes.stopped_by
     finally:
         curves.close()
         seen.close()

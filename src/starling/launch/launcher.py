@@ -19,8 +19,11 @@ from types import FrameType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.engines import run_token
+from starling.launch.newcomers import Changes, Newcomers
 from starling.launch.process import Process, Seconds, end, signal_group, start
 from starling.launch.watch import Loss, OnMessage, Watch
+
+NO_CHANGES = Changes()
 
 
 @contextmanager
@@ -45,23 +48,31 @@ def launch(
     on_message: OnMessage = lambda rank, message: None,
     on_loss: Callable[[Loss], None] | None = None,
     silence_seconds: Seconds = math.inf,
+    changes: Changes = NO_CHANGES,
 ) -> list[Loss]:
     """Run `world` processes of `command` as learners until all have ended; the losses that were borne.
 
     What a learner prints goes to `log_folder/learner-<rank>.log`; what it sends through its `Link` to `on_message`.
     When one fails the others are ended and its error is raised here; `PeerLost` when it was killed; `Stopped` when
     this process is asked to end (a second signal ends everything at once). With `on_loss`, which is called then, the
-    others go on without one that was killed. Who gives no sign of life for `silence_seconds` is killed.
+    others go on without one that was killed, and may be joined by others as `changes` says. Who gives no sign of life
+    for `silence_seconds` is killed.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     processes: list[Process] = []
     token = run_token.new_token()
     with loopback_store() as port, _scratch() as scratch, _signals(processes, scratch) as received:
         try:
-            for rank in range(world):
-                process = start(command, rank, world, port, log_folder, scratch, token, on_loss is not None)
+
+            def begin(name: int, joins: bool = True) -> Process:
+                process = start(command, name, world, port, log_folder, scratch, token, on_loss is not None, joins)
                 processes.append(process)
-            watch = Watch(processes, on_message, on_loss, silence_seconds, received)
+                return process
+
+            for rank in range(world):
+                begin(rank, joins=False)
+            newcomers = Newcomers(changes, processes, begin)
+            watch = Watch(processes, on_message, on_loss, silence_seconds, received, changes, newcomers)
             watch.until_all_ended()
             return watch.losses
         finally:
@@ -89,8 +100,8 @@ def _signals(processes: list[Process], scratch: Path) -> Generator[list[int], No
         received.append(number)
         if len(received) > 1:
             for process in processes:
-                signal_group(process, signal.SIGTERM)
                 process.popen.kill()  # also one that is stopped, and would not see the end of its line
+                signal_group(process, signal.SIGTERM)
             shutil.rmtree(scratch, ignore_errors=True)
             os._exit(128 + number)
 

@@ -24,9 +24,11 @@ SCRATCH = "STARLING_SCRATCH"
 """The variable with the folder for temporary files that belongs to this run alone."""
 WATCHED = "STARLING_WATCHED"
 """The variable that is 1 where a launcher tells learners of the loss of others."""
+JOINS = "STARLING_JOINS"
+"""The variable that is 1 for a learner that comes while others compute already."""
 ORPHANED = 3
 BEAT_SECONDS = 0.5
-"""Between two signs of life, which are empty messages."""
+"""Between two signs of life, which are empty messages if there is nothing to say."""
 Message = dict[str, Any]
 
 
@@ -38,7 +40,9 @@ class Link:
         self._lock = threading.Lock()
         self._listening = threading.Lock()
         self._heard: list[Message] = []
-        self._listener: Callable[[Message], None] | None = None
+        self._listeners: list[Callable[[Message], None]] = []
+        self.sign_of_life: Callable[[], Message] = dict
+        """What is sent every `BEAT_SECONDS`."""
         threading.Thread(target=self._watch_launcher, name="starling-link", daemon=True).start()
         threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
 
@@ -56,7 +60,7 @@ class Link:
     def listen(self, listener: Callable[[Message], None]) -> None:
         """Call `listener`, in a thread of the link, with each message of the launcher; at once with those so far."""
         with self._listening:
-            self._listener = listener
+            self._listeners.append(listener)
             for message in self._heard:
                 listener(message)
 
@@ -64,16 +68,15 @@ class Link:
         with suppress(OSError):
             while True:
                 time.sleep(BEAT_SECONDS)
-                self.send({})
+                self.send(self.sign_of_life())
 
     def _watch_launcher(self) -> None:
         with suppress(OSError), self._line.makefile("rb") as lines:
             for line in lines:
                 with self._listening:
-                    if self._listener is None:
-                        self._heard.append(json.loads(line))
-                    else:
-                        self._listener(json.loads(line))
+                    self._heard.append(json.loads(line))
+                    for listener in self._listeners:
+                        listener(self._heard[-1])
         sys.stderr.write("the launcher is gone: this learner ends\n")
         sys.stderr.flush()
         if SCRATCH in os.environ:

@@ -14,7 +14,7 @@ from typing import Any
 
 from starling.engines import run_token
 from starling.errors import StarlingError
-from starling.launch.link import SCRATCH, VARIABLE, WATCHED
+from starling.launch.link import JOINS, SCRATCH, VARIABLE, WATCHED
 from starling.launch.rendezvous import loopback_interface
 
 Seconds = float
@@ -39,6 +39,19 @@ class Process:
     """For how long it had given none when it was killed."""
     view: int = -1
     """The view of who is there that it last said to compute in."""
+    joins: bool = False
+    """Whether the others computed already when it was started."""
+    is_ready: bool = False
+    """Whether it could join them."""
+    arrived: int = -1
+    """The view whose members it last said to be about to meet."""
+    has_computed: bool = False
+    is_out: bool = False
+    """Whether the others go on without it."""
+    can_stop: bool = False
+    """Whether it has met the others, and knows how to save and end together with them."""
+    signalled: int | None = None
+    """The signal by which it was itself asked to stop."""
 
     @property
     def is_running(self) -> bool:
@@ -53,7 +66,16 @@ class Process:
         """How it was killed, and meanwhile doing what."""
         if self.silence:
             return f"learner {self.rank} gave no sign of life for {self.silence:.1f} s while {self.doing} and was ended"
-        return f"learner {self.rank} was killed by {_signal_name(-self.popen.returncode)} while {self.doing}"
+        return f"learner {self.rank} was killed by {signal_name(-self.popen.returncode)} while {self.doing}"
+
+    def end_in_words(self) -> str:
+        """How it ended, whatever it was."""
+        if self.silence or self.was_killed:
+            return self.death()
+        if self.popen.returncode == 0:
+            return f"learner {self.rank} left, for others with which it belongs together were gone"
+        how = self.error or f"it ended with exit code {self.popen.returncode} while {self.doing}"
+        return f"learner {self.rank}: {how}; its log: {self.log}"
 
     def tell(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # it has ended; that will be noticed
@@ -69,7 +91,9 @@ def start(
     scratch: Path,
     token: str,
     is_watched: bool,
+    joins: bool = False,
 ) -> Process:
+    """Start a learner; `joins` if others compute already."""
     ours, theirs = socket.socketpair()
     log = log_folder / f"learner-{rank}.log"
     place = {
@@ -86,6 +110,7 @@ def start(
         run_token.VARIABLE: token,
         "TMPDIR": scratch,
         WATCHED: int(is_watched),
+        JOINS: int(joins),
     }
     with log.open("ab") as output, theirs:
         popen = subprocess.Popen(
@@ -97,14 +122,14 @@ def start(
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # so that it can be ended together with its loading processes
         )
-    return Process(rank, popen, ours, log)
+    return Process(rank, popen, ours, log, joins=joins)
 
 
 def end(processes: list[Process]) -> None:
     """End what still runs, learners and their loading processes: asked first, killed after `GRACE`."""
     for process in processes:
         if process.popen.poll() is None:
-            process.popen.terminate()
+            process.popen.send_signal(signal.SIGKILL if process.can_stop else signal.SIGTERM)  # it would save first
             process.popen.send_signal(signal.SIGCONT)  # one that is stopped could not end
     deadline = time.monotonic() + GRACE
     for process in processes:
@@ -139,7 +164,7 @@ def signal_group(process: Process, number: int) -> bool:
     return True
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

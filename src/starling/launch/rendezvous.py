@@ -11,7 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 from starling.engines.membership import Membership, View
 from starling.engines.processes import Place
 from starling.errors import ConfigError, ProtocolError
-from starling.launch.link import WATCHED, Link, Message
+from starling.launch.link import JOINS, WATCHED, Link, Message
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -32,12 +32,24 @@ def is_first() -> bool:
     return _number("RANK") == 0
 
 
+def joins() -> bool:
+    """Whether the others compute already, so that this process waits until they expect it."""
+    return os.environ.get(JOINS) == "1"
+
+
 def find_membership(place: Place, link: Link | None) -> Membership:
     """What a launcher of ours tells of the other learners; without one that watches, they are always the same."""
-    first = View(0, tuple(range(place.world)))
+    first = None if joins() else View(0, tuple(range(place.world)))
     if link is None or os.environ.get(WATCHED) != "1":
         return Membership(place.rank, first)
-    membership = Membership(place.rank, first, True, lambda view: link.send({"view": view.number}))
+    membership = Membership(
+        place.rank,
+        first,
+        is_watched=True,
+        on_enter=lambda view: link.send({"view": view.number}),
+        on_arrive=lambda view: link.send({"arrived": view.number}),
+        on_ready=lambda: link.send({"ready": True}),
+    )
 
     def hear(message: Message) -> None:
         if "view" in message:
@@ -54,7 +66,7 @@ def find_place(timeout_seconds: float = 600.0) -> Place:
     """
     rank, world, _ = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
     local_rank, local_world = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world)
-    if not 0 <= rank < world:
+    if rank < 0 or (rank >= world and not joins()):
         raise ConfigError(f"environment: RANK is {rank}, but must be in [0, WORLD_SIZE), which is {world}")
     address = os.environ["MASTER_ADDR"]
     if address in LOOPBACK:

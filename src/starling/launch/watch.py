@@ -2,18 +2,25 @@
 
 import json
 import selectors
-import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from starling import errors
-from starling.errors import PeerLost, StarlingError, Stopped
-from starling.launch.process import LOADING_GRACE, Process, Seconds, end_loading
+from starling.errors import ConfigError, PeerLost, StarlingError, Stopped
+from starling.launch.newcomers import Changes, Newcomers
+from starling.launch.process import LOADING_GRACE, Process, Seconds, end_loading, signal_name
 
 CAUSE_PATIENCE: Seconds = 1.0
 """How long to look for the cause after a learner said only that it lost another."""
+NEWCOMERS_SILENCE: Seconds = 10.0
+"""How long a learner that joins may give no sign of life: the others wait for it, and it has nothing to lose yet."""
+ENTRY_SECONDS: Seconds = 30.0
+"""How long the others wait for newcomers in the place where they meet."""
+STOP_PATIENCE: Seconds = 28.0
+"""How long learners may take to save and end. Slurm and Kubernetes kill everything after 30 s."""
 
 OnMessage = Callable[[int, dict[str, Any]], None]
 
@@ -37,6 +44,8 @@ class Watch:
         on_loss: Callable[[Loss], None] | None,
         silence_seconds: Seconds,
         received: "list[int]",
+        changes: Changes,
+        newcomers: Newcomers,
     ) -> None:
         self.losses: list[Loss] = []
         self._processes = processes
@@ -44,7 +53,13 @@ class Watch:
         self._on_loss = on_loss
         self._silence_seconds = silence_seconds
         self._received = received
+        self._changes = changes
+        self._newcomers = newcomers
         self._view = 0
+        self._members = tuple(process.rank for process in processes)
+        self._all_here: float | None = None
+        """Since when all but newcomers have been where they meet in the newest view."""
+        self._asked_to_stop: Seconds | None = None
 
     def until_all_ended(self) -> None:
         """Pass messages on until all processes have ended well, but for those whose loss is borne; raise what else went
@@ -52,60 +67,146 @@ class Watch:
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 selector.register(process.line, selectors.EVENT_READ, process)
-            while any(process.is_running for process in self._processes):
+            while any(process.is_running for process in self._counted()):
                 _read(selector, self._on_message, timeout=0.05)
-                if self._received:
-                    name = signal.Signals(self._received[0]).name
-                    raise Stopped(f"stopped by {name}; the learners were ended", self._received[0])
+                if number := self._signal():
+                    self._stop(number)
                 self._end_the_silent()
-                if any(process.popen.poll() for process in self._watched()) and not self._bear(selector):
+                if not self._bear(selector):
                     break
+                self._let_in(selector)
             deadline = time.monotonic() + CAUSE_PATIENCE
             # a learner that still runs may go on talking: it is not listened to for ever
             while (
-                _read(selector, self._on_message, timeout=0.0) or _is_unexplained(self._watched())
+                _read(selector, self._on_message, timeout=0.0) or _is_unexplained(self._counted())
             ) and time.monotonic() < deadline:
                 _read(selector, self._on_message, timeout=0.05)
-        failed = [process for process in self._watched() if process.popen.poll()]
+        failed = [process for process in self._counted() if process.popen.poll()]
         if failed:
             raise _cause(failed)
+        self._newcomers.close(self._members)
+        if number := self._signal():
+            raise Stopped(f"stopped by {signal_name(number)}", number, has_saved=True)
 
-    def _watched(self) -> list[Process]:
-        """All but those whose loss was borne."""
-        lost = {loss.learner for loss in self.losses}
-        return [process for process in self._processes if process.rank not in lost]
+    def _signal(self) -> int | None:
+        """What signal asked the launcher, or else one of its learners, to stop."""
+        return next(chain(self._received, (each.signalled for each in self._processes if each.signalled)), None)
+
+    def _stop(self, number: int) -> None:
+        """Let the learners save and end together; raise `Stopped` where they cannot, or take too long."""
+        name, now = signal_name(number), time.monotonic()
+        if self._asked_to_stop is None:
+            if not any(process.can_stop for process in self._counted()):
+                raise Stopped(f"stopped by {name}; the learners were ended", number)
+            self._asked_to_stop = now
+            for process in self._counted():
+                process.tell({"stop": number})
+        elif now - self._asked_to_stop > STOP_PATIENCE:
+            raise Stopped(f"stopped by {name}; the learners had not saved after {STOP_PATIENCE:g} s", number)
+
+    def _counted(self) -> list[Process]:
+        """All who compute, or end: neither those whose loss was borne, nor those who have not joined yet."""
+        return [each for each in self._processes if not each.is_out and each not in self._newcomers]
+
+    def _with_names(self, names: Collection[int]) -> list[Process]:
+        """The processes of the members of a view that have these names."""
+        return [each for each in self._processes if not each.is_out and each.rank in names]
 
     def _bear(self, selector: selectors.BaseSelector) -> bool:
-        """Whether the others go on without those that have failed; if so, they are told."""
-        while _read(selector, self._on_message, timeout=0.0):  # what they said last
+        """Whether the others go on without those that have failed, if any have; if so, they are told."""
+        ended = [process for process in self._processes if not process.is_out and not process.is_running]
+        while ended and _read(selector, self._on_message, timeout=0.0):  # what they said last
             pass
-        failed = [process for process in self._watched() if process.popen.poll()]
-        left = [process for process in self._watched() if process.is_running]
-        if (
+        failed = [process for process in ended if process.popen.poll() and process not in self._newcomers]
+        if failed and (
             self._on_loss is None
             or not all(process.was_killed for process in failed)
-            or not left
-            or any(process.view < 0 for process in [*failed, *left])  # they have not all met yet
+            or any(process.view < 0 for process in self._counted())  # they have not all met yet
         ):
             return False
-        self._view += 1
-        reasons = [process.death() for process in failed]
-        for process in left:
-            members = [each.rank for each in left]
-            process.tell({"view": self._view, "members": members, "reason": "; ".join(reasons)})
-        for process, reason in zip(failed, reasons, strict=True):
-            end_loading([process], time.monotonic() + LOADING_GRACE)
-            self.losses.append(Loss(process.rank, reason))
-            self._on_loss(self.losses[-1])
+        never_came = self._newcomers.settle(self._members, ended)
+        if failed or never_came:
+            return self._go_on_without(failed, never_came)
         return True
 
+    def _go_on_without(self, failed: list[Process], never_came: list[int]) -> bool:
+        """Tell the others the next view, without some; whether there are others."""
+        before, reasons = self._members, [process.death() for process in failed]
+        reason = "; ".join([*reasons, *(f"learner {name} did not join" for name in never_came)])
+        lost = [*(process.rank for process in failed), *never_came]
+        with_state = [each.rank for each in self._with_names(before) if each.view >= 0 and each not in failed]
+        if not with_state:
+            return False
+        try:
+            members = self._changes.succession(before, lost, ())
+        except (ConfigError, PeerLost) as error:
+            raise PeerLost(f"{reason}; the run cannot go on without: {error}") from error
+        for process in failed:
+            process.is_out = True
+        self._announce(members, reason)
+        for process, why in zip(failed, reasons, strict=True):
+            end_loading([process], time.monotonic() + LOADING_GRACE)
+            self.losses.append(Loss(process.rank, why))
+            if self._on_loss is not None:
+                self._on_loss(self.losses[-1])
+        self._replace([name for name in before if name not in members and name not in never_came], failed)
+        return True
+
+    def _replace(self, gone: list[int], failed: list[Process]) -> None:
+        """Start those again that are gone, unless that has led to nothing before, or all are about to end."""
+        idle = [process for process in failed if process.joins and not process.has_computed]
+        if not self._changes.replaces or self._asked_to_stop is not None:
+            return
+        for process in idle:
+            self._changes.say(f"learner {process.rank} had computed nothing since it joined, and is not started again")
+        if not idle and gone:
+            self._changes.say(f"learner {', '.join(map(str, gone))}: started again")
+            self._newcomers.want(gone)
+
+    def _let_in(self, selector: selectors.BaseSelector) -> None:
+        """Start those who are wanted, and let those join who are ready, unless the others are just changing views."""
+        if self._asked_to_stop is not None or any(process.view < 0 for process in self._counted()):
+            return
+        here = self._with_names(self._members)
+        is_ending = any(not process.is_running for process in here)
+        for process in self._newcomers.tend(self._members, is_ending):
+            selector.register(process.line, selectors.EVENT_READ, process)
+        if is_ending or any(process.view < self._view for process in here):
+            return
+        names, members = self._newcomers.ready(self._members)
+        if names:
+            self._announce(members, f"learner {', '.join(map(str, names))} joined")
+
+    def _announce(self, members: tuple[int, ...], reason: str) -> None:
+        """Tell who is there from now on to them, and to those who have to leave."""
+        told = self._with_names({*self._members, *members})
+        self._view, self._members, self._all_here = self._view + 1, members, None
+        for process in told:
+            process.tell({"view": self._view, "members": members, "reason": reason})
+            process.is_out = process.rank not in members  # it leaves, and nobody waits for it
+
     def _end_the_silent(self) -> None:
+        """Kill who gives no sign of life for too long, and newcomers whom the others wait for in vain."""
         now = time.monotonic()
-        for process in self._watched():  # before learners have met, they load libraries, and wait for each other
+        joining = self._newcomers.joining(self._members)
+        for process in self._counted():  # before learners have met, they load libraries, and wait for each other
             if process.is_running and process.view >= 0 and now - process.heard > self._silence_seconds:
-                process.silence = now - process.heard
-                process.popen.kill()
-                process.popen.wait()
+                _kill(process, now - process.heard)
+        others = [each for each in self._with_names(self._members) if each not in joining]
+        if not all(max(process.arrived, process.view) >= self._view for process in others):
+            self._all_here = None
+        elif self._all_here is None:
+            self._all_here = now
+        for process in joining:
+            is_late = self._all_here is not None and now - self._all_here > ENTRY_SECONDS
+            if process.is_running and (is_late or now - process.heard > min(NEWCOMERS_SILENCE, self._silence_seconds)):
+                _kill(process, now - process.heard)
+
+
+def _kill(process: Process, silence: Seconds) -> None:
+    process.silence = silence
+    process.popen.kill()
+    process.popen.wait()
 
 
 def _read(selector: selectors.BaseSelector, on_message: OnMessage, timeout: Seconds) -> bool:
@@ -131,6 +232,11 @@ def _read(selector: selectors.BaseSelector, on_message: OnMessage, timeout: Seco
                 continue
             process.doing = message.get("doing", process.doing)
             process.view = message.get("view", process.view)
+            process.arrived = message.get("arrived", process.arrived)
+            process.is_ready = process.is_ready or "ready" in message
+            process.has_computed = process.has_computed or (process.view >= 0 and "doing" in message)
+            process.can_stop = message.get("can_stop", process.can_stop)
+            process.signalled = message.get("signalled", process.signalled)
             if "error" in message:
                 process.error = _revived(message["error"], message["message"])
             on_message(process.rank, message)

@@ -32,6 +32,8 @@ class Display:
         self._world = world
         self._console = console
         self._clock = clock
+        self.away: set[int] = set()
+        """Learners that were lost and have not come back."""
         self._snapshots: dict[int, Snapshot] = {}
         self._said: dict[int, float] = {}
         self._live: Live | None = None
@@ -57,6 +59,16 @@ class Display:
             self._live.update(self._table())
         elif snapshot.rank < MAX_ROWS and self._is_time(snapshot.rank):
             self.say(progress_line(snapshot))
+
+    def lost(self, learner: int) -> None:
+        """A learner is gone; what it did last is shown no more."""
+        self.away.add(learner)
+        self._snapshots.pop(learner, None)
+
+    def joined(self, learner: int) -> None:
+        """A learner has come, or come back."""
+        self.away.discard(learner)
+        self._world = max(self._world, learner + 1)
 
     def epoch(self, end: EpochEnd) -> None:
         """A learner has ended an epoch."""
@@ -87,7 +99,7 @@ class Display:
         for name in ("learner", "epoch", "batch", "loss", "running", "lr", "audio s/s"):
             table.add_column(name, justify="right")
         for rank in range(min(self._world, MAX_ROWS)):
-            table.add_row(str(rank), *_cells(self._snapshots.get(rank)))
+            table.add_row(str(rank), *_cells(self._snapshots.get(rank), "lost" if rank in self.away else "starting"))
         if self._world > MAX_ROWS:
             table.add_row("…", f"{self._world} learners", *[""] * 5)
         return table
@@ -98,9 +110,9 @@ def say_on(console: Console) -> Say:
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _cells(snapshot: Snapshot | None) -> list[str]:
+def _cells(snapshot: Snapshot | None, otherwise: str) -> list[str]:
     if snapshot is None:
-        return ["starting", *[""] * 5]
+        return [otherwise, *[""] * 5]
     return [
         str(snapshot.epoch + 1),
         f"{snapshot.batch + 1}/{snapshot.num_batches}",

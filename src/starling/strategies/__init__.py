@@ -141,6 +141,22 @@ class Strategy:
         """Which of `world` learners claim together; ConfigError when the options do not fit so many."""
         return Teams(self.num_workers(options, world), self.team_size(options, world))
 
+    def successors(
+        self, options: Config, members: Sequence[int], lost: Collection[int], came: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """The names of those who go on when some of `members` were lost and others came, in the order of their ranks.
+
+        Who came stands behind those who compute, and before those who serve them: nobody's place among servers changes,
+        nor, inside of a super-learner, who is beside whom. Raises PeerLost when nobody can go on, ConfigError when the
+        options do not fit so many.
+        """
+        ranks = self.survivors(options, len(members), [members.index(name) for name in lost])
+        going_on = [members[rank] for rank in ranks]
+        num_workers = self.num_workers(options, len(going_on))
+        following = (*going_on[:num_workers], *came, *going_on[num_workers:])
+        self.teams(options, len(following))
+        return following
+
     def start(self, learner: Learner, options: Config) -> Coroutine[Any, Any, None]:
         """The coroutine of one learner, not yet begun."""
         return self.run(learner) if self.options is NoOptions else self.run(learner, options)

@@ -1,0 +1,134 @@
+"""What a checkpoint costs: two learners on the demo's model, with checkpoints every few seconds and without."""
+
+import shutil
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.measuring import Bar
+from benchmarks.training import WARM_UP, job_for, recipe_for
+from starling.checkpoint.state import LearnerState
+from starling.checkpoint.writer import CheckpointWriter
+from starling.engines.job import EpochReport, StepReport
+from starling.engines.member import run_learner
+from starling.engines.processes import choose_device
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.job import ModelWriter
+from starling.experiment.observers import Saver, Together
+from starling.experiment.recipe import fingerprints
+from starling.experiment.regrouping import Regrouping
+from starling.launch.launcher import launch
+from starling.launch.link import Link, Message, reported_errors
+from starling.launch.rendezvous import find_membership, find_place
+from starling.launch.stopping import wishes_of
+from starling.report.curves import Curves
+
+WORLD, STEPS, PAIRS = 2, 300, 3
+EVERY_SECONDS = 3.0
+LARGEST_SHARE = 0.02
+"""Of the throughput, where there is a checkpoint every minute."""
+
+
+def measure(folder: Path) -> list[Bar]:
+    """The share of the throughput that a checkpoint every minute costs: what one takes, in seconds, by 60."""
+    lost: list[float] = []
+    saved: list[int] = []
+    for pair in range(PAIRS):
+        seconds: dict[bool, float] = {}
+        for with_checkpoints in (True, False) if pair % 2 else (False, True):
+            seconds[with_checkpoints], num_saved = _run(folder, with_checkpoints, f"{pair}-{with_checkpoints}")
+            saved += [num_saved] * with_checkpoints
+        lost.append((seconds[True] - seconds[False]) / saved[-1])
+    name = f"{WORLD} learners on the demo's model: share of the throughput that a checkpoint every minute costs"
+    detail = (
+        f"{1000 * median(lost):.0f} ms lost for each of {sum(saved)} checkpoints, one every {EVERY_SECONDS:g} s "
+        f"(median of {PAIRS} pairs of runs, {1000 * min(lost):.0f} to {1000 * max(lost):.0f})"
+    )
+    return [Bar.at_most(name, median(lost) / 60.0, LARGEST_SHARE, detail)]
+
+
+def _run(folder: Path, with_checkpoints: bool, name: str) -> tuple[float, int]:
+    """Train: the seconds from the warm-up to the end, what is being saved included, and how many checkpoints there
+    were in them."""
+    begins: list[float] = []
+    ends: list[float] = []
+    saved: list[Message] = []
+
+    def on_message(rank: int, message: Message) -> None:
+        if "begin" in message:
+            begins.append(message["begin"])
+        if "end" in message:
+            ends.append(message["end"])
+        if "saved" in message:
+            saved.append(message)
+
+    shutil.rmtree(ExperimentFolder(recipe_for(folder, WORLD, STEPS).folder).checkpoints, ignore_errors=True)
+    minutes = str(EVERY_SECONDS / 60.0) if with_checkpoints else "none"
+    command = [sys.executable, "-m", "benchmarks.checkpointing", str(folder), minutes]
+    launch(command, WORLD, folder / f"log-checkpointing-{name}", on_message)
+    return max(ends) - max(begins), len(saved)
+
+
+class _Begin:
+    """Tells the launcher when the warm-up is over."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._num_steps = 0
+
+    def on_step(self, report: StepReport) -> None:
+        self._num_steps += 1
+        if self._num_steps == WARM_UP:
+            self._link.send({"begin": time.monotonic()})
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
+
+    def on_mark(self, state: LearnerState) -> None: ...
+
+
+class _MarksOnly:
+    """Passes marks inside epochs on to a saver, and no ends of epochs: both kinds of run would have these."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+
+    def on_step(self, report: StepReport) -> None:
+        self._saver.on_step(report)
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
+
+    def on_mark(self, state: LearnerState) -> None:
+        self._saver.on_mark(state)
+
+
+def _learn(folder: Path, minutes: float | None, link: Link) -> None:
+    torch.set_num_threads(1)
+    place = find_place()
+    recipe = recipe_for(folder, WORLD, STEPS, "delay-by-one")
+    experiment = ExperimentFolder(recipe.folder)
+    regrouping = Regrouping(experiment, place, link.send)
+    model = ModelWriter(experiment.initial)
+    writer = CheckpointWriter(experiment.checkpoints, regrouping.arrive, model, fingerprints(recipe))
+    saver = Saver(writer, link.send, lambda: Curves(experiment.tensorboard / "consensus"))
+    observer = Together([_Begin(link), _MarksOnly(saver)])
+    with wishes_of(link, minutes) as wishes, saver:
+        run_learner(
+            job_for(folder, WORLD, STEPS, "delay-by-one"),
+            place,
+            choose_device("auto", place),
+            "bench",
+            observer,
+            membership=find_membership(place, link),
+            wishes=wishes,
+        )
+    link.send({"end": time.monotonic()})
+
+
+if __name__ == "__main__":
+    own = Link.from_environment()
+    with reported_errors(own):
+        if own is not None:
+            _learn(Path(sys.argv[1]), None if sys.argv[2] == "none" else float(sys.argv[2]), own)

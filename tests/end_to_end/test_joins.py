@@ -1,0 +1,147 @@
+"""Learners that come back or are new in a real training: all is seen once, and checkpoints are of those there."""
+
+import io
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+
+import psutil
+import pytest
+from rich.console import Console
+
+from starling.checkpoint.manifest import read_manifest
+from starling.checkpoint.reader import latest
+from starling.experiment.audit import audit
+from starling.experiment.seen import read_seen
+from tests.end_to_end.test_train import Tree, starling, written
+
+
+@pytest.fixture
+def songs(tree: Tree, tmp_path: Path) -> str:
+    """A recipe for songs, in batches that take no time."""
+    return written(tree | {"validate_every": None}, tmp_path)
+
+
+class Training:
+    """A training as a user starts it, in steps from one line on its screen to another."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        command = [sys.executable, "-m", "starling", "train", *arguments]
+        self.process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+        self.lines: SimpleQueue[str] = SimpleQueue()
+        self.reader = threading.Thread(target=self._read, daemon=True)  # or it would wait for who reads
+        self.reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stderr or ():
+            self.lines.put(line)
+        self.lines.put("")
+
+    def until(self, is_there: Callable[[str], bool], times: int = 1) -> None:
+        """Read on until there were so many such lines."""
+        while line := self.lines.get(timeout=200):
+            self.said.append(line)
+            times -= is_there(line)
+            if times == 0:
+                return
+        pytest.fail("".join(self.said))
+
+    def until_joined(self, learner: int) -> None:
+        """Until a learner has joined and computed, and two checkpoints were written after that."""
+        self.until(lambda line: line.startswith(f"learner {learner} has joined"))
+        self.until(lambda line: line.startswith(f"({learner}/") and "loss" in line)
+        self.until(lambda line: line.startswith("saved"), 2)
+
+    def kill(self, learner: int) -> None:
+        """As kill -9 does."""
+        children = psutil.Process(self.process.pid).children()
+        next(each for each in children if each.environ().get("RANK") == str(learner)).kill()
+
+    def end(self) -> None:
+        """As a user who has seen enough."""
+        learners = psutil.Process(self.process.pid).children()
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(timeout=100) == 143, "".join(self.said)
+        self.reader.join()
+        assert not any(learner.is_running() for learner in learners)
+
+
+def audited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Counter[int]]:
+    """What `starling audit` says in its last line, and how many mini-batches each learner computed."""
+    monkeypatch.chdir(folder)  # the recipe's paths are relative to where it was used
+    said: list[str] = []
+    audit(Path("exp/songs"), said.append, Console(file=io.StringIO()))
+    end = read_manifest(latest(Path("exp/songs"))).standing
+    return said[-1], Counter(sight.learner for sight in read_seen(Path("exp/songs/seen"), end))
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", pytest.param("allreduce", marks=pytest.mark.soak)])
+def test_a_lost_learner_and_one_more_join_and_all_is_seen_once(
+    strategy: str, songs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two is killed and comes back; a third is asked for from elsewhere. Everything was computed once, by all of
+    them; checkpoints are of three; and afterwards there is nothing to join."""
+    run = Training(
+        tmp_path, songs, "learners=2", f"strategy={strategy}", "budget.epochs=100000", "checkpoints.every=20",
+        "on_loss=replace",
+    )  # fmt: skip
+    run.until(lambda line: line.startswith("saved"), 2)
+    run.kill(1)
+    run.until_joined(1)
+    joining = starling(tmp_path, "join", "exp/songs")
+    assert joining.returncode == 0, joining.stderr
+    assert joining.stdout == "joined as learner 2; 3 learners go on; logs: exp/songs/log\n"
+    run.until_joined(2)
+    run.end()
+    line, shares = audited(tmp_path, monkeypatch)
+    assert "every mini-batch before number" in line
+    assert shares.keys() == {0, 1, 2}
+    assert read_manifest(latest(Path("exp/songs"))).world == 3
+    assert (tmp_path / "exp" / "songs" / "log" / "learner-2.log").is_file()
+    refused = starling(tmp_path, "join", "exp/songs", "--learners", "2")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "exp/songs: no run is going on here; start one with: starling train exp/songs/config.yaml" in refused.stderr
+
+
+@pytest.mark.soak
+def test_a_run_that_learners_joined_can_be_gone_on_with(
+    songs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner comes on purpose; four, under another strategy, go on from the checkpoint of three."""
+    run = Training(
+        tmp_path, songs, "learners=2", "strategy=delay-by-one", "budget.epochs=100000", "checkpoints.every=20",
+        "faults=[{join: 7, at_seconds: 1}]",
+    )  # fmt: skip
+    run.until_joined(7)
+    run.end()
+    position = read_manifest(latest(tmp_path / "exp" / "songs")).position
+    resumed = starling(
+        tmp_path, "train", "exp/songs/config.yaml", "resume=exp/songs", "learners=4", "strategy=adpsgd", "faults=[]",
+        f"budget.epochs={position.epoch + 2}",
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    line, shares = audited(tmp_path, monkeypatch)
+    whole = position.epoch + 2
+    assert f"{whole} of {whole} whole epochs saw each of" in line
+    assert shares[7] > 0
+
+
+@pytest.mark.soak
+def test_a_newcomer_that_differs_is_left_out_and_the_others_go_on(songs: str, tmp_path: Path) -> None:
+    """Somebody has edited the recipe of a run that goes on; who asked for the learner is told, nobody is disturbed."""
+    run = Training(tmp_path, songs, "learners=2", "budget.epochs=100000", "checkpoints.every=20")
+    run.until(lambda line: line.startswith("saved"))
+    config = tmp_path / "exp" / "songs" / "config.yaml"
+    config.write_text(config.read_text().replace("\nvalidate_every: null", "\nvalidate_every: 300"))
+    joining = starling(tmp_path, "join", "exp/songs")
+    assert joining.returncode == 3
+    assert "learner 2: learner 2 and learner 0 differ in configuration" in joining.stderr
+    run.until(lambda line: line.startswith("saved"), 2)
+    run.end()

@@ -1,0 +1,242 @@
+"""Learners that agree on a mark while they go on: nobody passes it without knowing it."""
+
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import DistStoreError, HashStore
+
+from starling.budget import Budget
+from starling.engines import agreed_marks
+from starling.engines.agreed_marks import AgreedMarks, Wishes
+from starling.engines.tickets import Mark, Marks, TeamTickets
+from starling.workload import Standing
+from tests.contract.problems import TinyRegression
+
+PATIENCE = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def looks_often() -> Iterator[None]:
+    """Tests need not wait as long as learners do."""
+    before, agreed_marks.LOOK_SECONDS = agreed_marks.LOOK_SECONDS, 0.001
+    yield
+    agreed_marks.LOOK_SECONDS = before
+
+
+class Waiting(Exception):  # noqa: N818 - it is no error
+    """Raised in place of waiting on."""
+
+
+def stop_waiting() -> None:
+    raise Waiting
+
+
+class Group:
+    """The parts of some learners in the marks of one view, and what each knew when."""
+
+    def __init__(self, world: int, minutes: float | None = None) -> None:
+        store = HashStore()
+        self.wishes = [Wishes(minutes) for _ in range(world)]
+        self.known: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+        self.parts = [
+            AgreedMarks(store, rank, world, self.wishes[rank], self._note(rank), PATIENCE) for rank in range(world)
+        ]
+
+    def _note(self, rank: int) -> Any:
+        return lambda mark, number: self.known[rank].append((mark, number))
+
+    def start(self, *ranks: int) -> None:
+        for rank in ranks or range(len(self.parts)):
+            self.parts[rank].start()
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+    def await_marks(self, num: int, *ranks: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while any(len(self.known[rank]) < num for rank in ranks or range(len(self.parts))):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(0, 60),
+    st.integers(0, 4),
+    st.booleans(),
+    st.sets(st.integers(0, 4), max_size=4),
+)
+def test_nobody_reaches_a_portion_behind_a_mark_before_knowing_it(
+    world: int, asked_after: int, by: int, is_in_step: bool, idle: set[int]
+) -> None:
+    """In step, where all reach the same portions, and not, where each takes the next; some may take none at all."""
+    group, by = Group(world), by % world
+    shared, taking = count(), threading.Lock()
+    behind: list[tuple[int, int, list[tuple[int, int]]]] = []
+
+    def learn(rank: int) -> None:
+        own = count()
+        while len(behind) < world:
+            with taking:
+                portion = next(own) if is_in_step else next(shared)
+            if portion == asked_after:
+                group.wishes[by].stop(15)
+            group.parts[rank].reach(portion)
+            if group.known[rank] and portion >= group.known[rank][0][0]:
+                behind.append((rank, portion, list(group.known[rank])))
+                return
+            everything[rank].append(portion)
+
+    everything: list[list[int]] = [[] for _ in range(world)]
+    group.start()
+    busy = [rank for rank in range(world) if rank not in idle] or [0]
+    threads = [threading.Thread(target=learn, args=[rank]) for rank in busy]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    group.await_marks(1)
+    group.close()
+    ((mark, number),) = {marks[0] for marks in group.known}
+    assert number == 15
+    assert [wishes.stopped_by for wishes in group.wishes] == [15] * world
+    for portions in everything:  # those that were reached when no mark before them was known
+        assert all(portion < mark for portion in portions)
+    if not is_in_step:
+        assert sorted(portion for portions in everything for portion in portions) == list(range(mark))
+
+
+def test_who_has_answered_waits_at_its_answer_and_the_margin() -> None:
+    """Until the last has answered; below that it goes on, and nothing else is waited for."""
+    group = Group(3)
+    for portion in range(10):
+        group.parts[0].reach(portion, stop_waiting)
+    group.wishes[1].stop(2)
+    group.start(1, 0)
+    deadline = time.monotonic() + PATIENCE
+    with pytest.raises(Waiting):
+        for portion in count(10):
+            group.parts[0].reach(portion, stop_waiting)
+            assert time.monotonic() < deadline
+    with pytest.raises(Waiting):
+        group.parts[1].settle(stop_waiting)
+    group.parts[2].reach(700, stop_waiting)  # its thread has not answered yet
+    group.start(2)
+    group.await_marks(1)
+    assert group.known[0] == group.known[1] == group.known[2]
+    assert group.known[0][0][0] > 700
+    for part in group.parts:
+        part.settle(stop_waiting)
+        part.reach(100_000, stop_waiting)
+    group.close()
+
+
+def test_marks_by_the_clock_come_again_and_again_and_an_end_behind_them() -> None:
+    """Only the first learner looks at its clock; each mark is the same for all, and beyond what anybody has reached."""
+    group = Group(2, minutes=0.0002)
+    group.start()
+    for portion in range(5):
+        group.parts[1].reach(portion)
+    group.await_marks(5)
+    group.wishes[1].stop(15)
+    deadline = time.monotonic() + PATIENCE
+    while any(part.is_alive() for part in group.parts):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert group.known[0] == group.known[1]
+    assert {number for _, number in group.known[0][:-1]} == {0}
+    assert group.known[0][-1][1] == 15
+    assert all(mark >= 5 for mark, _ in group.known[0][-2:])
+
+
+def test_a_mark_that_a_view_s_end_interrupts_is_dropped() -> None:
+    """The threads end though somebody has not answered, and the wish is still there for the next view."""
+    group = Group(3)
+    group.wishes[0].stop(15)
+    group.start(0, 1)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            group.parts[1].settle(stop_waiting)
+        except Waiting:
+            break
+        assert time.monotonic() < deadline
+    group.close()
+    assert not any(part.is_alive() for part in group.parts)
+    assert group.known == [[], [], []]
+    next_view = Group(2)
+    next_view.wishes[1] = next_view.parts[1]._wishes = group.wishes[0]
+    next_view.start()
+    next_view.await_marks(1)
+    next_view.close()
+
+
+def test_who_waits_for_a_mark_in_vain_says_so() -> None:
+    """A learner whose thread never answers is not waited for longer than the time-out."""
+    store, wishes = HashStore(), Wishes()
+    wishes.stop(15)
+    part = AgreedMarks(store, 0, 2, wishes, lambda mark, number: None, 0.2)
+    part.start()
+    deadline = time.monotonic() + PATIENCE
+    with pytest.raises(DistStoreError, match="no mark was agreed on"):
+        for portion in count():
+            part.reach(portion)
+            assert time.monotonic() < deadline
+    part.close()
+
+
+def test_without_wishes_nothing_is_asked() -> None:
+    """No thread, and nothing to wait for."""
+    part = AgreedMarks(HashStore(), 0, 2, None, lambda mark, number: None)
+    part.start()
+    assert not part.is_alive()
+    part.reach(5, stop_waiting)
+    part.settle(stop_waiting)
+    part.close()
+
+
+def tickets(num_steps: int = 100, team_size: int = 2) -> TeamTickets:
+    return TeamTickets(TinyRegression(batches=12), Standing(), Budget(steps=num_steps), team_size)
+
+
+def test_a_mark_that_was_agreed_on_is_one_like_any_other() -> None:
+    """It is passed once, in its place; where an epoch ends, it is that epoch's end."""
+    marks = Marks(tickets())
+    marks.add(2)
+    marks.add(6)
+    marks.add(7)
+    assert list(marks.until(8)) == [Mark(2), Mark(6, (0,)), Mark(7)]
+
+
+def test_a_mark_at_the_end_of_the_run_or_behind_it_is_none() -> None:
+    """What is saved there is the end's, whatever ends the run."""
+    marks = Marks(tickets(num_steps=20))
+    marks.add(10)
+    marks.end_at(10)
+    assert list(marks.until(10)) == [Mark(6, (0,))]
+    by_steps = Marks(tickets(num_steps=20))
+    by_steps.add(10)
+    assert list(by_steps.until(10)) == [Mark(6, (0,))]
+    by_time = Marks(tickets())
+    by_time.add(10)
+    by_time.end_at(10)
+    assert list(by_time.until(10)) == [Mark(6, (0,))]
+
+
+def test_a_run_that_is_ended_early_hands_out_what_is_before_its_end() -> None:
+    """As if the budget were spent there: the same for what is claimed, and for what all have drawn."""
+    given = tickets()
+    given.end_at(7)
+    assert [given.is_beyond(number) for number in (6, 7, 8)] == [False, True, True]
+    assert given.handed_out(12) == 7
+    assert given.handed_out(5) == 5
+    assert len(list(given.take(count(), members=range(2)))) == 14

@@ -1,0 +1,116 @@
+"""What a process waits for is known to whoever asks."""
+
+import threading
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from starling.engines.greeting import await_keys
+from starling.engines.waits import BACKGROUND, OWN_ROUNDS, WAITS, Waits
+
+
+class Clock:
+    """Goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_wait_says_for_whom_and_since_when_by_the_names_of_learners() -> None:
+    """Ranks change from view to view; names do not, and nobody waits for itself."""
+    clock = Clock()
+    waits = Waits(clock)
+    waits.among(1, [0, 3, 5])
+    with waits.waiting("a mean", range(3), is_group=True):
+        clock.now += 4.0
+        wait = waits.longest(than=1.0)
+        assert wait is not None
+        assert (wait.what, wait.whom, wait.is_group, wait.seconds) == ("a mean", (0, 5), True, 4.0)
+        assert waits.longest(than=5.0) is None
+    assert waits.longest() is None
+
+
+def test_the_usual_time_is_that_between_waits_of_one_kind() -> None:
+    """Whoever the peer is; a single long one changes nothing."""
+    clock = Clock()
+    waits = Waits(clock)
+    for step, seconds in enumerate([2.0, 2.0, 90.0, 2.0, 2.0]):
+        with waits.waiting(f"receiving from learner {step % 2}", [step % 2]):
+            clock.now += seconds
+    with waits.waiting("receiving from learner 0", [0]):
+        clock.now += 15.0
+        wait = waits.longest()
+    assert wait is not None
+    assert wait.usual == 2.0
+    assert not wait.is_unusual(10.0, times=10.0)
+    assert wait.is_unusual(10.0, times=5.0)
+
+
+def test_a_wait_inside_another_is_told_while_it_lasts() -> None:
+    """Data that wait for a claim wait for another learner."""
+    clock = Clock()
+    waits = Waits(clock)
+    with waits.waiting("data"):
+        clock.now += 1.0
+        with waits.waiting("claiming", [0]):
+            assert waits.longest().what == "claiming"  # type: ignore[union-attr]
+        assert waits.longest().what == "data"  # type: ignore[union-attr]
+
+
+def test_what_a_background_waits_for_explains_who_waits_for_it() -> None:
+    """The training that waits for its own last averaging rounds waits for those that the background waits for."""
+    clock = Clock()
+    waits = Waits(clock)
+    is_in, may_go = threading.Event(), threading.Event()
+
+    def average() -> None:
+        with waits.waiting("receiving from learner 2", [2]):
+            is_in.set()
+            may_go.wait(10.0)
+
+    background = threading.Thread(target=average, name=f"{BACKGROUND}-0")
+    background.start()
+    assert is_in.wait(10.0)
+    clock.now += 3.0
+    alone = waits.longest()
+    with waits.waiting(OWN_ROUNDS):
+        both = waits.longest()
+    with waits.waiting("data"):
+        first = waits.longest()
+    may_go.set()
+    background.join()
+    assert alone is not None
+    assert both is not None
+    assert (alone.whom, alone.is_behind) == ((2,), True)
+    assert (both.whom, both.is_behind) == ((2,), False)
+    assert first is not None
+    assert (first.what, first.is_behind) == ("data", False)
+
+
+def test_time_in_which_the_process_stood_still_is_no_wait() -> None:
+    """Who was stopped did not wait for the others: they waited for it."""
+    clock = Clock()
+    waits = Waits(clock)
+    with waits.waiting("a mean"):
+        clock.now += 30.0
+        waits.forget(29.5)
+        assert waits.longest().seconds == 0.5  # type: ignore[union-attr]
+
+
+def test_who_has_not_written_a_key_is_known_while_it_is_awaited() -> None:
+    """Of all that greet each other, those that are missing."""
+    store = HashStore()
+    store.set("word/0", "")
+    seen: list[tuple[int, ...]] = []
+
+    def look_around() -> None:
+        wait = WAITS.longest()
+        if wait is not None and wait.what == "a word" and wait.whom == (1,):
+            seen.append(wait.whom)
+            store.set("word/1", "")
+
+    WAITS.among(7, range(8))
+    await_keys(store, ["word/0", "word/1"], 20.0, look_around, "a word", [0, 1])
+    assert seen == [(1,)]

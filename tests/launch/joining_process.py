@@ -1,0 +1,108 @@
+"""The program of a learner process in the tests of joining: `joining_process.py MODE HURRY`.
+
+A mode is a strategy, and what goes wrong with newcomers: `adpsgd`, `adpsgd/alien`. Mini-batches take their time until
+there is a file HURRY.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from starling.budget import Budget
+from starling.engines.job import Job
+from starling.engines.member import run_learner
+from starling.engines.membership import Membership, View
+from starling.errors import DataError
+from starling.launch.link import Link, reported_errors
+from starling.launch.rendezvous import find_membership, find_place, joins
+from starling.strategies import find_strategy
+from starling.workload import Ticket
+from tests.contract.cases import sgd
+from tests.contract.problems import Points, TinyRegression
+from tests.launch.learner_process import Reporter
+
+NUM_MINI_BATCHES = 2000
+OPTIONS = {"hadpsgd": {"per_node": 2}, "parameter-server": {"servers": "own"}}
+
+
+class Unhurried(TinyRegression):
+    """Mini-batches that take their time until there is a file."""
+
+    def __init__(self, hurry: Path) -> None:
+        super().__init__()
+        self._hurry = hurry
+
+    def load(self, ticket: Ticket) -> list[Points]:
+        if not self._hurry.exists():
+            time.sleep(0.05)
+        return list(super().load(ticket))
+
+
+class Dying(Unhurried):
+    """Whoever loads it is killed, but for the first time, which is for nothing."""
+
+    num_loaded = 0
+
+    def load(self, ticket: Ticket) -> list[Points]:
+        self.num_loaded += 1
+        if self.num_loaded > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().load(ticket)
+
+
+def await_word(membership: Membership, word: Path, link: Link) -> None:
+    """Be ready only when there is a file."""
+    first_view = membership.first_view
+
+    def late() -> View:
+        link.send({"waits": True})
+        while not word.exists():
+            time.sleep(0.001)
+        return first_view()
+
+    membership.first_view = late  # type: ignore[method-assign]
+
+
+def main(mode: str, hurry: Path, link: Link | None) -> None:
+    torch.set_num_threads(1)
+    place = find_place(timeout_seconds=60)
+    name, _, trouble = mode.partition("/")
+    trouble = trouble if joins() else ""
+    if trouble == "fails":
+        raise DataError("the disk of this learner is gone")
+    strategy = find_strategy(name)
+    job = Job(
+        workload=(Dying if trouble == "dies" else Unhurried)(hurry),
+        strategy=strategy,
+        options=strategy.options(**OPTIONS.get(name, {})),
+        budget=Budget(steps=NUM_MINI_BATCHES),
+        make_optimizer=sgd(0.01),
+    )
+    membership = find_membership(place, link)
+    if trouble == "stuck":  # ready, and then never seen where they meet
+        membership.arrive = lambda view: time.sleep(1000)  # type: ignore[method-assign]
+    if trouble == "shot":
+        membership.arrive = lambda view: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    if trouble == "late" and link is not None:
+        await_word(membership, hurry.with_name("come"), link)
+    state = run_learner(
+        job,
+        place,
+        torch.device("cpu"),
+        digest="another" if trouble == "alien" else "same",
+        observer=Reporter(link, dies=False),
+        timeout_seconds=60,
+        membership=membership,
+    )
+    if link is not None:
+        link.send({"left": True} if state is None else {"num_done": state.standing.num_done})
+
+
+if __name__ == "__main__":
+    line = Link.from_environment()
+    with reported_errors(line):
+        main(sys.argv[1], Path(sys.argv[2]), line)

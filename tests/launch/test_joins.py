@@ -1,0 +1,265 @@
+"""Learners that come back, or are new, join a run that goes on; whatever happens to them, the others go on."""
+
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from starling.engines.faults import Join
+from starling.launch.launcher import launch
+from starling.launch.link import Message
+from starling.launch.newcomers import Changes
+from starling.launch.requests import Answer, Request, answered, ask, taking_requests
+from starling.launch.watch import Loss
+from starling.strategies import find_strategy
+from tests.launch.joining_process import NUM_MINI_BATCHES, OPTIONS
+
+
+class Run:
+    """A run that learners join, and what was said in it."""
+
+    def __init__(self, mode: str, world: int, folder: Path) -> None:
+        self.mode, self.world, self.folder = mode, world, folder
+        self.hurry = folder / "hurry"
+        self.requests = folder / "joins"
+        self.said: list[str] = []
+        self.losses: list[Loss] = []
+        self.joined: list[int] = []
+        self.views: dict[int, int] = {}
+        self.num_steps: Counter[int] = Counter()
+        self.steps_before: dict[int, int] = {}
+        self.num_done: dict[int, int] = {}
+        self.has_left: set[int] = set()
+        self.asked: list[Request] = []
+        self.victims: list[int] = []
+        self.expected = 0
+
+    def go(
+        self,
+        kill: int | None = None,
+        ask_for: tuple[int, ...] = (),
+        ask_after_loss: tuple[int, ...] = (),
+        joins: tuple[Join, ...] = (),
+        replaces: bool = False,
+        expect: int = 1,
+    ) -> None:
+        """To its end, in a hurry once `expect` learners have joined and done their share; nobody is left behind."""
+        self.expected = expect
+        self.victims = [] if kill is None else [kill]
+        self.wanted, self.wanted_after_loss = ask_for, ask_after_loss
+        strategy = find_strategy(self.mode.partition("/")[0])
+        options = strategy.options(**OPTIONS.get(strategy.name, {}))
+        with taking_requests(self.requests) as requests:
+            changes = Changes(
+                succession=lambda members, lost, came: strategy.successors(options, members, lost, came),
+                replaces=replaces,
+                joins=joins,
+                requests=requests,
+                say=self.said.append,
+                on_join=self.on_join,
+            )
+            command = [sys.executable, "-m", "tests.launch.joining_process", self.mode, str(self.hurry)]
+            losses = launch(command, self.world, self.folder, self.on_message, self.on_loss, 60.0, changes)
+        assert losses == self.losses
+        assert self.hurry.exists()
+        assert not [each for each in psutil.Process().children() if "RANK" in each.environ()]
+
+    def on_loss(self, loss: Loss) -> None:
+        self.losses.append(loss)
+        self.asked += [ask(self.requests, number) for number in self.wanted_after_loss]
+
+    def on_join(self, name: int) -> None:
+        self.joined.append(name)
+        self.steps_before[name] = self.num_steps[name]
+
+    def on_message(self, rank: int, message: Message) -> None:
+        self.views[rank] = message.get("view", self.views.get(rank, -1))
+        self.num_steps[rank] += "step" in message
+        if "num_done" in message:
+            self.num_done[rank] = message["num_done"]
+        if "left" in message:
+            self.has_left.add(rank)
+        if len(self.views) >= self.world and min(self.views.values()) >= 0 and "step" in message:
+            for victim in self.victims:
+                os.kill(process_of(victim).pid, signal.SIGKILL)
+            self.victims = []
+            self.asked += [ask(self.requests, number) for number in self.wanted]
+            self.wanted = ()
+        if self.is_enough():
+            self.hurry.touch()
+
+    def is_enough(self) -> bool:
+        """Whether all who were to join have done a share of the work."""
+        shares = [self.num_steps[name] - before for name, before in self.steps_before.items()]
+        return len(self.joined) >= self.expected and all(share >= 3 for share in shares)
+
+    def answer(self, number: int = 0) -> Answer:
+        """What became of a request."""
+        answer = answered(self.requests, self.asked[number])
+        assert answer is not None
+        return answer
+
+    def assert_whole(self, learners: int) -> None:
+        """The budget of all was finished together by so many."""
+        assert len(self.num_done) == learners
+        assert len(set(self.num_done.values())) == 1
+        for num_done in self.num_done.values():
+            assert NUM_MINI_BATCHES <= num_done < NUM_MINI_BATCHES + learners
+
+
+def process_of(rank: int) -> psutil.Process:
+    """The newest process of one learner."""
+    found = [each for each in psutil.Process().children() if each.environ().get("RANK") == str(rank)]
+    return max(found, key=psutil.Process.create_time)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "victim"),
+    [
+        ("adpsgd", 3, 1),
+        ("allreduce", 2, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                ("parameter-server", 3, 1),
+                ("delay-by-one", 3, 1),
+                ("dpsgd", 4, 3),
+                ("delayed", 3, 1),
+                ("hogwild", 3, 0),
+            )
+        ),
+    ],
+)
+def test_a_learner_that_was_lost_is_started_again_and_joins(
+    strategy: str, world: int, victim: int, tmp_path: Path
+) -> None:
+    """Under its name; it takes a neighbour's state, does its share, and all finish the budget. `make soak` has the
+    other strategies."""
+    run = Run(strategy, world, tmp_path)
+    run.go(kill=victim, replaces=True)
+    assert [loss.learner for loss in run.losses] == [victim]
+    assert run.joined == [victim]
+    assert set(run.views.values()) == {2}
+    run.assert_whole(world)
+    assert f"learner {victim} has joined; {world} learners go on" in run.said
+
+
+@pytest.mark.soak
+def test_a_super_learner_comes_back_whole(tmp_path: Path) -> None:
+    """It left whole, for one of its learners was killed; both are started again, and join when both are ready."""
+    run = Run("hadpsgd", 4, tmp_path)
+    run.go(kill=1, replaces=True, expect=2)
+    assert sorted(run.joined) == [0, 1]
+    assert run.has_left == {0}
+    assert set(run.views.values()) == {2}
+    run.assert_whole(4)
+
+
+def test_more_learners_join_on_request(tmp_path: Path) -> None:
+    """Two requests at once: one for two learners, one for a number that makes no sense."""
+    run = Run("adpsgd", 2, tmp_path)
+    run.go(ask_for=(2, 0), expect=2)
+    assert sorted(run.joined) == [2, 3]
+    assert run.answer(0) == Answer(joined=(2, 3), learners=4)
+    assert "0 learners are asked for; the number must be in [1, 4" in run.answer(1).refused
+    run.assert_whole(4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["parameter-server", "allreduce", "hogwild", "delay-by-one", "dpsgd", "delayed"])
+def test_more_learners_join_under_any_strategy(strategy: str, tmp_path: Path) -> None:
+    """A server of its own stays the last one: who comes computes."""
+    run = Run(strategy, 2, tmp_path)
+    run.go(ask_for=(1, 1), expect=2)
+    assert run.answer(0).joined
+    assert run.answer(1).joined
+    run.assert_whole(4)
+
+
+@pytest.mark.soak
+def test_a_request_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Super-learners are whole: three learners more are refused, two join."""
+    run = Run("hadpsgd", 2, tmp_path)
+    run.go(ask_for=(3, 2), expect=2)
+    assert "2 learners to a super-learner do not divide 5 learners" in run.answer(0).refused
+    assert run.answer(1).joined == (2, 3)
+
+
+def test_a_name_that_was_lost_is_given_again_and_a_learner_joins_at_its_time(tmp_path: Path) -> None:
+    """Learner 1 is killed, learner 5 comes on purpose while that is borne, and a request brings learner 1 back."""
+    run = Run("delay-by-one", 3, tmp_path)
+    run.go(kill=1, ask_after_loss=(1,), joins=(Join(join=5, at_seconds=0.0),), expect=2)
+    assert sorted(run.joined) == [1, 5]
+    assert run.answer().joined == (1,)
+    run.assert_whole(4)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        ("fails", "learner 2: the disk of this learner is gone"),
+        pytest.param("alien", "differ in configuration: 'another' and 'same'", marks=pytest.mark.soak),
+        ("shot", "learner 2 was killed by SIGKILL"),
+        pytest.param("stuck", "learner 2 gave no sign of life|learner 2 was ended", marks=pytest.mark.soak),
+    ],
+)
+def test_a_newcomer_that_fails_while_it_joins_is_left_out(trouble: str, reason: str, tmp_path: Path) -> None:
+    """Before it is ready, or when the others expect it already: they go on, and who asked is told."""
+    run = Run(f"allreduce/{trouble}", 2, tmp_path)
+    run.expected = 1
+    run.is_enough = lambda: any("it had not joined" in line for line in run.said)  # type: ignore[method-assign]
+    run.go(ask_for=(1,))
+    assert (run.joined, run.losses) == ([], [])
+    (failure,) = run.answer().failed
+    assert any(each in failure for each in reason.split("|"))
+    run.assert_whole(2)
+
+
+@pytest.mark.soak
+def test_a_learner_that_dies_before_it_computes_is_not_started_again(tmp_path: Path) -> None:
+    """Or there would be no end to it."""
+    run = Run("adpsgd/dies", 3, tmp_path)
+    run.is_enough = lambda: any("is not started again" in line for line in run.said)  # type: ignore[method-assign]
+    run.go(kill=1, replaces=True)
+    assert [loss.learner for loss in run.losses] == [1, 1]
+    assert "learner 1 had computed nothing since it joined, and is not started again" in run.said
+    run.assert_whole(2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
+@pytest.mark.parametrize("margin", [1, 5, 20, 100])
+def test_a_learner_that_comes_at_the_very_end_disturbs_nobody(strategy: str, margin: int, tmp_path: Path) -> None:
+    """All end in the old view, or all in the new one; who asked hears which."""
+    run = Run(f"{strategy}/late", 3, tmp_path)
+    hear = run.on_message
+    come = run.hurry.with_name("come")
+
+    def on_message(rank: int, message: Message) -> None:
+        hear(rank, message)
+        if "waits" in message:
+            run.hurry.touch()
+        if message.get("step", 0) >= NUM_MINI_BATCHES - margin:
+            come.touch()
+
+    run.on_message = on_message  # type: ignore[method-assign]
+    run.is_enough = lambda: False  # type: ignore[method-assign]
+    run.go(ask_for=(1,))
+    assert come.exists()
+    assert bool(run.answer().failed) == (not run.joined)
+    run.assert_whole(3 + len(run.joined))
+
+
+def test_who_asks_for_nothing_sensible_is_not_believed(tmp_path: Path) -> None:
+    """A file that is no request counts as one for nobody; a folder has one launcher."""
+    with taking_requests(tmp_path) as requests, taking_requests(tmp_path) as others:
+        assert requests is not None
+        assert others is None
+        for number, content in enumerate((b"[]", b"{", b'{"learners": true}', b'{"learners": 2}')):
+            (tmp_path / f"request-{number}.json").write_bytes(content)
+        assert [request.learners for request in requests.take()] == [0, 0, 0, 2]
+        assert requests.take() == []

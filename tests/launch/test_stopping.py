@@ -1,0 +1,304 @@
+"""A run that is asked to stop, and one that saves by the clock: what is in the checkpoint, and who ends how."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from starling.checkpoint.reader import checkpoints_in, load
+from starling.errors import Stopped
+from starling.launch import watch
+from starling.launch.launcher import Loss, launch
+from tests.launch.stopping_process import Run
+from tests.warm_start import Line
+
+Noted = dict[str, Any]
+OWN_SERVERS = {"servers": "own"}
+
+
+def run_for(folder: Path, name: str, **what: Any) -> Run:
+    """A run with a folder of its own."""
+    (folder / name).mkdir()
+    return Run(str(folder / name), **what)
+
+
+def noted(run: Run, world: int) -> list[Noted]:
+    """What each learner noted; nobody went wrong."""
+    return [json.loads((Path(run.folder) / f"noted-{rank}.json").read_text()) for rank in range(world)]
+
+
+def newest(run: Run) -> Path:
+    return checkpoints_in(Path(run.folder) / "checkpoints")[-1]
+
+
+def stop_by_themselves(run: Run, world: int, line: Line, code: int) -> None:
+    """Let learners without a launcher run until a signal reaches one of them; all end with the exit code given."""
+    with line.learners(run.command(), world, Path(run.folder)) as learners:
+        ends = [learners.end(rank) for rank in range(world)]
+    assert [each for each, _ in ends] == [code] * world, ends
+
+
+def assert_same_states(one: Path, other: Path, world: int) -> None:
+    for rank in range(world):
+        mine, theirs = (load_file(folder / f"learner-{rank}.safetensors") for folder in (one, other))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def assert_seen_once(runs: list[Run], world: int) -> None:
+    """Runs that go on from each other computed each mini-batch of the stream once, up to where the last one ended."""
+    together = [each for run in runs for each in noted(run, world)]
+    seen = Counter(step for each in together for step in each["seen"])
+    assert set(seen.values()) == {1}
+    for each in noted(runs[-1], world):
+        assert each["num_done"] == len(seen)
+        assert sorted(seen) + each["unfinished"] == list(range(len(seen)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "number", "options", "workers"),
+    [
+        ("delay-by-one", 2, signal.SIGTERM, {}, 0),
+        ("allreduce", 3, signal.SIGINT, {}, 0),
+        pytest.param("delay-by-one", 2, signal.SIGTERM, {}, 1, marks=pytest.mark.soak),
+        pytest.param("dpsgd", 3, signal.SIGTERM, {}, 0, marks=pytest.mark.soak),
+        pytest.param("delayed", 2, signal.SIGTERM, {"delay": 0}, 0, marks=pytest.mark.soak),
+    ],
+)
+def test_learners_in_step_that_stop_and_go_on_end_in_the_same_bits(
+    strategy: str, world: int, number: int, options: dict[str, Any], workers: int, tmp_path: Path, warm_start: Line
+) -> None:
+    """Without a launcher, one of them hears the signal and all stop at one mark, with 128 + the signal; weights,
+    moments and place in the data are then those of a run that nobody stopped."""
+    how: dict[str, Any] = {"strategy": strategy, "options": options, "workers": workers}
+    stopped = run_for(tmp_path, "stopped", signals={world - 1: number}, **how)
+    stop_by_themselves(stopped, world, warm_start, 128 + number)
+    done = noted(stopped, world)[0]["num_done"]
+    assert 100 <= done == load(newest(stopped)).manifest.standing.num_done
+    resumed = run_for(tmp_path, "resumed", resume=str(newest(stopped)), steps=done + 30 * world, **how)
+    straight = run_for(tmp_path, "straight", steps=done + 30 * world, **how)
+    for run in (resumed, straight):
+        warm_start.run(run.command(), world, Path(run.folder))
+    assert newest(resumed).name == newest(straight).name
+    assert_same_states(newest(resumed), newest(straight), world)
+    assert_seen_once([stopped, resumed], world)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "options"),
+    [
+        ("adpsgd", 3, {}),
+        ("parameter-server", 3, OWN_SERVERS),
+        ("hogwild", 2, {}),
+        pytest.param("parameter-server", 2, {}, marks=pytest.mark.soak),
+        pytest.param("parameter-server", 3, OWN_SERVERS | {"update": "hybrid"}, marks=pytest.mark.soak),
+        pytest.param("parameter-server", 3, {"update": "synchronous"}, marks=pytest.mark.soak),
+        pytest.param("hadpsgd", 4, {"per_node": 2}, marks=pytest.mark.soak),
+        pytest.param("delayed", 2, {"delay": 3}, marks=pytest.mark.soak),
+    ],
+)
+def test_other_learners_that_stop_and_go_on_see_everything_once(
+    strategy: str, world: int, options: dict[str, Any], tmp_path: Path, warm_start: Line
+) -> None:
+    """All of them hear the signal, as from Slurm; nothing is left unfinished, and a resume does the rest."""
+    how: dict[str, Any] = {"strategy": strategy, "options": options}
+    everybody = dict.fromkeys(range(world), signal.SIGTERM)
+    stopped = run_for(tmp_path, "stopped", signals={0: signal.SIGTERM} if world == 2 else everybody, **how)
+    stop_by_themselves(stopped, world, warm_start, 128 + signal.SIGTERM)
+    assert_seen_once([stopped], world)
+    done = noted(stopped, world)[0]["num_done"]
+    resumed = run_for(tmp_path, "resumed", resume=str(newest(stopped)), steps=done + 60, **how)
+    warm_start.run(resumed.command(), world, Path(resumed.folder))
+    assert_seen_once([stopped, resumed], world)
+
+
+def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path: Path, warm_start: Line) -> None:
+    """In step, each is exact: the state of all after the mini-batches that it counts, and of none behind them."""
+    timed = run_for(
+        tmp_path, "timed", strategy="delay-by-one", minutes=0.002, signals={0: signal.SIGTERM}, at_step=1, at_mark=3
+    )
+    stop_by_themselves(timed, 2, warm_start, 128 + signal.SIGTERM)
+    saved = checkpoints_in(Path(timed.folder) / "checkpoints")
+    assert [len(each["marks_at"]) for each in noted(timed, 2)] == [len(saved) - 1] * 2
+    assert len(saved) >= 4
+    middle = saved[1]
+    standing = load(middle).manifest.standing
+    assert not standing.unfinished
+    assert 0 < standing.num_done < noted(timed, 2)[0]["num_done"]
+    short = run_for(tmp_path, "short", strategy="delay-by-one", steps=standing.num_done)
+    warm_start.run(short.command(), 2, Path(short.folder))
+    assert_same_states(middle, newest(short), 2)
+
+
+def test_nobody_waits_for_a_slow_learner_to_agree_on_a_mark(tmp_path: Path, warm_start: Line) -> None:
+    """While one asynchronous learner computes for seconds, the other goes on past several marks; both save each."""
+    pause = {"learner": 1, "after": 20, "seconds": 3.0}
+    run = run_for(tmp_path, "run", strategy="adpsgd", options={"pattern": "pairs"}, minutes=0.005, pause=pause,
+                  signals={1: signal.SIGTERM}, at_step=100)  # fmt: skip
+    stop_by_themselves(run, 2, warm_start, 128 + signal.SIGTERM)
+    fast, slow = noted(run, 2)
+    begin, end = max(pairwise(slow["steps_at"]), key=lambda pair: pair[1] - pair[0])
+    assert end - begin >= 3.0
+    assert sum(begin < moment < end for moment in fast["marks_at"]) >= 3
+    for checkpoint in checkpoints_in(Path(run.folder) / "checkpoints"):
+        assert load(checkpoint).manifest.world == 2
+
+
+class When:
+    """Does something once a learner has come to some step of a run that can be stopped."""
+
+    def __init__(self, do: Any, world: int, from_step: int = 100) -> None:
+        self.do, self.world, self.from_step = do, world, from_step
+        self.can_stop: set[int] = set()
+        self.is_done = False
+
+    def __call__(self, rank: int, message: dict[str, Any]) -> None:
+        if message.get("can_stop"):
+            self.can_stop.add(rank)
+        if not self.is_done and len(self.can_stop) == self.world and message.get("step", 0) >= self.from_step:
+            self.is_done = True
+            self.do()
+
+
+def learner(rank: int) -> psutil.Process:
+    return next(each for each in psutil.Process().children() if each.environ().get("RANK") == str(rank))
+
+
+def no_learner_is_left() -> bool:
+    return not [each for each in psutil.Process().children() if "RANK" in each.environ()]
+
+
+@pytest.mark.parametrize(
+    ("number", "workers"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 1, marks=pytest.mark.soak)]
+)
+def test_a_signal_to_the_launcher_lets_all_learners_save_and_end(
+    number: signal.Signals, workers: int, tmp_path: Path
+) -> None:
+    """The launcher says which signal it was, and everything that was computed is in the newest checkpoint."""
+    run = run_for(tmp_path, "run", strategy="adpsgd", workers=workers)
+    when = When(lambda: os.kill(os.getpid(), number), 2)
+    with pytest.raises(Stopped, match=f"^stopped by {number.name}$") as stopped:
+        launch(run.command(), 2, tmp_path, when)
+    assert stopped.value.exit_code == 128 + number
+    assert stopped.value.has_saved
+    assert_seen_once([run], 2)
+    assert load(newest(run)).manifest.standing.num_done == noted(run, 2)[0]["num_done"]
+    assert no_learner_is_left()
+
+
+@pytest.mark.parametrize("whom", ["one learner", pytest.param("everybody", marks=pytest.mark.soak)])
+def test_a_signal_to_the_learners_stops_all_of_them_as_one_to_the_launcher_does(whom: str, tmp_path: Path) -> None:
+    """Slurm and systemd may signal every process there is, loading processes included: nobody ends before all have
+    saved."""
+    run = run_for(tmp_path, "run", strategy="delay-by-one", workers=1 if whom == "everybody" else 0)
+
+    def signal_them() -> None:
+        if whom == "one learner":
+            learner(1).terminate()
+            return
+        for each in (learner(0), learner(1)):
+            os.killpg(each.pid, signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM$"):
+        launch(
+            run.command(), 2, tmp_path, when := When(signal_them, 2, from_step=100 if whom == "one learner" else 8000)
+        )
+    assert when.is_done
+    assert_seen_once([run], 2)
+    assert load(newest(run)).manifest.standing.num_done == noted(run, 2)[0]["num_done"]
+    assert no_learner_is_left()
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", pytest.param("delay-by-one", marks=pytest.mark.soak)])
+def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(
+    strategy: str, tmp_path: Path, warm_start: Line
+) -> None:
+    """The mark that was wanted in the view before is agreed on in the next one, by those who are left."""
+    run = run_for(tmp_path, "run", strategy=strategy, minutes=0.002)
+    losses: list[Loss] = []
+
+    def harm() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        learner(2).kill()
+
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM$"):
+        launch(run.command(), 3, tmp_path, when := When(harm, 3), losses.append)
+    assert when.is_done
+    assert [loss.learner for loss in losses] == [2]
+    ends = noted(run, 2)
+    standing = load(newest(run)).manifest.standing
+    assert {each["num_done"] for each in ends} == {standing.num_done}
+    assert load(newest(run)).manifest.world == 2
+    resumed = run_for(tmp_path, "resumed", strategy=strategy, resume=str(newest(run)), steps=standing.num_done + 20)
+    warm_start.run(resumed.command(), 2, Path(resumed.folder))
+    assert no_learner_is_left()
+
+
+def test_learners_that_do_not_save_in_time_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them stands still: everything ends before a scheduler would end it."""
+    monkeypatch.setattr(watch, "STOP_PATIENCE", 1.0)
+    run = run_for(tmp_path, "run", strategy="delay-by-one")
+
+    def harm() -> None:
+        learner(1).suspend()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped, match="stopped by SIGTERM; the learners had not saved after 1 s") as stopped:
+        launch(run.command(), 2, tmp_path, when := When(harm, 2))
+    assert when.is_done
+    assert not stopped.value.has_saved
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert no_learner_is_left()
+
+
+def test_a_second_signal_does_not_wait_for_anybody_to_save(tmp_path: Path) -> None:
+    """Of learners that would save, one stands still: the second signal ends the launcher and all of them at once."""
+    run = replace(run_for(tmp_path, "run", strategy="delay-by-one"), signals={1: signal.SIGSTOP})
+    program = (
+        "import sys; from pathlib import Path; from starling.launch.launcher import launch\n"
+        f"launch({run.command()!r}, 2, Path({str(tmp_path)!r}), "
+        "lambda rank, message: print(rank, message.get('step', -1), flush=True))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    left = []
+    for text in launcher.stdout:
+        rank, step = map(int, text.split())
+        if rank == 1 and step >= 100:
+            left = psutil.Process(launcher.pid).children()
+            break
+    launcher.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(timeout=1.0)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=4) == 128 + signal.SIGTERM
+    launcher.stdout.close()
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert len(left) == 2
+    assert not alive
+
+
+def test_a_second_signal_ends_a_learner_without_a_launcher_at_once(tmp_path: Path, warm_start: Line) -> None:
+    """Though it waits for another that does not come to the mark."""
+    run = run_for(tmp_path, "run", strategy="delay-by-one", signals={1: signal.SIGSTOP})
+    with warm_start.learners(run.command(), 2, Path(run.folder)) as learners:
+        other = psutil.Process(learners.pids[1])
+        while other.status() != psutil.STATUS_STOPPED:
+            assert learners.is_running(0)
+        os.kill(learners.pids[0], signal.SIGTERM)
+        with pytest.raises(TimeoutError):
+            learners.end(0, within=1.0)
+        os.kill(learners.pids[0], signal.SIGINT)
+        assert learners.end(0, within=5.0)[0] == 128 + signal.SIGINT

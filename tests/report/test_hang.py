@@ -1,0 +1,145 @@
+"""When learners stand still, people hear for whom, since when, and what that one said last; and not too often."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from starling.report.hang import Hangs
+from starling.report.roster import Roster
+
+BEAT = 0.5
+
+
+class Run:
+    """Learners whose messages are made up, on a clock that goes on by itself when they give signs of life."""
+
+    def __init__(self, world: int, long_seconds: float = 10.0) -> None:
+        self.now = 1000.0
+        self.roster = Roster(world, clock=lambda: self.now)
+        self.hangs = Hangs(self.roster, "log/learner-{}.log".format, long_seconds)
+        self.waits: dict[int, dict[str, Any]] = {}
+        self.silent: set[int] = set()
+        self.lines: list[str] = []
+        self.number = 0
+        for name in range(world):
+            self.roster.hear(name, {"view": 0})
+            self.roster.hear(name, {"doing": "computing batch 3 of epoch 2"})
+
+    def wait(self, name: int, what: str, whom: Sequence[int], is_group: bool = False, usual: float = 0.2) -> None:
+        """A learner begins to wait."""
+        self.number += 1
+        self.waits[name] = {
+            "what": what,
+            "whom": list(whom),
+            "is_group": is_group,
+            "is_behind": False,
+            "seconds": 0.0,
+            "usual": usual,
+            "number": self.number,
+        }
+
+    def go_on(self, seconds: float) -> list[str]:
+        """So much time passes; what is said meanwhile."""
+        before = len(self.lines)
+        for _ in range(int(seconds / BEAT)):
+            self.now += BEAT
+            for wait in self.waits.values():
+                wait["seconds"] += BEAT
+            for name in self.roster.learners.keys() - self.silent:
+                self.roster.hear(name, {"beat": {"steps": 7, "wait": self.waits.get(name)}})
+            self.lines += self.hangs.look()
+        return self.lines[before:]
+
+
+def test_in_a_mean_it_is_who_takes_part_and_does_not_wait_that_is_late() -> None:
+    """Nobody in the mean knows who it is; one line says it for all that wait."""
+    run = Run(4)
+    run.silent.add(2)
+    for name in (0, 1, 3):
+        run.wait(name, "a mean", [other for other in range(4) if other != name], is_group=True)
+    assert run.go_on(9.5) == []
+    (line,) = run.go_on(1.5)
+    assert line == (
+        "learners 0, 1 and 3 have waited 10.5 s in a mean (one every 0.2 s until then) for learner 2: learner 2 has "
+        "given no sign of life for 10.5 s; it last said 10.5 s ago: computing batch 3 of epoch 2; its log: "
+        "log/learner-2.log"
+    )
+
+
+def test_a_wait_is_told_once_and_again_when_it_has_doubled_and_when_it_ends() -> None:
+    """A night's hang takes a dozen lines, not thousands."""
+    run = Run(2)
+    run.wait(0, "a mean", [1], is_group=True)
+    lines = run.go_on(90.0)
+    assert [line.partition(" in ")[0] for line in lines] == [
+        "learner 0 has waited 10.5 s",
+        "learner 0 has waited 21.0 s",
+        "learner 0 has waited 42.0 s",
+        "learner 0 has waited 1 min 24 s",
+    ]
+    del run.waits[0]
+    assert run.go_on(5.0) == ["learner 0 goes on after 1 min 30 s of waiting for learner 1"]
+    assert run.hangs.ended == ["learner 0 goes on after 1 min 30 s of waiting for learner 1"]
+
+
+def test_what_is_usual_is_not_told() -> None:
+    """Ten times the usual step has to pass, too."""
+    run = Run(2)
+    run.wait(0, "a mean", [1], is_group=True, usual=8.0)
+    assert run.go_on(79.0) == []
+    assert len(run.go_on(3.0)) == 1
+
+
+def test_a_chain_of_waits_is_followed_to_its_end() -> None:
+    """0 waits for 1, which waits for 2, which computes: one line for both, with 2 as the cause."""
+    run = Run(3)
+    run.wait(0, "receiving from learner 1", [1])
+    run.wait(1, "receiving from learner 2", [2])
+    (line,) = run.go_on(11.0)
+    assert line.startswith("learners 0 and 1 have waited 10.5 s in receiving from learner ")
+    assert (
+        ": learner 2 lives, heard 0.0 s ago; it last said 10.5 s ago: computing batch 3 of epoch 2; its log: " in line
+    )
+
+
+def test_who_goes_on_before_the_others_is_not_counted_among_them_any_more() -> None:
+    """What it waits for next is another wait."""
+    run = Run(3)
+    run.wait(0, "a mean", [2], is_group=True)
+    run.wait(1, "a mean", [2], is_group=True)
+    assert run.go_on(11.0)[0].startswith("learners 0 and 1 have waited 10.5 s")
+    run.wait(1, "receiving from learner 2", [2])
+    assert [line.partition(" in ")[0] for line in run.go_on(11.0)] == ["learner 0 has waited 21.0 s"]
+    run.waits.clear()
+    assert run.go_on(1.0) == ["learners 0 and 1 go on after 22.5 s of waiting for learner 2"]
+
+
+def test_learners_that_all_wait_in_one_thing_are_told_so() -> None:
+    """Then it is what is between them that is stuck."""
+    run = Run(2)
+    for name in (0, 1):
+        run.wait(name, "a mean", [1 - name], is_group=True)
+    (line,) = run.go_on(11.0)
+    assert "all of those who take part wait in it" in line
+    assert "log/learner-0.log, log/learner-1.log" in line
+
+
+def test_who_waits_for_data_is_the_cause_itself() -> None:
+    """A slow disk is not another learner's fault."""
+    run = Run(2)
+    run.wait(0, "data", [])
+    run.wait(1, "a mean", [0], is_group=True)
+    lines = run.go_on(11.0)
+    assert lines == [
+        "learner 0 has waited 10.5 s in data (one every 0.2 s until then); learner 1 waits for that; "
+        "see log/learner-0.log"
+    ]
+
+
+def test_a_learner_that_was_lost_waits_no_more() -> None:
+    """Its last word is not taken for a wait that goes on."""
+    run = Run(3)
+    run.wait(1, "a mean", [0], is_group=True)
+    run.go_on(4.0)
+    run.silent.add(1)
+    run.roster.lose(1, "learner 1 was killed by SIGKILL while computing")
+    assert run.go_on(30.0) == []

@@ -1,0 +1,129 @@
+"""The state of a run in a file, and on the screen."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from starling.report.roster import Roster
+from starling.report.status import Status, describe, learners_of
+
+
+class Told:
+    """A roster whose clock goes on when it is told to."""
+
+    def __init__(self, world: int) -> None:
+        self.now = 50.0
+        self.roster = Roster(world, clock=lambda: self.now)
+
+    def states(self) -> list[str]:
+        return [each.state for each in learners_of(self.roster)]
+
+
+def beat(steps: int, **wait: object) -> dict[str, object]:
+    return {"beat": {"steps": steps, "wait": wait or None}}
+
+
+def test_the_state_of_a_learner_is_what_it_said_last_or_that_it_says_nothing() -> None:
+    """Starting, computing, waiting, silent, lost, ended."""
+    told = Told(6)
+    for name in range(1, 6):
+        told.roster.hear(name, {"view": 0})
+        told.roster.hear(name, beat(1))
+    told.now += 4.0
+    waits = {"what": "a mean", "whom": [3], "is_group": True, "is_behind": False, "usual": 0.1, "number": 1}
+    told.roster.hear(1, {"doing": "computing batch 2 of epoch 1"})
+    told.roster.hear(2, beat(1, **waits, seconds=3.0))
+    told.roster.lose(4, "learner 4 was killed")
+    told.roster.hear(5, {"doing": "ending", "ended": True})
+    assert told.states() == [
+        "starting",
+        "computing batch 2 of epoch 1",
+        "waiting 3.0 s in a mean",
+        "silent for 4.0 s",
+        "lost",
+        "ended",
+    ]
+
+
+def test_averaging_behind_the_training_is_not_what_a_learner_is_in() -> None:
+    """It computes."""
+    told = Told(1)
+    waits = {"what": "a round", "whom": [], "is_group": False, "is_behind": True, "usual": 0.1, "number": 1}
+    told.roster.hear(0, beat(5, **waits, seconds=3.0))
+    assert told.states() == ["computing"]
+
+
+def test_who_comes_when_others_compute_already_has_joined() -> None:
+    """Also under the name of one that was lost, which is not lost any more; its work counts with that of the first."""
+    told = Told(2)
+    for name in (0, 1):
+        told.roster.hear(name, {"view": 0})
+    told.roster.hear(1, beat(30))
+    told.roster.lose(1, "killed")
+    told.roster.hear(0, {"view": 1})
+    told.roster.hear(1, beat(0))
+    assert told.states() == ["computing", "starting"]
+    told.roster.hear(1, {"view": 2})
+    told.roster.hear(1, beat(12))
+    told.roster.hear(2, {"view": 2})
+    told.roster.hear(0, {"view": 2})
+    assert {name: each.has_joined for name, each in told.roster.learners.items()} == {0: False, 1: True, 2: True}
+    assert told.roster.learners[1].num_steps == 42
+    assert [(each.name, each.reason) for each in told.roster.losses] == [(1, "killed")]
+    assert told.roster.view == 2
+
+
+def status(told: Told, stage: str, code: int | None, message: str) -> Status:
+    return Status(
+        name="demo",
+        strategy="adpsgd",
+        stage=stage,
+        began=1000.0,
+        written=1100.0,
+        pid=4242,
+        view=1,
+        learners=tuple(learners_of(told.roster)),
+        losses=("learner 1 was killed by SIGKILL while computing batch 3 of epoch 1",),
+        saved="exp/demo/checkpoints/step-00000012",
+        saved_age=30.0,
+        exit_code=code,
+        message=message,
+    )
+
+
+def shown(it: Status, now: float, is_alive: bool) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(describe(it, now, is_alive), highlight=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_status_is_read_as_it_was_written_and_shown_with_its_age() -> None:
+    """Ages go on from when it was written."""
+    told = Told(2)
+    told.roster.hear(0, {"progress": {"loss": float("nan")}} | beat(7))
+    told.now += 1.0
+    it = Status.decode(status(told, "training", None, "").encode())
+    assert it == status(told, "training", None, "")
+    text = shown(it, 1100.5, is_alive=True)
+    assert "demo, adpsgd: training, began 1 min 40 s ago, view 1" in text
+    assert "1.5 s ago" in text
+    assert "none yet" in text
+    assert "lost: learner 1 was killed by SIGKILL while computing batch 3 of epoch 1" in text
+    assert "newest checkpoint: exp/demo/checkpoints/step-00000012, saved 30.5 s ago" in text
+
+
+def test_a_run_that_ended_says_how_and_one_without_launcher_that_it_is_gone() -> None:
+    """With the exit code; and with when it was last heard of."""
+    ended = shown(status(Told(2), "ended", 3, "learner 1 was killed"), 1160.0, is_alive=False)
+    assert "ended 1 min 00 s ago after 1 min 40 s, exit code 3: learner 1 was killed" in ended
+    gone = shown(status(Told(2), "training", None, ""), 1160.0, is_alive=False)
+    assert "its launcher (process 4242) is gone or stands still; it wrote this 1 min 00 s ago" in gone
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "learners": [{}]}', "nonsense"])
+def test_what_is_no_status_is_a_value_error(text: str) -> None:
+    """Whatever is wrong with it."""
+    with pytest.raises(ValueError, match=r"."):
+        Status.decode(text)
