@@ -17,6 +17,7 @@ from starling.experiment.recipe import (
     recipe_digest,
 )
 from starling.experiment.recipe_file import read_recipe
+from starling.experiment.train import check_engine
 
 Tree = dict[str, Any]
 RECIPES = sorted(  # a study is more than a recipe, and has tests of its own
@@ -293,3 +294,11 @@ def test_learners_of_different_recipes_have_different_digests(tree: Tree) -> Non
     assert before == recipe_digest(check_recipe(copy.deepcopy(tree), "elsewhere.yaml"))
     tree["optimizer"]["lr"] = 0.02
     assert before != recipe_digest(check_recipe(tree, "r.yaml"))
+
+
+def test_faults_that_only_a_simulation_knows_are_refused_before_processes_start(tree: Tree) -> None:
+    """With their places; the recipe itself is sound, for `starling simulate`."""
+    faults = [{"kill": 0, "at_step": 3}, {"kill": 0, "at_event": 3}, {"split": [0], "at_seconds": 1, "seconds": 1}]
+    with pytest.raises(ConfigError) as caught:
+        check_engine(check_recipe({**tree, "faults": faults}, "r.yaml"))
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["faults.1", "faults.2"]

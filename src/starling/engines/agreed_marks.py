@@ -170,10 +170,12 @@ class AgreedMarks(threading.Thread):
         store.set(key(self._rank), str(answer))
         if self._rank == 0:
             keys = [key(rank) for rank in range(self._world)]
-            await_keys(store, keys, math.inf, self._look_around)
+            await_keys(
+                store, keys, math.inf, self._look_around, "all to answer where a mark can be", range(self._world)
+            )
             store.set(key("mark"), str(max(int(store.get(each)) for each in keys) + margin))
             self._forget(number - 1)  # all have answered, so that all know the mark before
-        await_keys(store, [key("mark")], math.inf, self._look_around)
+        await_keys(store, [key("mark")], math.inf, self._look_around, "the place of a mark", [0])
         mark = int(store.get(key("mark")))
         with self._changed:
             if signal_number:

@@ -11,6 +11,7 @@ from rich.console import Console
 from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import checkpoints_in, load
 from starling.checkpoint.writer import CheckpointWriter
+from starling.engines.faults import only_simulated
 from starling.engines.member import run_learner
 from starling.engines.processes import Place, choose_device
 from starling.errors import ConfigError, StarlingError, Stopped
@@ -57,7 +58,7 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     Scores go to `tell`, everything else to `console`.
     """
     recipe = resolve_resume(recipe)
-    check_device(recipe)
+    check_engine(recipe)
     folder = _ready(recipe, console)
     title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
     command = [sys.executable, "-m", "starling", "train", str(folder.config)]
@@ -108,6 +109,7 @@ def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Cons
     """
     place = find_place(recipe.engine.timeout_seconds)
     if link is None:
+        check_engine(recipe)
         recipe = _agree_on_set_up(recipe, place, console)
     folder = ExperimentFolder(recipe.folder)
     stopped_by = _learn(recipe, folder, place, link)
@@ -118,8 +120,10 @@ def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Cons
         evaluate(folder.path, None, tell, console)
 
 
-def check_device(recipe: Recipe) -> None:
-    """Raises ConfigError when the recipe asks for CUDA where there is none."""
+def check_engine(recipe: Recipe) -> None:
+    """Raises ConfigError for what real processes cannot be given: CUDA where there is none, some faults on purpose."""
+    if problems := list(only_simulated(recipe.faults)):
+        raise ConfigError("\n".join(problems))
     if recipe.engine.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: cuda is asked for, but torch finds none here; use engine.device=auto or cpu")
 
