@@ -13,7 +13,7 @@ from starling.engines.faults import Join
 from starling.launch.launcher import launch
 from starling.launch.link import Message
 from starling.launch.newcomers import Changes
-from starling.launch.requests import Answer, Request, answered, ask, taking_requests
+from starling.launch.requests import Answer, Request, answered, ask, taking_requests, who_takes
 from starling.launch.watch import Loss
 from starling.strategies import find_strategy
 from tests.launch.joining_process import NUM_MINI_BATCHES, OPTIONS
@@ -263,3 +263,15 @@ def test_who_asks_for_nothing_sensible_is_not_believed(tmp_path: Path) -> None:
             (tmp_path / f"request-{number}.json").write_bytes(content)
         assert [request.learners for request in requests.take()] == [0, 0, 0, 2]
         assert requests.take() == []
+
+
+def test_who_takes_requests_is_told_from_the_launcher_before(tmp_path: Path) -> None:
+    """Who asked the one before does not wait for the next one's answer, which has forgotten the request."""
+    seen = []
+    for _ in range(2):
+        with taking_requests(tmp_path):
+            seen.append(who_takes(tmp_path))
+            assert who_takes(tmp_path) == seen[-1]
+        assert who_takes(tmp_path) is None
+    assert None not in seen
+    assert seen[0] != seen[1]

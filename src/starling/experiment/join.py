@@ -8,7 +8,7 @@ from starling.errors import ConfigError, PeerLost
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.recipe import Recipe
 from starling.launch.newcomers import Changes
-from starling.launch.requests import Answer, Request, Requests, answered, are_taken, ask, withdraw
+from starling.launch.requests import Answer, Request, Requests, answered, ask, who_takes, withdraw
 from starling.report.progress import Display, Say
 
 _LOOK_EVERY = 0.1  # seconds
@@ -37,11 +37,12 @@ def join(experiment: Path, learners: int, tell: Say) -> None:
     folder = ExperimentFolder(experiment)
     if not folder.config.is_file():
         raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
-    if not are_taken(folder.joins):
+    launcher = who_takes(folder.joins)
+    if launcher is None:
         raise ConfigError(f"{experiment}: no run is going on here; start one with: starling train {folder.config}")
     request = _asked(experiment, folder.joins, learners)
     try:
-        answer = _await(experiment, folder.joins, request)
+        answer = _await(experiment, folder.joins, request, launcher)
     finally:
         withdraw(folder.joins, request)
     if answer.refused:
@@ -62,9 +63,9 @@ def _asked(experiment: Path, folder: Path, learners: int) -> Request:
         ) from error
 
 
-def _await(experiment: Path, folder: Path, request: Request) -> Answer:
+def _await(experiment: Path, folder: Path, request: Request, launcher: bytes) -> Answer:
     while True:
-        is_over = not are_taken(folder)  # before the last look
+        is_over = who_takes(folder) != launcher  # before the last look
         if answer := answered(folder, request):
             return answer
         if is_over:

@@ -1,6 +1,6 @@
 """Asking the launcher of a run for more learners, from another process: files in a folder of the experiment.
 
-    joins/open                  locked by the launcher as long as it takes requests
+    joins/open                  locked by the launcher as long as it takes requests; which launcher it is
     joins/request-<id>.json     how many learners; removed when it was read
     joins/answer-<id>.json      what became of them; removed by who asked
 
@@ -93,16 +93,20 @@ def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
             return
         for old in (*folder.glob(_REQUEST.format("*")), *folder.glob(_ANSWER.format("*"))):
             old.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that is full
+            lock.truncate(0)
+            lock.write(secrets.token_hex(8).encode())
+            lock.flush()
         yield Requests(folder)
 
 
-def are_taken(folder: Path) -> bool:
-    """Whether a launcher takes requests there now."""
+def who_takes(folder: Path) -> bytes | None:
+    """Which launcher takes requests there now, the same as long as it does; None if nobody does."""
     try:
-        with (folder / _LOCK).open("ab") as lock:
-            return not _lock(lock.fileno(), fcntl.LOCK_SH)  # others may look at the same time
+        with (folder / _LOCK).open("rb") as lock:
+            return None if _lock(lock.fileno(), fcntl.LOCK_SH) else lock.read()  # others may look at the same time
     except OSError:
-        return False
+        return None
 
 
 def ask(folder: Path, learners: int) -> Request:
