@@ -70,7 +70,7 @@ def assert_seen_once(runs: list[Run], world: int) -> None:
     ("strategy", "world", "number", "options", "workers"),
     [
         ("delay-by-one", 2, signal.SIGTERM, {}, 0),
-        ("allreduce", 3, signal.SIGINT, {}, 0),
+        ("allreduce", 2, signal.SIGINT, {}, 0),
         pytest.param("delay-by-one", 2, signal.SIGTERM, {}, 1, marks=pytest.mark.soak),
         pytest.param("dpsgd", 3, signal.SIGTERM, {}, 0, marks=pytest.mark.soak),
         pytest.param("delayed", 2, signal.SIGTERM, {"delay": 0}, 0, marks=pytest.mark.soak),
@@ -80,7 +80,8 @@ def test_learners_in_step_that_stop_and_go_on_end_in_the_same_bits(
     strategy: str, world: int, number: int, options: dict[str, Any], workers: int, tmp_path: Path, warm_start: Line
 ) -> None:
     """Without a launcher, one of them hears the signal and all stop at one mark, with 128 + the signal; weights,
-    moments and place in the data are then those of a run that nobody stopped."""
+    moments and place in the data are then those of a run that nobody stopped. Under `allreduce` that is so with two:
+    torch sums the gradients of more in an order that it changes after its first step."""
     how: dict[str, Any] = {"strategy": strategy, "options": options, "workers": workers}
     stopped = run_for(tmp_path, "stopped", signals={world - 1: number}, **how)
     stop_by_themselves(stopped, world, warm_start, 128 + number)
