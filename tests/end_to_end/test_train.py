@@ -59,7 +59,8 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
 
     experiment = tmp_path / "exp" / "songs"
     assert {path.name for path in experiment.iterdir()} == {
-        "config.yaml", "env.txt", "status.json", "joins", "initial", "log", "tensorboard", "checkpoints", "decode", "seen",
+        "config.yaml", "env.txt", "status.json",
+        "initial", "log", "tensorboard", "checkpoints", "decode", "seen", "joins",
     }  # fmt: skip
     assert {path.name for path in (experiment / "log").iterdir()} == {
         "learner-0.log", "learner-1.log", "summary.txt",
