@@ -121,7 +121,7 @@ def process_of(rank: int) -> psutil.Process:
     ("strategy", "world", "victim"),
     [
         ("adpsgd", 3, 1),
-        ("allreduce", 2, 0),
+        pytest.param("allreduce", 2, 0, marks=pytest.mark.soak),
         *(
             pytest.param(*case, marks=pytest.mark.soak)
             for case in (
@@ -159,6 +159,7 @@ def test_a_super_learner_comes_back_whole(tmp_path: Path) -> None:
     run.assert_whole(4)
 
 
+@pytest.mark.soak
 def test_more_learners_join_on_request(tmp_path: Path) -> None:
     """Two requests at once: one for two learners, one for a number that makes no sense."""
     run = Run("adpsgd", 2, tmp_path)
@@ -189,6 +190,7 @@ def test_a_request_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert run.answer(1).joined == (2, 3)
 
 
+@pytest.mark.soak
 def test_a_name_that_was_lost_is_given_again_and_a_learner_joins_at_its_time(tmp_path: Path) -> None:
     """Learner 1 is killed, learner 5 comes on purpose while that is borne, and a request brings learner 1 back."""
     run = Run("delay-by-one", 3, tmp_path)
@@ -201,7 +203,7 @@ def test_a_name_that_was_lost_is_given_again_and_a_learner_joins_at_its_time(tmp
 @pytest.mark.parametrize(
     ("trouble", "reason"),
     [
-        ("fails", "learner 2: the disk of this learner is gone"),
+        pytest.param("fails", "learner 2: the disk of this learner is gone", marks=pytest.mark.soak),
         pytest.param("alien", "differ in configuration: 'another' and 'same'", marks=pytest.mark.soak),
         ("shot", "learner 2 was killed by SIGKILL"),
         pytest.param("stuck", "learner 2 gave no sign of life|learner 2 was ended", marks=pytest.mark.soak),

@@ -59,7 +59,7 @@ def test_ten_times_as_slow_a_learner_slows_those_in_step_and_not_the_others(tmp_
     assert free["slow"][0] < 0.3 * free["slow"][1], free
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "adpsgd", "parameter-server"])
+@pytest.mark.parametrize("strategy", ["allreduce", "adpsgd", pytest.param("parameter-server", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("trouble", "total"), [("zero", 0), ("one", 1), ("unequal", NUM_STEPS)])
 def test_no_step_one_step_and_unequal_shares_are_a_clean_end(
     strategy: str, trouble: str, total: int, tmp_path: Path, warm_start: Line

@@ -70,7 +70,7 @@ def assert_seen_once(runs: list[Run], world: int) -> None:
     ("strategy", "world", "number", "options", "workers"),
     [
         ("delay-by-one", 2, signal.SIGTERM, {}, 0),
-        ("allreduce", 2, signal.SIGINT, {}, 0),
+        pytest.param("allreduce", 2, signal.SIGINT, {}, 0, marks=pytest.mark.soak),
         pytest.param("delay-by-one", 2, signal.SIGTERM, {}, 1, marks=pytest.mark.soak),
         pytest.param("dpsgd", 3, signal.SIGTERM, {}, 0, marks=pytest.mark.soak),
         pytest.param("delayed", 2, signal.SIGTERM, {"delay": 0}, 0, marks=pytest.mark.soak),
@@ -101,7 +101,7 @@ def test_learners_in_step_that_stop_and_go_on_end_in_the_same_bits(
     [
         ("adpsgd", 3, {}),
         ("parameter-server", 3, OWN_SERVERS),
-        ("hogwild", 2, {}),
+        pytest.param("hogwild", 2, {}, marks=pytest.mark.soak),
         pytest.param("parameter-server", 2, {}, marks=pytest.mark.soak),
         pytest.param("parameter-server", 3, OWN_SERVERS | {"update": "hybrid"}, marks=pytest.mark.soak),
         pytest.param("parameter-server", 3, {"update": "synchronous"}, marks=pytest.mark.soak),
@@ -142,6 +142,7 @@ def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path
     assert_same_states(middle, newest(short), 2)
 
 
+@pytest.mark.soak
 def test_nobody_waits_for_a_slow_learner_to_agree_on_a_mark(tmp_path: Path, warm_start: Line) -> None:
     """While one asynchronous learner computes for seconds, the other goes on past several marks; both save each."""
     pause = {"learner": 1, "after": 20, "seconds": 3.0}
@@ -222,7 +223,8 @@ def test_a_signal_to_the_learners_stops_all_of_them_as_one_to_the_launcher_does(
     assert no_learner_is_left()
 
 
-@pytest.mark.parametrize("strategy", ["adpsgd", pytest.param("delay-by-one", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["adpsgd", "delay-by-one"])
 def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(
     strategy: str, tmp_path: Path, warm_start: Line
 ) -> None:
@@ -247,6 +249,7 @@ def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(
     assert no_learner_is_left()
 
 
+@pytest.mark.soak
 def test_learners_that_do_not_save_in_time_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them stands still: everything ends before a scheduler would end it."""
     monkeypatch.setattr(watch, "STOP_PATIENCE", 1.0)
@@ -264,6 +267,7 @@ def test_learners_that_do_not_save_in_time_are_ended(tmp_path: Path, monkeypatch
     assert no_learner_is_left()
 
 
+@pytest.mark.soak
 def test_a_second_signal_does_not_wait_for_anybody_to_save(tmp_path: Path) -> None:
     """Of learners that would save, one stands still: the second signal ends the launcher and all of them at once."""
     run = replace(run_for(tmp_path, "run", strategy="delay-by-one"), signals={1: signal.SIGSTOP})
