@@ -13,8 +13,9 @@ import yaml
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
-from starling.errors import CheckpointError, ConfigError
+from starling.errors import CheckpointError, ConfigError, Stopped
 from starling.experiment.folder import (
+    ExperimentFolder,
     check_claim,
     check_writable,
     claim_folder,
@@ -22,6 +23,7 @@ from starling.experiment.folder import (
     resolve_resume,
 )
 from starling.experiment.recipe import Recipe, check_recipe, fingerprints, load_recipe
+from starling.experiment.train import resumable
 from starling.workload import Standing, Ticket
 
 Tree = dict[str, Any]
@@ -268,3 +270,14 @@ def test_the_environment_is_described_without_its_variables(monkeypatch: pytest.
     assert f"cores {os.cpu_count()}\n" in text
     assert "threads" not in text  # learners choose theirs later: see engine.threads
     assert "hunter2" not in text
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_who_stops_a_run_before_its_first_checkpoint_is_told_that_there_is_none(
+    has_saved: bool, tmp_path: Path
+) -> None:
+    """With the signal's exit code, and no word about going on."""
+    error = resumable(Stopped("stopped by SIGTERM", 15, has_saved), ExperimentFolder(tmp_path / "exp"))
+    assert str(error) == "stopped by SIGTERM; there is no checkpoint"
+    assert error.exit_code == 143
+    assert not getattr(error, "__notes__", [])

@@ -151,8 +151,10 @@ def resumable(error: StarlingError, folder: ExperimentFolder) -> StarlingError:
     """The error that ended a run, with what was saved last and how to go on from it."""
     found = checkpoints_in(folder.checkpoints)
     if isinstance(error, Stopped):
-        saved = f", saved {found[-1]}" if error.has_saved else f"; the newest checkpoint is {found[-1]}"
-        error = Stopped(f"{error}{saved if found else '; there is no checkpoint'}", error.signal_number)
+        saved = "; there is no checkpoint"
+        if found:
+            saved = f", saved {found[-1]}" if error.has_saved else f"; the newest checkpoint is {found[-1]}"
+        error = Stopped(f"{error}{saved}", error.signal_number)
     if found:
         error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
     return error
