@@ -302,3 +302,23 @@ def test_faults_that_only_a_simulation_knows_are_refused_before_processes_start(
     with pytest.raises(ConfigError) as caught:
         check_engine(check_recipe({**tree, "faults": faults}, "r.yaml"))
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["faults.1", "faults.2"]
+
+
+def test_a_wrong_fault_is_one_problem(tree: Tree) -> None:
+    """Not one for each kind of fault that it might have been."""
+    faults = [
+        {"kil": 0, "at_step": 4},
+        {"pause": 0, "seconds": -5},
+        7,
+        {"kill": 0, "at_stp": 3},
+        {"kill": 0, "at_step": 1, "at_event": 3},
+    ]
+    with pytest.raises(ConfigError) as caught:
+        check_recipe({**tree, "faults": faults}, "r.yaml")
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
+        "faults.0: must be a mapping with one of the keys kill, pause, nan, split, join, got {'kil': 0, 'at_step': 4}",
+        "faults.1.seconds: input should be greater than 0, got -5",
+        "faults.2: must be a mapping with one of the keys kill, pause, nan, split, join, got 7",
+        "faults.3.at_stp: unknown key; did you mean faults.at_step?",
+        "faults.4: give one of at_step, at_seconds and at_event",
+    ]

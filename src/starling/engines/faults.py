@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from starling.configuration import Config
 
@@ -23,16 +23,16 @@ _WAKE = "import os, signal, sys, time; time.sleep(float(sys.argv[2])); os.kill(i
 
 
 class _Placed(Config):
-    """A fault that is placed at a mini-batch, at a time, or at an event."""
+    """A fault that is placed at a time, at an event, or, where it has `at_step`, at a mini-batch."""
 
-    at_step: AtStep | None = None
     at_seconds: AtSeconds | None = None
     at_event: AtEvent | None = None
 
     @model_validator(mode="after")
     def _is_placed_once(self) -> Self:
-        if sum(place is not None for place in (self.at_step, self.at_seconds, self.at_event)) != 1:
-            raise ValueError("give one of at_step, at_seconds and at_event")
+        places = [name for name in ("at_step", "at_seconds", "at_event") if name in type(self).model_fields]
+        if sum(getattr(self, name) is not None for name in places) != 1:
+            raise ValueError(f"give one of {', '.join(places[:-1])} and {places[-1]}")
         return self
 
 
@@ -40,6 +40,7 @@ class Kill(_Placed):
     """A learner that is killed, as by kill -9; with `at_step`, before it has computed that mini-batch."""
 
     kill: Name
+    at_step: AtStep | None = None
 
     @property
     def learner(self) -> int:
@@ -52,6 +53,7 @@ class Pause(_Placed):
 
     pause: Name
     seconds: float = Field(gt=0.0)
+    at_step: AtStep | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -64,19 +66,11 @@ class Pause(_Placed):
         return self.pause
 
 
-class Split(Config):
+class Split(_Placed):
     """Learners that neither the others nor who watches them can hear for a while. On the simulated clock only."""
 
     split: tuple[Name, ...] = Field(min_length=1)
     seconds: float = Field(gt=0.0)
-    at_seconds: AtSeconds | None = None
-    at_event: AtEvent | None = None
-
-    @model_validator(mode="after")
-    def _is_placed_once(self) -> Self:
-        if (self.at_seconds is None) == (self.at_event is None):
-            raise ValueError("give one of at_seconds and at_event")
-        return self
 
     @property
     def learner(self) -> int:
@@ -106,7 +100,25 @@ class NotFinite(Config):
         return self.nan
 
 
-Fault = Kill | Pause | NotFinite | Split | Join
+_KINDS: Mapping[str, type[Config]] = {"kill": Kill, "pause": Pause, "nan": NotFinite, "split": Split, "join": Join}
+
+
+def _kind(given: Any) -> str | None:
+    """The tag of what a fault is given as: the key that says what happens, by the name of its class."""
+    for key, kind in _KINDS.items():
+        if isinstance(given, kind) or (isinstance(given, dict) and key in given):
+            return kind.__name__
+    return None
+
+
+Fault = Annotated[
+    Annotated[Kill, Tag("Kill")]
+    | Annotated[Pause, Tag("Pause")]
+    | Annotated[NotFinite, Tag("NotFinite")]
+    | Annotated[Split, Tag("Split")]
+    | Annotated[Join, Tag("Join")],
+    Discriminator(_kind, "no_fault", f"must be a mapping with one of the keys {', '.join(_KINDS)}"),
+]
 
 
 class FaultsOf:

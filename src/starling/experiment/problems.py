@@ -38,6 +38,7 @@ def known_keys(model: type[BaseModel]) -> Iterator[str]:
 
 def suggestion(path: str, known: Sequence[str]) -> str:
     """`; did you mean KEY?` for an unknown dotted key, or nothing if no known one resembles it."""
+    path = ".".join(part for part in path.split(".") if not part.isdecimal())  # places in a list
     parent, _, name = path.rpartition(".")
     beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
@@ -49,7 +50,7 @@ def suggestion(path: str, known: Sequence[str]) -> str:
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif get_origin(annotation) in (Union, UnionType, Annotated):
+    elif get_origin(annotation) in (Union, UnionType, Annotated, tuple):
         for argument in get_args(annotation):
             yield from _models_in(argument)
 
