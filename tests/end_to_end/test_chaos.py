@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -173,9 +173,19 @@ def shared_memory() -> set[Path]:
     return set(Path("/dev/shm").glob("*"))
 
 
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    """Those that were begun; a failure leaves none of them running."""
+    begun: list[Run] = []
+    yield begun
+    for run in begun:
+        run.process.kill()
+
+
 @pytest.mark.soak
+@pytest.mark.timeout(0)  # each run has a limit of its own
 def test_runs_that_are_disturbed_at_random_end_as_well_as_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No hang, no orphan, nothing seen twice or lost, and at most 2 % more word errors."""
     monkeypatch.chdir(tmp_path)  # the recipe's folders are relative
@@ -183,6 +193,7 @@ def test_runs_that_are_disturbed_at_random_end_as_well_as_others(
     undisturbed: dict[str, float] = {}
     for strategy in STRATEGIES:
         run = Run(tmp_path, f"plain-{strategy}", strategy, random.Random(SEED))
+        runs.append(run)
         run.begin(5)
         assert run.process.wait(LONGEST_RUN) == 0
         undisturbed[strategy] = run.word_error_rate()
@@ -190,6 +201,7 @@ def test_runs_that_are_disturbed_at_random_end_as_well_as_others(
     for number in count():
         strategy = STRATEGIES[number % len(STRATEGIES)]
         run = Run(tmp_path, f"disturbed-{number}", strategy, random.Random(SEED + number))
+        runs.append(run)
         run.to_its_end()
         told: list[str] = []
         audit(run.experiment, told.append, Console(file=io.StringIO()))
