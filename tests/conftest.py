@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from starling.launch import process
+from tests import warm_launch
 from tests.warm_start import Line
 
 
@@ -25,6 +27,11 @@ class ByFile(LoadScopeScheduling):
         return str(file.parent if file.parent.name == "contract" else file)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The commands of the README come first: they are the longest chain of tests, which only one process can run."""
+    items.sort(key=lambda item: item.path.name != "test_documents.py")
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path | None:
     """The folder of real recordings beside the checkout, or None where it is absent."""
@@ -37,3 +44,18 @@ def warm_start() -> Iterator[Line]:
     """Starts learner processes, without a launcher, in no time."""
     with closing(Line()) as line:
         yield line
+
+
+@pytest.fixture(scope="session")
+def warm_launches() -> Iterator[None]:
+    """Ends the process that becomes the learners of launchers."""
+    yield
+    warm_launch.WarmPopen.close()
+
+
+@pytest.fixture(autouse=True)
+def learners_start_warm(request: pytest.FixtureRequest, warm_launches: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learners that a test's own process launches need not load torch, unless it is marked `cold`, or `soak`."""
+    if not {"cold", "soak"} & {mark.name for mark in request.node.iter_markers()}:
+        monkeypatch.setattr(process, "Popen", warm_launch.start)
+    warm_launch.WarmPopen.started.clear()

@@ -129,14 +129,28 @@ def noise(dimensions: int, seed: int) -> Callable[[int], Tensor]:
     return of
 
 
-@pytest.mark.parametrize("learners", [8, pytest.param(16, marks=pytest.mark.soak), 64])
-@pytest.mark.parametrize(("pattern", "factor"), [("random", random_ring_contraction), ("pairs", pairs_contraction)])
+@pytest.mark.parametrize(
+    ("pattern", "factor", "learners"),
+    [
+        ("random", random_ring_contraction, 64),
+        ("pairs", pairs_contraction, 8),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                ("random", random_ring_contraction, 8),
+                ("random", random_ring_contraction, 16),
+                ("pairs", pairs_contraction, 16),
+                ("pairs", pairs_contraction, 64),
+            )
+        ),
+    ],
+)
 def test_random_patterns_contract_as_their_closed_forms_say(
     pattern: str, factor: Callable[[int], float], learners: int
 ) -> None:
     """The expected consensus distance shrinks by the same factor in every direction, round after round.
 
-    Of few learners and of many; `make soak` has a number in between.
+    Of few learners and of many; `make soak` has the other numbers of each.
     """
     rounds, seeds = 4, 480 // learners
     left = [shrinkage(pattern, learners, rounds, seed, noise(256, seed)) for seed in range(seeds)]

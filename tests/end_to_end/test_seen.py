@@ -93,14 +93,14 @@ def test_survivors_see_what_a_killed_learner_had_begun(
 ) -> None:
     """Two of three go on to the end of the budget; each utterance of each epoch was seen once, by one of the three."""
     command = [
-        sys.executable, "-m", "starling", "train", digits, "learners=3", f"strategy={strategy}", "budget.epochs=30",
-        "checkpoints.every=4",
+        sys.executable, "-m", "starling", "train", digits, "learners=3", f"strategy={strategy}", "budget.epochs=16",
+        "checkpoints.every=20",
     ]  # fmt: skip
     code, message = lose_one_of_three(command, tmp_path)
     assert code == 0, message
     assert re.search(r"learner \d was killed by SIGKILL while .*; the others go on without it", message)
     assert re.search(r"songs ended without learner \d: learner \d was killed", message)
-    assert "30 of 30 whole epochs saw each of" in audited(tmp_path, monkeypatch)
+    assert "16 of 16 whole epochs saw each of" in audited(tmp_path, monkeypatch)
 
 
 def test_mini_batches_loaded_ahead_when_the_time_is_up_are_given_out_again(

@@ -43,6 +43,7 @@ def written(tree: Tree, folder: Path) -> str:
     return "songs.yaml"
 
 
+@pytest.mark.cold
 def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_path: Path, songs: Path) -> None:
     """One command trains, saves and scores; others score again and transcribe; the folder holds what it should."""
     recipe = written(tree, tmp_path)
@@ -209,6 +210,6 @@ def train_on_a_full_disk(place: str) -> None:
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
     load(saved)
     filling.unlink()
-    third = starling(folder, "train", "songs.yaml", "budget.epochs=2", "resume=exp/songs")
+    third = starling(folder, "train", "songs.yaml", "budget.epochs=2", "resume=exp/songs", "learners=1")
     assert third.returncode == 0, third.stderr
     assert load(latest(experiment)).manifest.epochs_ended == 2

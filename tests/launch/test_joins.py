@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 
 from starling.engines.faults import Join
@@ -17,6 +16,7 @@ from starling.launch.requests import Answer, Request, answered, ask, taking_requ
 from starling.launch.watch import Loss
 from starling.strategies import find_strategy
 from tests.launch.joining_process import NUM_MINI_BATCHES, OPTIONS
+from tests.warm_launch import own_learner, own_learners
 
 
 class Run:
@@ -66,7 +66,7 @@ class Run:
             losses = launch(command, self.world, self.folder, self.on_message, self.on_loss, 60.0, changes)
         assert losses == self.losses
         assert self.hurry.exists()
-        assert not [each for each in psutil.Process().children() if "RANK" in each.environ()]
+        assert not list(own_learners())
 
     def on_loss(self, loss: Loss) -> None:
         self.losses.append(loss)
@@ -85,7 +85,7 @@ class Run:
             self.has_left.add(rank)
         if len(self.views) >= self.world and min(self.views.values()) >= 0 and "step" in message:
             for victim in self.victims:
-                os.kill(process_of(victim).pid, signal.SIGKILL)
+                os.kill(own_learner(victim).pid, signal.SIGKILL)
             self.victims = []
             self.asked += [ask(self.requests, number) for number in self.wanted]
             self.wanted = ()
@@ -109,12 +109,6 @@ class Run:
         assert len(set(self.num_done.values())) == 1
         for num_done in self.num_done.values():
             assert NUM_MINI_BATCHES <= num_done < NUM_MINI_BATCHES + learners
-
-
-def process_of(rank: int) -> psutil.Process:
-    """The newest process of one learner."""
-    found = [each for each in psutil.Process().children() if each.environ().get("RANK") == str(rank)]
-    return max(found, key=psutil.Process.create_time)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 
 from starling.errors import DataError, PeerLost, StarlingError, Stopped
 from starling.launch.launcher import launch
+from tests.warm_launch import WarmPopen, own_learner, own_learners
 from tests.warm_start import Line
 
 Message = dict[str, Any]
@@ -27,7 +28,8 @@ def command(mode: str) -> list[str]:
 
 def learners_of(parent: int | None = None) -> list[psutil.Process]:
     """The learner processes of this test, and whatever they started."""
-    return [process for process in psutil.Process(parent).children(recursive=True) if process.pid not in OTHERS]
+    others = OTHERS | WarmPopen.helpers()
+    return [process for process in psutil.Process(parent).children(recursive=True) if process.pid not in others]
 
 
 OTHERS: set[int] = set()
@@ -53,11 +55,6 @@ class At:
         if not self.fired and rank == self.rank and message.get("step", -1) >= self.step:
             self.fired = True
             self.action()
-
-
-def learner(rank: int) -> psutil.Process:
-    """The process of one learner, found by its place."""
-    return next(process for process in learners_of() if process.environ().get("RANK") == str(rank))
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +95,7 @@ def test_learners_that_finish_leave_nothing_behind(side_by_side: dict[int, GoodR
         assert done.weights.keys() == set(range(world))
         assert all(weights == done.weights[0] for weights in done.weights.values())
         assert sorted(path.name for path in done.folder.iterdir()) == [f"learner-{rank}.log" for rank in range(world)]
-    assert not [each for each in psutil.Process().children(recursive=True) if "RANK" in environment(each)]
-
-
-def environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except psutil.Error:  # it has ended meanwhile
-        return {}
+    assert not list(own_learners())
 
 
 def test_two_runs_on_one_machine_never_meet(side_by_side: dict[int, GoodRun]) -> None:
@@ -130,7 +120,7 @@ def test_a_killed_learner_is_named_and_the_others_are_ended(mode: str, tmp_path:
 
     One strategy in step, and one with threads and loading processes; `make soak` has the others.
     """
-    kill = At(rank=1, step=30, action=lambda: learner(1).kill())
+    kill = At(rank=1, step=30, action=lambda: own_learner(1).kill())
     with pytest.raises(PeerLost, match=r"learner 1 was killed by SIGKILL while step \d+; its log: .*learner-1.log"):
         launch(command(mode), 3, tmp_path, kill)
     assert kill.fired
@@ -260,7 +250,7 @@ def test_a_killed_learner_leaves_no_shared_memory_and_no_temporary_file(
             maps = (each.path for process in learners_of() for each in process.memory_maps())
             semaphores.update(Path(path) for path in maps if "/sem.mp-" in path)
         assert list(temporary.iterdir())
-        learner(1).kill()
+        own_learner(1).kill()
 
     kill = At(rank=1, step=10, action=harm)
     with pytest.raises(PeerLost):

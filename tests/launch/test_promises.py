@@ -22,7 +22,7 @@ from starling.errors import PeerLost, ProtocolError
 from starling.launch.launcher import Loss, launch
 from starling.launch.rendezvous import find_place
 from tests.launch.promise_process import NUM_STEPS
-from tests.launch.test_survivors import process_of
+from tests.warm_launch import own_learner, own_learners
 from tests.warm_start import Learners, Line
 
 FENCE = 60.0
@@ -39,10 +39,6 @@ def steps_of(strategy: str, trouble: str, world: int, folder: Path, line: Line) 
         ends = [learners.end(rank, within=FENCE) for rank in range(world)]
     assert all(code == 0 for code, _ in ends), ends
     return [json.loads(said.splitlines()[-1])["steps"] for _, said in ends]
-
-
-def no_learner_is_left() -> bool:
-    return not [each for each in psutil.Process().children() if "RANK" in each.environ()]
 
 
 def test_ten_times_as_slow_a_learner_slows_those_in_step_and_not_the_others(tmp_path: Path, warm_start: Line) -> None:
@@ -79,7 +75,7 @@ def test_a_learner_killed_while_starting_is_a_clear_end(is_borne: bool, tmp_path
     def kill() -> None:
         while not fired.is_set():
             try:
-                process_of(1).kill()
+                own_learner(1).kill()
             except (StopIteration, psutil.Error):
                 continue
             fired.set()
@@ -94,7 +90,7 @@ def test_a_learner_killed_while_starting_is_a_clear_end(is_borne: bool, tmp_path
     assert fired.is_set()
     assert time.monotonic() - begin < FENCE
     assert losses == []
-    assert no_learner_is_left()
+    assert not list(own_learners())
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", pytest.param("allreduce", marks=pytest.mark.soak)])
@@ -113,7 +109,7 @@ def test_a_learner_killed_after_its_last_step_is_a_clear_end(strategy: str, tmp_
     assert [loss.learner for loss in losses] == [2]
     assert {rank: message["num_done"] >= NUM_STEPS for rank, message in said.items() if rank != 2} == {0: True, 1: True}
     assert time.monotonic() - begin < FENCE
-    assert no_learner_is_left()
+    assert not list(own_learners())
 
 
 @pytest.mark.soak
@@ -133,7 +129,7 @@ def test_a_learner_killed_behind_the_farewell_is_a_clear_end(tmp_path: Path) -> 
         assert "learner 2 was killed by SIGKILL" in str(error)
     assert said[2] >= NUM_STEPS
     assert time.monotonic() - begin < FENCE
-    assert no_learner_is_left()
+    assert not list(own_learners())
 
 
 def test_a_late_riser_finds_the_others_gone_and_ends(tmp_path: Path, warm_start: Line) -> None:
@@ -166,7 +162,7 @@ def test_who_stands_still_for_too_long_is_dead_before_the_others_go_on(tmp_path:
 
     def on_message(rank: int, message: dict[str, Any]) -> None:
         if not stopped and rank == 1 and message.get("step", 0) >= 10:
-            stopped.append(process_of(1).pid)
+            stopped.append(own_learner(1).pid)
             os.kill(stopped[0], signal.SIGSTOP)
 
     def on_loss(loss: Loss) -> None:

@@ -21,6 +21,7 @@ from starling.errors import Stopped
 from starling.launch import watch
 from starling.launch.launcher import Loss, launch
 from tests.launch.stopping_process import Run
+from tests.warm_launch import own_learner, own_learners
 from tests.warm_start import Line
 
 Noted = dict[str, Any]
@@ -173,14 +174,6 @@ class When:
             self.do()
 
 
-def learner(rank: int) -> psutil.Process:
-    return next(each for each in psutil.Process().children() if each.environ().get("RANK") == str(rank))
-
-
-def no_learner_is_left() -> bool:
-    return not [each for each in psutil.Process().children() if "RANK" in each.environ()]
-
-
 @pytest.mark.parametrize(
     ("number", "workers"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 1, marks=pytest.mark.soak)]
 )
@@ -196,7 +189,7 @@ def test_a_signal_to_the_launcher_lets_all_learners_save_and_end(
     assert stopped.value.has_saved
     assert_seen_once([run], 2)
     assert load(newest(run)).manifest.standing.num_done == noted(run, 2)[0]["num_done"]
-    assert no_learner_is_left()
+    assert not list(own_learners())
 
 
 @pytest.mark.parametrize("whom", ["one learner", pytest.param("everybody", marks=pytest.mark.soak)])
@@ -207,9 +200,9 @@ def test_a_signal_to_the_learners_stops_all_of_them_as_one_to_the_launcher_does(
 
     def signal_them() -> None:
         if whom == "one learner":
-            learner(1).terminate()
+            own_learner(1).terminate()
             return
-        for each in (learner(0), learner(1)):
+        for each in (own_learner(0), own_learner(1)):
             os.killpg(each.pid, signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -220,7 +213,7 @@ def test_a_signal_to_the_learners_stops_all_of_them_as_one_to_the_launcher_does(
     assert when.is_done
     assert_seen_once([run], 2)
     assert load(newest(run)).manifest.standing.num_done == noted(run, 2)[0]["num_done"]
-    assert no_learner_is_left()
+    assert not list(own_learners())
 
 
 @pytest.mark.soak
@@ -234,7 +227,7 @@ def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(
 
     def harm() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        learner(2).kill()
+        own_learner(2).kill()
 
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM$"):
         launch(run.command(), 3, tmp_path, when := When(harm, 3), losses.append)
@@ -246,7 +239,7 @@ def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(
     assert load(newest(run)).manifest.world == 2
     resumed = run_for(tmp_path, "resumed", strategy=strategy, resume=str(newest(run)), steps=standing.num_done + 20)
     warm_start.run(resumed.command(), 2, Path(resumed.folder))
-    assert no_learner_is_left()
+    assert not list(own_learners())
 
 
 @pytest.mark.soak
@@ -256,7 +249,7 @@ def test_learners_that_do_not_save_in_time_are_ended(tmp_path: Path, monkeypatch
     run = run_for(tmp_path, "run", strategy="delay-by-one")
 
     def harm() -> None:
-        learner(1).suspend()
+        own_learner(1).suspend()
         os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Stopped, match="stopped by SIGTERM; the learners had not saved after 1 s") as stopped:
@@ -264,7 +257,7 @@ def test_learners_that_do_not_save_in_time_are_ended(tmp_path: Path, monkeypatch
     assert when.is_done
     assert not stopped.value.has_saved
     assert stopped.value.exit_code == 128 + signal.SIGTERM
-    assert no_learner_is_left()
+    assert not list(own_learners())
 
 
 @pytest.mark.soak

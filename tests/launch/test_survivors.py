@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from starling.errors import PeerLost
 from starling.launch.launcher import launch
 from starling.launch.link import Message
 from starling.launch.watch import Loss
+from tests.warm_launch import own_learner, own_learners
 
 NUM_MINI_BATCHES = 3000
 
@@ -40,12 +40,7 @@ class Harm:
             self.said[rank] = message
         if not self.is_done and len(self.views) == self.world and message.get("step", 0) >= 100:
             self.is_done = True
-            os.kill(process_of(self.victim).pid, self.number)
-
-
-def process_of(rank: int) -> psutil.Process:
-    """The process of one learner."""
-    return next(each for each in psutil.Process().children() if each.environ().get("RANK") == str(rank))
+            os.kill(own_learner(self.victim).pid, self.number)
 
 
 def survive(mode: str, world: int, victim: int, folder: Path, **how: Any) -> tuple[Harm, list[Loss]]:
@@ -55,7 +50,7 @@ def survive(mode: str, world: int, victim: int, folder: Path, **how: Any) -> tup
     losses = launch(command(mode), world, folder, harm, told.append, **how)
     assert harm.is_done
     assert losses == told
-    assert not [each for each in psutil.Process().children() if "RANK" in each.environ()]
+    assert not list(own_learners())
     return harm, losses
 
 
@@ -123,7 +118,7 @@ def test_a_learner_that_stands_still_for_a_moment_is_waited_for(tmp_path: Path) 
         harm(rank, message)
         if harm.is_done and harm.number == signal.SIGSTOP:
             harm.number = signal.SIGCONT
-            process_of(1).send_signal(signal.SIGCONT)
+            own_learner(1).send_signal(signal.SIGCONT)
 
     assert launch(command("allreduce/ends"), 2, tmp_path, wake, lambda loss: None, silence_seconds=60.0) == []
     assert {rank: said["num_done"] for rank, said in harm.said.items()} == dict.fromkeys((0, 1), NUM_MINI_BATCHES)

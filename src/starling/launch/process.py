@@ -4,12 +4,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from starling.engines import run_token
@@ -27,7 +27,7 @@ LOADING_GRACE: Seconds = 2.0
 @dataclass
 class Process:
     rank: int
-    popen: "subprocess.Popen[bytes]"
+    popen: "Popen[bytes]"
     line: socket.socket
     log: Path
     unread: bytearray = field(default_factory=bytearray)
@@ -113,12 +113,12 @@ def start(
         JOINS: int(joins),
     }
     with log.open("ab") as output, theirs:
-        popen = subprocess.Popen(
+        popen = Popen(
             list(command),
             env={**os.environ, **{name: str(value) for name, value in place.items()}},
-            stdin=subprocess.DEVNULL,
+            stdin=DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=STDOUT,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # so that it can be ended together with its loading processes
         )
@@ -135,7 +135,7 @@ def end(processes: list[Process]) -> None:
     for process in processes:
         try:
             process.popen.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             process.popen.kill()
             process.popen.wait()
         process.line.close()

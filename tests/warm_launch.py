@@ -1,0 +1,219 @@
+"""Learner processes of a launcher, forked from one process that has loaded torch: `WarmPopen` is `Popen` for them.
+
+What a learner does, from its first line to its last, is what it does when it is started as usual; only Python and torch
+need not be loaded, which takes seconds. `python -m tests.warm_launch` is the process that becomes learners: it forks a
+keeper for each, which forks the learner and tells when that has ended.
+"""
+
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+import psutil
+
+MODULES = (
+    "torch._dynamo",  # what the first optimizer of a process loads
+    "torch.utils.tensorboard",
+    "starling.cli",
+    "starling.experiment.learner_process",
+    "tests.launch.learner_process",
+    "tests.launch.joining_process",
+    "tests.launch.promise_process",
+    "tests.launch.stopping_process",
+)
+_LONGEST_MESSAGE = 1 << 17
+_OUT_OF_THE_WAY = 300
+"""Above all numbers of files that a learner is to have."""
+
+
+class WarmPopen:
+    """A Python module as a process; what `starling.launch.process` needs of `subprocess.Popen`."""
+
+    started: ClassVar[list["WarmPopen"]] = []
+    """All of this process, the newest last."""
+    _server: ClassVar["subprocess.Popen[bytes] | None"] = None
+    _line: ClassVar[socket.socket]
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdin: int,
+        stdout: IO[bytes],
+        stderr: int,
+        pass_fds: Sequence[int],
+        start_new_session: bool,
+    ) -> None:
+        assert (args[0], args[1], stdin, stderr) == (sys.executable, "-m", subprocess.DEVNULL, subprocess.STDOUT)
+        assert start_new_session
+        self.args, self.returncode, self.rank = args, None, int(env["RANK"])
+        self._report, theirs = socket.socketpair()
+        self._unread = b""
+        asked = {"command": args[2:], "env": dict(env), "folder": str(Path.cwd()), "numbers": list(pass_fds)}
+        with theirs:
+            files = [theirs.fileno(), stdout.fileno(), *pass_fds]
+            socket.send_fds(self._to_server(), [json.dumps(asked).encode()], files)
+        self.keeper, self.pid = int(self._word()), int(self._word())
+        self.started.append(self)
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (self._unread or select.select([self._report], [], [], 0.0)[0]):
+            self.returncode = int(self._word())
+            self._report.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not self._unread and not select.select([self._report], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _word(self) -> str:
+        while b"\n" not in self._unread:
+            received = self._report.recv(64)
+            if not received:
+                raise EOFError("the keeper of a learner is gone")
+            self._unread += received
+        word, _, self._unread = self._unread.partition(b"\n")
+        return word.decode()
+
+    @classmethod
+    def _to_server(cls) -> socket.socket:
+        with cls._lock:
+            if cls._server is None:
+                cls._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs:
+                    cls._server = subprocess.Popen(
+                        [sys.executable, "-m", __name__],
+                        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                        stdin=theirs,
+                        cwd=Path(__file__).parents[1],
+                    )
+            return cls._line
+
+    @classmethod
+    def close(cls) -> None:
+        """End the process that becomes learners."""
+        if cls._server is not None:
+            cls._line.close()
+            cls._server.wait()
+            cls._server = None
+
+    @classmethod
+    def helpers(cls) -> set[int]:
+        """The processes that are there for learners to be started, by number."""
+        server = {cls._server.pid} if cls._server else set()
+        return server | {each.keeper for each in cls.started}
+
+
+def start(args: Sequence[str], **how: Any) -> "WarmPopen | subprocess.Popen[bytes]":
+    """A program; warm if it is a Python module."""
+    return WarmPopen(args, **how) if args[1] == "-m" else subprocess.Popen(args, **how)
+
+
+def own_learners() -> Iterator[tuple[int, psutil.Process]]:
+    """The learners that a launcher in this process has running, each with its rank; the newest last."""
+    for warm in WarmPopen.started:
+        if warm.poll() is None:
+            yield warm.rank, psutil.Process(warm.pid)
+    for process in psutil.Process().children():
+        try:
+            if "RANK" in (environment := process.environ()):
+                yield int(environment["RANK"]), process
+        except psutil.Error:  # it has ended meanwhile
+            continue
+
+
+def own_learner(rank: int) -> psutil.Process:
+    """The newest process of one learner. StopIteration if there is none."""
+    return next(process for each, process in reversed(list(own_learners())) if each == rank)
+
+
+def serve(line: socket.socket) -> None:
+    """Become learners when told to."""
+    for module in MODULES:
+        importlib.import_module(module)
+    (only,) = Path("/proc/self/task").iterdir()  # a process with threads cannot be forked safely
+    assert only.name == str(os.getpid())
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    while True:
+        message, files, _, _ = socket.recv_fds(line, _LONGEST_MESSAGE, 16)
+        if not message:
+            return
+        if os.fork() == 0:
+            line.close()
+            keep(json.loads(message), *files)
+            return
+        for file in files:
+            os.close(file)
+
+
+def keep(asked: dict[str, Any], report: int, log: int, *files: int) -> None:
+    """Start a learner, wait for it, and tell how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        os.close(report)
+        become(asked, log, *files)
+        return
+    for file in (log, *files):
+        os.close(file)
+    os.write(report, f"{os.getpid()}\n{pid}\n".encode())
+    _, status = os.waitpid(pid, 0)
+    os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def become(asked: dict[str, Any], *files: int) -> None:
+    """Be one learner from here to the end of this process."""
+    os.setsid()
+    away = [fcntl.fcntl(file, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for file in files]
+    for file in files:
+        os.close(file)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    log, *others = away
+    for file, number in ((log, 1), (log, 2), *zip(others, asked["numbers"], strict=True)):
+        os.dup2(file, number)
+    for file in away:
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    os.chdir(asked["folder"])
+    sys.path[0] = asked["folder"]
+    tempfile.tempdir = None
+    module, *arguments = asked["command"]
+    sys.argv[1:] = arguments
+    sys.modules.pop(module, None)  # it runs afresh, as the program
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=os.dup(0)))
