@@ -1,7 +1,6 @@
 """Fixtures shared by all tests."""
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from starling.launch import process
-from tests import warm_launch
-from tests.warm_start import Line
+from tests import warm_start
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -40,22 +38,15 @@ def shared_data() -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def warm_start() -> Iterator[Line]:
-    """Starts learner processes, without a launcher, in no time."""
-    with closing(Line()) as line:
-        yield line
-
-
-@pytest.fixture(scope="session")
 def warm_launches() -> Iterator[None]:
-    """Ends the process that becomes the learners of launchers."""
+    """Ends the process that becomes learners."""
     yield
-    warm_launch.WarmPopen.close()
+    warm_start.WarmPopen.close()
 
 
 @pytest.fixture(autouse=True)
 def learners_start_warm(request: pytest.FixtureRequest, warm_launches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learners that a test's own process launches need not load torch, unless it is marked `cold`, or `soak`."""
     if not {"cold", "soak"} & {mark.name for mark in request.node.iter_markers()}:
-        monkeypatch.setattr(process, "Popen", warm_launch.start)
-    warm_launch.WarmPopen.started.clear()
+        monkeypatch.setattr(process, "Popen", warm_start.start)
+    warm_start.WarmPopen.started.clear()

@@ -1,163 +1,284 @@
-"""Learner processes without a launcher, forked from one process that has loaded torch: starting one takes no seconds.
+"""Learner processes, forked from one process that has loaded torch: `WarmPopen` is `Popen` for them.
 
-`python -m tests.warm_start MODULE...` loads modules, and then becomes, whenever it is told to, several learners: each
-is a process of its own that runs a module as `python -m` would, and ends as Python ends.
+What a learner does, from its first line to its last, is what it does when it is started as usual; only Python and torch
+need not be loaded, which takes seconds. `python -m tests.warm_start` is the process that becomes learners: it forks a
+keeper for each, which forks the learner and tells when that has ended.
 """
 
+import fcntl
+import gc
 import importlib
 import json
 import os
 import runpy
 import select
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Generator, Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, ClassVar
+
+import psutil
 
 from starling.launch.launcher import loopback_store
 
 MODULES = (
     "torch._dynamo",  # what the first optimizer of a process loads
+    "torch.utils.tensorboard",
+    "starling.cli",
+    "starling.experiment.learner_process",
     "tests.contract.learner_process",
     "tests.engines.drop_in_process",
     "tests.engines.served_process",
     "tests.launch.learner_process",
-    "tests.launch.stopping_process",
+    "tests.launch.joining_process",
     "tests.launch.promise_process",
+    "tests.launch.stopping_process",
 )
+_LONGEST_MESSAGE = 1 << 17
+_OUT_OF_THE_WAY = 300
+"""Above all numbers of files that a learner is to have."""
+
+
+class WarmPopen:
+    """A Python module as a process; what `starling.launch.process` needs of `subprocess.Popen`."""
+
+    started: ClassVar[list["WarmPopen"]] = []
+    """All of this process, the newest last."""
+    _server: ClassVar["subprocess.Popen[bytes] | None"] = None
+    _line: ClassVar[socket.socket]
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: IO[bytes],
+        stdin: int = subprocess.DEVNULL,
+        stderr: int = subprocess.STDOUT,
+        pass_fds: Sequence[int] = (),
+        start_new_session: bool = True,
+    ) -> None:
+        assert (args[0], args[1], stdin, stderr) == (sys.executable, "-m", subprocess.DEVNULL, subprocess.STDOUT)
+        assert start_new_session
+        self.args, self.returncode, self.rank = args, None, int(env["RANK"])
+        self._report, theirs = socket.socketpair()
+        self._unread = b""
+        asked = {"command": args[2:], "env": dict(env), "folder": str(Path.cwd()), "numbers": list(pass_fds)}
+        with theirs:
+            files = [theirs.fileno(), stdout.fileno(), *pass_fds]
+            socket.send_fds(self._to_server(), [json.dumps(asked).encode()], files)
+        self.keeper, self.pid = int(self._word()), int(self._word())
+        self.started.append(self)
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (self._unread or select.select([self._report], [], [], 0.0)[0]):
+            self.returncode = int(self._word())
+            self._report.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not self._unread and not select.select([self._report], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _word(self) -> str:
+        while b"\n" not in self._unread:
+            received = self._report.recv(64)
+            if not received:
+                raise EOFError("the keeper of a learner is gone")
+            self._unread += received
+        word, _, self._unread = self._unread.partition(b"\n")
+        return word.decode()
+
+    @classmethod
+    def _to_server(cls) -> socket.socket:
+        with cls._lock:
+            if cls._server is None:
+                cls._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs:
+                    cls._server = subprocess.Popen(
+                        [sys.executable, "-m", __name__],
+                        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                        stdin=theirs,
+                        cwd=Path(__file__).parents[1],
+                    )
+            return cls._line
+
+    @classmethod
+    def close(cls) -> None:
+        """End the process that becomes learners."""
+        if cls._server is not None:
+            cls._line.close()
+            cls._server.wait()
+            cls._server = None
+
+    @classmethod
+    def helpers(cls) -> set[int]:
+        """The processes that are there for learners to be started, by number."""
+        server = {cls._server.pid} if cls._server else set()
+        return server | {each.keeper for each in cls.started}
+
+
+def start(args: Sequence[str], **how: Any) -> "WarmPopen | subprocess.Popen[bytes]":
+    """A program; warm if it is a Python module."""
+    return WarmPopen(args, **how) if args[1] == "-m" else subprocess.Popen(args, **how)
 
 
 class Learners:
-    """Learners that have been started together; they meet at the store on `port`."""
+    """Learners without a launcher that have been started together; they meet at the store on `port`."""
 
-    def __init__(self, line: "Line", folder: Path, pids: list[int], port: int) -> None:
-        self._line = line
-        self._folder = folder
-        self._codes: dict[int, int] = {}
-        self.pids = pids
+    def __init__(self, processes: Sequence[WarmPopen], folder: Path, port: int) -> None:
         self.port = port
+        self.pids = [process.pid for process in processes]
+        self._processes = processes
+        self._folder = folder
 
     def end(self, rank: int, within: float = 100.0) -> tuple[int, str]:
         """Wait for a learner to end: its exit code, negative for a signal, and what it said.
 
-        TimeoutError if no learner ends `within` so many seconds.
+        TimeoutError if it does not end `within` so many seconds.
         """
-        while rank not in self._codes:
-            ended = self._line.hear(within)
-            self._codes[self.pids.index(ended["pid"])] = ended["code"]
-        return self._codes[rank], (self._folder / f"learner-{rank}.log").read_text(encoding="utf-8")
+        try:
+            code = self._processes[rank].wait(within)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"learner {rank} has not ended for {within} s") from error
+        return code, (self._folder / f"learner-{rank}.log").read_text(encoding="utf-8")
 
     def is_running(self, rank: int) -> bool:
-        """Whether a learner is there still, as far as has been heard."""
-        return rank not in self._codes and Path(f"/proc/{self.pids[rank]}").exists()
+        return self._processes[rank].poll() is None
 
     def kill(self) -> None:
         """End those that are left."""
-        for rank, pid in enumerate(self.pids):
-            if rank not in self._codes:
-                os.kill(pid, 9)
-                self.end(rank)
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
 
-class Line:
-    """To and from the process that becomes learners."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *MODULES],
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._unread = b""
-
-    def say(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def hear(self, within: float = 100.0) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        while b"\n" not in self._unread:
-            if not select.select([self._process.stdout], [], [], within)[0]:
-                raise TimeoutError(f"no learner has ended for {within} s")
-            received = os.read(self._process.stdout.fileno(), 65536)
-            if not received:
-                raise EOFError("the process that becomes learners is gone")
-            self._unread += received
-        line, _, self._unread = self._unread.partition(b"\n")
-        heard: dict[str, Any] = json.loads(line)
-        return heard
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def run(self, command: Sequence[str], world: int, folder: Path) -> None:
-        """Run `command` as so many learners; all of them must end well."""
-        with self.learners(command, world, folder) as learners:
+@contextmanager
+def start_learners(command: Sequence[str], world: int, folder: Path) -> Iterator[Learners]:
+    """What `command` starts as so many learners without a launcher, with logs in `folder`; none is left behind."""
+    processes: list[WarmPopen] = []
+    with loopback_store() as port:
+        place = {
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        try:
             for rank in range(world):
-                code, said = learners.end(rank, within=280.0)
-                assert code == 0, said
-
-    @contextmanager
-    def learners(self, command: Sequence[str], world: int, folder: Path) -> Generator[Learners, None, None]:
-        """What `command`, some `python -m MODULE ARGUMENTS`, starts as so many learners; none is left behind."""
-        _, flag, *module_and_arguments = command
-        assert flag == "-m"
-        with loopback_store() as port:
-            place = {
-                "WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }
-            self.say({"run": module_and_arguments, "place": place, "folder": str(folder)})
-            learners = Learners(self, folder, self.hear()["pids"], port)
-            try:
-                yield learners
-            finally:
-                learners.kill()
+                with (folder / f"learner-{rank}.log").open("wb") as log:
+                    env = {**os.environ, **place, "RANK": str(rank)}
+                    processes.append(WarmPopen(command, env=env, stdout=log))
+            yield Learners(processes, folder, port)
+        finally:
+            Learners(processes, folder, port).kill()
 
 
-def serve(modules: Sequence[str]) -> None:
-    """Become learners when told to, and tell when each of them has ended."""
-    for module in modules:
+def run_learners(command: Sequence[str], world: int, folder: Path) -> None:
+    """Run `command` as so many learners without a launcher; all of them must end well."""
+    with start_learners(command, world, folder) as started:
+        for rank in range(world):
+            code, said = started.end(rank, within=280.0)
+            assert code == 0, said
+
+
+def own_learners() -> Iterator[tuple[int, psutil.Process]]:
+    """The learners that a launcher in this process has running, each with its rank; the newest last."""
+    for warm in WarmPopen.started:
+        if warm.poll() is None:
+            yield warm.rank, psutil.Process(warm.pid)
+    for process in psutil.Process().children():
+        try:
+            if "RANK" in (environment := process.environ()):
+                yield int(environment["RANK"]), process
+        except psutil.Error:  # it has ended meanwhile
+            continue
+
+
+def own_learner(rank: int) -> psutil.Process:
+    """The newest process of one learner. StopIteration if there is none."""
+    return next(process for each, process in reversed(list(own_learners())) if each == rank)
+
+
+def serve(line: socket.socket) -> None:
+    """Become learners when told to."""
+    for module in MODULES:
         importlib.import_module(module)
     (only,) = Path("/proc/self/task").iterdir()  # a process with threads cannot be forked safely
     assert only.name == str(os.getpid())
-    for line in sys.stdin:
-        asked = json.loads(line)
-        pids = []
-        for rank in range(int(asked["place"]["WORLD_SIZE"])):
-            pid = os.fork()
-            if pid == 0:
-                become(rank, asked["run"], asked["place"], Path(asked["folder"]))
-                return
-            pids.append(pid)
-        tell({"pids": pids})
-        for _ in pids:
-            pid, status = os.wait()
-            tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    while True:
+        message, files, _, _ = socket.recv_fds(line, _LONGEST_MESSAGE, 16)
+        if not message:
+            return
+        if os.fork() == 0:
+            line.close()
+            keep(json.loads(message), *files)
+            return
+        for file in files:
+            os.close(file)
 
 
-def tell(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+def keep(asked: dict[str, Any], report: int, log: int, *files: int) -> None:
+    """Start a learner, wait for it, and tell how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        os.close(report)
+        become(asked, log, *files)
+        return
+    for file in (log, *files):
+        os.close(file)
+    os.write(report, f"{os.getpid()}\n{pid}\n".encode())
+    _, status = os.waitpid(pid, 0)
+    os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
 
 
-def become(rank: int, command: Sequence[str], place: Mapping[str, str], folder: Path) -> None:
+def become(asked: dict[str, Any], *files: int) -> None:
     """Be one learner from here to the end of this process."""
-    os.environ.update({**place, "RANK": str(rank)})
+    os.setsid()
+    away = [fcntl.fcntl(file, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for file in files]
+    for file in files:
+        os.close(file)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(folder / f"learner-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for old, new in ((0, nothing), (1, log), (2, log)):
-        os.dup2(new, old)
-    sys.argv[1:] = command[1:]
-    del sys.modules[command[0]]  # it runs afresh, as the program
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    log, *others = away
+    for file, number in ((log, 1), (log, 2), *zip(others, asked["numbers"], strict=True)):
+        os.dup2(file, number)
+    for file in away:
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    os.chdir(asked["folder"])
+    sys.path[0] = asked["folder"]
+    tempfile.tempdir = None
+    module, *arguments = asked["command"]
+    sys.argv[1:] = arguments
+    sys.modules.pop(module, None)  # it runs afresh, as the program
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    serve(socket.socket(fileno=os.dup(0)))

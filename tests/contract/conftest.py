@@ -13,7 +13,7 @@ from torch import Tensor
 from starling.engines.cluster import Cluster, ComputeModel
 from starling.engines.virtual import VirtualEngine
 from tests.contract.cases import CHOICES, EXCHANGES, cases
-from tests.warm_start import Line
+from tests.warm_start import run_learners
 
 LARGER = ("hadpsgd/", "adpsgd-pairs/", "adpsgd-random/", "server-summed/", "hogwild/")
 """What four processes run, too: two super-learners of two, asynchronous learners with several neighbours or none."""
@@ -34,7 +34,7 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def on_processes(tmp_path_factory: pytest.TempPathFactory, warm_start: Line) -> Runner:
+def on_processes(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """All cases are run by the same five processes; those of two beside those of three."""
 
     @cache
@@ -42,7 +42,7 @@ def on_processes(tmp_path_factory: pytest.TempPathFactory, warm_start: Line) -> 
         folder = tmp_path_factory.mktemp("processes")
         runs = [(name, members) for world, members in MEMBERS.items() for name in cases() if _is_asked_for(name, world)]
         command = [sys.executable, "-m", "tests.contract.learner_process", json.dumps(runs), str(folder)]
-        warm_start.run(command, 1 + max(max(members) for members in MEMBERS.values()), folder)
+        run_learners(command, 1 + max(max(members) for members in MEMBERS.values()), folder)
         return {
             (name, len(members)): [
                 load_file(folder / f"{number}-{rank}.safetensors")["weights"] for rank in range(len(members))

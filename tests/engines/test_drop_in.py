@@ -19,7 +19,7 @@ from starling.errors import ConfigError, ProtocolError
 from tests.contract.oracle import SYNCHRONOUS, Vector
 from tests.contract.problems import TinyRegression
 from tests.engines.drop_in_process import STEPS, flat, take_gradient
-from tests.warm_start import Line
+from tests.warm_start import run_learners, start_learners
 
 ALONE = [
     ("allreduce", {}),
@@ -78,13 +78,13 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def joined(tmp_path_factory: pytest.TempPathFactory, warm_start: Line) -> Runner:
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """What came out of all cases, by rank; the same processes join for one after the other."""
 
     @cache
     def run_all(world: int) -> dict[str, list[dict[str, Tensor]]]:
         folder = tmp_path_factory.mktemp(f"joined-{world}")
-        warm_start.run(command(CASES, folder), world, folder)
+        run_learners(command(CASES, folder), world, folder)
         return {name: [load_file(folder / f"{name}-{rank}.safetensors") for rank in range(world)] for name in CASES}
 
     return run_all
@@ -208,11 +208,11 @@ def test_loops_that_share_a_model_end_with_it(name: str, world: int, joined: Run
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one", "dpsgd"])
-def test_unequal_steps_in_step_are_a_named_error(strategy: str, tmp_path: Path, warm_start: Line) -> None:
+def test_unequal_steps_in_step_are_a_named_error(strategy: str, tmp_path: Path) -> None:
     """Not a hang: who has closed, after how many steps, and what to do."""
     message = r"learner 0 has closed after 3 steps, and learner 1 is in step \d+: under .* equal numbers of steps; "
     unequal = command({"unequal": {"strategy": strategy, "steps": {"0": 3}}}, tmp_path)
-    with warm_start.learners(unequal, 2, tmp_path) as learners:
+    with start_learners(unequal, 2, tmp_path) as learners:
         ends = [learners.end(rank) for rank in range(2)]
     assert all(code > 0 for code, _ in ends), ends
     assert re.search(f"ProtocolError: {message}", ends[0][1] + ends[1][1]), ends
@@ -220,12 +220,10 @@ def test_unequal_steps_in_step_are_a_named_error(strategy: str, tmp_path: Path, 
 
 @pytest.mark.parametrize(("fails", "code"), [("raises", 1), ("killed", -9)])
 @pytest.mark.parametrize("strategy", ["adpsgd", "allreduce", "parameter-server"])
-def test_survivors_name_the_learner_that_failed(
-    strategy: str, fails: str, code: int, tmp_path: Path, warm_start: Line
-) -> None:
+def test_survivors_name_the_learner_that_failed(strategy: str, fails: str, code: int, tmp_path: Path) -> None:
     """Without a launcher that ends them, and soon, whatever the time-out."""
     failing = command({"fails": {"strategy": strategy, "fails": fails, "steps": {"0": 4000}}}, Path())
-    with warm_start.learners(failing, 3, tmp_path) as learners:
+    with start_learners(failing, 3, tmp_path) as learners:
         ends = [learners.end(rank) for rank in range(3)]
     assert [each for each, _ in ends] == [1, code, 1]
     for rank in (0, 2):

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from starling.engines.shared_memory import share_memory
 from starling.errors import ConfigError, PeerLost
 from starling.launch.launcher import launch
-from tests.warm_start import Line
+from tests.warm_start import start_learners
 
 CASES = {
     "own server": ("parameter-server", {"servers": "own"}, 2),
@@ -34,10 +34,10 @@ def command(strategy: str, options: dict[str, Any], victim: int) -> list[str]:
 
 @every_case
 def test_survivors_of_a_server_or_a_worker_name_it_and_end(
-    strategy: str, options: dict[str, Any], victim: int, tmp_path: Path, warm_start: Line
+    strategy: str, options: dict[str, Any], victim: int, tmp_path: Path
 ) -> None:
     """kill -9 without a launcher that would end the others: they end by themselves, and the time-out plays no part."""
-    with warm_start.learners(command(strategy, options, victim), 3, tmp_path) as learners:
+    with start_learners(command(strategy, options, victim), 3, tmp_path) as learners:
         store = TCPStore("127.0.0.1", learners.port, is_master=False, timeout=timedelta(seconds=100))
         store.wait(["fired"])
         fired = time.monotonic()
@@ -56,11 +56,11 @@ def test_survivors_of_a_server_or_a_worker_name_it_and_end(
     ids=["worker", "server"],
 )
 def test_one_that_stands_still_beyond_the_time_out_is_named_and_nobody_is_left(
-    options: dict[str, Any], victim: int, tmp_path: Path, warm_start: Line
+    options: dict[str, Any], victim: int, tmp_path: Path
 ) -> None:
     """SIGSTOP: all others end, servers included, and the blame does not fall on who waited for it, too."""
     stopping = [*command("parameter-server", options, victim), str(int(signal.SIGSTOP)), "5"]
-    with warm_start.learners(stopping, 3, tmp_path) as learners:
+    with start_learners(stopping, 3, tmp_path) as learners:
         ends = {rank: learners.end(rank) for rank in {0, 1, 2} - {victim}}
         assert learners.is_running(victim)
     for rank, (code, said) in ends.items():

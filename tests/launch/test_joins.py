@@ -16,7 +16,7 @@ from starling.launch.requests import Answer, Request, answered, ask, taking_requ
 from starling.launch.watch import Loss
 from starling.strategies import find_strategy
 from tests.launch.joining_process import NUM_MINI_BATCHES, OPTIONS
-from tests.warm_launch import own_learner, own_learners
+from tests.warm_start import own_learner, own_learners
 
 
 class Run:

@@ -16,8 +16,7 @@ import pytest
 
 from starling.errors import DataError, PeerLost, StarlingError, Stopped
 from starling.launch.launcher import launch
-from tests.warm_launch import WarmPopen, own_learner, own_learners
-from tests.warm_start import Line
+from tests.warm_start import WarmPopen, own_learner, own_learners, start_learners
 
 Message = dict[str, Any]
 
@@ -135,9 +134,9 @@ def test_a_killed_learner_is_named_and_the_others_are_ended(mode: str, tmp_path:
         ("adpsgd/dies", "(sending to|receiving from) learner [012], after [0-9]+ claims"),
     ],
 )
-def test_survivors_name_the_learner_they_lost(mode: str, where: str, tmp_path: Path, warm_start: Line) -> None:
+def test_survivors_name_the_learner_they_lost(mode: str, where: str, tmp_path: Path) -> None:
     """gloo names a network address; without a launcher to tell, the survivors find out who is silent and say when."""
-    with warm_start.learners(command(mode), 3, tmp_path) as learners:
+    with start_learners(command(mode), 3, tmp_path) as learners:
         ends = [learners.end(rank) for rank in range(3)]
     assert ends[2][0] == -signal.SIGKILL
     for rank in (0, 1):
@@ -159,11 +158,9 @@ def test_an_error_of_one_learner_is_raised_by_the_launcher(strategy: str, tmp_pa
         ("allreduce/strategies", r"differ in strategy: '(allreduce|delay-by-one)' and '(allreduce|delay-by-one)'"),
     ],
 )
-def test_learners_that_differ_are_refused_in_the_greeting(
-    mode: str, difference: str, tmp_path: Path, warm_start: Line
-) -> None:
+def test_learners_that_differ_are_refused_in_the_greeting(mode: str, difference: str, tmp_path: Path) -> None:
     """Both values are shown, before the first tensor travels."""
-    with warm_start.learners(command(mode), 2, tmp_path) as learners:
+    with start_learners(command(mode), 2, tmp_path) as learners:
         ends = [learners.end(rank) for rank in range(2)]
     assert all(code > 0 for code, _ in ends), ends
     assert any(re.search(f"ProtocolError: .*{difference}", said) for _, said in ends), ends

@@ -22,8 +22,7 @@ from starling.errors import PeerLost, ProtocolError
 from starling.launch.launcher import Loss, launch
 from starling.launch.rendezvous import find_place
 from tests.launch.promise_process import NUM_STEPS
-from tests.warm_launch import own_learner, own_learners
-from tests.warm_start import Learners, Line
+from tests.warm_start import Learners, own_learner, own_learners, start_learners
 
 FENCE = 60.0
 """Seconds within which a run of a second has to be over, on a machine that others use."""
@@ -33,22 +32,22 @@ def command(strategy: str, trouble: str) -> list[str]:
     return [sys.executable, "-m", "tests.launch.promise_process", strategy, trouble]
 
 
-def steps_of(strategy: str, trouble: str, world: int, folder: Path, line: Line) -> list[int]:
+def steps_of(strategy: str, trouble: str, world: int, folder: Path) -> list[int]:
     """How many mini-batches each learner of a run computed, which ended well."""
-    with line.learners(command(strategy, trouble), world, folder) as learners:
+    with start_learners(command(strategy, trouble), world, folder) as learners:
         ends = [learners.end(rank, within=FENCE) for rank in range(world)]
     assert all(code == 0 for code, _ in ends), ends
     return [json.loads(said.splitlines()[-1])["steps"] for _, said in ends]
 
 
-def test_ten_times_as_slow_a_learner_slows_those_in_step_and_not_the_others(tmp_path: Path, warm_start: Line) -> None:
+def test_ten_times_as_slow_a_learner_slows_those_in_step_and_not_the_others(tmp_path: Path) -> None:
     """By counted steps of runs of the same time, in which learners sleep, so that cores are not the limit.
 
     In step all take a tenth of the steps; under adpsgd the others lose less than 5 %, for which the fence is wider:
     others use the machine. The slow one is far behind, and the end is clean.
     """
-    in_step = {trouble: steps_of("allreduce", trouble, 3, tmp_path, warm_start) for trouble in ("alike", "slow")}
-    free = {trouble: steps_of("adpsgd", trouble, 3, tmp_path, warm_start) for trouble in ("alike", "slow")}
+    in_step = {trouble: steps_of("allreduce", trouble, 3, tmp_path) for trouble in ("alike", "slow")}
+    free = {trouble: steps_of("adpsgd", trouble, 3, tmp_path) for trouble in ("alike", "slow")}
     assert 0.04 < in_step["slow"][1] / in_step["alike"][1] < 0.25, in_step
     others, before = sum(free["slow"][1:]), sum(free["alike"][1:])
     assert others / before > 0.8, free
@@ -58,10 +57,10 @@ def test_ten_times_as_slow_a_learner_slows_those_in_step_and_not_the_others(tmp_
 @pytest.mark.parametrize("strategy", ["allreduce", "adpsgd", pytest.param("parameter-server", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("trouble", "total"), [("zero", 0), ("one", 1), ("unequal", NUM_STEPS)])
 def test_no_step_one_step_and_unequal_shares_are_a_clean_end(
-    strategy: str, trouble: str, total: int, tmp_path: Path, warm_start: Line
+    strategy: str, trouble: str, total: int, tmp_path: Path
 ) -> None:
     """A budget smaller than the number of learners, and epochs that no number of learners divides."""
-    steps = steps_of(strategy, trouble, 3, tmp_path, warm_start)
+    steps = steps_of(strategy, trouble, 3, tmp_path)
     assert total <= sum(steps) < total + 3
     if total == 0:
         assert sum(steps) == 0
@@ -132,10 +131,10 @@ def test_a_learner_killed_behind_the_farewell_is_a_clear_end(tmp_path: Path) -> 
     assert not list(own_learners())
 
 
-def test_a_late_riser_finds_the_others_gone_and_ends(tmp_path: Path, warm_start: Line) -> None:
+def test_a_late_riser_finds_the_others_gone_and_ends(tmp_path: Path) -> None:
     """Without a launcher nobody can kill who stands still: the others name it and end, and so does it when it wakes."""
     stops = [sys.executable, "-m", "tests.launch.learner_process", "delay-by-one/stops"]
-    with warm_start.learners(stops, 2, tmp_path) as learners:
+    with start_learners(stops, 2, tmp_path) as learners:
         code, said = learners.end(1, within=FENCE)
         assert code == PeerLost.exit_code or "PeerLost" in said, said
         assert "lost learner 0" in said
@@ -240,11 +239,9 @@ def test_whatever_differs_is_refused_by_both_with_both_values(field: str, theirs
         ("dtypes", r"differ in dtype: 'torch.float(32|64)' and 'torch.float(32|64)'"),
     ],
 )
-def test_models_that_differ_are_refused_by_real_learners(
-    trouble: str, difference: str, tmp_path: Path, warm_start: Line
-) -> None:
+def test_models_that_differ_are_refused_by_real_learners(trouble: str, difference: str, tmp_path: Path) -> None:
     """Of another size, or in another precision: no process aborts, and both values are shown."""
-    with warm_start.learners(command("adpsgd", trouble), 2, tmp_path) as learners:
+    with start_learners(command("adpsgd", trouble), 2, tmp_path) as learners:
         ends = [learners.end(rank, within=FENCE) for rank in range(2)]
     assert all(code > 0 for code, _ in ends), ends
     assert all(re.search(f"ProtocolError: .*{difference}", said) for _, said in ends), ends

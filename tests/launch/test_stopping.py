@@ -21,8 +21,7 @@ from starling.errors import Stopped
 from starling.launch import watch
 from starling.launch.launcher import Loss, launch
 from tests.launch.stopping_process import Run
-from tests.warm_launch import own_learner, own_learners
-from tests.warm_start import Line
+from tests.warm_start import own_learner, own_learners, run_learners, start_learners
 
 Noted = dict[str, Any]
 OWN_SERVERS = {"servers": "own"}
@@ -43,9 +42,9 @@ def newest(run: Run) -> Path:
     return checkpoints_in(Path(run.folder) / "checkpoints")[-1]
 
 
-def stop_by_themselves(run: Run, world: int, line: Line, code: int) -> None:
+def stop_by_themselves(run: Run, world: int, code: int) -> None:
     """Let learners without a launcher run until a signal reaches one of them; all end with the exit code given."""
-    with line.learners(run.command(), world, Path(run.folder)) as learners:
+    with start_learners(run.command(), world, Path(run.folder)) as learners:
         ends = [learners.end(rank) for rank in range(world)]
     assert [each for each, _ in ends] == [code] * world, ends
 
@@ -78,20 +77,20 @@ def assert_seen_once(runs: list[Run], world: int) -> None:
     ],
 )
 def test_learners_in_step_that_stop_and_go_on_end_in_the_same_bits(
-    strategy: str, world: int, number: int, options: dict[str, Any], workers: int, tmp_path: Path, warm_start: Line
+    strategy: str, world: int, number: int, options: dict[str, Any], workers: int, tmp_path: Path
 ) -> None:
     """Without a launcher, one of them hears the signal and all stop at one mark, with 128 + the signal; weights,
     moments and place in the data are then those of a run that nobody stopped. Under `allreduce` that is so with two:
     torch sums the gradients of more in an order that it changes after its first step."""
     how: dict[str, Any] = {"strategy": strategy, "options": options, "workers": workers}
     stopped = run_for(tmp_path, "stopped", signals={world - 1: number}, **how)
-    stop_by_themselves(stopped, world, warm_start, 128 + number)
+    stop_by_themselves(stopped, world, 128 + number)
     done = noted(stopped, world)[0]["num_done"]
     assert 100 <= done == load(newest(stopped)).manifest.standing.num_done
     resumed = run_for(tmp_path, "resumed", resume=str(newest(stopped)), steps=done + 30 * world, **how)
     straight = run_for(tmp_path, "straight", steps=done + 30 * world, **how)
     for run in (resumed, straight):
-        warm_start.run(run.command(), world, Path(run.folder))
+        run_learners(run.command(), world, Path(run.folder))
     assert newest(resumed).name == newest(straight).name
     assert_same_states(newest(resumed), newest(straight), world)
     assert_seen_once([stopped, resumed], world)
@@ -111,26 +110,26 @@ def test_learners_in_step_that_stop_and_go_on_end_in_the_same_bits(
     ],
 )
 def test_other_learners_that_stop_and_go_on_see_everything_once(
-    strategy: str, world: int, options: dict[str, Any], tmp_path: Path, warm_start: Line
+    strategy: str, world: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """All of them hear the signal, as from Slurm; nothing is left unfinished, and a resume does the rest."""
     how: dict[str, Any] = {"strategy": strategy, "options": options}
     everybody = dict.fromkeys(range(world), signal.SIGTERM)
     stopped = run_for(tmp_path, "stopped", signals={0: signal.SIGTERM} if world == 2 else everybody, **how)
-    stop_by_themselves(stopped, world, warm_start, 128 + signal.SIGTERM)
+    stop_by_themselves(stopped, world, 128 + signal.SIGTERM)
     assert_seen_once([stopped], world)
     done = noted(stopped, world)[0]["num_done"]
     resumed = run_for(tmp_path, "resumed", resume=str(newest(stopped)), steps=done + 60, **how)
-    warm_start.run(resumed.command(), world, Path(resumed.folder))
+    run_learners(resumed.command(), world, Path(resumed.folder))
     assert_seen_once([stopped, resumed], world)
 
 
-def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path: Path, warm_start: Line) -> None:
+def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path: Path) -> None:
     """In step, each is exact: the state of all after the mini-batches that it counts, and of none behind them."""
     timed = run_for(
         tmp_path, "timed", strategy="delay-by-one", minutes=0.002, signals={0: signal.SIGTERM}, at_step=1, at_mark=3
     )
-    stop_by_themselves(timed, 2, warm_start, 128 + signal.SIGTERM)
+    stop_by_themselves(timed, 2, 128 + signal.SIGTERM)
     saved = checkpoints_in(Path(timed.folder) / "checkpoints")
     assert [len(each["marks_at"]) for each in noted(timed, 2)] == [len(saved) - 1] * 2
     assert len(saved) >= 4
@@ -139,17 +138,17 @@ def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path
     assert not standing.unfinished
     assert 0 < standing.num_done < noted(timed, 2)[0]["num_done"]
     short = run_for(tmp_path, "short", strategy="delay-by-one", steps=standing.num_done)
-    warm_start.run(short.command(), 2, Path(short.folder))
+    run_learners(short.command(), 2, Path(short.folder))
     assert_same_states(middle, newest(short), 2)
 
 
 @pytest.mark.soak
-def test_nobody_waits_for_a_slow_learner_to_agree_on_a_mark(tmp_path: Path, warm_start: Line) -> None:
+def test_nobody_waits_for_a_slow_learner_to_agree_on_a_mark(tmp_path: Path) -> None:
     """While one asynchronous learner computes for seconds, the other goes on past several marks; both save each."""
     pause = {"learner": 1, "after": 20, "seconds": 3.0}
     run = run_for(tmp_path, "run", strategy="adpsgd", options={"pattern": "pairs"}, minutes=0.005, pause=pause,
                   signals={1: signal.SIGTERM}, at_step=100)  # fmt: skip
-    stop_by_themselves(run, 2, warm_start, 128 + signal.SIGTERM)
+    stop_by_themselves(run, 2, 128 + signal.SIGTERM)
     fast, slow = noted(run, 2)
     begin, end = max(pairwise(slow["steps_at"]), key=lambda pair: pair[1] - pair[0])
     assert end - begin >= 3.0
@@ -218,9 +217,7 @@ def test_a_signal_to_the_learners_stops_all_of_them_as_one_to_the_launcher_does(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["adpsgd", "delay-by-one"])
-def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(
-    strategy: str, tmp_path: Path, warm_start: Line
-) -> None:
+def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(strategy: str, tmp_path: Path) -> None:
     """The mark that was wanted in the view before is agreed on in the next one, by those who are left."""
     run = run_for(tmp_path, "run", strategy=strategy, minutes=0.002)
     losses: list[Loss] = []
@@ -238,7 +235,7 @@ def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(
     assert {each["num_done"] for each in ends} == {standing.num_done}
     assert load(newest(run)).manifest.world == 2
     resumed = run_for(tmp_path, "resumed", strategy=strategy, resume=str(newest(run)), steps=standing.num_done + 20)
-    warm_start.run(resumed.command(), 2, Path(resumed.folder))
+    run_learners(resumed.command(), 2, Path(resumed.folder))
     assert not list(own_learners())
 
 
@@ -288,10 +285,10 @@ def test_a_second_signal_does_not_wait_for_anybody_to_save(tmp_path: Path) -> No
     assert not alive
 
 
-def test_a_second_signal_ends_a_learner_without_a_launcher_at_once(tmp_path: Path, warm_start: Line) -> None:
+def test_a_second_signal_ends_a_learner_without_a_launcher_at_once(tmp_path: Path) -> None:
     """Though it waits for another that does not come to the mark."""
     run = run_for(tmp_path, "run", strategy="delay-by-one", signals={1: signal.SIGSTOP})
-    with warm_start.learners(run.command(), 2, Path(run.folder)) as learners:
+    with start_learners(run.command(), 2, Path(run.folder)) as learners:
         other = psutil.Process(learners.pids[1])
         while other.status() != psutil.STATUS_STOPPED:
             assert learners.is_running(0)

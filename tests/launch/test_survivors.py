@@ -12,7 +12,7 @@ from starling.errors import PeerLost
 from starling.launch.launcher import launch
 from starling.launch.link import Message
 from starling.launch.watch import Loss
-from tests.warm_launch import own_learner, own_learners
+from tests.warm_start import own_learner, own_learners
 
 NUM_MINI_BATCHES = 3000
 
