@@ -57,6 +57,12 @@ class FlatModel:
         for parameter, view in zip(self.parameters, split(weights, self.parameters), strict=True):
             parameter.data = view
 
+    def gather_in(self, gradients: Tensor) -> None:
+        """Let gradients gather in `gradients` `[P]`; nothing is copied."""
+        self.gradients = gradients
+        for parameter, view in zip(self.parameters, split(gradients, self.parameters), strict=True):
+            parameter.grad = view
+
     @property
     def num_parameters(self) -> int:
         return self.weights.numel()

@@ -2,18 +2,24 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from starling.engines.flat import split
 from starling.engines.memory import OptimizerMemory
 
 
 class Replica:
-    """Weights `[P]`, the parameters that view them, and the optimizer that changes them, under one lock."""
+    """Weights `[P]`, the parameters that view them, and the optimizer that changes them, under one lock.
+
+    `gradients` `[P]` is what the parameters' gradients view, and where a step's gradient is copied to unless it is
+    there. Where it has to be kept meanwhile, there is a `workspace` `[P]` for others, which replicas may share.
+    """
 
     def __init__(
         self,
@@ -22,10 +28,12 @@ class Replica:
         parameters: list[nn.Parameter],
         make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
         clip_norm: float | None,
+        workspace: Tensor | None = None,
     ) -> None:
         self.weights = weights
         self.version = 0  # the number of changes made to the weights
-        self._gradients = gradients
+        self.gradients = gradients
+        self._workspace = gradients if workspace is None else workspace
         self._parameters = parameters
         self._clip_norm = clip_norm
         self._make_optimizer = make_optimizer
@@ -40,15 +48,29 @@ class Replica:
         Whether that was done: a gradient that is not finite changes nothing.
         """
         with self._lock:
-            if gradient.data_ptr() != self._gradients.data_ptr():
-                self._gradients.copy_(gradient)
-            if not math.isfinite(self.clip(self._gradients)):
+            if gradient.data_ptr() != self.gradients.data_ptr():
+                gradient = self._workspace.copy_(gradient)
+            if not math.isfinite(self.clip(gradient)):
                 return False
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor
-            self.optimizer.step()
+            with self._looking_at(gradient):
+                self.optimizer.step()
             self.version += 1
             return True
+
+    @contextmanager
+    def _looking_at(self, gradient: Tensor) -> Generator[None, None, None]:
+        """Let the parameters' gradients be views into `gradient` `[P]` for a while."""
+        if gradient.data_ptr() == self.gradients.data_ptr():
+            yield
+            return
+        own = [parameter.grad for parameter in self._parameters]
+        for parameter, view in zip(self._parameters, split(gradient, self._parameters), strict=True):
+            parameter.grad = view
+        yield
+        for parameter, before in zip(self._parameters, own, strict=True):
+            parameter.grad = before
 
     def clip(self, gradient: Tensor) -> float:
         """Shorten `gradient` `[P]` to the longest allowed; its length before."""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from starling.checkpoint.state import LearnerState
@@ -73,7 +72,6 @@ class VirtualLearner(TrainingLearner):
         self.is_finished = False
         self.has_left = False
         self._view = view
-        self._gradient = torch.empty_like(replica.weights)
         self._num_means: dict[str, int] = {}  # means have no name but their place in each learner's sequence
         self._pace = Pace()
         self._next_round = 0
@@ -152,7 +150,7 @@ class VirtualLearner(TrainingLearner):
         self._view.record(self._rank, "apply")
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
-        loss = self._view.real_gradient(self, at, out=self._gradient)
+        loss = self._view.real_gradient(self, at)
         version = self._gradient_version = self.replica.version
         seconds = self.life.times.draw()
         seconds += self.delays.after(seconds) + self._pause
@@ -168,7 +166,7 @@ class VirtualLearner(TrainingLearner):
         def result() -> Tensor:
             if at is self.weights and self.replica.version != version:
                 raise self.changed_beneath()
-            return self._gradient
+            return self.replica.gradients
 
         event = self._view.environment.timeout(seconds + waiting)
         event.callbacks.append(finish)

@@ -168,12 +168,11 @@ class VirtualView:
             self._loaded[loaded[0].step] = loaded
         return self._loaded.pop(ticket.step)
 
-    def real_gradient(self, learner: VirtualLearner, at: Tensor, out: Tensor) -> float:
-        """Put the gradient of the learner's mini-batch at the weights `at` `[P]` into `out` `[P]`; the loss."""
-        self.model.weights.copy_(at)
-        loss = learner.compute_gradient(self.model.model, self.model)
-        out.copy_(self.model.gradients)
-        return loss
+    def real_gradient(self, learner: VirtualLearner, at: Tensor) -> float:
+        """Leave the gradient of the learner's mini-batch at the weights `at` `[P]` with its replica; the loss."""
+        self.model.look_at(at)
+        self.model.gather_in(learner.replica.gradients)
+        return learner.compute_gradient(self.model.model, self.model)
 
     def consensus_distance(self) -> float:
         """(1/L) sum_l |w_l - consensus|^2, now."""
@@ -197,10 +196,12 @@ class VirtualView:
 
     def _new_replica(self) -> Replica:
         weights = self.model.weights.clone()
+        gradients = torch.zeros_like(weights)
         parameters = [nn.Parameter(view) for view in split(weights, self.model.parameters)]
-        for parameter, gradient in zip(parameters, split(self.model.gradients, self.model.parameters), strict=True):
+        for parameter, gradient in zip(parameters, split(gradients, self.model.parameters), strict=True):
             parameter.grad = gradient
-        return Replica(weights, self.model.gradients, parameters, self.job.make_optimizer, self.job.clip_norm)
+        make_optimizer, clip_norm = self.job.make_optimizer, self.job.clip_norm
+        return Replica(weights, gradients, parameters, make_optimizer, clip_norm, self._engine.workspace)
 
     def _drive(
         self, under_way: _Activity, coroutine: Coroutine[Any, Any, None], kind: str
