@@ -19,6 +19,7 @@ from starling.errors import CheckpointError
 from starling.workload import Ticket
 from tests.checkpoint.steps import Steps
 from tests.checkpoint.test_checkpoints import save_all, state, write_model, writer
+from tests.mounts import run_with, small_disk
 
 OLD, NEW = Ticket(1, 0, 8), Ticket(2, 0, 16)
 ROOT = Path(__file__).resolve().parents[2]
@@ -207,18 +208,9 @@ def test_a_quota_that_is_used_up_is_a_full_disk(tmp_path: Path) -> None:
 def test_a_disk_that_is_really_full_leaves_no_stub(tmp_path: Path) -> None:
     """A file system of 256 KiB, all but filled: in the first file, and in the model that is written last."""
     (tmp_path / "disk").mkdir()
-    inside = f"import {__name__} as me; me.fill_a_disk({str(tmp_path / 'disk')!r})"
-    script = f"mount -t tmpfs -o size=256k tmpfs {tmp_path / 'disk'} && echo mounted && exec {sys.executable} -c '$1'"
-    script = script.replace("'$1'", '"$1"')
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", inside]
-    try:
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    except FileNotFoundError:
-        pytest.skip("no unshare here")
-    if "mounted" not in run.stdout:
-        pytest.skip(f"no file system can be mounted here: {run.stderr}")
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("disk full: needs") == 2, run.stdout
+    disk = tmp_path / "disk"
+    said = run_with(small_disk(disk, "256k"), f"import {__name__} as me; me.fill_a_disk({str(disk)!r})")
+    assert said.count("disk full: needs") == 2, said
 
 
 def fill_a_disk(disk: str) -> None:

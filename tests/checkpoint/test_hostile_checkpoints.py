@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import struct
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from starling.checkpoint.reader import load
 from starling.errors import CheckpointError
 from starling.workload import Ticket
 from tests.checkpoint.test_checkpoints import manifest_of, save_all
+from tests.mutations import damaged
 
 WORLD = 2
 FILES = ("learner-0.safetensors", "learner-0.json", "learner-1.json", "model/model.safetensors", "manifest.json")
@@ -53,23 +53,6 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def mutated(content: bytes, random: np.random.Generator) -> bytes:
-    """Bytes changed, cut off, removed, or repeated."""
-    spoilt = bytearray(content)
-    how = random.integers(5)
-    place, other = (int(each) for each in random.integers(0, len(spoilt), 2))
-    if how == 0:
-        return bytes(spoilt[:place])
-    if how == 1:
-        del spoilt[place : place + int(random.integers(1, 20))]
-    elif how == 2:
-        spoilt[place:place] = spoilt[other : other + 20]
-    else:
-        for each in random.integers(0, len(spoilt) if how == 3 else min(len(spoilt), 100), random.integers(1, 4)):
-            spoilt[each] = random.integers(256)
-    return bytes(spoilt)
-
-
 @pytest.mark.parametrize("resigned", [False, True], ids=["damaged", "forged"])
 def test_mutations_are_the_same_checkpoint_or_checkpoint_errors(whole: Path, tmp_path: Path, resigned: bool) -> None:
     """500 of every file, also deleted and swapped: nothing but CheckpointError, or what was saved, to the bit.
@@ -81,29 +64,19 @@ def test_mutations_are_the_same_checkpoint_or_checkpoint_errors(whole: Path, tmp
     folder = tmp_path / "mutated"
     ends: Counter[str] = Counter()
     for number in range(250 if resigned else 500):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(whole, folder)
-        victim, other = folder / FILES[number % len(FILES)], folder / FILES[random.integers(len(FILES))]
-        before, how = victim.read_bytes(), random.integers(20)
-        if how == 0:
-            victim.unlink()
-        elif how == 1:
-            victim.write_bytes(other.read_bytes())
-            other.write_bytes(before)
-        else:
-            victim.write_bytes(mutated(before, random))
+        damage = damaged(whole, folder, FILES[number % len(FILES)], FILES, random)
         began = time.process_time()
         try:
-            if resigned and victim.name != "manifest.json":
+            if resigned and damage.victim.name != "manifest.json":
                 signed(folder)
             found = content_of(folder)
-            assert resigned or found == expected, victim
+            assert resigned or found == expected, damage
             ends["read"] += 1
         except CheckpointError as error:
             assert str(tmp_path) in str(error)
             ends["refused"] += 1
         except (ValueError, FileNotFoundError):  # the forger's own, who needs a manifest to begin with
-            assert resigned and "manifest.json" in (victim.name, other.name) and how < 2
+            assert resigned and "manifest.json" in (damage.victim.name, damage.other.name) and damage.is_moved
         assert time.process_time() - began < 1.0
     assert ends["refused"] > 100 and ends["read"] > (25 if resigned else 0)
 

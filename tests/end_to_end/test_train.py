@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from starling.checkpoint.reader import latest, load
 from starling.cli import app
+from tests.mounts import run_with, small_disk
 
 Tree = dict[str, Any]
 
@@ -181,16 +182,7 @@ def test_a_full_disk_ends_a_run_with_what_is_needed_and_costs_nothing(tree: Tree
     written(tree, tmp_path)
     (tmp_path / "exp").mkdir()
     inside = f"import {__name__} as me; me.train_on_a_full_disk({str(tmp_path)!r})"
-    script = f'mount -t tmpfs -o size=64m tmpfs {tmp_path / "exp"} && echo mounted && exec {sys.executable} -c "$1"'
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", inside]
-    root = Path(__file__).resolve().parents[2]
-    try:
-        run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250, check=False)
-    except FileNotFoundError:
-        pytest.skip("no unshare here")
-    if "mounted" not in run.stdout:
-        pytest.skip(f"no file system can be mounted here: {run.stderr}")
-    assert run.returncode == 0, run.stderr
+    run_with(small_disk(tmp_path / "exp", "64m"), inside, timeout=250.0)
 
 
 def train_on_a_full_disk(place: str) -> None:

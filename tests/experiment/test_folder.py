@@ -1,7 +1,6 @@
 """An experiment's folder is claimed once, and an earlier run in it is never lost by accident."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from starling.experiment.folder import (
 from starling.experiment.recipe import Recipe, check_recipe, fingerprints, load_recipe
 from starling.experiment.train import resumable
 from starling.workload import Standing, Ticket
+from tests.mounts import run_with
 
 Tree = dict[str, Any]
 
@@ -187,20 +187,10 @@ def test_a_resume_on_a_disk_that_is_read_only_is_an_error_at_the_start(tree: Tre
     recipe = check_recipe(tree, "r.yaml")
     folder = claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
-    inside = f"import {__name__} as me; me.go_on({str(folder.config)!r})"
     here = folder.checkpoints
-    read_only = f"mount --bind {here} {here} && mount -o remount,ro,bind {here} && echo mounted"
-    script = f'{read_only} && exec {sys.executable} -c "$1"'
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", inside]
-    root = Path(__file__).resolve().parents[2]
-    try:
-        run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
-    except FileNotFoundError:
-        pytest.skip("no unshare here")
-    if "mounted" not in run.stdout:
-        pytest.skip(f"nothing can be mounted here: {run.stderr}")
-    assert run.returncode == 0, run.stderr
-    assert f"{here}: cannot be written ([Errno 30] Read-only file system" in run.stdout
+    read_only = f"mount --bind {here} {here} && mount -o remount,ro,bind {here}"
+    said = run_with(read_only, f"import {__name__} as me; me.go_on({str(folder.config)!r})")
+    assert f"{here}: cannot be written ([Errno 30] Read-only file system" in said
 
 
 def go_on(config: str) -> None:

@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import os
-import shutil
 import tarfile
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from starling.speech.corpora import CorpusConfig
 from starling.speech.set_summary import SetSummary, file_digest, read_summary
 from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
+from tests.mutations import damaged, mutated
 
 Harm = Callable[[Path], object]
 COUNT = 6
@@ -62,24 +62,6 @@ def signed(folder: Path, **changes: Any) -> SetSummary:
     return summary
 
 
-def mutated(content: bytes, random: np.random.Generator) -> bytes:
-    """Bytes changed, cut off, removed, or repeated."""
-    spoilt = bytearray(content)
-    how = random.integers(6)
-    place, other = (int(each) for each in random.integers(0, len(spoilt), 2))
-    if how == 0:
-        return bytes(spoilt[:place])
-    if how == 1:
-        del spoilt[place : place + int(random.integers(1, 20))]
-    elif how == 2:
-        spoilt[place:place] = spoilt[other : other + 20]
-    else:
-        limit = len(spoilt) if how < 5 else min(len(spoilt), 130)
-        for each in random.integers(0, limit, random.integers(1, 4)):
-            spoilt[each] = random.integers(256)
-    return bytes(spoilt)
-
-
 @pytest.mark.parametrize("is_forged", [False, True], ids=["damaged", "forged"])
 def test_mutations_are_the_same_set_or_data_errors(whole: Path, tmp_path: Path, is_forged: bool) -> None:
     """500 of every file, also deleted and swapped: nothing but DataError, or what was written, to the bit.
@@ -94,23 +76,13 @@ def test_mutations_are_the_same_set_or_data_errors(whole: Path, tmp_path: Path, 
     folder = tmp_path / "mutated"
     ends: Counter[str] = Counter()
     for number in range(250 if is_forged else 500):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(whole, folder)
-        victim, other = folder / names[number % len(names)], folder / names[random.integers(len(names))]
-        before, how = victim.read_bytes(), random.integers(20)
-        if how == 0:
-            victim.unlink()
-        elif how == 1:
-            victim.write_bytes(other.read_bytes())
-            other.write_bytes(before)
-        else:
-            victim.write_bytes(mutated(before, random))
+        damage = damaged(whole, folder, names[number % len(names)], names, random)
         began = time.process_time()
         try:
             if is_forged and all((folder / name).exists() for name in names):
                 signed(folder)
             found = content_of(folder)
-            assert is_forged or found == expected, victim
+            assert is_forged or found == expected, damage
             ends["read"] += 1
         except DataError as error:
             assert str(folder) in str(error)
@@ -307,9 +279,9 @@ def test_a_mutated_shar_folder_is_read_or_refused(shar: Path) -> None:
         victim = files[number % len(files)]
         content = whole[victim]
         if victim.suffix == ".gz":  # inside of the compression, where damage is not noticed by gzip
-            content = gzip.compress(mutated(gzip.decompress(content), random), mtime=0)
+            content = gzip.compress(mutated(gzip.decompress(content), random, header=130), mtime=0)
         else:
-            content = mutated(content, random)
+            content = mutated(content, random, header=130)
         victim.write_bytes(content)
         began = time.process_time()
         try:
