@@ -6,6 +6,7 @@ undisturbed one.
 """
 
 import io
+import json
 import os
 import random
 import re
@@ -15,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -31,7 +33,9 @@ SEED = int(os.environ.get("SOAK_SEED", "1"))
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "demo.yaml"
 STRATEGIES = ("adpsgd", "allreduce")
 FEWEST, MOST = 4, 6
-LONGEST_RUN = 1500.0  # seconds
+LONGEST_RUN = 1500.0  # seconds, undisturbed
+LONGEST_SILENCE = 300.0
+"""Seconds in which a run that was not begun anew must have saved something; they save every 15 s."""
 WORSE = 2.0  # per cent, absolute
 KILLED, STOPPED, LOST = -signal.SIGKILL, 128 + signal.SIGTERM, 3
 
@@ -49,6 +53,7 @@ class Run:
     """All that were ever seen, by process."""
     joining: list["subprocess.Popen[str]"] = field(default_factory=list)
     process: "subprocess.Popen[str]" = field(init=False)
+    begun: float = 0.0
 
     @property
     def experiment(self) -> Path:
@@ -60,6 +65,7 @@ class Run:
         command = ["train", str(RECIPE), f"name={self.name}", f"strategy={self.strategy}", f"learners={learners}"]
         with (self.folder / f"{self.name}.log").open("a") as log:
             self.process = starling(self.folder, [*command, *overrides, *resume], log)
+        self.begun = time.time()
 
     def living(self) -> list[psutil.Process]:
         """The learners there are now."""
@@ -106,11 +112,11 @@ class Run:
 
     def to_its_end(self) -> None:
         """Disturb it until it has ended well, starting it again whenever it was ended."""
-        begun = time.monotonic()
         self.begin(5, *self._how())
+        self._let_begin()
         while True:
             if not self.wait(2.0 + self.random.expovariate(1 / 8.0)):
-                assert time.monotonic() - begun < LONGEST_RUN, f"{self.name} hangs: {self._log()}"
+                assert not self._hangs(), f"{self.name} hangs: {self._log()}"
                 try:
                     self.disturb()
                 except psutil.NoSuchProcess:
@@ -122,6 +128,30 @@ class Run:
             assert self.process.returncode in {KILLED, STOPPED, LOST}, self._log()
             self.happened[f"ended with {self.process.returncode}"] += 1
             self.begin(self.random.randint(FEWEST, MOST), *self._how())
+            self._let_begin()
+
+    def _let_begin(self) -> None:
+        """Usually wait until all have met: whoever is killed before ends the run, and nothing would come of it."""
+        if self.random.random() < 0.25:
+            return
+        while not (self._are_met() or self.wait(0.5)):
+            assert not self._hangs(), f"{self.name} hangs: {self._log()}"
+
+    def _are_met(self) -> bool:
+        try:
+            status = json.loads((self.experiment / "status.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return False
+        states = [learner["state"] for learner in status["learners"]]
+        return status["pid"] == self.process.pid and "starting" not in states
+
+    def _hangs(self) -> bool:
+        """Whether nothing has come of the run for too long."""
+        newest = self.begun
+        for path in checkpoints_in(self.experiment / "checkpoints"):
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                newest = max(newest, path.stat().st_mtime)
+        return time.time() - newest > LONGEST_SILENCE
 
     def _how(self) -> list[str]:
         return [
