@@ -143,7 +143,9 @@ class Run:
         except FileNotFoundError:
             return False
         states = [learner["state"] for learner in status["learners"]]
-        return status["pid"] == self.process.pid and "starting" not in states
+        return status["pid"] == self.process.pid and not any(
+            state.startswith(("starting", "silent")) for state in states
+        )
 
     def _hangs(self) -> bool:
         """Whether nothing has come of the run for too long."""
