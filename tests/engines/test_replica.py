@@ -97,4 +97,4 @@ def test_an_optimizer_that_keeps_more_than_a_number_for_each_weight_is_refused()
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.zeros(4)
     with pytest.raises(ConfigError, match="NAdam keeps 'mu_product', which is no number for each weight"):
-        OptimizerMemory(torch.optim.NAdam([parameter]), [parameter])
+        OptimizerMemory(torch.optim.NAdam([parameter]), [parameter], lambda others: torch.optim.NAdam(others.values()))

@@ -126,9 +126,10 @@ def part(
         await_keys(store, keys, timeout_seconds, look_around, "the farewell of all", range(world))
     except DistError as error:
         if rank == 0:  # the others may find the store gone, when learner 0 keeps it
+            lost = " and ".join(_absent(store, "farewell", range(world)))
             raise PeerLost(
-                f"learner 0 lost {_absent(store, 'farewell', range(world))}: no farewell within {timeout_seconds:g} s "
-                "of its own; the training itself was over"
+                f"learner 0 lost {lost}: no farewell within {timeout_seconds:g} s of its own; "
+                "the training itself was over"
             ) from error
 
 
@@ -138,22 +139,26 @@ def silent_learners(
     """Name the learners that do not notice, within a moment, that a peer was lost: they are the lost ones.
 
     `suspect` is the peer whose connection broke, if it was one: it is the lost one, unless it has itself hung up
-    because it noticed that another was lost. Those who wait for others meanwhile may notice much later.
+    because it noticed that another was lost. Those who wait for others meanwhile may notice much later; so where
+    several are silent, they are given some moments more.
     """
     store.set(f"noticed/{rank}", "")
     others = [other for other in range(world) if other != rank]
     asked = others if suspect is None else [suspect]
-    try:
-        store.wait([f"noticed/{other}" for other in asked], timedelta(seconds=patience_seconds))
-    except DistError:
-        return _absent(store, "noticed", asked)
-    return _absent(store, "noticed", others) or "a connection to a peer"
+    for moments_left in (2, 1, 0):
+        try:
+            store.wait([f"noticed/{other}" for other in asked], timedelta(seconds=patience_seconds))
+            break
+        except DistError:
+            silent = _absent(store, "noticed", asked)
+            if len(silent) < 2 or moments_left == 0:
+                return " and ".join(silent)
+    return " and ".join(_absent(store, "noticed", others)) or "a connection to a peer"
 
 
-def _absent(store: Store, word: str, learners: Iterable[int]) -> str:
+def _absent(store: Store, word: str, learners: Iterable[int]) -> list[str]:
     """Name those who have not said `word`."""
     try:
-        absent = [other for other in learners if not store.check([f"{word}/{other}"])]
+        return [f"learner {other}" for other in learners if not store.check([f"{word}/{other}"])]
     except DistError:
-        return "the store that the learners meet in, and a peer"
-    return " and ".join(f"learner {other}" for other in absent)
+        return ["the store that the learners meet in, and a peer"]

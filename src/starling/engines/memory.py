@@ -1,5 +1,7 @@
 """What an optimizer remembers about each weight, as flat vectors that learners can average."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,14 +16,20 @@ NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delt
 class OptimizerMemory:
     """Vectors `[P]`, one for each thing that the optimizer keeps per weight; its own state becomes views into them.
 
-    Raises ConfigError for an optimizer that keeps anything else than such things and a count of steps.
+    `another` makes an optimizer like it for other parameters, by number. Raises ConfigError for an optimizer that keeps
+    anything else than such things and a count of steps.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: list[nn.Parameter],
+        another: Callable[[dict[int, nn.Parameter]], Optimizer],
+    ) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
         if not optimizer.state:
-            self._begin()
+            self._begin(another)
         names = self._checked_names()
         self.vectors = [
             torch.cat([optimizer.state[parameter][name].reshape(-1) for parameter in parameters]) for name in names
@@ -31,23 +39,23 @@ class OptimizerMemory:
             for parameter, view in zip(parameters, split(vector, parameters), strict=True):
                 optimizer.state[parameter][name] = view
 
-    def _begin(self) -> None:
-        """Let the optimizer make its state, by a step of size 0 that is then forgotten."""
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        self._optimizer.step()
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for state in self._optimizer.state.values():
+    def _begin(self, another: Callable[[dict[int, nn.Parameter]], Optimizer]) -> None:
+        """Let the optimizer have the state with which it makes its first step: what it then makes, set to 0.
+
+        Others make it, for stand-ins of the parameters one by one: a gradient may be under way at these.
+        """
+        for number, parameter in enumerate(self._parameters):
+            stand_in = nn.Parameter(torch.zeros_like(parameter))
+            stand_in.grad = torch.zeros_like(parameter)
+            other = another({number: stand_in})
+            other.step()
+            state = other.state[stand_in]
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     value.zero_()
                 elif name == "step":
                     state[name] = 0
+            self._optimizer.state[parameter] = state
 
     def _checked_names(self) -> list[str]:
         kind = type(self._optimizer).__name__

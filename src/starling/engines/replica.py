@@ -120,7 +120,9 @@ class Replica:
         num_vectors = 1
         if optimizer_state:
             with self._lock:
-                self._memory = self._memory or OptimizerMemory(self.optimizer, self._parameters)
+                self._memory = self._memory or OptimizerMemory(
+                    self.optimizer, self._parameters, self.optimizer_of_piece
+                )
             num_vectors += len(self._memory.vectors)
         return [
             slice(number * size + start, number * size + min(start + largest, size))
