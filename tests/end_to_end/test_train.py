@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from starling.checkpoint.reader import latest, load
 from starling.cli import app
+from starling.launch.requests import taking_requests
 from tests.mounts import run_with, small_disk
 
 Tree = dict[str, Any]
@@ -151,6 +152,21 @@ def test_faults_of_learners_that_are_not_there_are_refused(tree: Tree, tmp_path:
     run = starling(tmp_path, "train", written(tree, tmp_path), "faults=[{kill: 2, at_step: 6}]")
     assert run.returncode == 2, run.stderr
     assert "faults.0: there is no learner 2 among 2" in run.stderr
+
+
+def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(tree: Tree, tmp_path: Path) -> None:
+    """Before it touches anything: two would write the same checkpoints. Nor is a partial one removed."""
+    recipe = written(tree, tmp_path)
+    folder = tmp_path / "exp" / "songs"
+    with taking_requests(folder / "joins") as requests:
+        assert requests is not None
+        (folder / "checkpoints" / ".step-00000004.partial").mkdir(parents=True)
+        before = sorted(folder.rglob("*"))
+        for more in ([], ["overwrite=true"]):
+            run = starling(tmp_path, "train", recipe, *more)
+            assert run.returncode == 2, run.stderr
+            assert "exp/songs: a run is going on here; wait for its end, stop it, or set name" in run.stderr
+        assert sorted(folder.rglob("*")) == before
 
 
 def test_a_run_that_lost_a_learner_says_who_and_can_be_resumed(tree: Tree, tmp_path: Path) -> None:

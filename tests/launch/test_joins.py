@@ -215,6 +215,19 @@ def test_a_newcomer_that_fails_while_it_joins_is_left_out(trouble: str, reason: 
     run.assert_whole(2)
 
 
+@pytest.mark.parametrize("trouble", ["half-fails", pytest.param("half-shot", marks=pytest.mark.soak)])
+def test_half_a_super_learner_does_not_wait_for_ever(trouble: str, tmp_path: Path) -> None:
+    """One of the two who come fails, before it is ready or when the others expect both: the other one is left out too,
+    who asked is told of both, and the next two who are asked for are not refused for them."""
+    run = Run(f"hadpsgd/{trouble}", 2, tmp_path)
+    run.is_enough = lambda: sum("it had not joined" in line for line in run.said) >= 2  # type: ignore[method-assign]
+    run.go(ask_for=(2,))
+    assert (run.joined, run.losses) == ([], [])
+    answer = run.answer()
+    assert [len(answer.joined), len(answer.failed)] == [0, 2]
+    run.assert_whole(2)
+
+
 @pytest.mark.soak
 def test_a_learner_that_dies_before_it_computes_is_not_started_again(tmp_path: Path) -> None:
     """Or there would be no end to it."""

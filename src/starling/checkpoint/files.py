@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -135,9 +136,12 @@ def remove(folder: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what crashes have left half-written in `folder`."""
-    for leftover in folder.glob(f".*{PARTIAL}"):
-        shutil.rmtree(leftover)
+    """Remove what crashes have left half-written in `folder`. Who still writes there fails, and nobody else."""
+    for leftover in list(folder.glob(f".*{PARTIAL}")):
+        doomed = folder / f".{secrets.token_hex(8)}{PARTIAL}"
+        with suppress(FileNotFoundError):  # others remove it too
+            leftover.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_part(partial: Path, rank: int) -> None:

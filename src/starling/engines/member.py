@@ -141,7 +141,7 @@ class _Member:
         """Let go of the view that is over; what this learner has, and its own state."""
         if self.learner is not None:
             self.learner.leave()  # first: its background changes what it has
-            past, start, self.tally = self.learner.past(), self.learner.state(Standing()), self.learner.tally()
+            past, start, self.tally = self.learner.past(), self.learner.state(Standing()).copy(), self.learner.tally()
             self.learner = None
             gc.collect()  # of the reducers of gradients that were between this view's learners
         self.views.pause()
@@ -172,9 +172,10 @@ class _Member:
         telling = partial(self.membership.telling, view)
         with process_group(place, self.flat.weights.device, seconds, telling) as connections:
             try:
-                if not is_first_view:
-                    start = self._start(start, place, plan)
-                learner = self.learner = self._make_learner(place, start, view)
+                with telling(lambda change: connections.cut_all()):  # groups of teams are made here, and wait too
+                    if not is_first_view:
+                        start = self._start(start, place, plan)
+                    learner = self.learner = self._make_learner(place, start, view)
                 connections.note()
                 self.membership.enter(view)
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from starling.engines.base import ReplicaLearner
 from starling.engines.collectives import OrderedMean
-from starling.engines.greeting import silent_learners
+from starling.engines.greeting import await_keys, silent_learners
 from starling.engines.rounds import Rounds
 from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.shared_memory import share_memory
@@ -256,15 +256,16 @@ class PeerLearner(ReplicaLearner):
 
         def result() -> Sequence[Shard]:
             own, num_counts = host_copy(self.weights), len(pieces) * self._world
-            memory = share_memory(
-                self.place.store, self._rank, self._world, 8 * num_counts + own.nbytes, self._timeout_seconds
-            )
+            store, patience, look_around = self.place.store, self._timeout_seconds, self._release.check
+            num_bytes = 8 * num_counts + own.nbytes
+            memory = share_memory(store, self._rank, self._world, num_bytes, patience, look_around)
             counts = memory[: 8 * num_counts].view(torch.int64).view(len(pieces), self._world)
             weights = memory[8 * num_counts :].view(own.dtype)
             if self._rank == 0:
                 weights.copy_(own)
-                self.place.store.set("shared weights", "")
-            self._wait_for("shared weights", lambda: self.place.store.get("shared weights"))
+                store.set("shared weights", "")
+            with self._naming_the_lost("shared weights"):
+                await_keys(store, ["shared weights"], patience, look_around, "the shared weights", [0])
             return [
                 self.hold(HeldShard(self, piece, weights[piece], counts[number], self._rank))
                 for number, piece in enumerate(pieces)

@@ -286,18 +286,17 @@ def process_group(
     place: Place, device: torch.device, timeout_seconds: float, telling: Telling = lambda on_change: nullcontext()
 ) -> Generator[Connections, None, None]:
     """The default process group of `torch.distributed`, for as long as the context lasts; its connections, of which
-    those that are made later belong to it as soon as they are noted. A later view ends the connecting at once."""
+    those that are made later belong to it as soon as they are noted. A later view ends the connecting at once; what
+    waits for others inside of the context is the caller's to end."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     connections = Connections()
     store = place.store.clone()  # type: ignore[attr-defined]  # a connection of its own, which can be cut while it waits
-
-    def cut(change: View) -> None:
-        connections.note()
-        connections.cut()
-
     try:
-        with telling(cut), WAITS.waiting("connecting to the others", range(place.world), is_group=True):
+        with (
+            telling(lambda change: connections.cut_all()),
+            WAITS.waiting("connecting to the others", range(place.world), is_group=True),
+        ):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if has_own_device(place, device) else "gloo",
                 store=PrefixStore("group/0", store),

@@ -4,7 +4,7 @@ import json
 import mmap
 import os
 import secrets
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,16 +12,20 @@ from torch import Tensor
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
+from starling.engines.greeting import await_keys
 from starling.errors import ConfigError, PeerLost
 
 _TOKEN_BYTES = 64
 _KEY = "shared memory"
 
 
-def share_memory(store: Store, rank: int, world: int, num_bytes: int, timeout_seconds: float) -> Tensor:
+def share_memory(
+    store: Store, rank: int, world: int, num_bytes: int, timeout_seconds: float, look_around: Callable[[], None]
+) -> Tensor:
     """`num_bytes` of zeros `[num_bytes]` of uint8 that all learners see alike.
 
-    Learner 0 makes it and the others open it through /proc; once all have, it lives as long as one of them does.
+    Learner 0 makes it and the others open it through /proc; once all have, it lives as long as one of them does. Who
+    waits calls `look_around` now and then, which may raise.
     Raises ConfigError when a learner is on another machine, PeerLost when one does not come.
     """
     if not hasattr(os, "memfd_create"):
@@ -30,20 +34,21 @@ def share_memory(store: Store, rank: int, world: int, num_bytes: int, timeout_se
         file = os.memfd_create("starling", os.MFD_CLOEXEC)
         try:
             memory = _make(store, file, num_bytes)
-            _wait_for_all(store, rank, world, timeout_seconds)  # who find it by the number of this file
+            _wait_for_all(store, rank, world, timeout_seconds, look_around)  # who find it by the number of this file
         finally:
             os.close(file)
     else:
-        memory = _open(store, rank, num_bytes, timeout_seconds)
-        _wait_for_all(store, rank, world, timeout_seconds)
+        memory = _open(store, rank, num_bytes, timeout_seconds, look_around)
+        _wait_for_all(store, rank, world, timeout_seconds, look_around)
     return torch.frombuffer(memory, dtype=torch.uint8, offset=_TOKEN_BYTES)
 
 
-def _wait_for_all(store: Store, rank: int, world: int, timeout_seconds: float) -> None:
+def _wait_for_all(store: Store, rank: int, world: int, timeout_seconds: float, look_around: Callable[[], None]) -> None:
     """Until all have opened the memory."""
     store.set(f"{_KEY}/{rank}", "")
     try:
-        store.wait([f"{_KEY}/{other}" for other in range(world)], timedelta(seconds=timeout_seconds))
+        keys = [f"{_KEY}/{other}" for other in range(world)]
+        await_keys(store, keys, timeout_seconds, look_around, "all to open the shared memory", range(world))
     except DistError as error:
         absent = [str(other) for other in range(world) if not store.check([f"{_KEY}/{other}"])]
         raise PeerLost(
@@ -60,9 +65,11 @@ def _make(store: Store, file: int, num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def _open(store: Store, rank: int, num_bytes: int, timeout_seconds: float) -> mmap.mmap:
+def _open(
+    store: Store, rank: int, num_bytes: int, timeout_seconds: float, look_around: Callable[[], None]
+) -> mmap.mmap:
     try:
-        store.wait([_KEY], timedelta(seconds=timeout_seconds))
+        await_keys(store, [_KEY], timeout_seconds, look_around, "the shared memory", [0])
     except DistError as error:
         raise PeerLost(f"learner {rank} waited {timeout_seconds:g} s for learner 0 to share its memory") from error
     pid, file, token = json.loads(store.get(_KEY))
@@ -70,6 +77,7 @@ def _open(store: Store, rank: int, num_bytes: int, timeout_seconds: float) -> mm
         with Path(f"/proc/{pid}/fd/{file}").open("r+b") as opened:
             memory = mmap.mmap(opened.fileno(), _TOKEN_BYTES + num_bytes)
     except (OSError, ValueError) as error:
+        look_around()
         raise _elsewhere(rank, str(error)) from error
     if memory[:_TOKEN_BYTES] != token.encode():
         raise _elsewhere(rank, "another process has its number here")

@@ -24,6 +24,11 @@ class Connections:
         """Those made so far are the ones."""
         self._made = {number: own for number, own in _sockets().items() if self._before.get(number) != own}
 
+    def cut_all(self) -> None:
+        """Shut down those made until now. Called by any thread."""
+        self.note()
+        self.cut()
+
     def cut(self) -> None:
         """Shut down those that are still there. Called by any thread, also several times."""
         for number, own in self._made.items():

@@ -39,6 +39,7 @@ class Following:
         self._console = console
         self._say = say_on(console)
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._roster = Roster(recipe.learners)
         self._hangs = Hangs(
             self._roster, lambda name: f"{folder.log}/learner-{name}.log", recipe.engine.explain_seconds
@@ -60,6 +61,11 @@ class Following:
         """The others go on without a learner."""
         with self._lock:
             self._roster.lose(learner, reason)
+
+    def leave_out(self, learner: int, reason: str) -> None:
+        """A learner was started, and did not join."""
+        with self._lock:
+            self._roster.leave_out(learner)
 
     def __enter__(self) -> Self:
         self._write()
@@ -126,11 +132,12 @@ class Following:
         with self._lock:
             text = self._status().encode()
         aside = self._folder.status.with_name(f".{self._folder.status.name}.partial")
-        try:
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(self._folder.status)
-        except OSError as error:
-            self._warn(self._folder.status, error)
+        with self._writing:
+            try:
+                aside.write_text(text, encoding="utf-8")
+                aside.replace(self._folder.status)
+            except OSError as error:
+                self._warn(self._folder.status, error)
 
     def _sum_up(self, how: str) -> None:
         roster = self._roster

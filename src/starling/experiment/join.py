@@ -1,6 +1,7 @@
 """`starling join`: more learners for a run that goes on, and how learners may come to it."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from starling.engines.faults import Join
@@ -14,7 +15,9 @@ from starling.report.progress import Display, Say
 _LOOK_EVERY = 0.1  # seconds
 
 
-def changes(recipe: Recipe, requests: Requests | None, display: Display) -> Changes:
+def changes(
+    recipe: Recipe, requests: Requests | None, display: Display, on_left_out: Callable[[int, str], None]
+) -> Changes:
     """How learners may come to the run of a recipe."""
     strategy, options = recipe.strategy.strategy, recipe.strategy.options
     return Changes(
@@ -25,6 +28,7 @@ def changes(recipe: Recipe, requests: Requests | None, display: Display) -> Chan
         is_open=recipe.on_loss != "stop",
         say=display.say,
         on_join=display.joined,
+        on_left_out=on_left_out,
     )
 
 

@@ -55,7 +55,7 @@ class SignOfLife:
     def on_mark(self, state: LearnerState) -> None: ...
 
     def beat(self) -> Message:
-        """The sign of life of this moment. Called by one thread, again and again."""
+        """The sign of life of this moment; to be called again and again."""
         now = self._clock()
         stood_still, self._last_beat = now - self._last_beat - BEAT_SECONDS, now
         if stood_still > STILL_SECONDS:

@@ -43,7 +43,7 @@ from starling.launch.launcher import launch
 from starling.launch.link import Link
 from starling.launch.process import signal_name
 from starling.launch.rendezvous import find_membership, find_place, joins
-from starling.launch.requests import taking_requests
+from starling.launch.requests import taking_requests, who_takes
 from starling.launch.stopping import wishes_of
 from starling.launch.watch import Loss
 from starling.report.curves import Curves
@@ -59,6 +59,7 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     """
     recipe = resolve_resume(recipe)
     check_engine(recipe)
+    _check_alone(recipe)
     folder = _ready(recipe, console)
     title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
     command = [sys.executable, "-m", "starling", "train", str(folder.config)]
@@ -88,17 +89,26 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
                     on_message,
                     None if recipe.on_loss == "stop" else on_loss,
                     recipe.engine.timeout_seconds,
-                    changes(recipe, requests, display),
+                    changes(recipe, requests, display, following.leave_out),
                 )
         except StarlingError as error:
+            raise resumable(error, folder) from None
+        finally:
             with suppress(OSError):
                 remove_partial(folder.checkpoints)  # all learners have ended
-            raise resumable(error, folder) from None
         for loss in losses:
             if loss.learner in display.away:
                 display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     with following.scoring():
         evaluate(folder.path, None, tell, console)
+
+
+def _check_alone(recipe: Recipe) -> None:
+    """Raises ConfigError where the experiment's folder belongs to a run that goes on: two would write into it."""
+    if who_takes(ExperimentFolder(recipe.folder).joins) is not None:
+        raise ConfigError(
+            f"{recipe.folder}: a run is going on here; wait for its end, stop it, or set name to another one"
+        )
 
 
 def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Console) -> None:

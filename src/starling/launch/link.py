@@ -65,9 +65,9 @@ class Link:
                 listener(message)
 
     def _beat(self) -> None:
-        with suppress(OSError):
-            while True:
-                time.sleep(BEAT_SECONDS)
+        while True:
+            time.sleep(BEAT_SECONDS)
+            with suppress(OSError):  # the launcher is gone, or a disk is full: one more reason to go on beating
                 self.send(self.sign_of_life())
 
     def _watch_launcher(self) -> None:
@@ -77,8 +77,9 @@ class Link:
                     self._heard.append(json.loads(line))
                     for listener in self._listeners:
                         listener(self._heard[-1])
-        sys.stderr.write("the launcher is gone: this learner ends\n")
-        sys.stderr.flush()
+        with suppress(OSError):  # a disk that is full
+            sys.stderr.write("the launcher is gone: this learner ends\n")
+            sys.stderr.flush()
         if SCRATCH in os.environ:
             shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
         if os.getpgrp() == os.getpid():  # the launcher gave this learner a group of its own: its loading processes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from starling.engines.faults import Join
 from starling.errors import StarlingError
-from starling.launch.process import Process, Seconds
+from starling.launch.process import LOADING_GRACE, Process, Seconds, end_loading
 from starling.launch.requests import Answer, Request, Requests
 
 FRESH: Seconds = 5.0
@@ -37,6 +37,8 @@ class Changes:
     """Whether they may have more."""
     say: Callable[[str], None] = lambda line: None
     on_join: Callable[[int], None] = lambda name: None
+    on_left_out: Callable[[int, str], None] = lambda name, reason: None
+    """Called for who was started and did not join, with the reason."""
 
 
 @dataclass
@@ -106,10 +108,14 @@ class Newcomers:
         """Those who are expected by the others, and have not yet met them."""
         return [each for each in self._coming if each.rank in members]
 
+    def waiting(self, members: Collection[int]) -> list[Process]:
+        """Those whom nobody expects yet."""
+        return [each for each in self._coming if each.rank not in members]
+
     def settle(self, members: Sequence[int], ended: Sequence[Process]) -> list[int]:
         """Take note of who has come to compute, and of who has `ended` before; the names of those who have failed the
         others, who expected them."""
-        failed = []
+        failed, is_one_missing = [], False
         for process in list(self._coming):
             name = process.rank
             if process.view >= 0:
@@ -119,12 +125,34 @@ class Newcomers:
                 self._note(name, len(members), "")
             elif any(process is each for each in ended):
                 self._coming.remove(process)
-                process.is_out = True
+                self._leave_out(process, process.end_in_words(), members)
                 failed += [name] if name in members else []
-                reason = process.end_in_words()
-                self._changes.say(f"{reason}; it had not joined, and the others go on without it")
-                self._note(name, len(members), reason)
+                is_one_missing = True
+        if is_one_missing and not failed:
+            self.leave_out_the_stranded(members)
         return failed
+
+    def leave_out_the_stranded(self, members: Sequence[int]) -> None:
+        """Some have failed: end those who wait, and want nobody any more, where these cannot come without them."""
+        waiting = self.waiting(members)
+        try:
+            self._changes.succession(members, (), [*(each.rank for each in waiting), *self._wanted])
+        except StarlingError as error:
+            for process in waiting:
+                self._coming.remove(process)
+                process.popen.kill()
+                process.popen.wait()
+                self._leave_out(process, f"learner {process.rank} was ended ({error})", members)
+            for name in self._wanted:
+                self._note(name, len(members), f"learner {name} was not started ({error})")
+            self._wanted.clear()
+
+    def _leave_out(self, process: Process, reason: str, members: Sequence[int]) -> None:
+        process.is_out = True
+        end_loading([process], time.monotonic() + LOADING_GRACE)
+        self._changes.say(f"{reason}; it had not joined, and the others go on without it")
+        self._changes.on_left_out(process.rank, reason)
+        self._note(process.rank, len(members), reason)
 
     def close(self, members: Sequence[int]) -> None:
         """The run has ended: tell those who still wait."""

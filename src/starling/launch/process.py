@@ -50,6 +50,8 @@ class Process:
     """Whether the others go on without it."""
     can_stop: bool = False
     """Whether it has met the others, and knows how to save and end together with them."""
+    is_gone: bool = False
+    """Whether nothing is left of it and of what it started: its number may be another's now."""
     signalled: int | None = None
     """The signal by which it was itself asked to stop."""
 
@@ -153,13 +155,17 @@ def end_loading(processes: list[Process], deadline: float) -> None:
         left = [process for process in left if signal_group(process, 0)]
     for process in left:
         signal_group(process, signal.SIGKILL)
+    for process in processes:
+        process.is_gone = True
 
 
 def signal_group(process: Process, number: int) -> bool:
     """Signal a learner's process group; whether there is one."""
+    if process.is_gone:
+        return False
     try:
         os.killpg(process.popen.pid, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # it is gone, and another's may have its number
         return False
     return True
 

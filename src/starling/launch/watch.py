@@ -18,7 +18,8 @@ CAUSE_PATIENCE: Seconds = 1.0
 NEWCOMERS_SILENCE: Seconds = 10.0
 """How long a learner that joins may give no sign of life: the others wait for it, and it has nothing to lose yet."""
 ENTRY_SECONDS: Seconds = 30.0
-"""How long the others wait for newcomers in the place where they meet."""
+"""How long the others wait for newcomers in the place where they meet. Who has come there may take longer: a large
+model's state travels to it."""
 STOP_PATIENCE: Seconds = 28.0
 """How long learners may take to save and end. Slurm and Kubernetes kill everything after 30 s."""
 
@@ -114,7 +115,11 @@ class Watch:
 
     def _bear(self, selector: selectors.BaseSelector) -> bool:
         """Whether the others go on without those that have failed, if any have; if so, they are told."""
-        ended = [process for process in self._processes if not process.is_out and not process.is_running]
+        ended = [
+            process
+            for process in self._processes
+            if not process.is_running and (not process.is_out or process in self._newcomers)
+        ]
         while ended and _read(selector, self._on_message, timeout=0.0):  # what they said last
             pass
         failed = [process for process in ended if process.popen.poll() and process not in self._newcomers]
@@ -132,6 +137,7 @@ class Watch:
     def _go_on_without(self, failed: list[Process], never_came: list[int]) -> bool:
         """Tell the others the next view, without some; whether there are others."""
         before, reasons = self._members, [process.death() for process in failed]
+        joining = {process.rank for process in self._newcomers.joining(before)}
         reason = "; ".join([*reasons, *(f"learner {name} did not join" for name in never_came)])
         lost = [*(process.rank for process in failed), *never_came]
         with_state = [each.rank for each in self._with_names(before) if each.view >= 0 and each not in failed]
@@ -149,7 +155,8 @@ class Watch:
             self.losses.append(Loss(process.rank, why))
             if self._on_loss is not None:
                 self._on_loss(self.losses[-1])
-        self._replace([name for name in before if name not in members and name not in never_came], failed)
+        self._newcomers.leave_out_the_stranded(self._members)
+        self._replace([name for name in before if name not in {*members, *never_came, *joining}], failed)
         return True
 
     def _replace(self, gone: list[int], failed: list[Process]) -> None:
@@ -192,13 +199,17 @@ class Watch:
         for process in self._counted():  # before learners have met, they load libraries, and wait for each other
             if process.is_running and process.view >= 0 and now - process.heard > self._silence_seconds:
                 _kill(process, now - process.heard)
+        for process in self._newcomers.waiting(self._members):
+            if process.is_running and now - process.heard > self._silence_seconds:
+                _kill(process, now - process.heard)
         others = [each for each in self._with_names(self._members) if each not in joining]
         if not all(max(process.arrived, process.view) >= self._view for process in others):
             self._all_here = None
         elif self._all_here is None:
             self._all_here = now
         for process in joining:
-            is_late = self._all_here is not None and now - self._all_here > ENTRY_SECONDS
+            patience = ENTRY_SECONDS if process.arrived < self._view else max(ENTRY_SECONDS, self._silence_seconds)
+            is_late = self._all_here is not None and now - self._all_here > patience
             if process.is_running and (is_late or now - process.heard > min(NEWCOMERS_SILENCE, self._silence_seconds)):
                 _kill(process, now - process.heard)
 
@@ -220,6 +231,7 @@ def _read(selector: selectors.BaseSelector, on_message: OnMessage, timeout: Seco
             received = b""
         if not received:
             selector.unregister(process.line)
+            process.line.close()  # it has ended, or will soon
             continue
         process.heard = time.monotonic()
         process.unread += received

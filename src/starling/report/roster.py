@@ -104,6 +104,12 @@ class Roster:
         known.is_lost, known.wait = True, None
         self.losses.append(LossAt(name, reason, self.clock()))
 
+    def leave_out(self, name: int) -> None:
+        """One that was started did not join: nobody waits for it."""
+        if name in self.learners:
+            known = self.learners[name]
+            known.is_lost, known.wait = True, None
+
     def waiting(self) -> dict[int, Known]:
         """Those who are there and wait, by name."""
         return {each.name: each for each in self.present() if each.wait is not None}
