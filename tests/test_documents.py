@@ -27,13 +27,13 @@ REACHES = {"examples/classifier.py": r"accuracy (0\.9\d+|1\.0+) with 2 learners 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like a checkout to the README's commands; the demo's corpus is a quarter of the real one."""
+    """A folder that looks like a checkout to the README's commands; the demo's corpus is a tenth of the real one."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "recipes").mkdir()
     recipe = (ROOT / "recipes" / "demo.yaml").read_text(encoding="utf-8")
     assert DEMO_SETS in recipe
-    smaller = recipe.replace(DEMO_SETS, "{train: 400, dev: 25, test: 50}")
+    smaller = recipe.replace(DEMO_SETS, "{train: 160, dev: 10, test: 20}")
     (folder / "recipes" / "demo.yaml").write_text(smaller, encoding="utf-8")
     return folder
 

@@ -107,7 +107,7 @@ def test_mini_batches_loaded_ahead_when_the_time_is_up_are_given_out_again(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asynchronous learners leave some undone; the checkpoint lists them, and the next run begins with them."""
-    for minutes in (0.1, 0.4):  # the processes that load ahead take a while to start, longer where much else is done
+    for minutes in (0.2, 0.5):  # the processes that load ahead take a while to start, longer where much else is done
         first = starling(
             tmp_path, "train", digits, "strategy=adpsgd", "batches.num_workers=1", "budget.epochs=null",
             f"budget.minutes={minutes}",

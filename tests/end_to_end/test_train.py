@@ -104,22 +104,30 @@ def test_a_resumed_run_ends_in_the_same_bits_as_one_that_was_never_stopped(
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
-    """Its number of processes counts; one of them prepares, prints and scores. A resume works like any other."""
-    recipe = written(tree, tmp_path)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--standalone"]
-    command = [sys.executable, *torchrun, "-m", "starling", "train", recipe, "learners=3"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+def torchrun(recipe: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Train with two processes that torchrun has started."""
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--standalone"]
+    command = [sys.executable, *start, "-m", "starling", "train", recipe, "learners=3", *overrides]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
+    return run
+
+
+def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
+    """Its number of processes counts; one of them prepares, prints and scores."""
+    run = torchrun(written(tree, tmp_path), tmp_path)
     assert run.stdout.count("%WER") == 1
     assert "2 learners were started; learners=3 of the recipe is ignored" in run.stderr
     manifest = load(latest(tmp_path / "exp" / "songs")).manifest
     assert (manifest.world, manifest.learners) == (2, 2)
-    resumed = subprocess.run(
-        [*command, "resume=exp/songs", "budget.epochs=2"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert resumed.returncode == 0, resumed.stderr
+
+
+@pytest.mark.soak
+def test_torchrun_can_go_on_with_a_run(tree: Tree, tmp_path: Path) -> None:
+    """A resume works like any other."""
+    recipe = written(tree, tmp_path)
+    torchrun(recipe, tmp_path)
+    torchrun(recipe, tmp_path, "resume=exp/songs", "budget.epochs=2")
     assert load(latest(tmp_path / "exp" / "songs")).manifest.epochs_ended == 2
 
 
@@ -205,7 +213,7 @@ def train_on_a_full_disk(place: str) -> None:
     """Train, fill the disk, train on, make room, train on; in a process of its own, which has mounted the disk."""
     folder = Path(place)
     experiment = folder / "exp" / "songs"
-    first = starling(folder, "train", "songs.yaml", "budget.epochs=1")
+    first = starling(folder, "train", "songs.yaml", "budget.epochs=1", "learners=1")
     assert first.returncode == 0, first.stderr
     saved = latest(experiment)
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
