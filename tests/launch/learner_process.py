@@ -6,13 +6,16 @@ A mode is a strategy, and what goes wrong: `adpsgd`, `delay-by-one/dies`.
 import os
 import signal
 import sys
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.engines.job import EpochReport, Job, StepReport
 from starling.engines.member import run_learner
+from starling.engines.membership import Membership
 from starling.engines.run_token import VARIABLE
 from starling.errors import DataError
 from starling.launch.link import Link, reported_errors
@@ -61,6 +64,18 @@ class Failing(TinyRegression):
         return list(super().load(ticket))
 
 
+def die_in_the_next_view(membership: Membership) -> None:
+    """Be killed where this learner is connected to the others, and they make the groups of the second view."""
+    new_group = dist.new_group
+
+    def shot(*what: Any, **how: Any) -> Any:
+        if membership.latest.number > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return new_group(*what, **how)
+
+    dist.new_group = shot
+
+
 def main(mode: str, link: Link | None) -> None:
     torch.set_num_threads(1)
     place = find_place(timeout_seconds=30)
@@ -74,22 +89,25 @@ def main(mode: str, link: Link | None) -> None:
         workload=Failing() if trouble == "failing" else TinyRegression(),
         strategy=strategy,
         options=strategy.options(**({"per_node": 2} if name == "hadpsgd" else {})),
-        budget=Budget(steps={"short": 40, "failing": 40, "ends": 3000}.get(trouble, 1_000_000)),
+        budget=Budget(steps={"short": 40, "failing": 40, "ends": 3000, "between": 3000}.get(trouble, 1_000_000)),
         make_optimizer=sgd(0.01),
         num_workers=1 if trouble == "loading" else 0,
     )
     stops = trouble == "stops"
     reporter = Stopping(link, dies=False) if stops else Reporter(link, dies=trouble == "dies" and place.rank == 2)
+    membership = find_membership(place, link)
+    if trouble == "between" and place.rank == 2:
+        die_in_the_next_view(membership)
     state = run_learner(
         job,
         place,
         torch.device("cpu"),
         digest=f"seed {place.rank}" if trouble == "digests" else "same",
         observer=reporter,
-        timeout_seconds=2 if stops else 30,
-        membership=find_membership(place, link),
+        timeout_seconds={"stops": 2.0, "between": 600.0}.get(trouble, 30.0),
+        membership=membership,
     )
-    if link is not None and trouble == "ends":
+    if link is not None and trouble in ("ends", "between"):
         link.send({"left": True} if state is None else {"num_done": state.standing.num_done})
 
 

@@ -84,6 +84,15 @@ def test_the_others_finish_the_budget_of_all(strategy: str, world: int, victim: 
     assert harm.views == {victim: 0} | dict.fromkeys(others, 1)
 
 
+def test_a_second_death_while_the_survivors_meet_anew_is_borne_too(tmp_path: Path) -> None:
+    """When all are connected, and make the groups of the next view: nobody waits for the one that died until its
+    time-out, which is longer than that of this test."""
+    harm, losses = survive("delay-by-one/between", 4, 3, tmp_path)
+    assert sorted(loss.learner for loss in losses) == [2, 3]
+    assert harm.said.keys() == {0, 1}
+    assert {harm.views[0], harm.views[1]} == {2}
+
+
 @pytest.mark.soak
 def test_a_super_learner_that_has_lost_a_learner_leaves_whole(tmp_path: Path) -> None:
     """The other one goes on; who leaves does so in peace."""
