@@ -94,6 +94,22 @@ def test_a_process_that_is_killed_ends_the_wait() -> None:
             list(islice(loaded, 100))
 
 
+def test_a_signal_that_comes_while_processes_start_does_not_end_them() -> None:
+    """torchrun signals all that a learner has started, which is to save first: also those that load libraries yet."""
+    with Loader(WhoLoads(), num_workers=2, ignores_signals=True) as loader:
+        starting = multiprocessing.active_children()
+        assert len(starting) == 2
+        for process in starting:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, signal.SIGINT)
+        loaded = loader.load(tickets())
+        _, (process_of,) = until_processes_load(loaded)
+        assert process_of in {process.pid for process in starting}
+        assert len(list(islice(loaded, 20))) == 20
+    assert multiprocessing.active_children() == []
+
+
 def test_other_tickets_may_follow_before_the_last_and_behind_it() -> None:
     """What was loaded ahead is dropped, and the same processes go on."""
     with Loader(WhoLoads(), num_workers=2) as loader:

@@ -3,9 +3,11 @@
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice, repeat
+from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from threading import Thread
@@ -24,6 +26,7 @@ _SMALL = 4 * 2**20  # bytes
 _AHEAD = 2  # mini-batches that each process has begun or done
 _LONGEST_END = 10.0  # seconds
 _LOOK_SECONDS = 0.2
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Loader:
@@ -120,8 +123,23 @@ def _outlive_signals(learner: int) -> None:
     def hear(number: int, frame: FrameType | None) -> None:
         Thread(target=await_its_end, name="orphan", daemon=True).start()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         signal.signal(number, hear)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+@contextmanager
+def _holding_signals_back(is_wanted: bool) -> Generator[None, None, None]:
+    """Let processes that are started meanwhile begin with signals held back, until they know what to do with them."""
+    if not is_wanted:
+        yield
+        return
+    resource_tracker.ensure_running()  # it lets signals through when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _reduce(tensor: Tensor) -> Any:
@@ -157,7 +175,9 @@ class _Processes:
             multiprocessing_context="spawn",
             worker_init_fn=partial(_begin, ignores_signals),
         )
-        self._thread = Thread(target=self._run, args=[iter(loaded)], name="loader", daemon=True)
+        with _holding_signals_back(ignores_signals):
+            starting = iter(loaded)
+        self._thread = Thread(target=self._run, args=[starting], name="loader", daemon=True)
         self._thread.start()
 
     def load(self, tickets: Iterator[Ticket]) -> Iterator[Loaded]:
