@@ -59,6 +59,18 @@ def test_a_run_that_fails_is_summed_up_and_its_status_says_how(recipe: Recipe, f
     assert (status.stage, status.exit_code, status.message) == ("ended", 4, "learner 0: the loss is nan")
 
 
+def test_a_newcomer_that_did_not_join_is_not_waited_for(recipe: Recipe, folder: ExperimentFolder) -> None:
+    """It is no loss of the run's, and nobody looks for its next sign of life; one that was not heard of is no news."""
+    with Following(recipe, folder, console()) as following:
+        following.hear(2, {"doing": "starting"})
+        following.leave_out(2, "learner 2: the disk of this learner is gone")
+        following.leave_out(3, "learner 3 was killed by SIGKILL")
+    status = read_status(folder.path)
+    assert {learner.name: learner.state for learner in status.learners}[2] == "lost"
+    assert 3 not in {learner.name for learner in status.learners}
+    assert status.losses == ()
+
+
 def test_a_status_whose_launcher_has_ended_is_that_of_nobody(recipe: Recipe, folder: ExperimentFolder) -> None:
     """However fresh it is; so is one that is old, whoever has that number now."""
     with Following(recipe, folder, console()):
