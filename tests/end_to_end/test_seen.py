@@ -61,6 +61,7 @@ def lose_one_of_three(command: list[str], folder: Path) -> tuple[int, str]:
     return code, message
 
 
+@pytest.mark.soak
 def test_a_run_that_lost_a_learner_and_goes_on_with_fewer_sees_everything_once(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_survivors_see_what_a_killed_learner_had_begun(
     assert "16 of 16 whole epochs saw each of" in audited(tmp_path, monkeypatch)
 
 
+@pytest.mark.soak
 def test_mini_batches_loaded_ahead_when_the_time_is_up_are_given_out_again(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,6 +201,7 @@ def test_a_run_that_lost_a_learner_says_who_and_can_be_resumed(tree: Tree, tmp_p
     assert load(latest(tmp_path / "exp" / "songs")).manifest.position.epoch == before + 1
 
 
+@pytest.mark.soak
 def test_a_full_disk_ends_a_run_with_what_is_needed_and_costs_nothing(tree: Tree, tmp_path: Path) -> None:
     """On a real one: exit code 6, the checkpoint before is whole and nothing half-written; with room it goes on."""
     written(tree, tmp_path)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from starling.engines.greeting import await_keys
+from starling.engines.greeting import await_keys, do_nothing
 from starling.errors import ConfigError, PeerLost
 
 _TOKEN_BYTES = 64
@@ -20,7 +20,12 @@ _KEY = "shared memory"
 
 
 def share_memory(
-    store: Store, rank: int, world: int, num_bytes: int, timeout_seconds: float, look_around: Callable[[], None]
+    store: Store,
+    rank: int,
+    world: int,
+    num_bytes: int,
+    timeout_seconds: float,
+    look_around: Callable[[], None] = do_nothing,
 ) -> Tensor:
     """`num_bytes` of zeros `[num_bytes]` of uint8 that all learners see alike.
 
