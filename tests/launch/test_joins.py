@@ -218,7 +218,7 @@ def test_a_newcomer_that_fails_while_it_joins_is_left_out(trouble: str, reason: 
 @pytest.mark.parametrize("trouble", ["half-fails", pytest.param("half-shot", marks=pytest.mark.soak)])
 def test_half_a_super_learner_does_not_wait_for_ever(trouble: str, tmp_path: Path) -> None:
     """One of the two who come fails, before it is ready or when the others expect both: the other one is left out too,
-    who asked is told of both, and the next two who are asked for are not refused for them."""
+    and who asked is told of both."""
     run = Run(f"hadpsgd/{trouble}", 2, tmp_path)
     run.is_enough = lambda: sum("it had not joined" in line for line in run.said) >= 2  # type: ignore[method-assign]
     run.go(ask_for=(2,))

@@ -34,17 +34,8 @@ class FlatModel:
     def __init__(self, model: nn.Module, device: torch.device, gradients: Tensor | None = None) -> None:
         self.model = model.to(device)
         self.parameters = trainable(self.model)
-        self.weights = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
-        self.gradients = torch.zeros_like(self.weights) if gradients is None else gradients
-        views = zip(
-            self.parameters,
-            split(self.weights, self.parameters),
-            split(self.gradients, self.parameters),
-            strict=True,
-        )
-        for parameter, weight, gradient in views:
-            parameter.data = weight
-            parameter.grad = gradient
+        self.look_at(torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters]))
+        self.gather_in(torch.zeros_like(self.weights) if gradients is None else gradients)
 
     def twin(self) -> "FlatModel":
         """A model for other weights, with the same buffers and the same vector of gradients."""

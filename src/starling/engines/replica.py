@@ -68,9 +68,11 @@ class Replica:
         own = [parameter.grad for parameter in self._parameters]
         for parameter, view in zip(self._parameters, split(gradient, self._parameters), strict=True):
             parameter.grad = view
-        yield
-        for parameter, before in zip(self._parameters, own, strict=True):
-            parameter.grad = before
+        try:
+            yield
+        finally:
+            for parameter, before in zip(self._parameters, own, strict=True):
+                parameter.grad = before
 
     def clip(self, gradient: Tensor) -> float:
         """Shorten `gradient` `[P]` to the longest allowed; its length before."""
