@@ -4,7 +4,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -24,6 +24,7 @@ from starling.engines.rounds import Rounds
 from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.shared_memory import share_memory
 from starling.engines.staging import Staging
+from starling.engines.streams import streams_of
 from starling.engines.waiting import FirstOf, Release
 from starling.engines.waits import BACKGROUND, OWN_ROUNDS, WAITS
 from starling.engines.worker import Worker
@@ -81,19 +82,26 @@ class ProcessHandle(Handle[T]):
 
 
 class Background(threading.Thread):
-    """A learner's second coroutine, in a thread. It waits inside its handles and polls nothing."""
+    """A learner's second coroutine, in a thread, on a stream of its own where the device has streams. It waits inside
+    its handles and polls nothing."""
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, None], rank: int, on_error: Callable[[BaseException], None]
+        self,
+        coroutine: Coroutine[Any, Any, None],
+        rank: int,
+        on_error: Callable[[BaseException], None],
+        on_stream: AbstractContextManager[object],
     ) -> None:
         super().__init__(name=f"{BACKGROUND}-{rank}", daemon=True)  # it must not keep a failed learner alive
         self._coroutine = coroutine
         self._on_error = on_error
+        self._on_stream = on_stream
 
     def run(self) -> None:
         try:
-            while True:
-                self._coroutine.send(None)
+            with self._on_stream:
+                while True:
+                    self._coroutine.send(None)
         except StopIteration:
             pass
         except BaseException as error:
@@ -140,7 +148,7 @@ class PeerLearner(ReplicaLearner):
         self._release = Release()
         self._waiters = Worker("starling-waiter"), Worker("starling-waiter-behind")
         self._firsts: tuple[FirstOf[ProcessHandle[Any]], FirstOf[ProcessHandle[Any]]] = FirstOf(), FirstOf()
-        self._own_messages: dict[int, SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+        self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
         self._ordered = self._ordered_behind = OrderedMean(self._team_group("gloo", timeout), len(self.team))
@@ -180,25 +188,25 @@ class PeerLearner(ReplicaLearner):
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
         if peer == self._rank:
-            self._own_messages[tag].put(tensor.clone())
+            self._own_messages[tag].put(self._staging.pass_on(tensor.clone()))
             return ProcessHandle(lambda: None)
         self.averaging.bytes_sent += tensor.nbytes
-        host, what = self._staging.to_host(tensor).contiguous(), f"sending to learner {peer}"
+        what = f"sending to learner {peer}"
         with self._naming_the_lost(what, peer):
-            work = dist.isend(host, peer, tag=tag)
+            begun = self._staging.hand_over(tensor, lambda host: dist.isend(host.contiguous(), peer, tag=tag))
 
-        def result() -> None:
-            if work is not None:
-                self._wait_for(what, work.wait, peer)
+        def wait() -> None:
+            if (work := begun()) is not None:
+                work.wait()
 
-        return ProcessHandle(result)
+        return ProcessHandle(lambda: self._wait_for(what, wait, peer))
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         self.check_peer(peer)
         if peer == self._rank:
             own = self._own_messages[tag].get
             return ProcessHandle(
-                lambda: self._wait_for("its own server", own).to(like.device), lambda: own().to(like.device)
+                lambda: self._wait_for("its own server", own)().to(like.device), lambda: own()().to(like.device)
             )
         theirs, what = self._staging.empty_like(like), f"receiving from learner {peer}"
         with self._naming_the_lost(what, peer):
@@ -286,8 +294,16 @@ class PeerLearner(ReplicaLearner):
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
         if self._background is not None:
             raise ProtocolError(f"learner {self._rank} has a background already; it can have one")
-        self._background = Background(activity, self._rank, self.fail)
+        self._background = Background(activity, self._rank, self.fail, self._stream_of_its_own())
         self._background.start()
+
+    def _stream_of_its_own(self) -> AbstractContextManager[object]:
+        """What puts the background's work on a stream, behind all that this thread's stream was given so far."""
+        if (streams := streams_of(self._device)) is None:
+            return nullcontext()
+        own = streams.new()
+        own.wait_stream(streams.current())
+        return streams.using(own)
 
     def fail(self, error: BaseException) -> None:
         """Let everything that this learner waits for end with this error. Called by any thread."""
@@ -319,7 +335,7 @@ class PeerLearner(ReplicaLearner):
         self._rounds.leave()
         if self._background is not None:
             self._background.join(LONGEST_LEAVE_SECONDS)
-        for means in (self._ordered, self._ordered_behind, *self._waiters, *self._firsts):
+        for means in (self._ordered, self._ordered_behind, self._staging, *self._waiters, *self._firsts):
             means.abandon()
 
     def _end_rounds(self) -> None:
@@ -333,7 +349,7 @@ class PeerLearner(ReplicaLearner):
 
     def _close_threads(self) -> None:
         """Nothing is waited for any more."""
-        for means in (self._ordered, self._ordered_behind, *self._waiters, *self._firsts):
+        for means in (self._ordered, self._ordered_behind, self._staging, *self._waiters, *self._firsts):
             means.close()
 
     def _count_mean(self, num_bytes: int) -> None:
