@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from starling.engines.peers import PeerLearner
 from starling.engines.streams import Streams
 
 Clock = Counter[str]
@@ -94,3 +95,10 @@ class StandIn(Streams):
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:  # type: ignore[override]
         self.kept.append((tensor.data_ptr(), stream))
+
+
+class Unconnected(PeerLearner):
+    """A learner that has met nobody; a test gives it what it needs."""
+
+
+Unconnected.__abstractmethods__ = frozenset()

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from starling.engines import peers, replica
+from starling.engines import replica
+from starling.engines import streams as engine_streams
 from starling.engines.replica import Replica
 from starling.engines.staging import Staging
 from starling.engines.streams import OrderedLock, lock_for
-from tests.engines.stand_in_streams import Clock, StandIn, Stream
+from tests.engines.stand_in_streams import Clock, StandIn, Stream, Unconnected
 
 SIZE = 6
 
@@ -194,8 +195,8 @@ def test_a_background_works_on_a_stream_of_its_own_behind_what_was_there_before(
     streams: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins behind the work of the thread that started it, such as the weights' first values."""
-    monkeypatch.setattr(peers, "streams_of", lambda device: streams)
-    learner = peers.PeerLearner.__new__(_Learner)
+    monkeypatch.setattr(engine_streams, "streams_of", lambda device: streams)
+    learner = Unconnected.__new__(Unconnected)
     learner._device, learner._rank, learner._background = torch.device("cpu"), 0, None
     before, seen = streams.compute.work(), []
 
@@ -206,10 +207,3 @@ def test_a_background_works_on_a_stream_of_its_own_behind_what_was_there_before(
     learner._background.join()
     assert seen == [(streams.made[0].name, True)]
     assert streams.current() is streams.compute
-
-
-class _Learner(peers.PeerLearner):
-    """One that has met nobody."""
-
-
-_Learner.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
+from starling.engines import nccl
 from starling.engines.base import ReplicaLearner
 from starling.engines.collectives import OrderedMean
 from starling.engines.greeting import await_keys, silent_learners
@@ -24,7 +25,7 @@ from starling.engines.rounds import Rounds
 from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.shared_memory import share_memory
 from starling.engines.staging import Staging
-from starling.engines.streams import streams_of
+from starling.engines.streams import beside_this_thread
 from starling.engines.waiting import FirstOf, Release
 from starling.engines.waits import BACKGROUND, OWN_ROUNDS, WAITS
 from starling.engines.worker import Worker
@@ -173,11 +174,16 @@ class PeerLearner(ReplicaLearner):
         self._count_mean(of.nbytes)
         if self._by_nccl:
             vector = of.clone()
-            work = dist.all_reduce(vector, group=self._backend_group, async_op=True)
+            with self._naming_the_lost(A_MEAN):
+                work = dist.all_reduce(vector, group=self._backend_group, async_op=True)
+
+            def wait() -> None:
+                work.wait()
+                self._await_nccl()
 
             def reduced() -> Tensor:
                 # NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes
-                self._wait_for(A_MEAN, work.wait, in_this_thread=True)
+                self._wait_for(A_MEAN, wait, in_this_thread=True)
                 return vector.div_(len(self.team))
 
             return ProcessHandle(reduced)
@@ -294,16 +300,8 @@ class PeerLearner(ReplicaLearner):
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
         if self._background is not None:
             raise ProtocolError(f"learner {self._rank} has a background already; it can have one")
-        self._background = Background(activity, self._rank, self.fail, self._stream_of_its_own())
+        self._background = Background(activity, self._rank, self.fail, beside_this_thread(self._device))
         self._background.start()
-
-    def _stream_of_its_own(self) -> AbstractContextManager[object]:
-        """What puts the background's work on a stream, behind all that this thread's stream was given so far."""
-        if (streams := streams_of(self._device)) is None:
-            return nullcontext()
-        own = streams.new()
-        own.wait_stream(streams.current())
-        return streams.using(own)
 
     def fail(self, error: BaseException) -> None:
         """Let everything that this learner waits for end with this error. Called by any thread."""
@@ -363,6 +361,8 @@ class PeerLearner(ReplicaLearner):
         for first in range(0, self.teams.num_workers if size > 1 else 0, size):
             group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
             mine = group if first == self.team.start else mine
+        if mine is not None and backend == "nccl":
+            nccl.connect(mine, self._device)
         return mine
 
     def _wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None, in_this_thread: bool = False) -> T:
@@ -379,6 +379,13 @@ class PeerLearner(ReplicaLearner):
         if not is_behind:
             self.spent.waiting_for_peers += self.now() - begin
         return result
+
+    def _await_nccl(self) -> None:
+        """Wait until this thread's stream has what NCCL gave it, and raise what ended that: what is aborted looks
+        complete, and must not reach the weights."""
+        if self._by_nccl:
+            torch.cuda.current_stream(self._device).synchronize()
+            self._release.check()
 
     def _may_be_released(self, is_behind: bool) -> bool:
         """Whether a wait, of the background or not, ends when something failed in another thread."""

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _world
 from torch.nn.parallel import DistributedDataParallel
 
 from starling.checkpoint.state import LearnerState
+from starling.engines import nccl
 from starling.engines.agreed_marks import AgreedMarks, Wishes
 from starling.engines.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.engines.flat import FlatModel
@@ -180,6 +181,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
                 reducing = self._reducing[is_elsewhere]
                 try:
                     loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync)
+                    self._await_nccl()
                 finally:
                     WAITS.end()  # it began behind forward
         if flat is not self._flat:
@@ -283,13 +285,21 @@ Telling = Callable[[Callable[[View], None]], AbstractContextManager[None]]
 
 @contextmanager
 def process_group(
-    place: Place, device: torch.device, timeout_seconds: float, telling: Telling = lambda on_change: nullcontext()
+    place: Place,
+    device: torch.device,
+    timeout_seconds: float,
+    telling: Telling = lambda on_change: nullcontext(),
+    outlives_losses: bool = False,
 ) -> Generator[Connections, None, None]:
     """The default process group of `torch.distributed`, for as long as the context lasts; its connections, of which
     those that are made later belong to it as soon as they are noted. A later view ends the connecting at once; what
-    waits for others inside of the context is the caller's to end."""
+    waits for others inside of the context is the caller's to end. With `outlives_losses` it can: otherwise the watchdog
+    of NCCL, where that is used, ends a process that lost a peer."""
+    by_nccl = has_own_device(place, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if by_nccl and outlives_losses:
+        nccl.outlive_lost_peers()
     connections = Connections()
     store = place.store.clone()  # type: ignore[attr-defined]  # a connection of its own, which can be cut while it waits
     try:
@@ -298,13 +308,18 @@ def process_group(
             WAITS.waiting("connecting to the others", range(place.world), is_group=True),
         ):
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if has_own_device(place, device) else "gloo",
+                "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
                 store=PrefixStore("group/0", store),
                 rank=place.rank,
                 world_size=place.world,
                 timeout=timedelta(seconds=timeout_seconds),
             )
+            if by_nccl:
+                nccl.connect(None, device)
     except RuntimeError as error:
+        if dist.is_initialized():  # its communicator is what could not be made
+            connections.cut_all()
+            dist.destroy_process_group()
         _world.group_count = 0  # names of groups count on from those that failed, and must be the same on all learners
         lost = silent_learners(place.store, place.rank, place.world)
         raise PeerLost(

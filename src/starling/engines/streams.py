@@ -6,7 +6,7 @@ no streams, and nothing here costs anything.
 """
 
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
@@ -82,3 +82,12 @@ def lock_for(device: torch.device) -> AbstractContextManager[object]:
     """A lock for what is on `device`."""
     streams = streams_of(device)
     return threading.Lock() if streams is None else OrderedLock(streams)
+
+
+def beside_this_thread(device: torch.device) -> AbstractContextManager[object]:
+    """What gives another thread a stream of its own, behind all that this thread's stream was given so far."""
+    if (streams := streams_of(device)) is None:
+        return nullcontext()
+    own = streams.new()
+    own.wait_stream(streams.current())
+    return streams.using(own)
