@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines import nccl, processes
+from starling.engines import nccl, peers, processes
 from starling.engines.peers import Place
 from starling.engines.processes import process_group
 from starling.engines.sockets import Connections
 from starling.engines.waiting import Release
-from starling.errors import PeerLost
 from tests.engines.stand_in_streams import Unconnected
 
 
@@ -125,7 +124,6 @@ def test_the_watchdog_is_told_to_let_survivors_live_before_a_group_is_made(
         seen.append({name: os.environ.get(name) for name in nccl.SETTINGS})
 
     monkeypatch.setattr(processes, "has_own_device", lambda place, device: True)
-    monkeypatch.setattr(nccl, "connect", lambda group, device: None)
     monkeypatch.setattr(dist, "init_process_group", make_group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     for outlives_losses in (False, True):
@@ -136,38 +134,12 @@ def test_the_watchdog_is_told_to_let_survivors_live_before_a_group_is_made(
     assert seen == [unset | own, nccl.SETTINGS | own]
 
 
-def test_learners_that_cannot_connect_on_their_devices_leave_no_group_behind(
-    alone: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A learner may die just there; the next membership begins with a group of its own."""
-
-    def fail(group: object, device: torch.device) -> None:
-        raise dist.DistBackendError("NCCL error: remote process exited")
-
-    init = dist.init_process_group
-    monkeypatch.setattr(processes, "has_own_device", lambda place, device: True)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: init("gloo", **how))
-    monkeypatch.setattr(nccl, "connect", fail)
-    with (
-        pytest.raises(PeerLost, match="while connecting to the others"),
-        process_group(alone, torch.device("cpu"), 30.0),
-    ):
-        pytest.fail("connected")
-    assert not dist.is_initialized()
-
-
 def test_what_an_abort_leaves_is_used_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean that was aborted looks complete; the learner raises what ended it before it takes the result."""
     learner = Unconnected.__new__(Unconnected)
     learner._by_nccl, learner._device, learner._release = True, torch.device("cpu"), Release()
-    waited: list[str] = []
-
-    class Stream:
-        def synchronize(self) -> None:
-            waited.append("stream")
-            learner._release.fail(PeerGoneError())  # another thread aborts while this one waits
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    learner._await_device()
+    # another thread aborts while this one waits for its stream
+    monkeypatch.setattr(peers, "synchronize", lambda device: learner._release.fail(PeerGoneError()))
     with pytest.raises(PeerGoneError):
-        learner._await_nccl()
-    assert waited == ["stream"]
+        learner._await_device()

@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _world
 
+from starling.engines.streams import synchronize
+
 SETTINGS = {
     # The watchdog neither ends the process when a peer is lost nor aborts by itself: the learner aborts when it hears
     # that the membership has changed, and only then it knows that results are void.
@@ -36,13 +38,13 @@ def outlive_lost_peers() -> None:
         os.environ.setdefault(name, value)
 
 
-def connect(group: ProcessGroup | None, device: torch.device) -> None:
-    """Make the communicator of `group` (None: the default one) now, where torch would make it in the first collective.
+def connect(group: ProcessGroup, device: torch.device) -> None:
+    """Make the communicator of `group` now, where torch would make it in the first collective.
 
     All its members call it, while the connections that it makes can still be told from others.
     """
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    torch.cuda.current_stream(device).synchronize()
+    dist.broadcast(torch.zeros(1, device=device), group=group, group_src=0)
+    synchronize(device)
 
 
 def abort(done: Collection[str] = ()) -> set[str]:

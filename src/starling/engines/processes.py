@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _world
-from torch.nn.parallel import DistributedDataParallel
 
 from starling.checkpoint.state import LearnerState
-from starling.engines import nccl
+from starling.engines import nccl, peers
 from starling.engines.agreed_marks import AgreedMarks, Wishes
+from starling.engines.communication import ReducingModel
 from starling.engines.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import await_keys, silent_learners
@@ -73,7 +73,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         self._membership = membership
         self._flat = flat
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
-        self._reducing: dict[bool, DistributedDataParallel] = {}  # by whether it is the model elsewhere
+        self._reducing: dict[bool, ReducingModel] = {}  # by whether it is the model elsewhere
         self._drawn_ahead: set[int] = set()  # portions of this learner's team that it has not claimed yet
         self._batches = loader.load(self._mine())
 
@@ -175,13 +175,13 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         else:
             self._count_mean(flat.gradients.nbytes)
             is_elsewhere = flat is not self._flat
-            with self._naming_the_lost("the mean of a gradient"):
-                if is_elsewhere not in self._reducing:
-                    self._reducing[is_elsewhere] = self.reducing(flat.model)
-                reducing = self._reducing[is_elsewhere]
+            if is_elsewhere not in self._reducing:
+                self._reducing[is_elsewhere] = self.reducing(flat.model)
+            reducing = self._reducing[is_elsewhere]
+            with self._naming_the_lost("the mean of a gradient"), reducing.reducing():
                 try:
-                    loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync)
-                    self._await_nccl()
+                    loss = self.compute_gradient(reducing.model, flat, before_last=reducing.model.no_sync)
+                    self._await_device()
                 finally:
                     WAITS.end()  # it began behind forward
         if flat is not self._flat:
@@ -308,18 +308,13 @@ def process_group(
             WAITS.waiting("connecting to the others", range(place.world), is_group=True),
         ):
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
+                f"cpu:gloo,cuda:{peers.DEVICE_BACKEND}" if by_nccl else "gloo",
                 store=PrefixStore("group/0", store),
                 rank=place.rank,
                 world_size=place.world,
                 timeout=timedelta(seconds=timeout_seconds),
             )
-            if by_nccl:
-                nccl.connect(None, device)
     except RuntimeError as error:
-        if dist.is_initialized():  # its communicator is what could not be made
-            connections.cut_all()
-            dist.destroy_process_group()
         _world.group_count = 0  # names of groups count on from those that failed, and must be the same on all learners
         lost = silent_learners(place.store, place.rank, place.world)
         raise PeerLost(

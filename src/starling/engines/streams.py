@@ -91,3 +91,9 @@ def beside_this_thread(device: torch.device) -> AbstractContextManager[object]:
     own = streams.new()
     own.wait_stream(streams.current())
     return streams.using(own)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what this thread's stream was given so far."""
+    if (streams := streams_of(device)) is not None:
+        streams.current().synchronize()
