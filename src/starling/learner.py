@@ -62,7 +62,7 @@ class Shard(ABC):
 class Learner(ABC):
     """One of the learners that train a model together, as its strategy sees it.
 
-    Weights and gradients are flat vectors `[P]` in the order of `model.parameters()`. Weights change only through
+    Weights and gradients are flat vectors `[P]` in one order on all learners. Weights change only through
     `step`, `apply` and `replace`, each atomic, so that work in the learner's background never loses an update.
     """
 

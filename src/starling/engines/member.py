@@ -170,7 +170,9 @@ class _Member:
             plan = self._agree(view, rank, past, seconds, look_around)
         self.has_met = True
         telling = partial(self.membership.telling, view)
-        with process_group(place, self.flat.weights.device, seconds, telling) as connections:
+        with process_group(
+            place, self.flat.weights.device, seconds, telling, self.membership.is_watched
+        ) as connections:
             try:
                 with telling(lambda change: connections.cut_all()):  # groups of teams are made here, and wait too
                     if not is_first_view:

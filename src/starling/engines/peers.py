@@ -5,7 +5,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
+from starling.engines import nccl
 from starling.engines.base import ReplicaLearner
 from starling.engines.collectives import OrderedMean
 from starling.engines.communication import ConnectionFailed, ReducingModel, communicating, wait_for
@@ -26,6 +27,7 @@ from starling.engines.rounds import Rounds
 from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.shared_memory import share_memory
 from starling.engines.staging import Staging
+from starling.engines.streams import beside_this_thread, synchronize
 from starling.engines.waiting import FirstOf, Release
 from starling.engines.waits import BACKGROUND, OWN_ROUND, OWN_ROUNDS, WAITS
 from starling.engines.worker import Worker
@@ -85,19 +87,26 @@ class ProcessHandle(Handle[T]):
 
 
 class Background(threading.Thread):
-    """A learner's second coroutine, in a thread. It waits inside its handles and polls nothing."""
+    """A learner's second coroutine, in a thread, on a stream of its own where the device has streams. It waits inside
+    its handles and polls nothing."""
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, None], rank: int, on_error: Callable[[BaseException], None]
+        self,
+        coroutine: Coroutine[Any, Any, None],
+        rank: int,
+        on_error: Callable[[BaseException], None],
+        on_stream: AbstractContextManager[object],
     ) -> None:
         super().__init__(name=f"{BACKGROUND}-{rank}", daemon=True)  # it must not keep a failed learner alive
         self._coroutine = coroutine
         self._on_error = on_error
+        self._on_stream = on_stream
 
     def run(self) -> None:
         try:
-            while True:
-                self._coroutine.send(None)
+            with self._on_stream:
+                while True:
+                    self._coroutine.send(None)
         except StopIteration:
             pass
         except BaseException as error:
@@ -144,7 +153,7 @@ class PeerLearner(ReplicaLearner):
         self._release = Release()
         self._waiters = Worker("starling-waiter"), Worker("starling-waiter-behind")
         self._firsts: tuple[FirstOf[ProcessHandle[Any]], FirstOf[ProcessHandle[Any]]] = FirstOf(), FirstOf()
-        self._own_messages: dict[int, SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+        self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
         # the means of two threads must not meet in one group, where their order would be chance
@@ -170,15 +179,22 @@ class PeerLearner(ReplicaLearner):
             return ProcessHandle(lambda: self.mean(of.result(), group).result())
         self.check_mean(of)
         self._count_mean(of.nbytes)
+        if len(self.team) == 1:
+            alone = of.clone()
+            return ProcessHandle(lambda: alone)
         is_behind = threading.current_thread() is self._background
         if self._by_nccl:
             vector = of.clone()
             with self._naming_the_lost(A_MEAN), communicating():
                 work = dist.all_reduce(vector, group=self._device_groups[is_behind], async_op=True)
 
+            def wait() -> None:
+                wait_for(work)
+                self._await_device()
+
             def reduced() -> Tensor:
                 # NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes
-                self._wait_for(A_MEAN, partial(wait_for, work), in_this_thread=True)
+                self._wait_for(A_MEAN, wait, in_this_thread=True)
                 return vector.div_(len(self.team))
 
             return ProcessHandle(reduced)
@@ -188,25 +204,30 @@ class PeerLearner(ReplicaLearner):
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
         if peer == self._rank:
-            self._own_messages[tag].put(tensor.clone())
+            self._own_messages[tag].put(self._staging.pass_on(tensor.clone()))
             return ProcessHandle(lambda: None)
         self.averaging.bytes_sent += tensor.nbytes
-        host, what = self._staging.to_host(tensor).contiguous(), f"sending to learner {peer}"
-        with self._naming_the_lost(what, peer), communicating():
-            work = dist.isend(host, peer, tag=tag)
+        what = f"sending to learner {peer}"
 
-        def result() -> None:
-            if work is not None:
-                self._wait_for(what, partial(wait_for, work), peer)
+        def begin(host: Tensor) -> dist.Work | None:
+            with communicating():
+                return dist.isend(host.contiguous(), peer, tag=tag)
 
-        return ProcessHandle(result)
+        with self._naming_the_lost(what, peer):
+            begun = self._staging.hand_over(tensor, begin)
+
+        def wait() -> None:
+            if (work := begun()) is not None:
+                wait_for(work)
+
+        return ProcessHandle(lambda: self._wait_for(what, wait, peer))
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         self.check_peer(peer)
         if peer == self._rank:
             own = self._own_messages[tag].get
             return ProcessHandle(
-                lambda: self._wait_for("its own server", own).to(like.device), lambda: own().to(like.device)
+                lambda: self._wait_for("its own server", own)().to(like.device), lambda: own()().to(like.device)
             )
         theirs, what = self._staging.empty_like(like), f"receiving from learner {peer}"
         with self._naming_the_lost(what, peer), communicating():
@@ -294,7 +315,7 @@ class PeerLearner(ReplicaLearner):
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
         if self._background is not None:
             raise ProtocolError(f"learner {self._rank} has a background already; it can have one")
-        self._background = Background(activity, self._rank, self.fail)
+        self._background = Background(activity, self._rank, self.fail, beside_this_thread(self._device))
         self._background.start()
 
     def fail(self, error: BaseException) -> None:
@@ -337,7 +358,7 @@ class PeerLearner(ReplicaLearner):
         self._rounds.leave()
         if self._background is not None:
             self._background.join(LONGEST_LEAVE_SECONDS)
-        for means in (self._ordered, self._ordered_behind, *self._waiters, *self._firsts):
+        for means in (self._ordered, self._ordered_behind, self._staging, *self._waiters, *self._firsts):
             means.abandon()
 
     def _warn_of_few_rounds(self) -> None:
@@ -358,7 +379,7 @@ class PeerLearner(ReplicaLearner):
 
     def _close_threads(self) -> None:
         """Nothing is waited for any more."""
-        for means in (self._ordered, self._ordered_behind, *self._waiters, *self._firsts):
+        for means in (self._ordered, self._ordered_behind, self._staging, *self._waiters, *self._firsts):
             means.close()
 
     def _count_mean(self, num_bytes: int) -> None:
@@ -373,6 +394,9 @@ class PeerLearner(ReplicaLearner):
             with communicating():
                 group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
             mine = group if first == self.team.start else mine
+        if mine is not None and backend == DEVICE_BACKEND:
+            with communicating():
+                nccl.connect(mine, self._device)
         return mine
 
     def _wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None, in_this_thread: bool = False) -> T:
@@ -389,6 +413,13 @@ class PeerLearner(ReplicaLearner):
         if not is_behind:
             self.spent.waiting_for_peers += self.now() - begin
         return result
+
+    def _await_device(self) -> None:
+        """Wait until this thread's stream has what NCCL gave it, and raise what ended that: what is aborted looks
+        complete, and must not reach the weights."""
+        if self._by_nccl:
+            synchronize(self._device)
+            self._release.check()
 
     def _may_be_released(self, is_behind: bool) -> bool:
         """Whether a wait, of the background or not, ends when something failed in another thread."""

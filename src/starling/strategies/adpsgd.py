@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from starling.learner import Learner
-from starling.strategies.mixing import Mixing, MixingOptions, Wire
+from starling.strategies.mixing import Mixing, MixingOptions, Wire, one_ahead
 from starling.topology import find_topology
 
 
@@ -52,5 +52,5 @@ async def _average(me: Learner, options: AsynchronousOptions) -> None:
     topology, pieces = find_topology(options.pattern, me.world, me.seed), options.pieces(me)
     wire = Wire(options, me.weights, pieces)
     while (k := await me.round(options.period)) is not None:
-        for piece in pieces:
-            me.apply(await Mixing(me, topology, k, piece, wire).delta(), piece)
+        for piece, mixing in one_ahead((piece, Mixing(me, topology, k, piece, wire)) for piece in pieces):
+            me.apply(await mixing.delta(), piece)
