@@ -1,9 +1,10 @@
-# Each target makes .venv by itself when it is missing.
+# Each target makes the environment it needs when it is missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 
-.PHONY: setup demo test lint check soak bench clean
+.PHONY: setup demo test lint check soak bench bench-peers clean
 
 setup: $(VENV)/ready
 
@@ -32,5 +33,15 @@ check: lint test
 bench: setup
 	$(BIN)/python -m benchmarks.run --output bench.json
 
+bench-peers: $(PEERS)/ready
+	$(PEERS)/bin/python -m benchmarks.peers --output bench-peers.json
+
+# An environment that sees all of .venv, torch included, and has Starling's peers beside it.
+$(PEERS)/ready: benchmarks/peers-requirements.txt $(VENV)/ready
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python benchmarks/see_packages_of.py $(abspath $(VENV))
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(PEERS) build dist
