@@ -26,6 +26,7 @@ from benchmarks.measuring import Bar
 from benchmarks.peer_worker import Case, Measured
 from benchmarks.perceptron import LARGE, SMALL
 from benchmarks.rivals import COLUMNS
+from benchmarks.runs import LEAST_ROUNDS, read_weights, relative_distance
 from benchmarks.starting import Program, run_side_by_side
 from starling.launch.launcher import loopback_store
 from starling.launch.rendezvous import loopback_interface
@@ -38,7 +39,7 @@ SPEEDS = {"equal": 0.0, "slow": 0.1}
 """What the last worker sleeps before each gradient."""
 RIVALS = {"allreduce": "ddp", "dpsgd": "decent_dp"}
 """By the column of ours that must keep up with it."""
-LEAST_RATIO, LEAST_ROUNDS, LONGEST_START = 0.97, 0.5, 2.7
+LEAST_RATIO, LONGEST_START = 0.97, 2.7
 STARTING = ("adpsgd", "ddp", "torchft_ddp", "decent_dp")
 REPEATS = 3
 """Measurements of a column that is in no pair."""
@@ -135,34 +136,34 @@ def measure(columns: Sequence[str], repeats: int, case: Any, folder: Path) -> Ce
     return found
 
 
-def launched(cases: Sequence[Case], folder: Path) -> tuple[list[Cell], Seconds]:
-    """Let `WORLD` processes make `cases` one after the other; what they measured, and how long it took from their
+def launched(cases: Sequence[Case], folder: Path, world: int = WORLD) -> tuple[list[Cell], Seconds]:
+    """Let `world` processes make `cases` one after the other; what they measured, and how long it took from their
     launch until the last of them had made the first step."""
     with tempfile.TemporaryDirectory(dir=folder) as name, loopback_store() as port:
         own = Path(name)
         program = [sys.executable, "-m", "benchmarks.peer_worker", json.dumps([asdict(each) for each in cases]), name]
         place = {
-            "WORLD_SIZE": WORLD,
-            "LOCAL_WORLD_SIZE": WORLD,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "GLOO_SOCKET_IFNAME": loopback_interface(),
         }
-        programs = [Program(program, {**place, "RANK": rank, "LOCAL_RANK": rank}) for rank in range(WORLD)]
+        programs = [Program(program, {**place, "RANK": rank, "LOCAL_RANK": rank}) for rank in range(world)]
         begin = time.monotonic()
         run_side_by_side(programs, own, LAUNCH_LIMIT)
         by_worker = [
             [Measured(**values) for values in json.loads((own / f"measured-{rank}.json").read_text())]
-            for rank in range(WORLD)
+            for rank in range(world)
         ]
         first_step = max(measured[0].first_step_at for measured in by_worker) - begin
         cells = []
         for number, case in enumerate(cases):
             if not case.seconds:
                 continue
-            counted = [measured[number] for measured in by_worker[: WORLD - 1 if case.slow_seconds else WORLD]]
-            models = [from_file(own / f"{number}-{rank}.bin") for rank in range(WORLD)]
+            counted = [measured[number] for measured in by_worker[: world - 1 if case.slow_seconds else world]]
+            models = [read_weights(own / f"{number}-{rank}.bin") for rank in range(world)]
             cells.append(
                 Cell(
                     fmean(1000.0 * each.seconds / each.steps for each in counted),
@@ -171,18 +172,6 @@ def launched(cases: Sequence[Case], folder: Path) -> tuple[list[Cell], Seconds]:
                 )
             )
         return cells, first_step
-
-
-def from_file(file: Path) -> torch.Tensor:
-    """Weights `[P]` that a worker wrote."""
-    return torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.float32)
-
-
-def relative_distance(models: Sequence[torch.Tensor]) -> float:
-    """How far models `[P]` are from their mean, as a share of its norm."""
-    every = torch.stack([model.double() for model in models])
-    mean = every.mean(dim=0)
-    return float((every - mean).norm() / len(models) ** 0.5 / mean.norm())
 
 
 def bars_of(row: str, found: Cells) -> list[Bar]:

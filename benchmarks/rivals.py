@@ -16,15 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.tuned_ddp import BUCKET_MEGABYTES, tuned_ddp
 
 TIMEOUT = timedelta(seconds=60)
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 LOCAL_STEPS = 10
-DDP_BUCKET_MB = 25
-"""The fastest of 1, 4, 8, 25 and 100 for both models; see `--tune`."""
-DECENT_BUCKET_MB = 25
-"""The fastest of 1, 4, 8, 25 and 100 for both models; see `--tune`."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,7 @@ def alone(worker: Worker) -> Generator[Loop, None, None]:
 def ddp(worker: Worker) -> Generator[Loop, None, None]:
     """Plain DistributedDataParallel, tuned."""
     with _default_group(worker):
-        tuning = {"gradient_as_bucket_view": True, "bucket_cap_mb": DDP_BUCKET_MB, "static_graph": True}
-        reducing = DistributedDataParallel(worker.model, **{**tuning, **worker.options})
+        reducing = tuned_ddp(worker.model, **worker.options)
         optimizer = sgd(list(worker.model.parameters()))
         yield Loop(reducing, optimizer.zero_grad, optimizer.step)
 
@@ -119,7 +115,7 @@ def decent_dp(worker: Worker) -> Generator[Loop, None, None]:
         averaging = DecentralizedDataParallel(
             worker.model,
             optim_fn=lambda named: sgd([parameter for _, parameter in named]),
-            **{"topology": "ring", "bucket_size_in_mb": DECENT_BUCKET_MB, **worker.options},
+            **{"topology": "ring", "bucket_size_in_mb": BUCKET_MEGABYTES, **worker.options},
         )
         yield Loop(averaging, nothing, nothing)  # it steps and zeroes gradients itself, behind backward
 
@@ -131,7 +127,7 @@ def torchft_ddp(worker: Worker) -> Generator[Loop, None, None]:
 
     optimizer = sgd(list(worker.model.parameters()))
     with _torchft_manager(worker, optimizer, use_async_quorum=True) as manager:
-        tuning = {"gradient_as_bucket_view": True, "bucket_cap_mb": DDP_BUCKET_MB}
+        tuning = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MEGABYTES}
         reducing = torchft.DistributedDataParallel(manager, worker.model, **{**tuning, **worker.options})
         managed = torchft.Optimizer(manager, optimizer)
         yield Loop(reducing, managed.zero_grad, managed.step)
