@@ -8,9 +8,9 @@ from benchmarks.runs import Run, averaging_in_words, median_ratio
 from benchmarks.starting import alternately, launched
 
 ROUNDS, WORLD, SLOWER = 3, 4, 10.0
-MODELS = {"13 k": (13_000, 0.03, 3.0), "4 M": (1 << 22, 0.2, 8.0)}
+MODELS = {"13 k": (13_000, 0.03, 3.0), "4 M": (1 << 22, 0.1, 8.0)}
 """Parameters, seconds of a gradient, and seconds of a run. Averaging the small model costs next to nothing; a round of
-the large one keeps two cores busy for about half of a gradient."""
+the large one, 16 MB to and from two neighbours, costs two cores a good part of a gradient's time."""
 
 
 def measure(folder: Path) -> list[Bar]:
