@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 BUCKET_MEGABYTES = 25
-"""Its default. For the models here no other size is faster beyond the noise; see `--options` of `benchmarks.peers`."""
+"""Its default; `python -m benchmarks.peers --options '{"ddp": {"bucket_cap_mb": 8}}'` measures with another."""
 
 
 def tuned_ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
