@@ -131,13 +131,16 @@ class Learner(ABC):
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """Start sending `tensor` to `peer`, which receives it under the same `tag`. A learner may send to itself.
 
-        The tensor is not to be changed before the handle was awaited. Several of one tag arrive in their order.
+        The tensor is not to be changed before the handle was awaited, and a `snapshot` of a piece not at all: a peer on
+        the same machine may read it where it lies. Several of one tag arrive in their order.
         """
 
     @abstractmethod
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        """Start receiving what `peer` sends under `tag`, of the shape, dtype and device of `like`; the result is new
-        memory."""
+        """Start receiving what `peer` sends under `tag`, of the shape, dtype and device of `like`.
+
+        The result is not to be written to: the peer may have lent it.
+        """
 
     @abstractmethod
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:

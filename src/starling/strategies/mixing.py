@@ -15,6 +15,10 @@ from starling.topology import Topology, check_pattern
 T = TypeVar("T")
 
 
+_CACHED_NUMBERS = 1 << 16
+"""Numbers of which three vectors stay in a processor's cache."""
+
+
 class MixingOptions(Config):
     """The options of every strategy that averages with neighbours."""
 
@@ -81,13 +85,22 @@ class Mixing:
         Applied as a change, it conserves the mean of all learners whatever a gradient did to the weights meanwhile;
         writing the average itself would wipe that gradient out.
         """
-        total: Tensor | None = None
-        for weight, handle in self._receiving:
-            change = (await handle).to(self._mine.dtype).sub_(self._mine).mul_(weight)
-            total = change if total is None else total.add_(change)
+        theirs = [(weight, await handle) for weight, handle in self._receiving]
         for sending in self._sending:
             await sending
-        return torch.zeros_like(self._mine) if total is None else total
+        total = torch.empty_like(self._mine) if theirs else torch.zeros_like(self._mine)
+        for part in _parts(self._mine):
+            mine, sum_of_part = self._mine[part], total[part]
+            for place, (weight, vector) in enumerate(theirs):
+                change = torch.sub(vector[part].to(mine.dtype), mine).mul_(weight)
+                sum_of_part.copy_(change) if place == 0 else sum_of_part.add_(change)
+        return total
+
+
+def _parts(vector: Tensor) -> list[slice]:
+    """A vector in parts that stay in a processor's cache while they are worked on; on a device in one."""
+    size = _CACHED_NUMBERS if vector.device.type == "cpu" else len(vector)
+    return [slice(start, start + size) for start in range(0, len(vector), size)]
 
 
 def one_ahead(work: Iterable[T]) -> Iterator[T]:
