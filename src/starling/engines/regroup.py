@@ -9,7 +9,7 @@ far than the newest then take its state. Others keep their own; who is new takes
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
@@ -129,13 +129,13 @@ def _plan(root: Store, members: Sequence[Past], job: Job) -> Plan:
     return plan_after(before, members, job, lambda: {s for rank in range(before.world) for s in _noted(store, rank)})
 
 
-def plan_after(before: Plan, members: Sequence[Past], job: Job, noted: Callable[[], set[int]]) -> Plan:
+def plan_after(before: Plan, members: Sequence[Past], job: Job, noted: Callable[[], Collection[int]]) -> Plan:
     """The plan of a view whose members, by rank, come with these pasts. `before` is that of the last view that any of
     them computed in, and `noted` tells the tickets that were done in it."""
     last = max(each.view for each in members if each.view is not None)
     newest = max(range(len(members)), key=lambda rank: (members[rank].view == last, members[rank].num_done, -rank))
     if job.strategy.has_one_model:
-        done = _done_by_all(before, members[newest].num_done, job)
+        done: Collection[int] = _done_by_all(before, members[newest].num_done, job)
         current = [each.view == last and each.num_done == members[newest].num_done for each in members]
     else:
         done = noted()
