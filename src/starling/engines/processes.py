@@ -28,7 +28,7 @@ from starling.engines.job import Job, Observer
 from starling.engines.loading import Loaded, Loader, Lookahead
 from starling.engines.membership import Membership, View, ViewChanged
 from starling.engines.peers import GradientHandle, PeerLearner, Place
-from starling.engines.regroup import Past, note_done
+from starling.engines.regroup import DoneNotes, Past
 from starling.engines.replica import Replica
 from starling.engines.sockets import Connections
 from starling.engines.stragglers import Stragglers
@@ -71,6 +71,9 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         self.view = view
         self._agreed = AgreedMarks(place.store, place.rank, place.world, wishes, self._mark_at, timeout_seconds)
         self._membership = membership
+        # where learners have one model, how many mini-batches they have done says which
+        is_noting = membership.is_watched and not job.strategy.has_one_model
+        self._notes = DoneNotes(place.store, place.rank, self.teams.num_workers) if is_noting else None
         self._flat = flat
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
         self._reducing: dict[bool, DistributedDataParallel] = {}  # by whether it is the model elsewhere
@@ -142,8 +145,8 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         self._reducing.clear()  # what is left of them would listen to the gradients to come
 
     def _note_done(self, ticket: Ticket) -> None:
-        if self._membership.is_watched:
-            note_done(self.place.store, self._rank, ticket)
+        if self._notes is not None:
+            self._notes.add(ticket)
 
     def _mark_at(self, number: int, signal_number: int) -> None:
         """There is a mark before a portion that nobody has reached."""
