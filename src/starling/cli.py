@@ -56,7 +56,14 @@ def options(
 
 
 @app.command(epilog="Example: [bold]starling prepare recipes/demo.yaml data.folder=corpora/demo jobs=4[/bold]")
-def prepare(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
+def prepare(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace sets that were prepared with other settings.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
     """Import, check and filter a recipe's corpus, and write it as shards; what is there already is kept.
 
     jobs=N takes N processes, executor=dask://HOST:PORT the workers of a Dask cluster; the result is the same.
@@ -64,7 +71,7 @@ def prepare(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = 
     with _errors(debug):
         from starling.experiment import prepare
 
-        prepare.prepare(recipe, overrides or (), typer.echo, _console())
+        prepare.prepare(recipe, overrides or (), typer.echo, _console(), overwrite)
 
 
 @app.command(epilog="Example: [bold]starling check recipes/demo.yaml data.check.silence_db=-50[/bold]")

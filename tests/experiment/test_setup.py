@@ -94,3 +94,15 @@ def test_a_resume_that_would_mix_two_runs_is_found_before_any_data_is_prepared(t
     with pytest.raises(ConfigError, match="later than"):
         make_ready(earlier, lambda line: None)
     assert not (tmp_path / "unprepared").exists()
+
+
+def test_training_never_replaces_data_prepared_with_other_settings(tree: Tree, tmp_path: Path) -> None:
+    """A slip on the command line costs neither the prepared sets nor the earlier run."""
+    tree["data"]["folder"] = str(tmp_path / "data")
+    recipe = trained(tree)
+    before = contents(tmp_path / "data")
+    tree["data"]["sampling_rate"] = 16000
+    with pytest.raises(ConfigError, match=r"train, test prepared with data\.sampling_rate=8000 \(now 16000\)"):
+        make_ready(check_recipe(tree, "r.yaml"), lambda line: None)
+    assert contents(tmp_path / "data") == before
+    assert contents(recipe.exp)[0].startswith("songs")
