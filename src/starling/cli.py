@@ -35,6 +35,7 @@ Overrides = Annotated[
     ),
 ]
 Experiment = Annotated[Path, typer.Argument(metavar="EXP", help="An experiment, such as exp/demo.", show_default=False)]
+Best = Annotated[bool, typer.Option("--best", help="Use the model that scored best on the valid set, not the newest.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
 
 
@@ -157,13 +158,14 @@ def evaluate(
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="A set to score; may be repeated. Default: the test sets.")
     ] = None,
+    best: Best = False,
     debug: Debug = False,
 ) -> None:
     """Score sets with the newest model of an experiment, and list every error in its decode folder."""
     with _errors(debug):
         from starling.experiment import evaluate
 
-        evaluate.evaluate(experiment, sets, typer.echo, _console())
+        evaluate.evaluate(experiment, sets, typer.echo, _console(), best)
 
 
 @app.command(epilog="Example: [bold]starling audit exp/demo[/bold]")
@@ -196,13 +198,14 @@ def status(
 def transcribe(
     experiment: Experiment,
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="WAV, FLAC, MP3, Opus.", show_default=False)],
+    best: Best = False,
     debug: Debug = False,
 ) -> None:
     """Write what is said in audio files, with the newest model of an experiment."""
     with _errors(debug):
         from starling.experiment import evaluate
 
-        evaluate.transcribe(experiment, files, typer.echo)
+        evaluate.transcribe(experiment, files, typer.echo, best)
 
 
 @app.command(epilog="Example: [bold]starling strategies[/bold]")

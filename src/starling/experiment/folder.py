@@ -4,6 +4,8 @@ exp/<name>/config.yaml, env.txt     the resolved recipe, and on what it ran
 exp/<name>/initial/                 tokens and features, and the model before training
 exp/<name>/log/, tensorboard/       of each learner
 exp/<name>/checkpoints/             see starling.checkpoint
+exp/<name>/best/                    the model that scored best on the valid set, and its score
+exp/<name>/validation/              models on their way to be scored, while a run trains
 exp/<name>/decode/                  what was recognised, and its errors
 exp/<name>/status.json              how it does, for `starling status`
 exp/<name>/seen/                    which learner saw which utterance; see starling.experiment.seen
@@ -30,7 +32,7 @@ from starling.experiment.recipe import Recipe, dump_recipe, fingerprints
 from starling.experiment.seen import begin_segment
 from starling.workload import Standing
 
-_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "decode", "seen", "joins")
+_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "best", "validation", "decode", "seen", "joins")
 _OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv", "status.json")
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
@@ -47,6 +49,8 @@ class ExperimentFolder:
         self.log = path / "log"
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"
+        self.best = path / "best"
+        self.validation = path / "validation"
         self.decode = path / "decode"
         self.seen = path / "seen"
         self.joins = path / "joins"
@@ -123,6 +127,7 @@ def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder
             _clear(folder.path)
         folder.path.mkdir(parents=True, exist_ok=True)
         remove_partial(folder.checkpoints)
+        shutil.rmtree(folder.validation, ignore_errors=True)
         check_writable(folder.checkpoints)
         begin_segment(folder.seen, *_gone_on_with(recipe))
         folder.config.write_text(dump_recipe(recipe), encoding="utf-8")

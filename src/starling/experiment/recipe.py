@@ -116,8 +116,9 @@ class Recipe(Config):
     """What becomes of a run when a learner of our launcher is killed. continue: the others go on without it; replace:
     they go on, it is started again and joins them; stop: the run ends with exit code 3."""
     checkpoints: CheckpointConfig = CheckpointConfig()
-    validate_every: int | None = Field(default=None, ge=1)
-    """Epochs between two scorings of the valid set while training; null: never."""
+    validate_every: int | None = Field(default=1, ge=1)
+    """Epochs between two scorings of the valid set while training; null: never. An epoch is left out where scoring
+    would take more than a twentieth of the time."""
     resume: Path | None = None
     """An experiment (its newest checkpoint) or one checkpoint to go on from."""
     warm_start: Path | None = None

@@ -38,7 +38,7 @@ from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import Seen, segments
 from starling.experiment.setup import make_ready
 from starling.experiment.sign_of_life import SignOfLife, giving
-from starling.experiment.validate import Validation
+from starling.experiment.validate import Choice, Validation, model_writer
 from starling.launch.launcher import launch
 from starling.launch.link import Link
 from starling.launch.process import signal_name
@@ -66,14 +66,16 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     with (
         Following(recipe, folder, console) as following,
         Display(title, recipe.learners, console) as display,
-        Validation(recipe, folder.tensorboard, display.say) as validation,
+        Validation(recipe, folder, display.say) as validation,
     ):
 
         def on_message(rank: int, message: Message) -> None:
             following.hear(rank, message)
             show(message, display)
-            if message.get("moment") == "epoch":
-                validation.saved(Path(message["saved"]))
+            if message.get("moment") in ("epoch", "end"):
+                validation.saved(Path(message["saved"]), is_last=message["moment"] == "end")
+            if "to_validate" in message:
+                validation.saved(Path(message["to_validate"]))
 
         def on_loss(loss: Loss) -> None:
             following.lose(loss.learner, loss.reason)
@@ -180,16 +182,24 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
 
     regrouping = Regrouping(folder, place, tell)
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
+    write_model = ModelWriter(folder.initial)
     writer = CheckpointWriter(
         folder.checkpoints,
         regrouping.arrive,
-        ModelWriter(folder.initial),
+        write_model,
         fingerprints(recipe),
         recipe.checkpoints.keep,
         recipe.team_size,
     )
-    saver = Saver(writer, tell, lambda: Curves(folder.tensorboard / "consensus"))
-    job = make_job(recipe, folder)
+    validates = link is not None and recipe.validate_every is not None and recipe.data.valid is not None
+    saver = Saver(
+        writer,
+        tell,
+        lambda: Curves(folder.tensorboard / "consensus"),
+        Choice(recipe.checkpoints.epochs, recipe.validate_every if validates else None, folder, regrouping.agree),
+        model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), write_model, recipe.team_size),
+    )
+    job = make_job(recipe, folder, place.local_world)
     seen = Seen(
         segments(folder.seen)[-1],
         regrouping.count,
