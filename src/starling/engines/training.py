@@ -169,7 +169,7 @@ class TrainingLearner(ReplicaLearner):
         self._epoch_steps += 1
         progress = self.tickets.progress(self._portion, minutes)
         self._fraction = self.job.budget.fraction(progress)
-        self._factor = self.job.schedule.factor(self._fraction, progress.epochs)
+        self._factor = self.job.schedule.at(progress, self.job.budget)
         return True
 
     def tally(self) -> Tally:

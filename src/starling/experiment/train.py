@@ -18,7 +18,7 @@ from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import ExperimentFolder, resolve_resume
 from starling.experiment.following import Following
-from starling.experiment.job import ModelWriter, make_job, most_skipped, use_threads
+from starling.experiment.job import ModelWriter, cores_here, make_job, most_skipped, use_threads
 from starling.experiment.join import changes
 from starling.experiment.observers import (
     CURVES_EVERY,
@@ -49,6 +49,8 @@ from starling.launch.watch import Loss
 from starling.report.curves import Curves
 from starling.report.progress import Bars, Display, Say, say_on
 
+MOST_TO_A_CORE = 4
+"""Learners; more is taken for a mistake."""
 _SET_UP_LIMIT = timedelta(days=2)  # preparing a large corpus may take long; a death ends the waiting sooner
 
 
@@ -60,6 +62,8 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     recipe = resolve_resume(recipe)
     check_engine(recipe)
     _check_alone(recipe)
+    if line := crowding(recipe.learners, cores_here()):
+        say_on(console)(line)
     folder = _ready(recipe, console)
     title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
     command = [sys.executable, "-m", "starling", "train", str(folder.config)]
@@ -103,6 +107,16 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
                 display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     with following.scoring():
         evaluate(folder.path, None, tell, console)
+
+
+def crowding(learners: int, cores: int) -> str | None:
+    """A warning where this machine has far fewer cores than learners."""
+    if learners <= MOST_TO_A_CORE * cores:
+        return None
+    return (
+        f"warning: {learners} learners share {cores} cores and slow each other down; use at most {cores} for speed, or "
+        "`starling simulate` to study more"
+    )
 
 
 def _check_alone(recipe: Recipe) -> None:

@@ -155,7 +155,7 @@ class Validation:
         curves = Curves(self._folder.tensorboard / "valid")
         curves.word_error_rate(result.wer, steps)
         curves.close()
-        if self._best is None or result.wer < self._best:
+        if self._best is None or result.wer <= self._best:  # of two that are alike, the one that has trained longer
             self._best = result.wer
             self._keep(checkpoint, {"set": name, "wer": result.wer, "steps": steps, "epochs": epochs})
 

@@ -30,7 +30,7 @@ from starling.speech.set_summary import FORMAT, SetSummary, read_summary
 from starling.speech.shards import REMOTE
 from starling.speech.store import SpeechSet
 from starling.speech.strings import StringsConfig, copies_problem
-from starling.speech.usable import Checked, FilterConfig, TextStyle
+from starling.speech.usable import NO_SPEAKER, Checked, FilterConfig, TextStyle
 
 _MOST_SHOWN = 5  # settings that have changed
 
@@ -75,7 +75,12 @@ class DataConfig(Config):
             if name not in known:
                 near = get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                problems.append(f"set {name!r} is not in corpus.sets ({', '.join(known)}){hint}")
+                key = "train" if name == self.train else "valid" if name == self.valid else "test"
+                remedy = ", or set data.valid=null to have none" if key == "valid" else ""
+                problems.append(
+                    f"data.{key} names the set {name!r}, which is not in data.corpus.sets ({', '.join(known)}){hint}; "
+                    f"name one of them{remedy}"
+                )
         problems += [
             f"{name!r} cannot be the name of a set: it names a folder"
             for name in known
@@ -108,6 +113,8 @@ class Summary:
     folder: Path
     sets: tuple[SetSummary, ...]
     written: tuple[str, ...]
+    without_speakers: tuple[str, ...] = ()
+    """Those just written in which no utterance has a speaker."""
 
 
 def prepare(
@@ -147,7 +154,8 @@ def prepare(
             elif _partial_folder(config, name).exists():
                 shutil.rmtree(_partial_folder(config, name), ignore_errors=True)
         sets = tuple(read_summary(config.set_folder(name)) for name in config.used_sets)
-    return Summary(config.folder, sets, tuple(written))
+        unnamed = [name for name in written if _has_no_speakers(config.set_folder(name))]
+    return Summary(config.folder, sets, tuple(written), tuple(unnamed))
 
 
 def set_digest(config: DataConfig, name: str) -> str:
@@ -203,7 +211,18 @@ def describe(summary: Summary) -> str:
             listed = summary.folder / each.name / "dropped.tsv"
             line += f"; dropped {each.dropped} ({each.dropped_seconds / 3600:.2f} h), listed in {listed}"
         lines.append(line)
+    if summary.without_speakers:
+        lines.append(
+            f"warning: {', '.join(summary.without_speakers)}: the corpus names no speakers, so that all utterances "
+            "count as one speaker's, and nothing tells whether training and test share any; name them (in utt2spk of a "
+            "Kaldi folder, in `speaker` of other manifests)"
+        )
     return "\n".join(lines)
+
+
+def _has_no_speakers(folder: Path) -> bool:
+    found = SpeechSet.open(folder)
+    return len(found) > 1 and found.summary.speakers == 1 and found.speaker(0) == NO_SPEAKER
 
 
 def _number(count: int, thing: str) -> str:
