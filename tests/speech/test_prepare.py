@@ -422,3 +422,22 @@ def test_real_digits_become_strings_with_the_right_words(tmp_path: Path, shared_
     assert isinstance(summary, Summary)
     assert sum(len(test.text(i).split()) for i in range(len(test))) == (300 if shared_data else 20)
     assert all(len(test.audio(i)) == test.num_samples[i] for i in range(len(test)))
+
+
+@pytest.mark.parametrize("has_speakers", [False, True])
+def test_a_corpus_without_speakers_is_warned_of_when_it_is_prepared(tmp_path: Path, has_speakers: bool) -> None:
+    """A Kaldi folder without `utt2spk` would be one speaker, and leakage between sets go unnoticed; one line, once."""
+    folder = tmp_path / "kaldi" / "train"
+    for name in ("a", "b"):
+        write_wav(folder / f"{name}.wav")
+    (folder / "wav.scp").write_text("".join(f"{name} {folder}/{name}.wav\n" for name in ("a", "b")))
+    (folder / "text").write_text("a one\nb two\n")
+    if has_speakers:
+        (folder / "utt2spk").write_text("a s\nb s\n")
+    corpus = {"kind": "kaldi", "path": tmp_path / "kaldi", "sets": {"train": "train"}}
+    config = _config(tmp_path / "data", tmp_path, corpus=corpus, test=[])
+    warnings = [line for line in describe(prepare(config)).splitlines() if line.startswith("warning")]
+    assert [line.split(",")[0] for line in warnings] == (
+        [] if has_speakers else ["warning: train: the corpus names no speakers"]
+    )
+    assert "warning" not in describe(prepare(config))
