@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from starling.configuration import Config
 from starling.engines.attendant import Attendant, Consensus
 from starling.engines.collectives import OrderedMean
+from starling.engines.communication import ConnectionFailed, communicating
 from starling.engines.loop import LoopGradient, LoopReplica, MeanOfGradient
 from starling.engines.loop_gradients import unscale
 from starling.engines.peers import PeerLearner, Place
@@ -70,7 +71,8 @@ class DropInLearner(PeerLearner):
         self.meet(place, device, has_own_device(place, device) and is_whole, timeout_seconds)
         self._attendant = self._make_attendant() if place.world > 1 else None
         if place.world > 1:
-            replica.start_from_first()
+            with self._naming_the_lost("taking over learner 0's model"):
+                replica.start_from_first()
         if self._attendant is not None:
             self._attendant.listen(self._news, self._failed_behind)
         if place.world > 1 and getattr(options, "optimizer_state", "local") == "averaged":
@@ -369,8 +371,9 @@ class DropInLearner(PeerLearner):
         """Meet all others that have come as far. Called by a thread of its own."""
         words = torch.zeros(self._world, dtype=torch.uint8)
         try:
-            dist.all_to_all_single(torch.empty_like(words), words, group=self._farewell_group)
-        except RuntimeError as error:
+            with communicating():
+                dist.all_to_all_single(torch.empty_like(words), words, group=self._farewell_group)
+        except ConnectionFailed as error:
             self._failed_behind(error)
 
     def _wait_for_all(self, event: threading.Event, there: Container[int]) -> None:

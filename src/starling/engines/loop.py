@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from starling.engines.adopted import AdoptedParameters
+from starling.engines.communication import communicating
 from starling.engines.flat import split, trainable
 from starling.engines.loop_gradients import are_finite, flatten, unflatten
 from starling.engines.peers import ProcessHandle
@@ -246,7 +247,8 @@ class LoopReplica(Replica):
         tensors = [tensor.detach() for tensor in (*self.model.parameters(), *self.model.buffers())]
         sizes = [tensor.nbytes for tensor in tensors]
         contents = torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8).cpu() for tensor in tensors])
-        dist.broadcast(contents, src=0)
+        with communicating():
+            dist.broadcast(contents, src=0)
         for tensor, content in zip(tensors, torch.split(contents, sizes), strict=True):
             tensor.copy_(content.clone().view(tensor.dtype).view(tensor.shape))
         self.refresh_weights()

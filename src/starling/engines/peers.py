@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -15,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
-from torch.nn.parallel import DistributedDataParallel
 
 from starling.engines.base import ReplicaLearner
 from starling.engines.collectives import OrderedMean
+from starling.engines.communication import ConnectionFailed, ReducingModel, communicating, wait_for
 from starling.engines.greeting import await_keys, silent_learners
 from starling.engines.rounds import Rounds
 from starling.engines.shards import HeldShard, check_piece, host_copy
@@ -34,6 +35,8 @@ T = TypeVar("T")
 FOREVER = timedelta(days=20)
 LONGEST_LEAVE_SECONDS = 10.0
 A_MEAN = "a mean"
+DEVICE_BACKEND = "nccl"
+"""What means travel by between learners that each have a device of their own."""
 _PATIENCE = "; give more timeout_seconds if all are well and only slow"
 
 
@@ -143,11 +146,14 @@ class PeerLearner(ReplicaLearner):
         self._own_messages: dict[int, SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
-        self._ordered = self._ordered_behind = OrderedMean(self._team_group("gloo", timeout), len(self.team))
-        is_whole = len(self.team) == place.world
-        self._backend_group = None if is_whole else self._team_group("nccl" if by_nccl else "gloo", timeout)
-        if not is_whole:  # the means of two threads must not meet in one group, where their order would be chance
-            self._ordered_behind = OrderedMean(self._team_group("gloo", timeout), len(self.team))
+        # the means of two threads must not meet in one group, where their order would be chance
+        self._ordered, self._ordered_behind = (
+            OrderedMean(self._team_group("gloo", timeout), len(self.team)) for _ in range(2)
+        )
+        self._device_groups = [self._team_group(DEVICE_BACKEND, timeout) for _ in range(2)] if by_nccl else []
+        self._reducing_group = None if len(self.team) == place.world else self._team_group("gloo", timeout)
+        if by_nccl:
+            self._reducing_group = self._device_groups[False]
 
     def now(self) -> float:
         """Seconds since this learner met the others."""
@@ -163,17 +169,18 @@ class PeerLearner(ReplicaLearner):
             return ProcessHandle(lambda: self.mean(of.result(), group).result())
         self.check_mean(of)
         self._count_mean(of.nbytes)
+        is_behind = threading.current_thread() is self._background
         if self._by_nccl:
             vector = of.clone()
-            work = dist.all_reduce(vector, group=self._backend_group, async_op=True)
+            with self._naming_the_lost(A_MEAN), communicating():
+                work = dist.all_reduce(vector, group=self._device_groups[is_behind], async_op=True)
 
             def reduced() -> Tensor:
                 # NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes
-                self._wait_for(A_MEAN, work.wait, in_this_thread=True)
+                self._wait_for(A_MEAN, partial(wait_for, work), in_this_thread=True)
                 return vector.div_(len(self.team))
 
             return ProcessHandle(reduced)
-        is_behind = threading.current_thread() is self._background
         under_way = (self._ordered_behind if is_behind else self._ordered).start(of)
         return ProcessHandle(lambda: self._wait_for(A_MEAN, under_way.result).to(self._device))
 
@@ -184,12 +191,12 @@ class PeerLearner(ReplicaLearner):
             return ProcessHandle(lambda: None)
         self.averaging.bytes_sent += tensor.nbytes
         host, what = self._staging.to_host(tensor).contiguous(), f"sending to learner {peer}"
-        with self._naming_the_lost(what, peer):
+        with self._naming_the_lost(what, peer), communicating():
             work = dist.isend(host, peer, tag=tag)
 
         def result() -> None:
             if work is not None:
-                self._wait_for(what, work.wait, peer)
+                self._wait_for(what, partial(wait_for, work), peer)
 
         return ProcessHandle(result)
 
@@ -201,18 +208,18 @@ class PeerLearner(ReplicaLearner):
                 lambda: self._wait_for("its own server", own).to(like.device), lambda: own().to(like.device)
             )
         theirs, what = self._staging.empty_like(like), f"receiving from learner {peer}"
-        with self._naming_the_lost(what, peer):
+        with self._naming_the_lost(what, peer), communicating():
             work = dist.irecv(theirs, peer, tag=tag)
 
         def result() -> Tensor:
             if work is not None:
-                self._wait_for(what, work.wait, peer)
+                self._wait_for(what, partial(wait_for, work), peer)
             return self._staging.to_device(theirs) if like.device.type != "cpu" else theirs
 
         def patient_result() -> Tensor:
             if work is not None:
                 with self._naming_the_lost(what, peer):
-                    work.wait(FOREVER)
+                    wait_for(work, FOREVER)
             return self._staging.to_device(theirs) if like.device.type != "cpu" else theirs
 
         return ProcessHandle(result, patient_result)
@@ -302,12 +309,11 @@ class PeerLearner(ReplicaLearner):
 
         return ProcessHandle(result)
 
-    def reducing(self, model: nn.Module) -> DistributedDataParallel:
+    def reducing(self, model: nn.Module) -> ReducingModel:
         """`model`, whose gradients are averaged over the team while backward runs."""
-        reducing = DistributedDataParallel(
-            model, process_group=self._backend_group, broadcast_buffers=False, init_sync=False
-        )
-        reducing.register_forward_hook(lambda *_: WAITS.begin("the mean of a gradient", self.team, is_group=True))
+        with self._naming_the_lost("the mean of a gradient"):
+            reducing = ReducingModel(model, self._reducing_group)
+        reducing.model.register_forward_hook(lambda *_: WAITS.begin("the mean of a gradient", self.team, is_group=True))
         return reducing
 
     def _step(self, gradient: Tensor) -> None:
@@ -345,7 +351,8 @@ class PeerLearner(ReplicaLearner):
         # a new group would not take over the time-out of the default one, but wait for half an hour
         size, mine = self.teams.size, None
         for first in range(0, self.teams.num_workers if size > 1 else 0, size):
-            group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
+            with communicating():
+                group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
             mine = group if first == self.team.start else mine
         return mine
 
@@ -378,20 +385,12 @@ class PeerLearner(ReplicaLearner):
 
     @contextmanager
     def _naming_the_lost(self, what: str, peer: int | None = None) -> Generator[None, None, None]:
-        """Turn a backend's complaint about an address into a `PeerLost` that says what was going on."""
+        """Turn a backend's or the store's complaint about an address into a `PeerLost` that says what was going on."""
         try:
             yield
-        except RuntimeError as error:
-            if not blames_a_connection(error):
-                raise
+        except (ConnectionFailed, dist.DistError) as error:
             self._look_for_change(error)
             raise PeerLost(
                 f"learner {self._rank} lost {self._lost_ones(peer)} in {what}, {self._whereabouts()} "
                 f"({str(error).splitlines()[0]}){_PATIENCE if 'timed out' in str(error).lower() else ''}"
             ) from error
-
-
-def blames_a_connection(error: Exception) -> bool:
-    """Whether torch complains of the network; gloo's complaints are RuntimeErrors like any other."""
-    words = ("gloo", "Connection", "Timed out", "peer", "pair closure")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)

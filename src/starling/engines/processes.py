@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _world
-from torch.nn.parallel import DistributedDataParallel
 
 from starling.checkpoint.state import LearnerState
+from starling.engines import peers
 from starling.engines.agreed_marks import AgreedMarks, Wishes
+from starling.engines.communication import ReducingModel
 from starling.engines.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import await_keys, silent_learners
@@ -72,7 +73,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         self._membership = membership
         self._flat = flat
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
-        self._reducing: dict[bool, DistributedDataParallel] = {}  # by whether it is the model elsewhere
+        self._reducing: dict[bool, ReducingModel] = {}  # by whether it is the model elsewhere
         self._drawn_ahead: set[int] = set()  # portions of this learner's team that it has not claimed yet
         self._batches = loader.load(self._mine())
 
@@ -174,12 +175,12 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         else:
             self._count_mean(flat.gradients.nbytes)
             is_elsewhere = flat is not self._flat
-            with self._naming_the_lost("the mean of a gradient"):
-                if is_elsewhere not in self._reducing:
-                    self._reducing[is_elsewhere] = self.reducing(flat.model)
-                reducing = self._reducing[is_elsewhere]
+            if is_elsewhere not in self._reducing:
+                self._reducing[is_elsewhere] = self.reducing(flat.model)
+            reducing = self._reducing[is_elsewhere]
+            with self._naming_the_lost("the mean of a gradient"), reducing.reducing():
                 try:
-                    loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync)
+                    loss = self.compute_gradient(reducing.model, flat, before_last=reducing.model.no_sync)
                 finally:
                     WAITS.end()  # it began behind forward
         if flat is not self._flat:
@@ -298,7 +299,7 @@ def process_group(
             WAITS.waiting("connecting to the others", range(place.world), is_group=True),
         ):
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if has_own_device(place, device) else "gloo",
+                f"cpu:gloo,cuda:{peers.DEVICE_BACKEND}" if has_own_device(place, device) else "gloo",
                 store=PrefixStore("group/0", store),
                 rank=place.rank,
                 world_size=place.world,
