@@ -484,7 +484,10 @@ def test_a_model_given_other_memory_is_trained_on_with_what_it_holds(strategy: s
         if alone.learner is None:
             return flat(alone.model)
         with alone.learner.consensus(final=True):
-            return flat(alone.model).clone()
+            finished = flat(alone.model).clone()
+        alone.learner.close()  # the model ends with what learners have agreed on
+        assert torch.equal(flat(alone.model), finished)
+        return finished
 
     torch.testing.assert_close(train(Alone(strategy)), train(Alone(None)))
 
