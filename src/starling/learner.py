@@ -164,6 +164,14 @@ class Learner(ABC):
         """
 
     @abstractmethod
+    def keep_up(self, most: float) -> Handle[None]:
+        """Wait until this learner is less than `most` gradients ahead of the last round that its background completed.
+
+        It waits for its own background, while that is in a round; never for a round to open, nor for another learner's
+        gradient.
+        """
+
+    @abstractmethod
     def step(self, gradient: Tensor, read_at: int | None = None) -> None:
         """Let the local optimizer change `weights` by `gradient` `[P]`.
 

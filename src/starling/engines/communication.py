@@ -44,7 +44,6 @@ class ReducingModel:
     def __init__(self, model: nn.Module, group: ProcessGroup | None, **options: Any) -> None:
         self._group = group
         self._world = dist.get_world_size(group)
-        self._works: list[dist.Work] = []
         self._failure: ConnectionFailed | None = None
         with communicating():
             self.model = DistributedDataParallel(
@@ -56,7 +55,6 @@ class ReducingModel:
     def reducing(self) -> Generator[None, None, None]:
         """A context for one forward and backward. Raises `ConnectionFailed` if a mean failed, and else what the model
         raised."""
-        self._works.clear()
         self._failure = None
         with communicating():
             self.model.reducer._rebuild_buckets()  # DDP would do it inside of forward
@@ -65,8 +63,6 @@ class ReducingModel:
         except Exception as error:
             if self._failure is not None:
                 raise self._failure from error
-            if failed := [work.exception() for work in self._works if work.is_completed() and work.exception()]:
-                raise ConnectionFailed(str(failed[0]).splitlines()[0]) from error
             raise
 
     def _reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -76,6 +72,13 @@ class ReducingModel:
         except ConnectionFailed as error:
             self._failure = error
             raise
-        self._works.append(work)
-        averaged: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        averaged: Future[Tensor] = work.get_future().then(self._taken)
         return averaged
+
+    def _taken(self, done: Future[list[Tensor]]) -> Tensor:
+        try:
+            with communicating():
+                return done.value()[0]
+        except ConnectionFailed as error:
+            self._failure = error
+            raise

@@ -254,6 +254,8 @@ class DropInLearner(PeerLearner):
         self._is_over = True
         self.spent.computing += self.now() - self._resumed_at
         begin, attendant = self.now(), self._attendant
+        if self._background is not None:
+            self._warn_of_few_rounds()
         with self._naming_the_store():
             self._rounds.finish()
             with suppress(LoopEnded, StopIteration):  # up to where it waits for others that end

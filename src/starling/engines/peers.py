@@ -2,6 +2,7 @@
 
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.shared_memory import share_memory
 from starling.engines.staging import Staging
 from starling.engines.waiting import FirstOf, Release
-from starling.engines.waits import BACKGROUND, OWN_ROUNDS, WAITS
+from starling.engines.waits import BACKGROUND, OWN_ROUND, OWN_ROUNDS, WAITS
 from starling.engines.worker import Worker
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import Handle, Shard
@@ -309,6 +310,17 @@ class PeerLearner(ReplicaLearner):
 
         return ProcessHandle(result)
 
+    def keep_up(self, most: float) -> Handle[None]:
+        def result() -> None:
+            kept_up = self._rounds.kept_up(most)
+            if kept_up is not None:
+                begin = self.now()
+                with WAITS.waiting(OWN_ROUND):
+                    self._release.wait(kept_up)
+                self.spent.waiting_for_peers += self.now() - begin
+
+        return ProcessHandle(result)
+
     def reducing(self, model: nn.Module) -> ReducingModel:
         """`model`, whose gradients are averaged over the team while backward runs."""
         with self._naming_the_lost("the mean of a gradient"):
@@ -328,8 +340,15 @@ class PeerLearner(ReplicaLearner):
         for means in (self._ordered, self._ordered_behind, *self._waiters, *self._firsts):
             means.abandon()
 
+    def _warn_of_few_rounds(self) -> None:
+        """Say once, at the end, if this learner has trained nearly apart from the others."""
+        if complaint := self._rounds.pace.complaint():
+            warnings.warn(f"learner {self._rank} {complaint}", RuntimeWarning, stacklevel=2)
+
     def _end_rounds(self) -> None:
         """No gradients will follow: wait until all rounds have ended. The others may still be computing."""
+        if self._background is not None:
+            self._warn_of_few_rounds()
         self._rounds.finish()
         if self._background is not None:
             with WAITS.waiting(OWN_ROUNDS):

@@ -41,6 +41,7 @@ async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
     me.background(_average(me, options, node))
     while me.claim():
         me.step(await me.mean(me.gradient(me.snapshot()), node))
+        await me.keep_up(options.lag)
 
 
 async def _average(me: Learner, options: HierarchicalOptions, node: range) -> None:
