@@ -62,7 +62,10 @@ def run(rank: int, case: dict[str, Any]) -> dict[str, Tensor]:
             take_gradient(model, step * learner.world + rank)
             learner.step()
             _misbehave(case, rank, step)
-        if case.get("asks", rank) == rank:
+        if case.get("fails") == "evaluating":
+            with learner.consensus(final=True):
+                _misbehave(case, rank, STEPS)
+        elif case.get("asks", rank) == rank:
             dict(model.named_buffers())["level"].fill_(rank)
             before = flat(model).clone()
             with learner.consensus():
@@ -137,6 +140,8 @@ def _misbehave(case: dict[str, Any], rank: int, step: int) -> None:
     if rank == 1 and step == 5 and case.get("fails") == "raises":
         raise ValueError("a bad mini-batch")
     if rank == 1 and step == 5 and case.get("fails") == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and step == STEPS and case.get("fails") == "evaluating":
         os.kill(os.getpid(), signal.SIGKILL)
 
 

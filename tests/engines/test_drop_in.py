@@ -329,6 +329,16 @@ def test_survivors_name_the_learner_that_failed(strategy: str, fails: str, code:
         assert f"PeerLost: learner {rank} lost learner 1" in ends[rank][1], ends[rank]
 
 
+def test_who_waits_in_close_hears_that_a_learner_died_while_it_evaluated(tmp_path: Path) -> None:
+    """All have made their last steps; however long an evaluation takes, only a death ends the wait."""
+    failing = command({"fails": {"strategy": "adpsgd", "fails": "evaluating"}}, Path())
+    with start_learners(failing, 3, tmp_path) as learners:
+        ends = [learners.end(rank) for rank in range(3)]
+    assert [each for each, _ in ends] == [1, -9, 1]
+    for rank in (0, 2):
+        assert f"PeerLost: learner {rank} lost learner 1" in ends[rank][1], ends[rank]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
