@@ -9,7 +9,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from starling.budget import Budget
 from starling.engines.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.job import Job
-from starling.engines.rounds import ENOUGH_GRADIENTS, Pace, Rounds
+from starling.engines.rounds import ENOUGH_GRADIENTS, Pace, Rounds, StoreBoard
 from starling.engines.virtual import VirtualEngine
 from starling.engines.virtual_learner import VirtualLearner
 from starling.strategies import STRATEGIES
@@ -89,7 +89,7 @@ def test_a_pace_far_below_its_period_is_complained_of_with_the_remedy() -> None:
 
 def test_who_waits_for_its_own_round_is_woken_by_its_completion() -> None:
     """On the store of real processes: two gradients open a round and wait, until the background asks for the next."""
-    rounds = Rounds(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0, 1)
+    rounds = Rounds(StoreBoard(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0, 1))
     entered, complete = threading.Event(), threading.Event()
 
     def background() -> None:

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from torch.distributed.distributed_c10d import Store
 from starling.averaging import rank_ordered_mean
 from starling.engines.communication import ConnectionFailed
 from starling.engines.greeting import await_keys, do_nothing
+from starling.engines.rounds import Board
 
 NUM_SLOTS = 16
 """Messages of a learner that may be under way at once; further ones travel by the backend."""
@@ -42,9 +44,13 @@ LANES = 2
 MESSAGE = 0
 """The kind of a note about a message; means have the kinds behind it, by lane."""
 LOOK_AROUND_SECONDS = 0.5
+_RELEASED = "this learner waits for nothing any more"
 _NOTE = struct.Struct("<iiqq")
 _HELLO = struct.Struct("<iq")
 _PAGE = mmap.PAGESIZE
+_OPENED, _ENDED, _FINISHED, _NUM_WORDS = range(4)
+"""What a learner says of rounds: how many it knows to be open, after how many there are no more, counted from 1 (0: not
+known), and whether it will open none."""
 
 
 class Note(NamedTuple):
@@ -59,28 +65,31 @@ class Note(NamedTuple):
 class _Line:
     """The connection to one peer. Whichever thread waits for a note reads those for the others, too."""
 
-    def __init__(self, connection: socket.socket, arena: "_Arena") -> None:
+    def __init__(self, connection: socket.socket, arena: "_Arena", bell: int) -> None:
         self.connection = connection
         self.arena = arena
+        self.bell = bell
         self.ready = threading.Condition()
         self.is_being_read = False
         self.notes: dict[tuple[int, int], deque[Note]] = defaultdict(deque)
 
 
 class _Arena:
-    """A learner's memory as this process maps it: who still reads which slot, the slots, and two places for each lane
-    of means."""
+    """A learner's memory as this process maps it: its words, who still reads which slot, the slots, and two places for
+    each lane of means."""
 
     def __init__(self, file: int, world: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._slot_bytes = -(-max(num_bytes, 1) // _PAGE) * _PAGE
-        flags = -(-NUM_SLOTS * world * 4 // _PAGE) * _PAGE
+        flags = _PAGE + -(-NUM_SLOTS * world * 4 // _PAGE) * _PAGE
         size = flags + (NUM_SLOTS + 2 * LANES) * self._slot_bytes
         if os.fstat(file).st_size < size:
             os.ftruncate(file, size)
         self._memory = mmap.mmap(file, size)
         self._first = flags
-        self.is_reading = np.frombuffer(self._memory, dtype=np.int32, count=NUM_SLOTS * world).reshape(NUM_SLOTS, world)
+        self.words = np.frombuffer(self._memory, dtype=np.int64, count=_NUM_WORDS)
+        flat = np.frombuffer(self._memory, dtype=np.int32, count=NUM_SLOTS * world, offset=_PAGE)
+        self.is_reading = flat.reshape(NUM_SLOTS, world)
 
     def slot(self, number: int, num_bytes: int, on_release: Callable[[], None]) -> Tensor:
         """The bytes of a slot `[num_bytes]`; `on_release` is called when nothing refers to them any more."""
@@ -125,6 +134,7 @@ class Links:
             store.set(f"links/{rank}", json.dumps([None, ""]))
             return
         self._released = os.eventfd(0, os.EFD_CLOEXEC)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         file = os.memfd_create("starling", os.MFD_CLOEXEC)
         token = f"starling-{secrets.token_hex(16)}"
         try:
@@ -138,7 +148,7 @@ class Links:
                 told = [json.loads(store.get(key)) for key in keys]
                 self.machines = [where for where, _ in told]
                 names = {each: name for each, (where, name) in enumerate(told) if each != rank and where == machine}
-                self._connect(listener, names, file, world, num_bytes, timeout_seconds, look_around)
+                self._connect(listener, names, [file, self._bell], world, num_bytes, timeout_seconds, look_around)
         finally:
             os.close(file)
         self.peers = frozenset(self._lines)
@@ -217,6 +227,25 @@ class Links:
                     line.is_being_read = False
                     line.ready.notify_all()
 
+    def words(self) -> list["np.ndarray[Any, np.dtype[np.int64]]"]:
+        """What this learner says of rounds, and then what the others say."""
+        return [self._arena.words, *(line.arena.words for line in self._lines.values())]
+
+    def ring(self) -> None:
+        """Let all, this learner included, look at what is said of rounds."""
+        for bell in (self._bell, *(line.bell for line in self._lines.values())):
+            os.eventfd_write(bell, 1)
+
+    def await_ring(self) -> None:
+        """Wait until somebody rings, if nobody has since the last call. Raises `ConnectionFailed` after `release`."""
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        poll.register(self._released, select.POLLIN)
+        if self._released in dict(poll.poll()):
+            raise ConnectionFailed(_RELEASED)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
     def release(self) -> None:
         """End all waits of this process, now and later. Called by any thread."""
         if self.peers:
@@ -226,15 +255,17 @@ class Links:
         """Close the connections; the peers hear what was said before."""
         for line in self._lines.values():
             line.connection.close()
+            os.close(line.bell)
         if self._lines:
             os.close(self._released)
+            os.close(self._bell)
         self._lines, self.peers = {}, frozenset()
 
     def _connect(
         self,
         listener: socket.socket,
         names: dict[int, str],
-        file: int,
+        files: Sequence[int],
         world: int,
         num_bytes: int,
         timeout_seconds: float,
@@ -247,7 +278,7 @@ class Links:
             for peer in sorted(each for each in names if each < self._rank):
                 lower[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 lower[peer].connect(f"\0{names[peer]}")
-                socket.send_fds(lower[peer], [hello], [file])
+                socket.send_fds(lower[peer], [hello], files)
             for _ in range(sum(each > self._rank for each in names)):
                 self._await(listener, end, look_around)
                 connection, _ = listener.accept()
@@ -255,7 +286,7 @@ class Links:
                     raise ConnectionFailed("a process of another user connected to a link")
                 self._await(connection, end, look_around)
                 self._greet(connection, world)
-                socket.send_fds(connection, [hello], [file])
+                socket.send_fds(connection, [hello], files)
             for connection in lower.values():
                 self._await(connection, end, look_around)
                 self._greet(connection, world)
@@ -263,12 +294,12 @@ class Links:
             raise ConnectionFailed(f"no link to another learner of this machine ({error.strerror})") from error
 
     def _greet(self, connection: socket.socket, world: int) -> None:
-        said, files, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-        if len(said) != _HELLO.size or len(files) != 1:
+        said, files, _, _ = socket.recv_fds(connection, _HELLO.size, 2)
+        if len(said) != _HELLO.size or len(files) != 2:
             raise ConnectionFailed("another learner of this machine hung up before it was linked")
         peer, num_bytes = _HELLO.unpack(said)
         try:
-            self._lines[peer] = _Line(connection, _Arena(files[0], world, num_bytes))
+            self._lines[peer] = _Line(connection, _Arena(files[0], world, num_bytes), files[1])
         finally:
             os.close(files[0])
 
@@ -308,7 +339,7 @@ class Links:
         left = None if end is None else max(0.0, 1e3 * (end - time.monotonic()))
         ready = dict(poll.poll(left))
         if self._released in ready:
-            raise ConnectionFailed("this learner waits for nothing any more")
+            raise ConnectionFailed(_RELEASED)
         if not ready:
             raise ConnectionFailed(f"Timed out waiting for learner {peer}")
         try:
@@ -322,6 +353,41 @@ class Links:
     def _check(self, peer: int, end: float | None) -> None:
         if end is not None and time.monotonic() > end:
             raise ConnectionFailed(f"Timed out waiting for learner {peer}")
+
+
+class LinkBoard(Board):
+    """The board of rounds of learners that are all linked: words in their arenas, and a bell for each to wait at."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._words = links.words()
+        self._has_left = False
+
+    def open(self, number: int, is_behind: bool) -> None:
+        self._words[0][_OPENED] = max(self._words[0][_OPENED], number + 1)
+        self._links.ring()
+
+    def await_open(self, number: int) -> bool:
+        while not self._has_left:
+            if any(words[_OPENED] > number for words in self._words):
+                return True
+            if any(words[_ENDED] for words in self._words):
+                return False
+            self._links.await_ring()
+        return False
+
+    def finish(self) -> bool:
+        self._words[0][_FINISHED] = 1
+        self._links.ring()  # a call of the system orders the write before the reads, so that the last one sees all
+        return all(words[_FINISHED] for words in self._words)  # several may find themselves the last; they say the same
+
+    def end(self, from_number: int) -> None:
+        self._words[0][_ENDED] = 1
+        self._links.ring()
+
+    def leave(self, number: int) -> None:
+        self._has_left = True
+        self._links.ring()
 
 
 class SharedMean:

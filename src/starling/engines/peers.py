@@ -23,8 +23,8 @@ from starling.engines.base import ReplicaLearner
 from starling.engines.collectives import OrderedMean
 from starling.engines.communication import ConnectionFailed, ReducingModel, communicating, wait_for
 from starling.engines.greeting import await_keys, silent_learners
-from starling.engines.links import Links, SharedMean
-from starling.engines.rounds import Rounds
+from starling.engines.links import LinkBoard, Links, SharedMean
+from starling.engines.rounds import Board, Rounds, StoreBoard
 from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.shared_memory import share_memory
 from starling.engines.staging import Staging
@@ -149,7 +149,6 @@ class PeerLearner(ReplicaLearner):
         self._by_nccl = by_nccl
         self._begin = time.monotonic()
         self._staging = Staging(device)
-        self._rounds = Rounds(place.store, place.rank, place.world)
         self._background: Background | None = None
         self._release = Release()
         self._waiters = Worker("starling-waiter"), Worker("starling-waiter-behind")
@@ -158,6 +157,7 @@ class PeerLearner(ReplicaLearner):
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
         self._links = self._make_links() if device.type == "cpu" else None
+        self._rounds = Rounds(self._make_board())
         self._ordered, self._ordered_behind = (self._make_means(lane, timeout) for lane in range(2))
         self._device_groups = [self._team_group(DEVICE_BACKEND, timeout) for _ in range(2)] if by_nccl else []
         self._reducing_group = None if len(self.team) == place.world else self._team_group("gloo", timeout)
@@ -429,6 +429,11 @@ class PeerLearner(ReplicaLearner):
         with self._naming_the_lost("linking the learners of this machine"):
             store, num_bytes = self.place.store, self.weights.nbytes
             return Links(store, self._rank, self._world, num_bytes, self._timeout_seconds, self._release.check)
+
+    def _make_board(self) -> Board:
+        if self._links is not None and self._links.join(range(self._world)):
+            return LinkBoard(self._links)
+        return StoreBoard(self.place.store, self._rank, self._world)
 
     def _make_means(self, lane: int, timeout: timedelta) -> OrderedMean | SharedMean:
         """Means of a thread of its own: two threads in one group would have no common order."""

@@ -1,6 +1,7 @@
 """Averaging rounds in the background: who opens them, and how they end for all learners alike."""
 
 import threading
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from datetime import timedelta
@@ -82,19 +83,70 @@ class Pace:
         return max(1.0, 1.0 / self.period)
 
 
-class Rounds:
-    """One learner's view of the rounds of all, through the store.
+class Board(ABC):
+    """Where learners write which rounds have opened, and after which one there are no more."""
 
-    Round k is a key. Whoever has made enough gradients sets it; all backgrounds wait for it, without polling. When the
-    last learner has made its last gradient no round can open any more, and it marks the first unopened one as the end:
-    so everybody goes through equally many rounds, and nobody waits for a neighbour that has left.
-    """
+    @abstractmethod
+    def open(self, number: int, is_behind: bool) -> None:
+        """Open a round for all, called by the background or not; several learners may."""
+
+    @abstractmethod
+    def await_open(self, number: int) -> bool:
+        """Wait until a round opens; False if it never will. Called by the background."""
+
+    @abstractmethod
+    def finish(self) -> bool:
+        """Another learner will open no more rounds; whether it was the last to say so."""
+
+    @abstractmethod
+    def end(self, from_number: int) -> None:
+        """Say that the first round from `from_number` on that was never opened never will be."""
+
+    @abstractmethod
+    def leave(self, number: int) -> None:
+        """End this learner's own wait for a round, whatever the others do."""
+
+
+class StoreBoard(Board):
+    """A board in the store: round k is a key. All backgrounds wait for it, without polling."""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._store = store
         self._own = store.clone()  # type: ignore[attr-defined]  # a connection of its own: a store serves one wait or one question at a time
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world = rank, world
+
+    def open(self, number: int, is_behind: bool) -> None:
+        (self._own if is_behind else self._store).add(_key(number), 1)
+
+    def await_open(self, number: int) -> bool:
+        has_opened = int(self._own.get(_key(number))) < ENDED
+        if has_opened and number >= DRIFT and number % self._world == self._rank:
+            self._own.delete_key(_key(number - DRIFT))
+        return has_opened
+
+    def finish(self) -> bool:
+        return bool(self._store.add("rounds/finished", 1) == self._world)
+
+    def end(self, from_number: int) -> None:
+        while self._store.check([_key(from_number)]):
+            from_number += 1
+        self._store.add(_key(from_number), ENDED)
+
+    def leave(self, number: int) -> None:
+        self._store.add(_key(number), ENDED)
+
+
+class Rounds:
+    """One learner's view of the rounds of all.
+
+    Whoever has made enough gradients opens a round on the `board`; all backgrounds wait for it. When the last learner
+    has made its last gradient no round can open any more, and it marks the first unopened one as the end: so everybody
+    goes through equally many rounds, and nobody waits for a neighbour that has left.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
         self._lock = threading.Lock()
         self._pace = Pace()
         self._next = 0
@@ -108,7 +160,7 @@ class Rounds:
         with self._lock:
             self._pace.gradient_made()
             if self._waiting is not None and self._pace.may_open:
-                self._store.set(_key(self._waiting), "1")
+                self._board.open(self._waiting, is_behind=False)
                 self._waiting = None
                 self._pace.opened()
 
@@ -122,20 +174,18 @@ class Rounds:
             number, self._next = self._next, self._next + 1
             self._pace.period = period
             if self._pace.may_open and not self._is_finished:
-                self._own.add(_key(number), 1)
+                self._board.open(number, is_behind=True)
                 self._pace.opened()
             else:
                 self._waiting = number
-        has_ended = int(self._own.get(_key(number))) >= ENDED
+        has_opened = self._board.await_open(number)
         with self._lock:
             self._waiting = None
-            if has_ended:
+            if not has_opened:
                 self._pace.completed()
                 self._look_at_lag()
                 return None
             self._pace.entered()
-        if number >= DRIFT and number % self._world == self._rank:
-            self._own.delete_key(_key(number - DRIFT))
         return number
 
     def kept_up(self, most: float) -> "Future[None] | None":
@@ -163,7 +213,7 @@ class Rounds:
         with self._lock:
             self._is_over = True
             waited_for = max(0, self._next - 1)
-        self._store.add(_key(waited_for), ENDED)
+        self._board.leave(waited_for)
 
     def finish(self) -> None:
         """Called by the foreground when it will make no more gradients."""
@@ -171,11 +221,8 @@ class Rounds:
             self._is_finished = True
             self._waiting = None
             first_unopened = max(0, self._next - 1)
-        if self._store.add("rounds/finished", 1) < self._world:
-            return
-        while self._store.check([_key(first_unopened)]):
-            first_unopened += 1
-        self._store.add(_key(first_unopened), ENDED)
+        if self._board.finish():
+            self._board.end(first_unopened)
 
 
 def _key(number: int) -> str:
