@@ -117,10 +117,10 @@ class TrainingLearner(ReplicaLearner):
         if self.job.strategy.steps_itself:
             self._finish_ticket()
 
-    def clip(self, gradient: Tensor) -> Tensor:
+    def clip(self, gradient: Tensor) -> Tensor | None:
         is_finite = math.isfinite(self.replica.clip(gradient))
         self._look_at_gradient(is_finite)
-        return gradient if is_finite else gradient.zero_()
+        return gradient if is_finite else None
 
     def _look_at_gradient(self, is_finite: bool) -> None:
         """Count gradients that were not finite, and so did nothing. Raises NonFiniteError after many in a row."""
