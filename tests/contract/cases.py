@@ -21,7 +21,7 @@ from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.mixing import MixingOptions
 from starling.strategies.server import ServerOptions
 from starling.topology import PATTERNS
-from tests.contract.problems import ConstantGradient, Points, TinyRegression, Workload
+from tests.contract.problems import ConstantGradient, Points, SkippingLayers, TinyRegression, Workload
 
 MakeOptimizer = Callable[..., Optimizer]
 
@@ -171,6 +171,10 @@ def accumulated(world: int) -> TinyRegression:
     return TinyRegression(micro_batches=3, dropout=0.2)
 
 
+def skipping(world: int) -> SkippingLayers:
+    return SkippingLayers(micro_batches=2)
+
+
 def cases() -> dict[str, Case]:
     """Every registered strategy in every way that the contract asks about."""
     made = {}
@@ -186,5 +190,6 @@ def cases() -> dict[str, Case]:
         made[f"{name}/first-is-slow"] = Case(choice, plain, sgd(0.1), 9, stragglers=Stragglers(slow={0: 30.0}))
         slow_and_uneven = Stragglers(slow={1: 30.0}, jitter=2.0)
         made[f"{name}/last-is-slow"] = Case(choice, plain, sgd(0.1), 9, stragglers=slow_and_uneven)
+        made[f"{name}/unused"] = Case(choice, skipping, adamw(0.01))
         made[f"{name}/not-finite"] = Case(choice, plain, adamw(0.01), faults=NOT_FINITE)
     return made

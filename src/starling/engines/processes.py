@@ -179,7 +179,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
                     self._reducing[is_elsewhere] = self.reducing(flat.model)
                 reducing = self._reducing[is_elsewhere]
                 try:
-                    loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync)
+                    loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync, must_reach_all=True)
                 finally:
                     WAITS.end()  # it began behind forward
         if flat is not self._flat:
