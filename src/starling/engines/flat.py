@@ -54,7 +54,7 @@ class FlatModel:
         self._reached: list[Tensor] = []  # the parameters that gradients were added to
         self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._reached.append)
+            parameter.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
         self._buffer_places = [(module, name) for module in self.model.modules() for name in module._buffers]
 
     def twin(self) -> "FlatModel":

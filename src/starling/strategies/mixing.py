@@ -78,10 +78,12 @@ class Mixing:
         Applied as a change, it conserves the mean of all learners whatever a gradient did to the weights meanwhile;
         writing the average itself would wipe that gradient out.
         """
-        total: Tensor | None = None
-        for weight, handle in self._receiving:
-            change = (await handle).to(self._mine.dtype).sub_(self._mine).mul_(weight)
-            total = change if total is None else total.add_(change)
+        mine, total = self._mine, torch.empty(0)
+        del self._mine  # a strategy may keep this longer than what it holds
+        for number in range(len(self._receiving)):
+            weight, handle = self._receiving.pop(0)
+            change = (await handle).to(mine.dtype).sub_(mine).mul_(weight)
+            total = change if number == 0 else total.add_(change)
         for sending in self._sending:
             await sending
-        return torch.zeros_like(self._mine) if total is None else total
+        return total if len(total) else torch.zeros_like(mine)
