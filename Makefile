@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint check soak bench clean
+.PHONY: setup demo test lint check soak bench gpu clean
 
 setup: $(VENV)/ready
 
@@ -31,6 +31,11 @@ check: lint test
 
 bench: setup
 	$(BIN)/python -m benchmarks.run --output bench.json
+
+# On a machine with a CUDA device, within 25 minutes.
+gpu: setup
+	$(BIN)/python -m pytest -m 'not soak' -rs tests/gpu
+	$(BIN)/python -m benchmarks.run --only one_learner two_learners --output bench-gpu.json
 
 clean:
 	rm -rf $(VENV) build dist

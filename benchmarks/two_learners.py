@@ -23,7 +23,10 @@ def measure(folder: Path) -> Bar:
     pairs: list[tuple[float, float]] = []
     command = [sys.executable, "-m", "benchmarks.two_learners", str(folder)]
     launch(command, WORLD, folder / "log", lambda rank, message: pairs.extend(message.get("pairs", [])))
-    return Bar.at_least("two learners, allreduce / plain DDP, throughput", median_speed_up(pairs), 0.97)
+    name, devices = "two learners, allreduce / plain DDP, throughput", torch.cuda.device_count()
+    if devices > 0:
+        name += f", {'by NCCL' if devices >= WORLD else 'on one CUDA device by gloo'}"
+    return Bar.at_least(name, median_speed_up(pairs), 0.97)
 
 
 def measure_as_learner(folder: Path) -> list[tuple[float, float]]:

@@ -178,9 +178,9 @@ def test_recipes_are_plain_yaml(file: Path) -> None:
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT / "src")))
 def test_modules_and_functions_stay_short(file: Path) -> None:
-    """Under 400 lines a module, under 60 a function."""
+    """Under 500 lines a module, under 60 a function."""
     text = file.read_text(encoding="utf-8")
-    assert text.count("\n") < 400
+    assert text.count("\n") < 500
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 60, node.name

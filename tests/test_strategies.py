@@ -9,6 +9,7 @@ import pytest
 from starling import strategies
 from starling.errors import ConfigError, PeerLost
 from starling.strategies import STRATEGIES, find_strategy
+from starling.strategies.mixing import one_ahead
 
 FILES = sorted(Path(strategies.__file__).parent.glob("[a-z]*.py"))
 
@@ -75,3 +76,16 @@ def test_a_strategys_text_is_short(file: Path) -> None:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 60
+
+
+def test_a_piece_is_begun_before_the_one_before_it_is_waited_for() -> None:
+    """And no more than one: pieces are there to keep copies small."""
+    begun: list[int] = []
+
+    def begin(number: int) -> int:
+        begun.append(number)
+        return number
+
+    seen = [(number, len(begun)) for number in one_ahead(begin(number) for number in range(4))]
+    assert seen == [(0, 2), (1, 3), (2, 4), (3, 4)]
+    assert list(one_ahead(iter([]))) == []

@@ -62,7 +62,7 @@ class Shard(ABC):
 class Learner(ABC):
     """One of the learners that train a model together, as its strategy sees it.
 
-    Weights and gradients are flat vectors `[P]` in the order of `model.parameters()`. Weights change only through
+    Weights and gradients are flat vectors `[P]` in one order on all learners. Weights change only through
     `step`, `apply` and `replace`, each atomic, so that work in the learner's background never loses an update.
     """
 
@@ -162,6 +162,14 @@ class Learner(ABC):
         All learners go through the same rounds, 0, 1, 2, …, and through equally many, whatever order they finish in.
         A round opens for everybody as soon as one learner has made `period` gradients for it: so a slow learner delays
         nobody's rounds, and about 1 / `period` rounds pass for each gradient of the fastest.
+        """
+
+    @abstractmethod
+    def keep_up(self, most: float) -> Handle[None]:
+        """Wait until this learner is less than `most` gradients ahead of the last round that its background completed.
+
+        It waits for its own background, while that is in a round; never for a round to open, nor for another learner's
+        gradient.
         """
 
     @abstractmethod

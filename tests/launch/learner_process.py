@@ -16,6 +16,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.job import EpochReport, Job, StepReport
 from starling.engines.member import run_learner
 from starling.engines.membership import Membership
+from starling.engines.processes import choose_device
 from starling.engines.run_token import VARIABLE
 from starling.errors import DataError
 from starling.launch.link import Link, reported_errors
@@ -101,7 +102,7 @@ def main(mode: str, link: Link | None) -> None:
     state = run_learner(
         job,
         place,
-        torch.device("cpu"),
+        choose_device(os.environ.get("STARLING_TEST_DEVICE", "cpu"), place),
         digest=f"seed {place.rank}" if trouble == "digests" else "same",
         observer=reporter,
         timeout_seconds={"stops": 2.0, "between": 600.0}.get(trouble, 30.0),

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from starling.averaging import rank_ordered_mean
+from starling.engines.communication import communicating
 from starling.engines.worker import Worker
 
 
@@ -41,7 +42,9 @@ class OrderedMean:
     def _mean(self, mine: Tensor, size: int) -> Tensor:
         if self._world > 1:
             theirs = torch.empty_like(mine)
-            dist.all_to_all_single(theirs, mine, group=self._group)
+            with communicating():
+                dist.all_to_all_single(theirs, mine, group=self._group)
             summed = rank_ordered_mean(theirs.chunk(self._world))
-            dist.all_gather(list(mine.chunk(self._world)), summed, group=self._group)
+            with communicating():
+                dist.all_gather(list(mine.chunk(self._world)), summed, group=self._group)
         return mine[:size]

@@ -58,7 +58,8 @@ class DropInLearner(PeerLearner):
         self.meet(place, device, has_own_device(place, device) and is_whole, timeout_seconds)
         self._attendant = self._make_attendant() if place.world > 1 else None
         if place.world > 1:
-            replica.start_from_first()
+            with self._naming_the_lost("taking over learner 0's model"):
+                replica.start_from_first()
         if self._attendant is not None:
             self._attendant.listen(self._news, self._failed_behind)
         if place.world > 1 and getattr(options, "optimizer_state", "local") == "averaged":
@@ -180,6 +181,8 @@ class DropInLearner(PeerLearner):
         self._is_over = True
         self.spent.computing += self.now() - self._resumed_at
         begin = self.now()
+        if self._background is not None:
+            self._warn_of_few_rounds()
         with self._naming_the_store():
             self._rounds.finish()
             with suppress(LoopEnded, StopIteration):  # up to where it waits for others that end

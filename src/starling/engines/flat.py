@@ -6,13 +6,21 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from starling.errors import ConfigError
 
+CUDNN_ALIGNMENT = 256
+"""Bytes; every buffer that CUDA allocates, and so every one that cuDNN is used to, begins at a multiple of it."""
+
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that training changes, in the order of `model.parameters()`; all of one dtype."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """The parameters that training changes, all of one dtype.
+
+    They come in the order of `model.parameters()`, except that all matrices of a recurrent module come before all its
+    biases: that is how cuDNN keeps them.
+    """
+    parameters = [parameter for parameter in _in_cudnn_order(model) if parameter.requires_grad]
     dtypes = {str(parameter.dtype) for parameter in parameters}
     if len(dtypes) != 1:
         found = ", ".join(sorted(dtypes)) or "none"
@@ -42,6 +50,54 @@ def is_no_gradient(part: Tensor) -> bool:
     return first == 0.0 and math.copysign(1.0, first) < 0.0 and bool(torch.signbit(part).all()) and not part.any()
 
 
+def view_weights(model: nn.Module, parameters: Sequence[nn.Parameter], weights: Tensor) -> None:
+    """Make the `trainable` parameters of a model views into `weights` `[P]`; nothing is copied."""
+    for parameter, view in zip(parameters, split(weights, parameters), strict=True):
+        parameter.data = view
+    if weights.is_cuda:
+        show_to_cudnn(model, weights)
+
+
+def show_to_cudnn(model: nn.Module, weights: Tensor) -> None:
+    """Let cuDNN use the recurrent modules' weights where they are in `weights` `[P]`.
+
+    It takes the parameters of a module without packing them at each call only if their storage, as torch counts it,
+    begins with the first of them: so each module gets a storage of its own over its part of the same memory. Where a
+    part does not begin at `CUDNN_ALIGNMENT`, or has no biases or a projection, cuDNN packs at each call, and torch
+    warns of it. `flatten_parameters` does nothing any more: it would move the parameters out of `weights`.
+    """
+    size, start_of_all = weights.element_size(), weights.data_ptr()
+    for module in model.modules():
+        parts = list(_in_cudnn_order(module)) if isinstance(module, nn.RNNBase) else []
+        if not any(part.requires_grad for part in parts):
+            continue
+        module.__dict__["flatten_parameters"] = _stay
+        addresses = [part.data_ptr() for part in parts]
+        ends = [part.data_ptr() + part.numel() * size for part in parts]
+        is_fitting = addresses[0] % CUDNN_ALIGNMENT == 0 and addresses[1:] == ends[:-1]
+        if not is_fitting or not module.bias or module.proj_size:  # a frozen one among them does not fit
+            continue
+        own = from_dlpack(weights[(addresses[0] - start_of_all) // size : (ends[-1] - start_of_all) // size])
+        for part, view in zip(parts, split(own, parts), strict=True):
+            part.data = view
+
+
+def _in_cudnn_order(model: nn.Module) -> Iterator[nn.Parameter]:
+    seen: set[nn.Parameter] = set()
+    for module in model.modules():
+        own = list(module.named_parameters(recurse=False))
+        if isinstance(module, nn.RNNBase):
+            own.sort(key=lambda named: named[0].startswith("bias"))
+        for _, parameter in own:
+            if parameter not in seen:
+                seen.add(parameter)
+                yield parameter
+
+
+def _stay() -> None:
+    """In the place of a recurrent module's `flatten_parameters`: its parameters stay where they are."""
+
+
 class FlatModel:
     """A model on `device` whose trainable parameters are views into `weights` `[P]` and whose gradients are views into
     `gradients` `[P]`. Two models may share one vector of gradients."""
@@ -65,8 +121,7 @@ class FlatModel:
     def look_at(self, weights: Tensor) -> None:
         """Make the parameters views into `weights` `[P]`; nothing is copied."""
         self.weights = weights
-        for parameter, view in zip(self.parameters, split(weights, self.parameters), strict=True):
-            parameter.data = view
+        view_weights(self.model, self.parameters, weights)
 
     def gather_in(self, gradients: Tensor) -> None:
         """Let gradients gather in `gradients` `[P]`; nothing is copied."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from starling.engines.flat import split, trainable
+from starling.engines.communication import communicating
+from starling.engines.flat import split, trainable, view_weights
 from starling.engines.peers import ProcessHandle
 from starling.engines.replica import Replica
 from starling.errors import ConfigError
@@ -94,8 +95,7 @@ class LoopReplica(Replica):
         parameters = trainable(model)
         self.model = model
         self.loop = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-        for parameter, view in zip(parameters, split(self.loop, parameters), strict=True):
-            parameter.data = view
+        view_weights(model, parameters, self.loop)
         self._is_shared = is_shared
         weights = self.loop if is_shared else self.loop.clone()
         super().__init__(weights, torch.empty(0), parameters, lambda _: optimizer, clip_norm=None)
@@ -173,7 +173,8 @@ class LoopReplica(Replica):
         tensors = [tensor.detach() for tensor in (*self.model.parameters(), *self.model.buffers())]
         sizes = [tensor.nbytes for tensor in tensors]
         contents = torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8).cpu() for tensor in tensors])
-        dist.broadcast(contents, src=0)
+        with communicating():
+            dist.broadcast(contents, src=0)
         for tensor, content in zip(tensors, torch.split(contents, sizes), strict=True):
             tensor.copy_(content.clone().view(tensor.dtype).view(tensor.shape))
         self.refresh_weights()

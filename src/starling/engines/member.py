@@ -6,18 +6,20 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.checkpoint.state import LearnerState
 from starling.engines import regroup
 from starling.engines.agreed_marks import Wishes
+from starling.engines.communication import ConnectionFailed
 from starling.engines.faults import FaultsOf
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import Greeting, check_alike, greet, part
 from starling.engines.job import Job, Named, Observer
 from starling.engines.loading import Loader
 from starling.engines.membership import Membership, Unmoved, View, ViewChanged, Views
-from starling.engines.peers import Place, blames_a_connection
+from starling.engines.peers import Place
 from starling.engines.processes import ProcessLearner, process_group
 from starling.engines.regroup import LookAround, Past, Plan, who_goes_on
 from starling.engines.stragglers import Delays
@@ -128,9 +130,7 @@ class _Member:
         """The view beyond this one; if there is none, `error` is raised."""
         if isinstance(error, ViewChanged):
             return self.membership.latest
-        is_loss = isinstance(error, PeerLost | RuntimeError) and (
-            isinstance(error, PeerLost) or blames_a_connection(error)
-        )
+        is_loss = isinstance(error, PeerLost | ConnectionFailed | DistError)
         if is_loss and (change := self.membership.beyond(view, REGROUP_SECONDS)):
             return change
         if self.has_met:
@@ -170,7 +170,9 @@ class _Member:
             plan = self._agree(view, rank, past, seconds, look_around)
         self.has_met = True
         telling = partial(self.membership.telling, view)
-        with process_group(place, self.flat.weights.device, seconds, telling) as connections:
+        with process_group(
+            place, self.flat.weights.device, seconds, telling, self.membership.is_watched
+        ) as connections:
             try:
                 with telling(lambda change: connections.cut_all()):  # groups of teams are made here, and wait too
                     if not is_first_view:

@@ -2,11 +2,13 @@
 
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -15,17 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
-from torch.nn.parallel import DistributedDataParallel
 
+from starling.engines import nccl
 from starling.engines.base import ReplicaLearner
 from starling.engines.collectives import OrderedMean
+from starling.engines.communication import ConnectionFailed, ReducingModel, communicating, wait_for
 from starling.engines.greeting import await_keys, silent_learners
 from starling.engines.rounds import Rounds
 from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.shared_memory import share_memory
 from starling.engines.staging import Staging
+from starling.engines.streams import beside_this_thread, synchronize
 from starling.engines.waiting import FirstOf, Release
-from starling.engines.waits import BACKGROUND, OWN_ROUNDS, WAITS
+from starling.engines.waits import BACKGROUND, OWN_ROUND, OWN_ROUNDS, WAITS
 from starling.engines.worker import Worker
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import Handle, Shard
@@ -34,6 +38,8 @@ T = TypeVar("T")
 FOREVER = timedelta(days=20)
 LONGEST_LEAVE_SECONDS = 10.0
 A_MEAN = "a mean"
+DEVICE_BACKEND = "nccl"
+"""What means travel by between learners that each have a device of their own."""
 _PATIENCE = "; give more timeout_seconds if all are well and only slow"
 
 
@@ -81,19 +87,26 @@ class ProcessHandle(Handle[T]):
 
 
 class Background(threading.Thread):
-    """A learner's second coroutine, in a thread. It waits inside its handles and polls nothing."""
+    """A learner's second coroutine, in a thread, on a stream of its own where the device has streams. It waits inside
+    its handles and polls nothing."""
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, None], rank: int, on_error: Callable[[BaseException], None]
+        self,
+        coroutine: Coroutine[Any, Any, None],
+        rank: int,
+        on_error: Callable[[BaseException], None],
+        on_stream: AbstractContextManager[object],
     ) -> None:
         super().__init__(name=f"{BACKGROUND}-{rank}", daemon=True)  # it must not keep a failed learner alive
         self._coroutine = coroutine
         self._on_error = on_error
+        self._on_stream = on_stream
 
     def run(self) -> None:
         try:
-            while True:
-                self._coroutine.send(None)
+            with self._on_stream:
+                while True:
+                    self._coroutine.send(None)
         except StopIteration:
             pass
         except BaseException as error:
@@ -140,14 +153,17 @@ class PeerLearner(ReplicaLearner):
         self._release = Release()
         self._waiters = Worker("starling-waiter"), Worker("starling-waiter-behind")
         self._firsts: tuple[FirstOf[ProcessHandle[Any]], FirstOf[ProcessHandle[Any]]] = FirstOf(), FirstOf()
-        self._own_messages: dict[int, SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+        self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
-        self._ordered = self._ordered_behind = OrderedMean(self._team_group("gloo", timeout), len(self.team))
-        is_whole = len(self.team) == place.world
-        self._backend_group = None if is_whole else self._team_group("nccl" if by_nccl else "gloo", timeout)
-        if not is_whole:  # the means of two threads must not meet in one group, where their order would be chance
-            self._ordered_behind = OrderedMean(self._team_group("gloo", timeout), len(self.team))
+        # the means of two threads must not meet in one group, where their order would be chance
+        self._ordered, self._ordered_behind = (
+            OrderedMean(self._team_group("gloo", timeout), len(self.team)) for _ in range(2)
+        )
+        self._device_groups = [self._team_group(DEVICE_BACKEND, timeout) for _ in range(2)] if by_nccl else []
+        self._reducing_group = None if len(self.team) == place.world else self._team_group("gloo", timeout)
+        if by_nccl:
+            self._reducing_group = self._device_groups[False]
 
     def now(self) -> float:
         """Seconds since this learner met the others."""
@@ -163,56 +179,69 @@ class PeerLearner(ReplicaLearner):
             return ProcessHandle(lambda: self.mean(of.result(), group).result())
         self.check_mean(of)
         self._count_mean(of.nbytes)
+        if len(self.team) == 1:
+            alone = of.clone()
+            return ProcessHandle(lambda: alone)
+        is_behind = threading.current_thread() is self._background
         if self._by_nccl:
             vector = of.clone()
-            work = dist.all_reduce(vector, group=self._backend_group, async_op=True)
+            with self._naming_the_lost(A_MEAN), communicating():
+                work = dist.all_reduce(vector, group=self._device_groups[is_behind], async_op=True)
+
+            def wait() -> None:
+                wait_for(work)
+                self._await_device()
 
             def reduced() -> Tensor:
                 # NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes
-                self._wait_for(A_MEAN, work.wait, in_this_thread=True)
+                self._wait_for(A_MEAN, wait, in_this_thread=True)
                 return vector.div_(len(self.team))
 
             return ProcessHandle(reduced)
-        is_behind = threading.current_thread() is self._background
         under_way = (self._ordered_behind if is_behind else self._ordered).start(of)
         return ProcessHandle(lambda: self._wait_for(A_MEAN, under_way.result).to(self._device))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
         if peer == self._rank:
-            self._own_messages[tag].put(tensor.clone())
+            self._own_messages[tag].put(self._staging.pass_on(tensor.clone()))
             return ProcessHandle(lambda: None)
         self.averaging.bytes_sent += tensor.nbytes
-        host, what = self._staging.to_host(tensor).contiguous(), f"sending to learner {peer}"
+        what = f"sending to learner {peer}"
+
+        def begin(host: Tensor) -> dist.Work | None:
+            with communicating():
+                return dist.isend(host.contiguous(), peer, tag=tag)
+
         with self._naming_the_lost(what, peer):
-            work = dist.isend(host, peer, tag=tag)
+            begun = self._staging.hand_over(tensor, begin)
 
-        def result() -> None:
-            if work is not None:
-                self._wait_for(what, work.wait, peer)
+        def wait() -> None:
+            if (work := begun()) is not None:
+                wait_for(work)
 
-        return ProcessHandle(result)
+        return ProcessHandle(lambda: self._wait_for(what, wait, peer))
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         self.check_peer(peer)
         if peer == self._rank:
             own = self._own_messages[tag].get
             return ProcessHandle(
-                lambda: self._wait_for("its own server", own).to(like.device), lambda: own().to(like.device)
+                lambda: self._wait_for("its own server", own)().to(like.device), lambda: own()().to(like.device)
             )
         theirs, what = self._staging.empty_like(like), f"receiving from learner {peer}"
-        with self._naming_the_lost(what, peer):
+        with self._naming_the_lost(what, peer), communicating():
             work = dist.irecv(theirs, peer, tag=tag)
 
         def result() -> Tensor:
             if work is not None:
-                self._wait_for(what, work.wait, peer)
+                self._wait_for(what, partial(wait_for, work), peer)
             return self._staging.to_device(theirs) if like.device.type != "cpu" else theirs
 
         def patient_result() -> Tensor:
             if work is not None:
                 with self._naming_the_lost(what, peer):
-                    work.wait(FOREVER)
+                    wait_for(work, FOREVER)
             return self._staging.to_device(theirs) if like.device.type != "cpu" else theirs
 
         return ProcessHandle(result, patient_result)
@@ -286,7 +315,7 @@ class PeerLearner(ReplicaLearner):
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
         if self._background is not None:
             raise ProtocolError(f"learner {self._rank} has a background already; it can have one")
-        self._background = Background(activity, self._rank, self.fail)
+        self._background = Background(activity, self._rank, self.fail, beside_this_thread(self._device))
         self._background.start()
 
     def fail(self, error: BaseException) -> None:
@@ -302,12 +331,22 @@ class PeerLearner(ReplicaLearner):
 
         return ProcessHandle(result)
 
-    def reducing(self, model: nn.Module) -> DistributedDataParallel:
+    def keep_up(self, most: float) -> Handle[None]:
+        def result() -> None:
+            kept_up = self._rounds.kept_up(most)
+            if kept_up is not None:
+                begin = self.now()
+                with WAITS.waiting(OWN_ROUND):
+                    self._release.wait(kept_up)
+                self.spent.waiting_for_peers += self.now() - begin
+
+        return ProcessHandle(result)
+
+    def reducing(self, model: nn.Module) -> ReducingModel:
         """`model`, whose gradients are averaged over the team while backward runs."""
-        reducing = DistributedDataParallel(
-            model, process_group=self._backend_group, broadcast_buffers=False, init_sync=False
-        )
-        reducing.register_forward_hook(lambda *_: WAITS.begin("the mean of a gradient", self.team, is_group=True))
+        with self._naming_the_lost("the mean of a gradient"):
+            reducing = ReducingModel(model, self._reducing_group)
+        reducing.model.register_forward_hook(lambda *_: WAITS.begin("the mean of a gradient", self.team, is_group=True))
         return reducing
 
     def _step(self, gradient: Tensor) -> None:
@@ -319,11 +358,18 @@ class PeerLearner(ReplicaLearner):
         self._rounds.leave()
         if self._background is not None:
             self._background.join(LONGEST_LEAVE_SECONDS)
-        for means in (self._ordered, self._ordered_behind, *self._waiters, *self._firsts):
+        for means in (self._ordered, self._ordered_behind, self._staging, *self._waiters, *self._firsts):
             means.abandon()
+
+    def _warn_of_few_rounds(self) -> None:
+        """Say once, at the end, if this learner has trained nearly apart from the others."""
+        if complaint := self._rounds.pace.complaint():
+            warnings.warn(f"learner {self._rank} {complaint}", RuntimeWarning, stacklevel=2)
 
     def _end_rounds(self) -> None:
         """No gradients will follow: wait until all rounds have ended. The others may still be computing."""
+        if self._background is not None:
+            self._warn_of_few_rounds()
         self._rounds.finish()
         if self._background is not None:
             with WAITS.waiting(OWN_ROUNDS):
@@ -333,7 +379,7 @@ class PeerLearner(ReplicaLearner):
 
     def _close_threads(self) -> None:
         """Nothing is waited for any more."""
-        for means in (self._ordered, self._ordered_behind, *self._waiters, *self._firsts):
+        for means in (self._ordered, self._ordered_behind, self._staging, *self._waiters, *self._firsts):
             means.close()
 
     def _count_mean(self, num_bytes: int) -> None:
@@ -345,8 +391,12 @@ class PeerLearner(ReplicaLearner):
         # a new group would not take over the time-out of the default one, but wait for half an hour
         size, mine = self.teams.size, None
         for first in range(0, self.teams.num_workers if size > 1 else 0, size):
-            group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
+            with communicating():
+                group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
             mine = group if first == self.team.start else mine
+        if mine is not None and backend == DEVICE_BACKEND:
+            with communicating():
+                nccl.connect(mine, self._device)
         return mine
 
     def _wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None, in_this_thread: bool = False) -> T:
@@ -364,6 +414,13 @@ class PeerLearner(ReplicaLearner):
             self.spent.waiting_for_peers += self.now() - begin
         return result
 
+    def _await_device(self) -> None:
+        """Wait until this thread's stream has what NCCL gave it, and raise what ended that: what is aborted looks
+        complete, and must not reach the weights."""
+        if self._by_nccl:
+            synchronize(self._device)
+            self._release.check()
+
     def _may_be_released(self, is_behind: bool) -> bool:
         """Whether a wait, of the background or not, ends when something failed in another thread."""
         return self._background is not None and not is_behind
@@ -378,20 +435,12 @@ class PeerLearner(ReplicaLearner):
 
     @contextmanager
     def _naming_the_lost(self, what: str, peer: int | None = None) -> Generator[None, None, None]:
-        """Turn a backend's complaint about an address into a `PeerLost` that says what was going on."""
+        """Turn a backend's or the store's complaint about an address into a `PeerLost` that says what was going on."""
         try:
             yield
-        except RuntimeError as error:
-            if not blames_a_connection(error):
-                raise
+        except (ConnectionFailed, dist.DistError) as error:
             self._look_for_change(error)
             raise PeerLost(
                 f"learner {self._rank} lost {self._lost_ones(peer)} in {what}, {self._whereabouts()} "
                 f"({str(error).splitlines()[0]}){_PATIENCE if 'timed out' in str(error).lower() else ''}"
             ) from error
-
-
-def blames_a_connection(error: Exception) -> bool:
-    """Whether torch complains of the network; gloo's complaints are RuntimeErrors like any other."""
-    words = ("gloo", "Connection", "Timed out", "peer", "pair closure")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _world
-from torch.nn.parallel import DistributedDataParallel
 
 from starling.checkpoint.state import LearnerState
+from starling.engines import nccl, peers
 from starling.engines.agreed_marks import AgreedMarks, Wishes
+from starling.engines.communication import ReducingModel
 from starling.engines.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import await_keys, silent_learners
@@ -72,7 +73,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         self._membership = membership
         self._flat = flat
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
-        self._reducing: dict[bool, DistributedDataParallel] = {}  # by whether it is the model elsewhere
+        self._reducing: dict[bool, ReducingModel] = {}  # by whether it is the model elsewhere
         self._drawn_ahead: set[int] = set()  # portions of this learner's team that it has not claimed yet
         self._batches = loader.load(self._mine())
 
@@ -174,12 +175,14 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         else:
             self._count_mean(flat.gradients.nbytes)
             is_elsewhere = flat is not self._flat
-            with self._naming_the_lost("the mean of a gradient"):
-                if is_elsewhere not in self._reducing:
-                    self._reducing[is_elsewhere] = self.reducing(flat.model)
-                reducing = self._reducing[is_elsewhere]
+            if is_elsewhere not in self._reducing:
+                self._reducing[is_elsewhere] = self.reducing(flat.model)
+            reducing = self._reducing[is_elsewhere]
+            with self._naming_the_lost("the mean of a gradient"), reducing.reducing():
                 try:
-                    loss = self.compute_gradient(reducing, flat, before_last=reducing.no_sync, must_reach_all=True)
+                    before_last = reducing.model.no_sync
+                    loss = self.compute_gradient(reducing.model, flat, before_last, must_reach_all=True)
+                    self._await_device()
                 finally:
                     WAITS.end()  # it began behind forward
         if flat is not self._flat:
@@ -283,13 +286,21 @@ Telling = Callable[[Callable[[View], None]], AbstractContextManager[None]]
 
 @contextmanager
 def process_group(
-    place: Place, device: torch.device, timeout_seconds: float, telling: Telling = lambda on_change: nullcontext()
+    place: Place,
+    device: torch.device,
+    timeout_seconds: float,
+    telling: Telling = lambda on_change: nullcontext(),
+    outlives_losses: bool = False,
 ) -> Generator[Connections, None, None]:
     """The default process group of `torch.distributed`, for as long as the context lasts; its connections, of which
     those that are made later belong to it as soon as they are noted. A later view ends the connecting at once; what
-    waits for others inside of the context is the caller's to end."""
+    waits for others inside of the context is the caller's to end. With `outlives_losses` it can: otherwise the watchdog
+    of NCCL, where that is used, ends a process that lost a peer."""
+    by_nccl = has_own_device(place, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if by_nccl and outlives_losses:
+        nccl.outlive_lost_peers()
     connections = Connections()
     store = place.store.clone()  # type: ignore[attr-defined]  # a connection of its own, which can be cut while it waits
     try:
@@ -298,7 +309,7 @@ def process_group(
             WAITS.waiting("connecting to the others", range(place.world), is_group=True),
         ):
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if has_own_device(place, device) else "gloo",
+                f"cpu:gloo,cuda:{peers.DEVICE_BACKEND}" if by_nccl else "gloo",
                 store=PrefixStore("group/0", store),
                 rank=place.rank,
                 world_size=place.world,

@@ -1,7 +1,6 @@
 """One learner's own weights and optimizer; the parts of `Learner` that are the same on both engines."""
 
 import math
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from starling.engines.flat import is_no_gradient, split
 from starling.engines.memory import OptimizerMemory
+from starling.engines.streams import lock_for
 
 
 class Replica:
@@ -43,7 +43,7 @@ class Replica:
         self.sometimes_unused: set[int] = set()
         """Parameters, by number, that got no gradient from some mini-batch of this learner. A mean over learners is
         without a gradient for a parameter only where its own was."""
-        self._lock = threading.Lock()
+        self._lock = lock_for(weights.device)
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
         """Clip `gradient` `[P]`, set the learning rate and let the optimizer change the weights.
@@ -120,6 +120,12 @@ class Replica:
     def snapshot(self, piece: slice | None = None) -> Tensor:
         with self._lock:
             return self.weights.clone() if piece is None else self._at(piece)[1].clone()
+
+    def on_host(self) -> Tensor:
+        """The weights in host memory, after all changes made so far: a copy, unless they are there."""
+        if self.weights.device.type == "cpu":
+            return self.weights.detach()
+        return self.snapshot().cpu()
 
     def pieces(self, largest: int, optimizer_state: bool) -> Sequence[slice]:
         size = len(self.weights)

@@ -1,6 +1,8 @@
 """Averaging rounds in the background: who opens them, and how they end for all learners alike."""
 
 import threading
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
@@ -12,8 +14,15 @@ DRIFT = 1024
 other at every round, so that any connected topology keeps all learners much closer together."""
 
 
+ENOUGH_GRADIENTS = 100
+"""From so many gradients on a learner's rounds per gradient are judged."""
+FEW_ROUNDS = 0.4
+"""A learner complains of fewer than this part of the rounds that its period asks for; the default of `max_lag` keeps it
+above 0.5."""
+
+
 class Pace:
-    """Whether a learner has made enough gradients to open another round.
+    """Whether a learner has made enough gradients to open another round, and how far it is ahead of its rounds.
 
     Each of its gradients earns it 1 / period rounds, and each round costs it one, whoever opened it: so among learners
     of one speed one of them opens the rounds for all. Neither credit nor debt grows: after a jam the rounds are not
@@ -22,7 +31,10 @@ class Pace:
 
     def __init__(self) -> None:
         self.period = 1.0
+        self.num_gradients = self.num_rounds = 0
         self._credit = 0.0
+        self._ahead = 0  # gradients since this learner completed a round
+        self._is_due = False  # whether its background has a round to do
 
     @property
     def may_open(self) -> bool:
@@ -30,11 +42,39 @@ class Pace:
 
     def gradient_made(self) -> None:
         """One more gradient."""
+        self.num_gradients += 1
+        self._ahead += 1
         self._credit = min(self._most, self._credit + 1.0 / self.period)
+
+    def opened(self) -> None:
+        """This learner opened a round, which its background will enter."""
+        self._is_due = True
 
     def entered(self) -> None:
         """A round began, whoever opened it."""
+        self._is_due = True
+        self.num_rounds += 1
         self._credit = max(-self._most, self._credit - 1.0)
+
+    def completed(self) -> None:
+        """This learner's background has done its round, if it had one to do."""
+        if self._is_due:
+            self._ahead = 0
+        self._is_due = False
+
+    def lags(self, most: float) -> bool:
+        """Whether the background is in a round and `most` gradients or more were made since the one before."""
+        return self._is_due and self._ahead >= most
+
+    def complaint(self) -> str | None:
+        """What is wrong with this pace, and the remedy, if rounds were far fewer than the period asks for."""
+        if self.num_gradients < ENOUGH_GRADIENTS or self.num_rounds * self.period >= FEW_ROUNDS * self.num_gradients:
+            return None
+        return (
+            f"made {self.num_rounds / self.num_gradients:.2g} averaging rounds per gradient, where a period of "
+            f"{self.period:g} asks for {1.0 / self.period:.2g}: learners that average so rarely train nearly apart. "
+            "Lower strategy.max_lag, or raise strategy.period to what the link and the cores can carry"
+        )
 
     @property
     def _most(self) -> float:
@@ -59,6 +99,7 @@ class Rounds:
         self._pace = Pace()
         self._next = 0
         self._waiting: int | None = None
+        self._kept_up: tuple[float, Future[None]] | None = None
         self._is_finished = False
         self._is_over = False
 
@@ -69,27 +110,53 @@ class Rounds:
             if self._waiting is not None and self._pace.may_open:
                 self._store.set(_key(self._waiting), "1")
                 self._waiting = None
+                self._pace.opened()
 
     def next(self, period: float) -> int | None:
         """Called by the background: wait for the next round; its number, or None after the last."""
         with self._lock:
+            self._pace.completed()
+            self._look_at_lag()
             if self._is_over:
                 return None
             number, self._next = self._next, self._next + 1
             self._pace.period = period
             if self._pace.may_open and not self._is_finished:
                 self._own.add(_key(number), 1)
+                self._pace.opened()
             else:
                 self._waiting = number
         has_ended = int(self._own.get(_key(number))) >= ENDED
         with self._lock:
             self._waiting = None
+            if has_ended:
+                self._pace.completed()
+                self._look_at_lag()
+                return None
             self._pace.entered()
-        if has_ended:
-            return None
         if number >= DRIFT and number % self._world == self._rank:
             self._own.delete_key(_key(number - DRIFT))
         return number
+
+    def kept_up(self, most: float) -> "Future[None] | None":
+        """Called by the foreground: done when it is less than `most` gradients ahead of the last round that the
+        background has completed; None if it is."""
+        with self._lock:
+            if not self._pace.lags(most):
+                return None
+            self._kept_up = most, Future()
+            return self._kept_up[1]
+
+    @property
+    def pace(self) -> Pace:
+        """This learner's pace."""
+        return self._pace
+
+    def _look_at_lag(self) -> None:
+        if self._kept_up is not None and not self._pace.lags(self._kept_up[0]):
+            kept_up, self._kept_up = self._kept_up[1], None
+            with suppress(InvalidStateError):  # who waited was released
+                kept_up.set_result(None)
 
     def leave(self) -> None:
         """Called by the foreground when these rounds are over for good, whatever the others do."""

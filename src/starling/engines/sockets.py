@@ -1,14 +1,18 @@
 """The connections of a process group, cut on purpose.
 
 Nothing in torch ends the waits that several threads have in a gloo group, for peers that are alive but will not come.
-A connection that is shut down does: in both processes, every wait on it fails at once.
+A connection that is shut down does: in both processes, every wait on it fails at once. Where there is NCCL, which waits
+on the device, its communicators are aborted as well.
 """
 
 import os
 import socket
 import stat
+import threading
 from contextlib import suppress
 from pathlib import Path
+
+from starling.engines import nccl
 
 _Identity = tuple[int, int]
 
@@ -19,6 +23,8 @@ class Connections:
     def __init__(self) -> None:
         self._before = _sockets()
         self._made: dict[int, _Identity] = {}
+        self._aborted: set[str] = set()
+        self._aborting = threading.Lock()  # whoever destroys the groups after a cut must find them aborted
 
     def note(self) -> None:
         """Those made so far are the ones."""
@@ -30,11 +36,14 @@ class Connections:
         self.cut()
 
     def cut(self) -> None:
-        """Shut down those that are still there. Called by any thread, also several times."""
+        """Shut down those that are still there, and abort what NCCL does in any group. Called by any thread, also
+        several times."""
         for number, own in self._made.items():
             with suppress(OSError):  # it is gone
                 if _identity(number) == own:
                     _shut_down(number)
+        with self._aborting:
+            self._aborted |= nccl.abort(self._aborted)
 
 
 def _sockets() -> dict[int, _Identity]:

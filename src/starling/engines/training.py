@@ -196,7 +196,7 @@ class TrainingLearner(ReplicaLearner):
 
     def state(self, standing: Standing, epochs_ended: int | None = None) -> LearnerState:
         """What this learner needs to go on from `standing` later; valid between two mini-batches."""
-        weights, shards = self.replica.weights.detach().cpu(), tuple(shard.state() for shard in self.shards)
+        weights, shards = self.replica.on_host(), tuple(shard.state() for shard in self.shards)
         if shards:
             weights = weights.clone()
             for shard in shards:

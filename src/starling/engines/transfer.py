@@ -10,6 +10,7 @@ from torch import Tensor
 
 from starling.checkpoint.encoding import apart, decode_state, encode_state
 from starling.checkpoint.state import LearnerState
+from starling.engines.communication import communicating
 
 _BUFFER = "buffer."
 
@@ -43,16 +44,19 @@ def share_state(state: LearnerState, source: int) -> LearnerState:
 
 def _broadcast_bytes(content: bytes, source: int) -> bytes:
     length = torch.tensor([len(content)], dtype=torch.int64)
-    dist.broadcast(length, src=source)
+    with communicating():
+        dist.broadcast(length, src=source)
     sent = torch.zeros(int(length), dtype=torch.uint8)
     if dist.get_rank() == source:
         sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    dist.broadcast(sent, src=source)
+    with communicating():
+        dist.broadcast(sent, src=source)
     return sent.numpy().tobytes()
 
 
 def _broadcast(own: Tensor | None, dtype: str, shape: list[int], source: int) -> Tensor:
     sent = torch.empty(shape, dtype=getattr(torch, dtype)) if own is None else own
     if sent.numel():
-        dist.broadcast(sent.reshape(-1).view(torch.uint8), src=source)
+        with communicating():
+            dist.broadcast(sent.reshape(-1).view(torch.uint8), src=source)
     return sent

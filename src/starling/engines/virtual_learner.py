@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import simpy
 from torch import Tensor
 
 from starling.checkpoint.state import LearnerState
@@ -82,6 +83,7 @@ class VirtualLearner(TrainingLearner):
         self._pace = Pace()
         self._next_round = 0
         self._round_waited_for: int | None = None
+        self._kept_up: tuple[float, simpy.Event] | None = None
         self._pause = 0.0  # seconds that the gradient under way takes longer, on purpose
 
     def now(self) -> float:
@@ -151,6 +153,7 @@ class VirtualLearner(TrainingLearner):
         self._pace.gradient_made()
         if self._round_waited_for is not None and self._pace.may_open and not self.is_finished:
             self._view.rounds.open(self._round_waited_for)
+            self._pace.opened()
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         super().apply(delta, piece)
@@ -211,22 +214,41 @@ class VirtualLearner(TrainingLearner):
 
     def round(self, period: float) -> Handle[int | None]:
         number, self._next_round = self._next_round, self._next_round + 1
+        self._pace.completed()
+        self._look_at_lag()
         self._pace.period = period
         if self._pace.may_open and not self.is_finished:
             self._view.rounds.open(number)
+            self._pace.opened()
         else:
             self._round_waited_for = number
 
         def result() -> int | None:
             self._round_waited_for = None
-            self._pace.entered()
             takes_place = self._view.rounds.enter(number)
             self._view.record(self._rank, "round", struct.pack("<q", number if takes_place else -1))
             if takes_place:
+                self._pace.entered()
                 self.averaging.rounds += 1
+            else:
+                self._pace.completed()
+                self._look_at_lag()
             return number if takes_place else None
 
         return VirtualHandle(self._view.rounds.event(number), result, lambda: f"round {number} to open")
+
+    def keep_up(self, most: float) -> Handle[None]:
+        event = self._view.environment.event()
+        if self._pace.lags(most):
+            self._kept_up = most, event
+        else:
+            event.callbacks = None  # it has happened, and takes no place in the queue of events
+        return VirtualHandle(event, lambda: None, lambda: "its own averaging round")
+
+    def _look_at_lag(self) -> None:
+        if self._kept_up is not None and not self._pace.lags(self._kept_up[0]):
+            kept_up, self._kept_up = self._kept_up[1], None
+            kept_up.succeed()
 
     def book(self, waited: float, computing: float) -> None:
         """Book the seconds spent waiting for a handle, of which at most `computing` were this learner's own work."""

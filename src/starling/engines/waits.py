@@ -17,6 +17,8 @@ BACKGROUND = "starling-background"
 """What the names of threads begin with in which a learner averages behind its training."""
 OWN_ROUNDS = "its last averaging rounds"
 """What a learner waits for whose background goes on when it has made its last gradient."""
+OWN_ROUND = "its own averaging round"
+"""What a learner waits for that is too many gradients ahead of its background."""
 _REMEMBERED = 9
 """Waits of a kind from which the usual time between two of them is taken."""
 
@@ -100,7 +102,8 @@ class Waits:
         """
         now = self._clock()
         waits = [wait for wait in list(self.open.values()) if now - wait.since >= than]
-        wait = min(waits, key=lambda each: (each.what == OWN_ROUNDS, each.is_behind, each.since), default=None)
+        own_rounds = (OWN_ROUND, OWN_ROUNDS)
+        wait = min(waits, key=lambda each: (each.what in own_rounds, each.is_behind, each.since), default=None)
         if wait is None:
             return None
         own = [each for each in waits if not each.is_behind]

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from starling.learner import Learner
 from starling.strategies.adpsgd import AsynchronousOptions
-from starling.strategies.mixing import Mixing, Wire
+from starling.strategies.mixing import Mixing, Wire, one_ahead
 from starling.topology import Topology, find_topology
 
 
@@ -41,19 +41,20 @@ async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
     me.background(_average(me, options, node))
     while me.claim():
         me.step(await me.mean(me.gradient(me.snapshot()), node))
+        await me.keep_up(options.lag)
 
 
 async def _average(me: Learner, options: HierarchicalOptions, node: range) -> None:
     between = find_topology(options.pattern, me.world // len(node), me.seed)
     topology, pieces = SideBySide(between, len(node)), options.pieces(me)
     wire = Wire(options, me.weights, pieces)
+    shares = [_share(piece, me.rank - node.start, len(node)) for piece in pieces]
     while (k := await me.round(options.period)) is not None:
-        for piece in pieces:
-            share = _share(piece, me.rank - node.start, len(node))
+        mixings = (Mixing(me, topology, k, share, wire) if share.stop > share.start else None for share in shares)
+        for piece, share, mixing in zip(pieces, shares, one_ahead(mixings), strict=True):
             delta = torch.zeros(piece.stop - piece.start, dtype=me.weights.dtype, device=me.weights.device)
-            if share.stop > share.start:
-                mine = delta[share.start - piece.start : share.stop - piece.start]
-                mine.copy_(await Mixing(me, topology, k, share, wire).delta())
+            if mixing is not None:
+                delta[share.start - piece.start : share.stop - piece.start] = await mixing.delta()
             me.apply(await me.mean(delta, node) * len(node), piece)
 
 

@@ -1,7 +1,8 @@
 """Averaging with others in delta form; what the decentralised strategies share."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
 
 import torch
 from pydantic import Field, field_validator
@@ -10,6 +11,8 @@ from torch import Tensor
 from starling.configuration import Config
 from starling.learner import Learner
 from starling.topology import Topology, check_pattern
+
+T = TypeVar("T")
 
 
 class MixingOptions(Config):
@@ -87,3 +90,14 @@ class Mixing:
         for sending in self._sending:
             await sending
         return total if len(total) else torch.zeros_like(mine)
+
+
+def one_ahead(work: Iterable[T]) -> Iterator[T]:
+    """The items of `work`, each made before the one before it is given: so that a piece is on its way while the one
+    before it is waited for."""
+    made: deque[T] = deque()
+    for item in work:
+        made.append(item)
+        if len(made) > 1:
+            yield made.popleft()
+    yield from made
