@@ -1,9 +1,10 @@
-# Each target makes .venv by itself when it is missing.
+# Each target makes the environment it needs when it is missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 
-.PHONY: setup demo test lint check soak bench gpu clean
+.PHONY: setup demo test lint check soak bench bench-peers gpu clean
 
 setup: $(VENV)/ready
 
@@ -37,5 +38,15 @@ gpu: setup
 	$(BIN)/python -m pytest -m 'not soak' -rs tests/gpu
 	$(BIN)/python -m benchmarks.run --only one_learner two_learners --output bench-gpu.json
 
+bench-peers: $(PEERS)/ready
+	$(PEERS)/bin/python -m benchmarks.peers --output bench-peers.json
+
+# An environment that sees all of .venv, torch included, and has Starling's peers beside it.
+$(PEERS)/ready: benchmarks/peers-requirements.txt $(VENV)/ready
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python benchmarks/see_packages_of.py $(abspath $(VENV))
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(PEERS) build dist

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.plain_loop import plain_loop, tickets_of
-from benchmarks.runs import DDP, SENDING, Notes, Outcome, Run
+from benchmarks.runs import DDP, SENDING, Notes, Outcome, Run, weights_file
 from benchmarks.slow_link import SlowLink
+from benchmarks.tuned_ddp import tuned_ddp
 from starling.engines.greeting import part
 from starling.engines.member import run_learner
 from starling.engines.processes import Place, process_group
@@ -33,20 +33,23 @@ def main(runs: list[Run], folder: Path) -> None:
             outcomes.append(None)  # the others' run: meanwhile this process waits for the next one to begin
             continue
         own = Place(place.rank, run.world, place.local_rank, run.world, PrefixStore(f"run{number}", place.store))
-        outcomes.append(outcome_of(run, own))
+        notes = Notes(run)
+        be_learner(run, own, notes)
+        outcomes.append(notes.outcome)
+        if notes.weights is not None:
+            notes.weights.numpy().tofile(weights_file(folder, number, place.rank))
     noted = [None if outcome is None else outcome.as_json() for outcome in outcomes]
     (folder / f"outcomes-{place.rank}.json").write_text(json.dumps(noted))
     part(place.store, place.rank, place.world, TIMEOUT_SECONDS)  # learner 0 may keep the store
 
 
-def outcome_of(run: Run, place: Place) -> Outcome:
+def be_learner(run: Run, place: Place, notes: Notes) -> None:
     """Be a learner of `run`."""
-    notes = Notes()
     link = None if run.bytes_per_second is None else SlowLink(run.bytes_per_second)
     with nullcontext() if link is None else link.under_messages():
         if run.strategy not in (DDP, SENDING):
-            run_learner(run.job(), place, CPU, "bench", notes, timeout_seconds=TIMEOUT_SECONDS)
-            return notes.outcome
+            run_learner(notes.job, place, CPU, "bench", notes, timeout_seconds=TIMEOUT_SECONDS)
+            return
         with process_group(place, CPU, TIMEOUT_SECONDS):
             if run.strategy == DDP:
                 reduce(run, place, notes, link)
@@ -54,21 +57,21 @@ def outcome_of(run: Run, place: Place) -> Outcome:
                 send(run, place, notes)
             notes.ended()
             part(place.store, place.rank, place.world, TIMEOUT_SECONDS)
-    return notes.outcome
 
 
 def reduce(run: Run, place: Place, notes: Notes, link: SlowLink | None) -> None:
-    """Plain DistributedDataParallel, a fixed number of steps."""
+    """DistributedDataParallel, tuned, a fixed number of steps."""
     if run.steps is None:
         raise ValueError("plain DDP needs a number of steps")
 
     def wrap(model: nn.Module) -> nn.Module:
-        reducing = DistributedDataParallel(model)
+        reducing = tuned_ddp(model)
         return reducing if link is None else link.under_reducing(reducing, place.world)
 
-    job = run.job()
-    for _ in plain_loop(job, tickets_of(job, run.steps, place.rank, place.world), CPU, wrap):
+    job, sync_every = notes.job, int(run.options.get("sync_every", 1))
+    for _ in plain_loop(job, tickets_of(job, run.steps, place.rank, place.world), CPU, wrap, sync_every):
         notes.gradient_made()
+    notes.outcome.rounds = len(notes.outcome.stamps) // sync_every
 
 
 def send(run: Run, place: Place, notes: Notes) -> None:

@@ -93,23 +93,26 @@ def compared(name: str, speech: SpeechSet) -> list[Bar]:
                 speeds[way].append(speech.summary.seconds / (time.thread_time() - begin))
     each = speech.summary.seconds / len(speech)
     what = f"{name} ({speech.sampling_rate // 1000} kHz, {each:.1f} s each)"
-    absolute = ", ".join(f"{way} {median(speeds[way]):.0f}" for way in ways)
+    absolute = "times real time: " + ", ".join(f"{way} {median(speeds[way]):.0f}" for way in ways)
     return [
         Bar.at_least(f"loading {what}: times real time on one core", median(speeds["ours"]), LEAST_SPEED, absolute),
         Bar.at_least(
             f"loading {what}, with features: ours / lhotse's plain Shar iteration, without",
             median_ratio(speeds["ours"], speeds["lhotse"]),
             LEAST_RATIO,
+            absolute,
         ),
         Bar.at_least(
             f"loading {what}: ours / lhotse's Shar iteration, both with features",
             median_ratio(speeds["ours"], speeds["lhotse with features"]),
             LEAST_RATIO,
+            absolute,
         ),
         Bar.at_least(
             f"loading {what}: ours in random order / lhotse's Shar iteration in order, audio only",
             median_ratio(speeds["ours without features"], speeds["lhotse"]),
             LEAST_RATIO,
+            absolute,
         ),
     ]
 

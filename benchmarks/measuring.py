@@ -39,3 +39,9 @@ def median_speed_up(pairs: list[tuple[Seconds, Seconds]]) -> float:
     """
     ratios = [second / first for first, second in pairs]
     return math.sqrt(median(ratios[0::2]) * median(ratios[1::2]))
+
+
+def milliseconds_of_both(pairs: list[tuple[Seconds, Seconds]]) -> str:
+    """The medians of both, in words."""
+    ours, theirs = (1000.0 * median(column) for column in zip(*pairs, strict=True))
+    return f"{ours:.2f} and {theirs:.2f} ms a step"

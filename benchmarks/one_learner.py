@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from benchmarks.measuring import Bar, median_speed_up
+from benchmarks.measuring import Bar, median_speed_up, milliseconds_of_both
 from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.training import SideBySide, job_for
 from starling.engines.member import run_learner
@@ -22,4 +22,5 @@ def measure(folder: Path, device: torch.device) -> Bar:
     with (folder / "one_learner.log").open("w") as log:
         logged = Metered(Log(log), 1, LOG_EVERY)
         run_learner(job, Place(0, 1, 0, 1, HashStore()), device, "bench", Together([logged, both]))
-    return Bar.at_least("one learner / bare PyTorch loop, throughput", median_speed_up(both.pairs), 0.97)
+    name = "one learner / bare PyTorch loop, throughput"
+    return Bar.at_least(name, median_speed_up(both.pairs), 0.97, milliseconds_of_both(both.pairs))

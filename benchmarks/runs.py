@@ -4,10 +4,13 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from benchmarks.workloads import Computing, EmulatedDevice
 from starling.budget import Budget, Schedule
@@ -19,12 +22,17 @@ from starling.workload import Workload
 
 Seconds = float
 DDP = "ddp"
-"""In the place of a strategy: plain DistributedDataParallel."""
+"""In the place of a strategy: DistributedDataParallel. Its one option is `sync_every`, the gradients that are summed up
+(under `no_sync`) before it communicates."""
 SENDING = "sending"
 """In the place of a strategy: learner 0 sends the model to learner 1 again and again."""
 WARM_UP = 3
 """Gradients of each learner that are not timed: the first ones prepare."""
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 0.05
+COMPARED_AT = 0.5
+"""The share of the budget after which each learner's weights are kept, to be compared with the others'."""
+LEAST_ROUNDS = 0.5
+"""Averaging rounds per gradient below which an asynchronous strategy trains models that know little of each other."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +68,12 @@ class Run:
             if self.widths
             else EmulatedDevice(self.num_parameters, self.gradient_seconds)
         )
-        strategy = find_strategy("allreduce" if self.strategy in (DDP, SENDING) else self.strategy)
+        is_bare = self.strategy in (DDP, SENDING)
+        strategy = find_strategy("allreduce" if is_bare else self.strategy)
         return Job(
             workload=workload,
             strategy=strategy,
-            options=strategy.options.model_validate(self.options),
+            options=strategy.options.model_validate({} if is_bare else self.options),
             budget=Budget(steps=self.steps, minutes=None if self.seconds is None else self.seconds / 60.0),
             make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
             schedule=Schedule(decay="constant"),
@@ -82,6 +91,8 @@ class Outcome:
     """Processor time of the whole process, gloo's threads included, from its first gradient to the run's end."""
     rounds: int = 0
     bytes_sent: int = 0
+    distance: float | None = None
+    """Between all learners' models, each taken after `COMPARED_AT` of the budget; see `relative_distance`."""
 
     @property
     def rate(self) -> float:
@@ -98,8 +109,11 @@ class Outcome:
 class Notes:
     """An observer, or the plain loop's, that fills in an outcome."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
+        self.job = run.job()
         self.outcome = Outcome()
+        self.weights: Tensor | None = None
+        """`[P]`, this learner's own after `COMPARED_AT` of the budget."""
         self._cpu_begin = 0.0
 
     def gradient_made(self) -> None:
@@ -114,11 +128,42 @@ class Notes:
 
     def on_step(self, report: StepReport) -> None:
         self.gradient_made()
+        if self.weights is None and report.fraction >= COMPARED_AT:
+            self.weights = parameters_to_vector(self.job.workload.model.parameters()).detach()
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self.ended()
         self.outcome.rounds += report.averaging.rounds
         self.outcome.bytes_sent += report.averaging.bytes_sent
+
+
+def weights_file(folder: Path, number: int, rank: int) -> Path:
+    """Where learner `rank` writes its weights of a run."""
+    return folder / f"weights-{number}-{rank}.bin"
+
+
+def read_weights(file: Path) -> Tensor:
+    """Weights `[P]` that a process wrote."""
+    return torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.float32)
+
+
+def relative_distance(models: Sequence[Tensor]) -> float:
+    """How far models `[P]` are from their mean, as a share of its norm: sqrt(mean_l |w_l - mean|^2) / |mean|."""
+    every = torch.stack([model.double() for model in models])
+    mean = every.mean(dim=0)
+    return float((every - mean).norm() / len(models) ** 0.5 / mean.norm())
+
+
+def averaging_in_words(runs: Sequence[Sequence[Outcome]]) -> str:
+    """How often learners averaged, and how far apart their models were: the medians over runs of one kind."""
+    rounds = f"{median(rounds_per_gradient(outcomes) for outcomes in runs):.2f} rounds per gradient"
+    distances = [outcomes[0].distance for outcomes in runs if outcomes[0].distance is not None]
+    return f"{rounds}, distance between models {median(distances):.1e}" if distances else rounds
+
+
+def rounds_per_gradient(outcomes: Sequence[Outcome]) -> float:
+    """The mean over learners of each one's averaging rounds per gradient of its own."""
+    return fmean(outcome.rounds / len(outcome.stamps) for outcome in outcomes)
 
 
 def total_rate(outcomes: Sequence[Outcome]) -> float:

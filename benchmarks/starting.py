@@ -9,10 +9,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.runs import Outcome, Run, Seconds
+from benchmarks.runs import Outcome, Run, Seconds, read_weights, relative_distance, weights_file
 from starling.launch.launcher import launch
 from starling.launch.link import VARIABLE
 
@@ -42,6 +42,11 @@ def read_outcomes(runs: Sequence[Run], folder: Path) -> Outcomes:
         for place, values in enumerate(noted):
             if values is not None:
                 found[place].append(Outcome(**values))
+    for number, outcomes in enumerate(found):
+        files = [weights_file(folder, number, rank) for rank in range(len(outcomes))]
+        if all(file.exists() for file in files):
+            distance = relative_distance([read_weights(file) for file in files])
+            found[number] = [replace(outcome, distance=distance) for outcome in outcomes]
     return found
 
 

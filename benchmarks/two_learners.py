@@ -1,14 +1,14 @@
-"""Two learners under `allreduce` against plain DistributedDataParallel, step by step in the same two processes."""
+"""Two learners under `allreduce` against DistributedDataParallel, tuned, step by step in the same two processes."""
 
 import sys
 from pathlib import Path
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.measuring import Bar, median_speed_up
+from benchmarks.measuring import Bar, median_speed_up, milliseconds_of_both
 from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.training import SideBySide, job_for
+from benchmarks.tuned_ddp import tuned_ddp
 from starling.engines.member import run_learner
 from starling.engines.processes import choose_device
 from starling.launch.launcher import launch
@@ -23,10 +23,10 @@ def measure(folder: Path) -> Bar:
     pairs: list[tuple[float, float]] = []
     command = [sys.executable, "-m", "benchmarks.two_learners", str(folder)]
     launch(command, WORLD, folder / "log", lambda rank, message: pairs.extend(message.get("pairs", [])))
-    name, devices = "two learners, allreduce / plain DDP, throughput", torch.cuda.device_count()
+    name, devices = "two learners, allreduce / DDP, throughput", torch.cuda.device_count()
     if devices > 0:
         name += f", {'by NCCL' if devices >= WORLD else 'on one CUDA device by gloo'}"
-    return Bar.at_least(name, median_speed_up(pairs), 0.97)
+    return Bar.at_least(name, median_speed_up(pairs), 0.97, milliseconds_of_both(pairs))
 
 
 def measure_as_learner(folder: Path) -> list[tuple[float, float]]:
@@ -36,7 +36,7 @@ def measure_as_learner(folder: Path) -> list[tuple[float, float]]:
     device = choose_device("auto", place)
     job = job_for(folder, learners=place.world, steps=STEPS)
     tickets = tickets_of(job, STEPS, place.rank, place.world)
-    both = SideBySide(plain_loop(job, tickets, device, wrap=DistributedDataParallel), device)
+    both = SideBySide(plain_loop(job, tickets, device, wrap=tuned_ddp), device)
     run_learner(job, place, device, "bench", both)
     return both.pairs if place.rank == 0 else []
 

@@ -15,7 +15,7 @@ from starling.workload import Ticket, Workload
 BLOCK_SIZE = 1 << 18
 """Parameters of one block of an emulated model: a megabyte."""
 BATCH_SIZE = 32
-NUM_BATCHES = 8
+NUM_BATCHES = 64
 """Different mini-batches of the computing workload; they are drawn once, so that drawing costs neither side time."""
 
 
@@ -96,7 +96,17 @@ class _Model(nn.Module):
         return found
 
 
-class EmulatedDevice(Workload[Batch]):
+class _Watched(Workload[Batch]):
+    """A workload that keeps hold of the first model it made, which is the learner's own."""
+
+    model: nn.Module | None = None
+
+    def keep(self, made: nn.Module) -> nn.Module:
+        self.model = self.model or made
+        return made
+
+
+class EmulatedDevice(_Watched):
     """Gradients of `num_parameters` that take `seconds`, in blocks one after the other: what follows a block's backward
     can overlap with that of the blocks before it."""
 
@@ -105,7 +115,7 @@ class EmulatedDevice(Workload[Batch]):
         self._size, self._seconds = num_parameters // self._num_blocks, seconds / self._num_blocks
 
     def make_model(self) -> nn.Module:
-        return _Model(self._num_blocks, self._size, self._seconds)
+        return self.keep(_Model(self._num_blocks, self._size, self._seconds))
 
     def num_batches(self, epoch: int) -> int:
         return 1 << 30
@@ -118,7 +128,7 @@ class EmulatedDevice(Workload[Batch]):
         return found
 
 
-class Computing(Workload[Batch]):
+class Computing(_Watched):
     """A perceptron on random points, computed for real; each loss takes `seconds` more."""
 
     def __init__(self, widths: Sequence[int], seconds: float = 0.0) -> None:
@@ -137,7 +147,7 @@ class Computing(Workload[Batch]):
         ]
 
     def make_model(self) -> nn.Module:
-        return perceptron(self._widths)
+        return self.keep(perceptron(self._widths))
 
     def num_batches(self, epoch: int) -> int:
         return 1 << 30

@@ -69,7 +69,7 @@ def main(strategy: str, steps: int, autocast: bool) -> None:
             scheduler.step()
             if learner.rank == 0 and (step + 1) % 100 == 0:
                 print(f"step {step + 1}, loss {loss.item():.3f}", flush=True)
-        with learner.consensus():  # changed: evaluate, or save, what all agree on
+        with learner.consensus(final=True):  # changed: evaluate, or save, the finished model, the same on all learners
             reached = accuracy(model)
         if learner.rank == 0:
             print(learner.stats())

@@ -16,8 +16,19 @@ from rich.console import Console
 from benchmarks.fairness import spread
 from benchmarks.measuring import Bar, median_speed_up
 from benchmarks.namespaces import NoNamespacesError, Throttle, joined_namespaces
+from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.run import BENCHMARKS, parse, table
-from benchmarks.runs import DDP, SENDING, Outcome, Run, median_ratio, total_rate
+from benchmarks.runs import (
+    DDP,
+    SENDING,
+    Outcome,
+    Run,
+    averaging_in_words,
+    median_ratio,
+    relative_distance,
+    total_rate,
+    weights_file,
+)
 from benchmarks.slow_link import SlowLink
 from benchmarks.starting import (
     Outcomes,
@@ -104,14 +115,17 @@ def test_learners_note_what_they_did(tmp_path: Path) -> None:
         Run("allreduce", 1, 1000, 0.001, steps=6),
         Run("adpsgd", 2, 1000, 0.001, steps=12),
         Run(DDP, 2, widths=(8, 4), steps=12),
+        Run(DDP, 2, widths=(8, 4), steps=12, options={"sync_every": 3}),
         Run(SENDING, 2, 1000, steps=5),
     ]
-    alone, averaging, in_step, sending = launched(runs, tmp_path)
+    alone, averaging, in_step, rarely, sending = launched(runs, tmp_path)
     assert [len(outcome.stamps) for outcome in alone] == [6]
     assert sum(len(outcome.stamps) for outcome in averaging) == 12
     assert averaging[0].rounds == averaging[1].rounds > 0
     assert all(outcome.bytes_sent == 4000 * outcome.rounds for outcome in averaging)
-    assert [len(outcome.stamps) for outcome in in_step] == [6, 6]
+    assert all(outcome.distance is not None for outcome in averaging)
+    assert [(len(outcome.stamps), outcome.rounds) for outcome in in_step] == [(6, 6), (6, 6)]
+    assert [(len(outcome.stamps), outcome.rounds) for outcome in rarely] == [(6, 2), (6, 2)]
     assert [len(outcome.stamps) for outcome in sending] == [6, 0]
     assert list(tmp_path.iterdir()) == []
 
@@ -134,6 +148,38 @@ def test_what_is_sent_over_an_emulated_link_takes_its_time(monkeypatch: pytest.M
             sending.wait()
     assert monotonic() - begin >= 0.04
     assert dist.isend is send_at_once
+
+
+def test_a_gradient_that_is_summed_up_is_that_of_the_whole() -> None:
+    """Three mini-batches before one step leave the weights that their mean gradient leaves."""
+    job = Run(DDP, 1, widths=(8, 4), steps=3).job()
+    models: list[torch.nn.Module] = []
+
+    def keep(model: torch.nn.Module) -> torch.nn.Module:
+        models.append(model)
+        return model
+
+    assert len(list(plain_loop(job, tickets_of(job, 3, 0, 1), torch.device("cpu"), keep, sync_every=3))) == 3
+    expected = job.workload.make_model()
+    optimizer = job.make_optimizer(list(expected.parameters()))
+    batches = [batch for ticket in tickets_of(job, 3, 0, 1) for batch in job.workload.load(ticket)]
+    torch.stack([job.workload.loss(expected, batch) for batch in batches]).mean().backward()
+    optimizer.step()
+    for parameter, wanted in zip(models[0].parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter, wanted)
+
+
+def test_the_distance_between_models_is_a_share_of_their_means_norm(tmp_path: Path) -> None:
+    """Two models 3 left and right of a mean of norm 10; models that are equal are 0 apart; outcomes have it, too."""
+    mean, apart = torch.tensor([6.0, 8.0]), torch.tensor([3.0, 0.0])
+    assert relative_distance([mean + apart, mean - apart]) == pytest.approx(0.3)
+    assert relative_distance([mean, mean, mean]) == 0.0
+    for rank, weights in enumerate([mean + apart, mean - apart]):
+        (tmp_path / f"outcomes-{rank}.json").write_text('[{"stamps": [1.0], "rounds": 1}]')
+        weights.numpy().tofile(weights_file(tmp_path, 0, rank))
+    (outcomes,) = read_outcomes([Run("adpsgd", 2)], tmp_path)
+    assert [outcome.distance for outcome in outcomes] == pytest.approx([0.3, 0.3])
+    assert averaging_in_words([outcomes]) == "1.00 rounds per gradient, distance between models 3.0e-01"
 
 
 def program(text: str) -> Program:

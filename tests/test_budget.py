@@ -75,3 +75,14 @@ def test_the_factor_is_always_between_zero_and_one(fraction: float, warmup: floa
     factor = Schedule(warmup=warmup, decay=decay).factor(fraction, epochs, fraction)  # type: ignore[arg-type]
     assert 0.0 <= factor <= 1.0 + 1e-12
     assert math.isfinite(factor)
+
+
+def test_a_schedule_with_a_budget_of_its_own_ends_there() -> None:
+    """In a longer run it goes on at its final value; without one it follows the run's."""
+    run, own = Budget(epochs=8), Budget(epochs=4)
+    kept, stretched = Schedule(floor=0.1, budget=own), Schedule(floor=0.1)
+    for epochs in (0, 1, 2, 3, 4):
+        progress = Progress(0, epochs, 0.0)
+        assert kept.at(progress, run) == stretched.at(progress, own)
+        assert kept.at(progress, run) == stretched.at(Progress(0, 2 * epochs, 0.0), run)
+    assert kept.at(Progress(0, 7, 0.0), run) == pytest.approx(0.1)

@@ -92,3 +92,18 @@ def test_debug_shows_where_an_error_came_from(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "Traceback" in result.stderr
     assert "no such file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["train", "r.yaml", "--learners", "4"], "learners=4"),
+        (["simulate", "r.yaml", "--strategy=adpsgd"], "strategy=adpsgd"),
+        (["prepare", "r.yaml", "--data.folder"], "data.folder=VALUE"),
+    ],
+)
+def test_a_key_written_as_an_option_is_answered_with_how_to_write_it(arguments: list[str], hint: str) -> None:
+    """With the value that was given."""
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"Keys of the recipe are written without dashes: {hint}" in " ".join(result.stderr.split())

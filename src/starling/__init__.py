@@ -1,8 +1,10 @@
 """Starling trains speech recognisers, and any PyTorch model, with many learners that agree in step or not at all.
 
-The public names below are loaded when they are first used.
+The public names below are loaded when they are first used. A process that torchrun or Starling started as a learner
+loads torch at once, so that it need not load all of it.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,9 @@ _HOMES = {
     "join": "launch.joining",
     "load_recipe": "experiment.recipe",
 }
+
+if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    import_module("starling.launch.dynamo_on_demand").postpone_dynamo()
 
 
 def __getattr__(name: str) -> Any:

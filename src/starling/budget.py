@@ -68,6 +68,15 @@ class Schedule(Config):
     decay: Literal["constant", "cosine", "sqrt2-per-epoch"] = "cosine"
     floor: float = Field(default=0.0, ge=0.0, le=1.0)
     hold_epochs: int = Field(default=10, ge=0)
+    budget: Budget | None = None
+    """The budget that the schedule follows, beyond which it stays at its final value; None: that of the run, over which
+    it is stretched anew where a resume changes it."""
+
+    def at(self, progress: Progress, run: Budget, following: Progress | None = None) -> float:
+        """The factor when a run with the budget `run` has come so far, for mini-batches behind which it has come as far
+        as `following`."""
+        budget = self.budget or run
+        return self.factor(budget.fraction(progress), progress.epochs, budget.fraction(following or progress))
 
     def factor(self, fraction: float, epochs: float, fraction_after: float) -> float:
         """The factor after `fraction` of the budget and `epochs` passes over the data, for mini-batches that bring the

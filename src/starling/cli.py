@@ -1,16 +1,40 @@
 """The command line: one thin function for each command."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from starling.errors import StarlingError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+class TakesKeys(TyperCommand):
+    """A command whose arguments are keys of a recipe; who writes one as an option is told how to write it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer does not export what it raises for an unknown option
+            if (option := getattr(error, "option_name", None)) is not None:
+                error.message = f"{error.message}{_as_key(option, given)}"  # type: ignore[attr-defined]
+            raise
+
+
+def _as_key(option: str, arguments: Sequence[str]) -> str:
+    """How an option is written as a key of the recipe."""
+    place = next((place for place, each in enumerate(arguments) if each.partition("=")[0] == option), None)
+    if place is None:
+        return ""
+    value = arguments[place].partition("=")[2] or next(iter(arguments[place + 1 :]), "VALUE")
+    return f" Keys of the recipe are written without dashes: {option.lstrip('-').replace('-', '_')}={value}"
+
 
 app = typer.Typer(
     help="Train speech recognisers with many learners, and choose how the learners agree.",
@@ -35,6 +59,7 @@ Overrides = Annotated[
     ),
 ]
 Experiment = Annotated[Path, typer.Argument(metavar="EXP", help="An experiment, such as exp/demo.", show_default=False)]
+Best = Annotated[bool, typer.Option("--best", help="Use the model that scored best on the valid set, not the newest.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
 
 
@@ -55,8 +80,17 @@ def options(
     """Options that stand before a command."""
 
 
-@app.command(epilog="Example: [bold]starling prepare recipes/demo.yaml data.folder=corpora/demo jobs=4[/bold]")
-def prepare(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
+@app.command(
+    cls=TakesKeys, epilog="Example: [bold]starling prepare recipes/demo.yaml data.folder=corpora/demo jobs=4[/bold]"
+)
+def prepare(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace sets that were prepared with other settings.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
     """Import, check and filter a recipe's corpus, and write it as shards; what is there already is kept.
 
     jobs=N takes N processes, executor=dask://HOST:PORT the workers of a Dask cluster; the result is the same.
@@ -64,10 +98,10 @@ def prepare(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = 
     with _errors(debug):
         from starling.experiment import prepare
 
-        prepare.prepare(recipe, overrides or (), typer.echo, _console())
+        prepare.prepare(recipe, overrides or (), typer.echo, _console(), overwrite)
 
 
-@app.command(epilog="Example: [bold]starling check recipes/demo.yaml data.check.silence_db=-50[/bold]")
+@app.command(cls=TakesKeys, epilog="Example: [bold]starling check recipes/demo.yaml data.check.silence_db=-50[/bold]")
 def check(
     data: Annotated[
         Path,
@@ -87,7 +121,7 @@ def check(
         check.check(data, overrides or (), drop, strict, typer.echo, Console(), _console())
 
 
-@app.command("bench-data", epilog="Example: [bold]starling bench-data recipes/demo.yaml[/bold]")
+@app.command("bench-data", cls=TakesKeys, epilog="Example: [bold]starling bench-data recipes/demo.yaml[/bold]")
 def bench_data(
     data: Annotated[
         Path,
@@ -105,7 +139,9 @@ def bench_data(
         bench_data.bench_data(data, overrides or (), typer.echo, Console(), _console())
 
 
-@app.command(epilog="Example: [bold]starling train recipes/fsdd.yaml learners=2 strategy=delay-by-one[/bold]")
+@app.command(
+    cls=TakesKeys, epilog="Example: [bold]starling train recipes/fsdd.yaml learners=2 strategy=delay-by-one[/bold]"
+)
 def train(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train with several learner processes, and score the test sets.
 
@@ -134,7 +170,9 @@ def join(
         join.join(experiment, learners, typer.echo)
 
 
-@app.command(epilog="Example: [bold]starling simulate recipes/fsdd.yaml learners=64 strategy=delay-by-one[/bold]")
+@app.command(
+    cls=TakesKeys, epilog="Example: [bold]starling simulate recipes/fsdd.yaml learners=64 strategy=delay-by-one[/bold]"
+)
 def simulate(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train with virtual learners in this process, on a simulated cluster; the same seed gives the same events."""
     with _errors(debug):
@@ -150,13 +188,14 @@ def evaluate(
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="A set to score; may be repeated. Default: the test sets.")
     ] = None,
+    best: Best = False,
     debug: Debug = False,
 ) -> None:
     """Score sets with the newest model of an experiment, and list every error in its decode folder."""
     with _errors(debug):
         from starling.experiment import evaluate
 
-        evaluate.evaluate(experiment, sets, typer.echo, _console())
+        evaluate.evaluate(experiment, sets, typer.echo, _console(), best)
 
 
 @app.command(epilog="Example: [bold]starling audit exp/demo[/bold]")
@@ -189,13 +228,14 @@ def status(
 def transcribe(
     experiment: Experiment,
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="WAV, FLAC, MP3, Opus.", show_default=False)],
+    best: Best = False,
     debug: Debug = False,
 ) -> None:
     """Write what is said in audio files, with the newest model of an experiment."""
     with _errors(debug):
         from starling.experiment import evaluate
 
-        evaluate.transcribe(experiment, files, typer.echo)
+        evaluate.transcribe(experiment, files, typer.echo, best)
 
 
 @app.command(epilog="Example: [bold]starling strategies[/bold]")
@@ -209,7 +249,9 @@ def strategies(debug: Debug = False) -> None:
             typer.echo(f"{strategy.name:{width}}  {strategy.summary}")
 
 
-@studies.command(epilog="Example: [bold]starling study staleness recipes/staleness.yaml study.jobs=4[/bold]")
+@studies.command(
+    cls=TakesKeys, epilog="Example: [bold]starling study staleness recipes/staleness.yaml study.jobs=4[/bold]"
+)
 def staleness(
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", help="A recipe with a section `study`.")

@@ -1,5 +1,8 @@
 """The base of every configuration model: unknown keys are errors and values never change."""
 
+from collections.abc import Iterator
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -7,3 +10,13 @@ class Config(BaseModel):
     """A frozen section of a recipe; a key it does not know is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def differing(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The dotted key and both values of whatever differs between two trees; None for a value that is not there."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        if before != now:
+            yield key, before, now
+        return
+    for name in dict.fromkeys([*before, *now]):
+        yield from differing(before.get(name), now.get(name), f"{key}.{name}" if key else name)

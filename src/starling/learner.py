@@ -113,8 +113,7 @@ class Learner(ABC):
     def clip(self, gradient: Tensor) -> Tensor | None:
         """Shorten a gradient `[P]` in place to the longest that the run allows, as `step` does by itself.
 
-        None for one that is not finite: it must make no step anywhere. `NonFiniteError` after many in a row. In
-        somebody's own loop, at once.
+        None for one that is not finite: it must make no step anywhere. `NonFiniteError` after many in a row.
         """
 
     @abstractmethod
@@ -132,13 +131,16 @@ class Learner(ABC):
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """Start sending `tensor` to `peer`, which receives it under the same `tag`. A learner may send to itself.
 
-        The tensor is not to be changed before the handle was awaited. Several of one tag arrive in their order.
+        The tensor is not to be changed before the handle was awaited, and a `snapshot` of a piece not at all: a peer on
+        the same machine may read it where it lies. Several of one tag arrive in their order.
         """
 
     @abstractmethod
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        """Start receiving what `peer` sends under `tag`, of the shape, dtype and device of `like`; the result is new
-        memory."""
+        """Start receiving what `peer` sends under `tag`, of the shape, dtype and device of `like`.
+
+        The result is not to be written to: the peer may have lent it.
+        """
 
     @abstractmethod
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:

@@ -38,6 +38,7 @@ def written(tree: Tree, folder: Path) -> str:
         "exp": "exp",
         "strategy": "delay-by-one",
         "batches": {"max_duration": 2},
+        "checkpoints": {"epochs": 1},
         "augment": {"speed": [1.0], "spec_augment": None},
         "optimizer": {"lr": 0.02, "schedule": {"decay": "constant", "warmup": 0.0}},
     }
@@ -51,10 +52,11 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
     recipe = written(tree, tmp_path)
     run = starling(
         tmp_path, "train", recipe, "budget.epochs=25", "optimizer.schedule.decay=cosine", "seed=4",
-        "data.valid=test", "validate_every=5",
+        "data.valid=test", "validate_every=5", "checkpoints.epochs=null",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert re.search(r"after epoch \d+, test: %WER", run.stderr)
+    assert re.search(r"after epoch 25, test: %WER", run.stderr)
+    assert run.stderr.count("\nsaved exp/songs/checkpoints/") == 1  # the run is shorter than checkpoints.minutes
     name, wer, *_ = run.stdout.splitlines()
     assert name == "test"
     assert float(re.fullmatch(r"%WER (\S+) \[ \d+ / \d+, \d+ ins, \d+ del, \d+ sub \].*", wer)[1]) <= 20.0  # type: ignore[index]
@@ -63,7 +65,7 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
     experiment = tmp_path / "exp" / "songs"
     assert {path.name for path in experiment.iterdir()} == {
         "config.yaml", "env.txt", "status.json",
-        "initial", "log", "tensorboard", "checkpoints", "decode", "seen", "joins",
+        "initial", "log", "tensorboard", "checkpoints", "best", "decode", "seen", "joins",
     }  # fmt: skip
     assert {path.name for path in (experiment / "log").iterdir()} == {
         "learner-0.log", "learner-1.log", "summary.txt",
@@ -72,6 +74,7 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
         "consensus", "learner-0", "learner-1", "valid",
     }  # fmt: skip
     assert load(latest(experiment)).manifest.position.epoch == 25
+    assert starling(tmp_path, "evaluate", "exp/songs", "--best").stdout.splitlines()[0] == "test"
 
     again = starling(tmp_path, "evaluate", "exp/songs", "--set", "test")
     assert again.stdout == run.stdout

@@ -1,9 +1,11 @@
 """The program of a learner process in the tests of the drop-in: a plain PyTorch loop, over and over."""
 
 import json
+import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from tests.contract.problems import TinyRegression
 
 STEPS = 12
 """Of each learner, unless a case says otherwise."""
+MIDDLE = 6
+"""The step before which trouble happens."""
 
 
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in trainable(model)])
+def flat(model: nn.Module, every: bool = False) -> Tensor:
+    """The trainable parameters, or every one."""
+    return torch.cat([each.detach().reshape(-1) for each in (model.parameters() if every else trainable(model))])
 
 
 def take_gradient(model: nn.Module, number: int) -> None:
@@ -57,7 +62,10 @@ def run(rank: int, case: dict[str, Any]) -> dict[str, Tensor]:
             take_gradient(model, step * learner.world + rank)
             learner.step()
             _misbehave(case, rank, step)
-        if case.get("asks", rank) == rank:
+        if case.get("fails") == "evaluating":
+            with learner.consensus(final=True):
+                _misbehave(case, rank, STEPS)
+        elif case.get("asks", rank) == rank:
             dict(model.named_buffers())["level"].fill_(rank)
             before = flat(model).clone()
             with learner.consensus():
@@ -72,10 +80,68 @@ def run(rank: int, case: dict[str, Any]) -> dict[str, Tensor]:
     return seen
 
 
+def run_troubled(rank: int, case: dict[str, Any]) -> dict[str, Tensor]:
+    """One joining whose loop does to the model and its gradients what `case` says."""
+    model = make_troubled()
+    model[0].requires_grad_(case.get("frozen") != "before")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=bool(case.get("scaler")))
+    seen: dict[str, Tensor] = {}
+    options = case.get("options", {})
+    with starling.join(model, optimizer, case["strategy"], seed=11, timeout_seconds=30.0, **options) as learner:
+        model[0].requires_grad_("frozen" not in case)
+        for step in range(STEPS):
+            if step == MIDDLE:
+                seen["middle"] = flat(model, every=True)
+                model[0].requires_grad_(True)
+                if case.get("moves"):
+                    model[3].weight.data = model[3].weight.data.clone()
+            model.zero_grad()
+            loss = troubled_loss(model, step * learner.world + rank)
+            if case.get("not_finite") == rank and step == MIDDLE:
+                loss = loss * math.inf
+            scaler.scale(loss).backward()
+            if case.get("slow") == rank:
+                time.sleep(0.03)
+            if case.get("scaler"):
+                learner.step(scaler)
+                scaler.update()
+            else:
+                learner.step()
+        if case.get("final") and case.get("asks", rank) == rank:
+            with learner.consensus(final=True):
+                seen["final"] = flat(model, every=True)
+    seen["weights"] = flat(model, every=True)
+    stats = learner.stats()
+    seen["steps"], seen["skipped"] = torch.tensor(stats.steps), torch.tensor(stats.steps_skipped)
+    seen["rounds"] = torch.tensor(stats.rounds)
+    return seen
+
+
+def make_troubled() -> nn.Sequential:
+    """The contract's model, a layer that is used for every third mini-batch, and one that is never used."""
+    model = TinyRegression().make_model()
+    assert isinstance(model, nn.Sequential)
+    for _ in range(2):
+        model.append(nn.Linear(1, 1))
+        nn.init.ones_(model[-1].weight)
+        nn.init.ones_(model[-1].bias)
+    return model
+
+
+def troubled_loss(model: nn.Sequential, number: int) -> Tensor:
+    """The contract's loss on mini-batch `number`; every third goes through the layer that is sometimes used."""
+    (points,) = TinyRegression().load(Ticket(number // 12, number % 12, number))
+    used = [*model[:4], model[4]] if number % 3 == 0 else model[:4]
+    return TinyRegression().loss(nn.Sequential(*used), points)
+
+
 def _misbehave(case: dict[str, Any], rank: int, step: int) -> None:
     if rank == 1 and step == 5 and case.get("fails") == "raises":
         raise ValueError("a bad mini-batch")
     if rank == 1 and step == 5 and case.get("fails") == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and step == STEPS and case.get("fails") == "evaluating":
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -83,7 +149,8 @@ def main(cases: dict[str, Any], folder: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     for name, case in cases.items():
-        save_file(run(rank, case), folder / f"{name}-{rank}.safetensors")
+        outcome = run_troubled(rank, case) if case.get("troubled") else run(rank, case)
+        save_file(outcome, folder / f"{name}-{rank}.safetensors")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The drop-in: anybody's PyTorch loop as one learner among several."""
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -15,15 +16,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import starling
-from starling.errors import ConfigError, ProtocolError
+from starling.errors import ConfigError, NonFiniteError, ProtocolError
 from tests.contract.oracle import SYNCHRONOUS, Vector
 from tests.contract.problems import TinyRegression
-from tests.engines.drop_in_process import STEPS, flat, take_gradient
+from tests.engines.drop_in_process import MIDDLE, STEPS, flat, make_troubled, take_gradient, troubled_loss
 from tests.warm_start import run_learners, start_learners
 
 ALONE = [
     ("allreduce", {}),
     ("delay-by-one", {}),
+    ("delayed", {"delay": 0}),
     ("dpsgd", {}),
     ("adpsgd", {}),
     ("adpsgd", {"optimizer_state": "averaged"}),
@@ -64,6 +66,24 @@ CASES: dict[str, dict[str, Any]] = {
     "node": {"strategy": "hadpsgd", "options": {"per_node": 1}},
     **SERVED,
 }
+TROUBLED: dict[str, dict[str, Any]] = {
+    "allreduce": {"strategy": "allreduce"},
+    "allreduce-frozen-before": {"strategy": "allreduce", "frozen": "before"},
+    "allreduce-frozen-after": {"strategy": "allreduce", "frozen": "after"},
+    "allreduce-not-finite": {"strategy": "allreduce", "not_finite": 1},
+    "allreduce-scaler": {"strategy": "allreduce", "not_finite": 1, "scaler": True},
+    "allreduce-final": {"strategy": "allreduce", "final": True, "slow": 1},
+    "delayed-final": {"strategy": "delayed", "options": {"delay": 2}, "final": True},
+    "dpsgd-not-finite": {"strategy": "dpsgd", "not_finite": 1},
+    "dpsgd-moves": {"strategy": "dpsgd", "moves": True},
+    "dpsgd": {"strategy": "dpsgd"},
+    "adpsgd-frozen": {"strategy": "adpsgd", "frozen": "before"},
+    "adpsgd-not-finite": {"strategy": "adpsgd", "not_finite": 1},
+    "adpsgd-scaler": {"strategy": "adpsgd", "not_finite": 1, "scaler": True},
+    "adpsgd-final": {"strategy": "adpsgd", "final": True, "slow": 1},
+    "one-asks-final": {"strategy": "adpsgd", "final": True, "slow": 0, "asks": 1},
+    "server-final": {"strategy": "parameter-server", "final": True, "slow": 1},
+}
 Runner = Callable[[int], dict[str, list[dict[str, Tensor]]]]
 every_world = pytest.mark.parametrize("world", [2, 3])
 
@@ -90,22 +110,32 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     return run_all
 
 
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Tensor]]]:
+    """What came out of all troubled cases with two learners, by rank."""
+    folder = tmp_path_factory.mktemp("troubled")
+    run_learners(command({name: case | {"troubled": True} for name, case in TROUBLED.items()}, folder), 2, folder)
+    return {name: [load_file(folder / f"{name}-{rank}.safetensors") for rank in range(2)] for name in TROUBLED}
+
+
 @pytest.mark.parametrize(("strategy", "options"), ALONE)
 def test_one_learner_is_the_plain_loop_to_the_bit(strategy: str, options: dict[str, Any]) -> None:
-    """Momentum, weight decay, parameter groups, a scheduler, clipping and a parameter without gradient included."""
+    """Momentum, weight decay, parameter groups, a scheduler, clipping and a layer that is often dropped included."""
 
     def train(is_joined: bool) -> Tensor:
         model = TinyRegression().make_model()
         if strategy not in ("parameter-server", "hogwild"):  # whose gradients are whole vectors: 0 where there is none
-            model[0].unused = nn.Linear(2, 2)
-            nn.init.ones_(model[0].unused.weight)
-            nn.init.ones_(model[0].unused.bias)
+            model[0].dropped = nn.Linear(2, 2)
+            nn.init.ones_(model[0].dropped.weight)
+            nn.init.ones_(model[0].dropped.bias)
         groups = [{"params": model[0].parameters(), "lr": 0.05}, {"params": model[3].parameters()}]
         optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         learner = starling.join(model, optimizer, strategy, **options) if is_joined else None
         for step in range(20):
             take_gradient(model, step)
+            if step % 4 == 3 and hasattr(model[0], "dropped"):
+                model[0].dropped(torch.ones(1, 2)).sum().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             (optimizer if learner is None else learner).step()
             scheduler.step()
@@ -207,6 +237,75 @@ def test_loops_that_share_a_model_end_with_it(name: str, world: int, joined: Run
             torch.testing.assert_close(each["consensus"], each["weights"])
 
 
+def mean_loop(case: dict[str, Any]) -> Tensor:
+    """The oracle of `allreduce` in trouble: a plain loop with the mean of the gradients, None where nobody has one."""
+    model = make_troubled()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    for step in range(STEPS):
+        model[0].requires_grad_("frozen" not in case or step >= MIDDLE)
+        gradients = []
+        for rank in range(2):
+            model.zero_grad()
+            troubled_loss(model, step * 2 + rank).backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+        for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
+            there = [part for part in parts if part is not None]
+            parameter.grad = torch.stack(there).sum(dim=0) / 2 if there else None
+        if "not_finite" not in case or step != MIDDLE:
+            optimizer.step()
+    return flat(model, every=True)
+
+
+@pytest.mark.parametrize("name", [name for name in TROUBLED if name.startswith("allreduce")])
+def test_a_parameter_without_gradient_and_a_bad_gradient_do_what_they_do_in_one_loop(
+    name: str, troubled: dict[str, list[dict[str, Tensor]]]
+) -> None:
+    """With AdamW, whose decay and momentum would move what has a gradient of zero."""
+    for each in troubled[name]:
+        torch.testing.assert_close(each["weights"], mean_loop(TROUBLED[name]), rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in TROUBLED if "server" not in name])
+def test_a_parameter_that_no_learner_uses_stays_as_it_was(
+    name: str, troubled: dict[str, list[dict[str, Tensor]]]
+) -> None:
+    """To the bit; those of a layer that learners use now and then, or that is unfrozen later, are trained."""
+    start = flat(make_troubled(), every=True)
+    for each in troubled[name]:
+        assert torch.equal(each["weights"][-2:], start[-2:])
+        assert not torch.equal(each["weights"][-4:-2], start[-4:-2])
+        if TROUBLED[name]["strategy"] == "allreduce":  # elsewhere another learner may have unfrozen it before
+            assert torch.equal(each["middle"][:24], start[:24]) == ("frozen" in TROUBLED[name])
+        assert bool((each["weights"][:24] != start[:24]).all())
+
+
+@pytest.mark.parametrize("name", [name for name in TROUBLED if "not_finite" in TROUBLED[name]])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_disturbs_no_round(
+    name: str, troubled: dict[str, list[dict[str, Tensor]]]
+) -> None:
+    """Only those skip a step who would have stepped with it."""
+    outcomes = troubled[name]
+    assert all(bool(each["weights"].isfinite().all()) and int(each["steps"]) == STEPS for each in outcomes)
+    assert [int(each["skipped"]) for each in outcomes] == [int("allreduce" in name), 1]
+    assert int(outcomes[0]["rounds"]) == int(outcomes[1]["rounds"])
+
+
+def test_a_parameter_that_is_given_other_memory_is_trained_on(troubled: dict[str, list[dict[str, Tensor]]]) -> None:
+    """The same values in other memory give the same bits as if nothing had happened."""
+    for moved, unmoved in zip(troubled["dpsgd-moves"], troubled["dpsgd"], strict=True):
+        assert torch.equal(moved["weights"], unmoved["weights"])
+
+
+@pytest.mark.parametrize("name", [name for name in TROUBLED if "final" in TROUBLED[name]])
+def test_the_final_consensus_is_one_finished_model(name: str, troubled: dict[str, list[dict[str, Tensor]]]) -> None:
+    """Whatever the learners' speeds: the same bits on all that ask for it, and none is changed by closing."""
+    asking = [each for each in troubled[name] if "final" in each]
+    assert len(asking) == (1 if "asks" in TROUBLED[name] else 2)
+    for each in asking:
+        assert torch.equal(each["final"], asking[0]["final"])
+        assert torch.equal(each["final"], each["weights"])
+
+
 @pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one", "dpsgd"])
 def test_unequal_steps_in_step_are_a_named_error(strategy: str, tmp_path: Path) -> None:
     """Not a hang: who has closed, after how many steps, and what to do."""
@@ -226,6 +325,16 @@ def test_survivors_name_the_learner_that_failed(strategy: str, fails: str, code:
     with start_learners(failing, 3, tmp_path) as learners:
         ends = [learners.end(rank) for rank in range(3)]
     assert [each for each, _ in ends] == [1, code, 1]
+    for rank in (0, 2):
+        assert f"PeerLost: learner {rank} lost learner 1" in ends[rank][1], ends[rank]
+
+
+def test_who_waits_in_close_hears_that_a_learner_died_while_it_evaluated(tmp_path: Path) -> None:
+    """All have made their last steps; however long an evaluation takes, only a death ends the wait."""
+    failing = command({"fails": {"strategy": "adpsgd", "fails": "evaluating"}}, Path())
+    with start_learners(failing, 3, tmp_path) as learners:
+        ends = [learners.end(rank) for rank in range(3)]
+    assert [each for each, _ in ends] == [1, -9, 1]
     for rank in (0, 2):
         assert f"PeerLost: learner {rank} lost learner 1" in ends[rank][1], ends[rank]
 
@@ -264,4 +373,179 @@ def test_steps_inside_consensus_or_after_closing_are_refused() -> None:
         learner.step()
     learner.close()
     with pytest.raises(ProtocolError, match=r"learner 0 has closed: step\(\) must come before that"):
+        learner.step()
+
+
+class Alone:
+    """A model and an optimizer of one learner, joined or not."""
+
+    def __init__(self, strategy: str | None, **options: Any) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.learner = starling.join(self.model, self.optimizer, strategy, **options) if strategy else None
+
+    def backward(self, number: int, factor: float = 1.0) -> Tensor:
+        self.optimizer.zero_grad()
+        pictures = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(number))
+        return self.model(pictures).square().mean() * factor
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
+@pytest.mark.parametrize("unscales", [True, False])
+def test_fp16_with_a_scaler_is_the_plain_loop_to_the_bit(strategy: str, unscales: bool) -> None:
+    """Steps that the scaler skips included, and its scale."""
+
+    def train(alone: Alone) -> tuple[Tensor, float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        for number in range(10):
+            loss = alone.backward(number, math.inf if number in (2, 3) else 1.0)
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            if unscales:
+                scaler.unscale_(alone.optimizer)
+                nn.utils.clip_grad_norm_(alone.model.parameters(), 0.1)
+            if alone.learner is None:
+                scaler.step(alone.optimizer)
+            else:
+                alone.learner.step(scaler)
+            scaler.update()
+        if alone.learner is not None:
+            alone.learner.close()
+            assert alone.learner.stats().steps_skipped == 2
+        return flat(alone.model), float(scaler.get_scale())
+
+    joined, plain = train(Alone(strategy)), train(Alone(None))
+    assert torch.equal(joined[0], plain[0])
+    assert joined[1] == plain[1]
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "allreduce", "hogwild"])
+def test_many_gradients_in_a_row_that_are_not_finite_end_the_loop(strategy: str) -> None:
+    """So many as `join` was told; single ones do not."""
+    alone = Alone(strategy, most_not_finite=3)
+    assert alone.learner is not None
+    for number, factor in enumerate([1.0, math.nan, math.nan, 1.0, math.nan, math.inf]):
+        alone.backward(number, factor).backward()  # type: ignore[no-untyped-call]
+        alone.learner.step()
+    alone.backward(9, math.nan).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(NonFiniteError, match=r"learner 0: the gradient of step 7 is not finite, nor were the 2 before"):
+        alone.learner.step()
+    assert bool(flat(alone.model).isfinite().all())
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_of_the_optimizer_itself_is_refused_until_the_learner_has_closed(scaled: bool) -> None:
+    """It would train this learner's model alone, or not at all."""
+    alone = Alone("allreduce")
+    assert alone.learner is not None
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    scaler.scale(alone.backward(0)).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ProtocolError, match=r"learner 0: optimizer.step\(\) was called on an optimizer given to"):
+        scaler.step(alone.optimizer)
+    alone.learner.step()
+    alone.learner.close()
+    before = flat(alone.model).clone()
+    alone.optimizer.step()
+    assert not torch.equal(flat(alone.model), before)
+
+
+def test_a_loop_that_never_steps_is_warned() -> None:
+    """Once, and only if it has computed gradients: a loop without mini-batches is no mistake."""
+    alone = Alone("adpsgd")
+    assert alone.learner is not None
+    with alone.learner.consensus():
+        pass
+    alone.backward(0).backward()  # type: ignore[no-untyped-call]
+    with (
+        pytest.warns(RuntimeWarning, match=r"learner 0 has computed gradients and made no step"),
+        alone.learner.consensus(),
+    ):
+        pass
+    alone.learner.close()
+
+
+def test_optimizers_with_a_closure_are_refused_by_name() -> None:
+    """When joining, and when a closure comes to `step`."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"optimizer: LBFGS needs a closure"):
+        starling.join(model, torch.optim.LBFGS(model.parameters()))
+    learner = starling.join(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ProtocolError, match=r"learner 0: step\(\) takes a GradScaler or nothing, got function"):
+        learner.step(lambda: 0.0)  # type: ignore[arg-type]
+    learner.close()
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
+@pytest.mark.parametrize("how", ["channels_last", "data", "cpu"])
+def test_a_model_given_other_memory_is_trained_on_with_what_it_holds(strategy: str, how: str) -> None:
+    """As the plain loop does; and the consensus is that model."""
+
+    def train(alone: Alone) -> Tensor:
+        for number in range(6):
+            if number == 3 and how == "channels_last":
+                alone.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            if number == 3 and how == "data":
+                alone.model[0].weight.data = 2.0 * alone.model[0].weight.data
+            if number == 3 and how == "cpu":
+                alone.model.double().float()
+            alone.backward(number).backward()  # type: ignore[no-untyped-call]
+            (alone.learner or alone.optimizer).step()
+        if alone.learner is None:
+            return flat(alone.model)
+        with alone.learner.consensus(final=True):
+            finished = flat(alone.model).clone()
+        alone.learner.close()  # the model ends with what learners have agreed on
+        assert torch.equal(flat(alone.model), finished)
+        return finished
+
+    torch.testing.assert_close(train(Alone(strategy)), train(Alone(None)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda alone: alone.model.half(),
+            r"learner 0: parameter 0.weight was torch.float32 \[3, 2, 2, 2\] on cpu .*float16",
+        ),
+        (
+            lambda alone: alone.model.append(nn.Linear(2, 2)),
+            r"parameter 3.weight, 3.bias is trained now but was unknown",
+        ),
+        (lambda alone: alone.model.__setitem__(2, nn.Linear(12, 2)), r"parameter 2.weight, 2.bias is trained now"),
+        (
+            lambda alone: alone.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]}),
+            r"parameter of shape \[7\] in the optimizer is trained now",
+        ),
+    ],
+)
+@pytest.mark.parametrize("asks", ["step", "consensus"])
+def test_parameters_that_other_learners_do_not_know_are_named_at_the_next_step(
+    change: Callable[[Alone], object], message: str, asks: str
+) -> None:
+    """Changed dtypes, new layers, replaced layers, and what was added to the optimizer."""
+    alone = Alone("adpsgd")
+    assert alone.learner is not None
+    alone.backward(0).backward()  # type: ignore[no-untyped-call]
+    change(alone)
+    with pytest.raises(ProtocolError, match=message):
+        if asks == "step":
+            alone.learner.step()
+        else:
+            with alone.learner.consensus():
+                pass
+
+
+def test_a_frozen_parameter_that_nobody_knew_is_named_when_it_is_unfrozen() -> None:
+    """One that was neither trainable nor in the optimizer when the model joined."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    learner = starling.join(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    learner.step()
+    model[0].requires_grad_(True)
+    with pytest.raises(
+        ProtocolError, match=r"parameter 0.weight, 0.bias is trained now but was unknown when the model join"
+    ):
         learner.step()

@@ -1,5 +1,6 @@
 """Mini-batches come in order, once each, whoever loads them; what goes wrong in a loading process is told."""
 
+import heapq
 import multiprocessing
 import os
 import signal
@@ -9,9 +10,11 @@ from itertools import count, islice
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from starling.engines.loading import Loaded, Loader
+from starling.engines.loading import Loaded, Loader, Lookahead
 from starling.errors import DataError
 from starling.workload import Ticket, Workload
 
@@ -129,3 +132,76 @@ def test_an_end_before_the_last_ticket_leaves_nothing_behind() -> None:
         assert len(multiprocessing.active_children()) == 1
     assert multiprocessing.active_children() == []
     assert "loader" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_fewer_are_drawn_ahead_than_the_processes_hold_when_told_so() -> None:
+    """Each comes nevertheless, once and in order; none is drawn ahead where 0 are allowed."""
+    drawn: list[Ticket] = []
+    allowed = [5, 5, 5, 2, 0, 0, 1, 3, 0, 5, 1] * 4
+
+    def drawing() -> Iterator[Ticket]:
+        for ticket in tickets():
+            drawn.append(ticket)
+            yield ticket
+
+    with Loader(WhoLoads(), num_workers=2) as loader:
+        until_processes_load(loader.load(tickets()))
+        following = iter(allowed)
+        loaded = loader.load(drawing(), lambda: next(following))
+        most = 0
+        for number, (num_ahead, (ticket, _)) in enumerate(zip(allowed, loaded, strict=False)):
+            assert ticket.step == number
+            most = max(most - 1, num_ahead)  # what was drawn before is not given back
+            assert len(drawn) == number + 1 + most
+        assert number == len(allowed) - 1
+        assert loader.load_seconds > 0.0
+
+
+def end_of_run(step_seconds: Sequence[float], load_seconds: float, num_tickets: int) -> tuple[list[float], list[int]]:
+    """When each of some simulated learners ends, which have these speeds and look ahead as learners do; and how many
+    mini-batches each had drawn ahead at the most."""
+    aheads = [Lookahead() for _ in step_seconds]
+    drawn, newest, most = [0] * len(step_seconds), [0] * len(step_seconds), [0] * len(step_seconds)
+    ends = [0.0] * len(step_seconds)
+    total, has_begun = 0, [False] * len(step_seconds)
+    times = [(0.001 * rank, rank) for rank in range(len(step_seconds))]
+    while times:
+        now, rank = heapq.heappop(times)
+        ends[rank] = now
+        wanted = 1 + (aheads[rank].num(now, load_seconds) if drawn[rank] or total < num_tickets else 0)
+        while drawn[rank] < wanted and total < num_tickets:
+            newest[rank], total, drawn[rank] = total, total + 1, drawn[rank] + 1
+        if has_begun[rank]:
+            aheads[rank].began(now, step_seconds[rank], newest[rank] / num_tickets)
+        if drawn[rank]:
+            drawn[rank], has_begun[rank] = drawn[rank] - 1, True
+            most[rank] = max(most[rank], drawn[rank])
+            heapq.heappush(times, (now + step_seconds[rank], rank))
+    assert total == num_tickets
+    return ends, most
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(0.05, 0.2), min_size=2, max_size=8),
+    st.floats(2.0, 30.0),
+    st.floats(0.0, 0.1),
+    st.integers(0, 99),
+)
+def test_a_slow_learner_that_looks_ahead_ends_at_most_about_one_of_its_gradients_late(
+    speeds: list[float], slower: float, load_seconds: float, more: int
+) -> None:
+    """However slow it is. Without that rule it ends up to six late, with two loading processes."""
+    slow = max(speeds) * slower
+    ends, _ = end_of_run([*speeds, slow], load_seconds, num_tickets=int(20 * slow / min(speeds)) + more)
+    assert ends[-1] - max(ends[:-1]) <= 1.5 * slow
+
+
+@settings(deadline=None)
+@given(st.floats(0.001, 1.0), st.integers(2, 6), st.floats(0.1, 4.0))
+def test_learners_draw_ahead_what_takes_as_long_to_compute_as_to_load(
+    step_seconds: float, num_learners: int, load_steps: float
+) -> None:
+    """So none waits for data, whose mini-batches take up to a few of its steps to load."""
+    _, most = end_of_run([step_seconds] * num_learners, load_steps * step_seconds, num_tickets=100 * num_learners)
+    assert all(load_steps < each <= 2.0 * load_steps + 2.0 for each in most)

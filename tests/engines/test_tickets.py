@@ -16,7 +16,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.job import EpochReport, Job, Silence, StepReport
 from starling.engines.stragglers import Stragglers
-from starling.engines.tickets import Marks, TeamTickets
+from starling.engines.tickets import DoneTickets, Marks, TeamTickets
 from starling.engines.virtual import VirtualEngine
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
@@ -108,6 +108,46 @@ def test_marks_are_the_same_for_everybody(
             any(k * every <= step < k * every + team_size for step in steps)
             for k in range(1, num_portions * team_size // every + 1)
         )
+
+
+@settings(deadline=None)
+@given(st.permutations(range(30)), st.integers(0, 40), st.lists(st.integers(0, 9), unique=True))
+def test_done_tickets_are_a_set_that_keeps_only_what_is_not_contiguous(
+    order: list[int], first: int, unfinished: list[int]
+) -> None:
+    """In whatever order they are done, 10,000 of them in a row, and some from before the position."""
+    start = Standing(Ticket(0, first + 10, first + 10), tuple(Ticket(0, step, step) for step in sorted(unfinished)))
+    done, expected = DoneTickets(start), set[int]()
+    for step in [*unfinished, *(first + 10 + each for each in order)]:
+        done.add(step)
+        expected.add(step)
+        assert set(done) == expected and len(done) == len(expected) and step in done
+        assert all((step in done) == (step in expected) for step in range(100))
+    for step in range(first + 40, first + 10_040):
+        done.add(step)
+    assert done.num_kept == len(unfinished) and len(done) == len(unfinished) + 10_030
+
+
+def test_passing_marks_costs_about_the_same_however_many_portions_others_have_claimed_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A learner among thousands has one in thousands of the portions. The agreed marks behind it are forgotten."""
+    tickets, num_looks = TeamTickets(Uneven([1 << 30]), Standing(), UNLIMITED, 1), 0
+    marks = Marks(tickets, every=400_000)
+    look = TeamTickets.ticket
+
+    def counted(self: TeamTickets, number: int, member: int = 0) -> Ticket:
+        nonlocal num_looks
+        num_looks += 1
+        return look(self, number, member)
+
+    monkeypatch.setattr(TeamTickets, "ticket", counted)
+    for number in range(0, 1_000_000, 10_000):
+        marks.add(number + 5)
+    found = [mark.number for mark in marks.until(1_000_000)]
+    assert found == sorted([*range(5, 1_000_000, 10_000), 400_000, 800_000])
+    assert num_looks < 200 * len(found)
+    assert not marks._agreed
 
 
 @dataclass

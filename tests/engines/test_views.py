@@ -4,12 +4,13 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
@@ -57,8 +58,9 @@ def agreed(strategy: str, pasts: list[Past], noted: dict[int, list[int]], world:
     regroup.begin(before, 0, Plan(world, Standing(), 1.0))
     sequence = TicketSequence(WORKLOAD, Ticket(0, 0, 0))
     for rank, steps in noted.items():
+        notes = regroup.DoneNotes(before, rank, world)
         for step in steps:
-            regroup.note_done(before, rank, sequence[step])
+            notes.add(sequence[step])
     view = View(1, tuple(range(len(pasts))))
     plans: list[Plan | None] = [None] * len(pasts)
     makers: list[Plan] = []
@@ -74,6 +76,28 @@ def agreed(strategy: str, pasts: list[Past], noted: dict[int, list[int]], world:
     assert len(makers) == 1
     assert len(set(plans)) == 1
     return [plan for plan in plans if plan is not None]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.randoms(use_true_random=False), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 5))
+def test_notes_of_done_tickets_do_not_grow_with_their_number_and_are_read_as_they_were_made(
+    random: Random, speeds: list[int], num_unfinished: int
+) -> None:
+    """By learners of any speeds, also those that begin with what an earlier run left unfinished."""
+    store, world = HashStore(), len(speeds)
+    start = Standing(Ticket(0, 50, 50), tuple(Ticket(0, step, step) for step in range(7, 7 + num_unfinished)))
+    notes = [regroup.DoneNotes(store, rank, world) for rank in range(world)]
+    given = [*(ticket.step for ticket in start.unfinished), *range(50, 50 + random.randint(0, 4000))]
+    done, under_way, most = set[int](), dict[int, int](), 0
+    for step in given:  # whoever is free does what it has, and takes the next
+        (rank,) = random.choices(range(world), speeds)
+        if rank in under_way:
+            notes[rank].add(Ticket(0, under_way[rank], under_way[rank]))
+            done.add(under_way[rank])
+        under_way[rank] = step
+        most = max(most, store.num_keys())
+    assert regroup.noted(store, world, start) == done
+    assert most <= 4 * world + 3 * sum(speeds)
 
 
 def test_what_a_lost_learner_had_done_counts() -> None:

@@ -13,6 +13,7 @@ from starling.engines.cluster import Cluster, ComputeModel, ComputeTimes, LinkMo
 from starling.engines.job import EpochReport, Job, StepReport
 from starling.engines.stragglers import Stragglers
 from starling.engines.virtual import Outcome, VirtualEngine
+from starling.engines.virtual_view import VirtualView
 from starling.errors import CheckpointError, DataError, Deadlock, NonFiniteError, ProtocolError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
@@ -45,6 +46,25 @@ def run(
         seed=seed,
     )
     return VirtualEngine(job, world, cluster).run()
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "adpsgd-pairs", "hadpsgd"])
+def test_what_a_run_remembers_of_its_tickets_does_not_grow_with_their_number(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only claims that others of a team have still to make, and tickets that are done while an earlier one is not."""
+    ends: list[VirtualView] = []
+    finish = VirtualView.finish
+
+    def noting(self: VirtualView) -> Any:
+        ends.append(self)
+        return finish(self)
+
+    monkeypatch.setattr(VirtualView, "finish", noting)
+    run(strategy, 4, Budget(steps=200, minutes=1000.0), UNEQUAL, stragglers=Stragglers(slow={1: 1.5}))
+    (end,) = ends
+    assert len(end.noted) >= 200
+    assert end.noted.num_kept == len(end._draws) == len(end._agreed_seconds) == 0
 
 
 @every_strategy

@@ -29,6 +29,12 @@ from tests.mounts import run_with
 Tree = dict[str, Any]
 
 
+@pytest.fixture
+def tree(tree: Tree) -> Tree:
+    """With something of the budget left at any checkpoint of these tests."""
+    return tree | {"budget": {"epochs": 100}}
+
+
 def save(recipe: Recipe, position: Ticket, world: int = 2, weight: float = 0.0) -> None:
     """A checkpoint in the experiment of a recipe."""
     arrived: list[str] = []
@@ -125,8 +131,14 @@ def test_a_run_that_goes_on_from_another_experiment_is_not_mixed_with_one_of_its
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"model": {"preset": "small"}}, "trained with another model than this recipe says"),
-        ({"seed": 5, "batches": {"max_duration": 9}}, "trained with another batches, seed than"),
+        (
+            {"model": {"preset": "small"}},
+            "another model than this recipe says: model.preset=tiny \\(now small\\)",
+        ),
+        (
+            {"seed": 5, "batches": {"max_duration": 9}},
+            "another batches, seed than this recipe says: batches.max_duration=5.0 \\(now 9.0\\), seed=1 \\(now 5\\);",
+        ),
         ({"resume": "nowhere"}, "nowhere: no such folder"),
     ],
 )
@@ -271,3 +283,34 @@ def test_who_stops_a_run_before_its_first_checkpoint_is_told_that_there_is_none(
     assert str(error) == "stopped by SIGTERM; there is no checkpoint"
     assert error.exit_code == 143
     assert not getattr(error, "__notes__", [])
+
+
+def test_a_checkpoint_of_other_data_names_the_key_that_differs(tree: Tree) -> None:
+    """With both values."""
+    recipe = check_recipe(tree, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 8))
+    tree["data"]["text"] = "lower"
+    with pytest.raises(CheckpointError, match=r"another data than .*: data\.text=upper \(now lower\);"):
+        resolve_resume(check_recipe({**tree, "name": "other", "resume": str(recipe.folder)}, "r.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        ({"epochs": 1}, "it has reached 1 epochs, and budget.epochs is 1; raise budget.epochs, or score it with"),
+        ({"epochs": 9, "steps": 7}, "it has reached 8 steps, and budget.steps is 7; raise budget.steps"),
+        ({"minutes": 0}, "it has reached 0 minutes, and budget.minutes is 0; raise budget.minutes"),
+    ],
+)
+def test_a_resume_without_budget_says_what_was_reached_and_what_to_raise(tree: Tree, budget: Tree, said: str) -> None:
+    """Rather than ending well without a step; nothing changes."""
+    recipe = check_recipe({**tree, "budget": {"epochs": 2}}, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 8))
+    before = sorted(recipe.folder.rglob("*"))
+    with pytest.raises(ConfigError) as caught:
+        resolve_resume(check_recipe({**tree, "resume": str(recipe.folder), "budget": budget}, "r.yaml"))
+    assert said in str(caught.value)
+    assert sorted(recipe.folder.rglob("*")) == before
+    resolve_resume(check_recipe({**tree, "resume": str(recipe.folder), "budget": {"epochs": 2}}, "r.yaml"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from starling.engines.flat import FlatModel
-from starling.experiment.job import ModelWriter, make_job
+from starling.experiment.job import ModelWriter, loading_processes, make_job
 from starling.experiment.recipe import check_recipe
 from starling.experiment.setup import make_ready
 from starling.speech.recogniser import Recogniser
@@ -42,3 +42,33 @@ def test_models_are_written_beside_the_training_without_a_trace_in_it(
     for number in range(2):
         written = FlatModel(Recogniser.load(tmp_path / str(number)).model, torch.device("cpu"))
         assert torch.equal(written.weights, flat.weights + number)
+
+
+@pytest.mark.parametrize(
+    ("change", "cores", "expected"),
+    [
+        ({}, 2, 1),
+        ({}, 64, 1),
+        ({}, 1, 0),
+        ({"learners": 64}, 2, 0),
+        ({"budget": {"epochs": 1}}, 2, 0),
+        ({"budget": {"minutes": 30}}, 2, 1),
+        ({"budget": {"minutes": 0.1}}, 2, 0),
+        ({"budget": {"epochs": 100, "steps": 20}}, 2, 0),
+    ],
+    ids=["a core each", "many cores", "half a core each", "64 learners", "one epoch", "30 min", "6 s", "20 steps"],
+)
+def test_loading_processes_are_chosen_from_cores_learners_and_budget(
+    tree: Tree, change: Tree, cores: int, expected: int
+) -> None:
+    """One each where a learner has a core, and the run is long enough; here an epoch has 48 minutes of audio."""
+    recipe = check_recipe({**tree, "budget": {"epochs": 10}} | change, "r.yaml")
+    assert recipe.batches.num_workers == "auto"
+    assert loading_processes(recipe, recipe.learners, cores, epoch=2880.0) == expected
+
+
+def test_learners_of_an_object_store_get_what_cores_there_are(tree: Tree) -> None:
+    """Its answers take long, and cost no core."""
+    tree["data"]["remote"] = "s3://bucket/songs"
+    recipe = check_recipe({**tree, "budget": {"epochs": 10}}, "r.yaml")
+    assert [loading_processes(recipe, 2, cores, 2880.0) for cores in (1, 2, 6, 64)] == [0, 1, 2, 4]

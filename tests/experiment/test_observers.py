@@ -6,18 +6,20 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from starling.checkpoint.reader import load
+from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.job import Averaging, EpochReport, Spent
 from starling.errors import CheckpointError, PeerLost, ProtocolError
-from starling.experiment.observers import Log, Message, Messages, Metered, Saver, show
+from starling.experiment.observers import Keep, Log, Message, Messages, Metered, Saver, show
 from starling.report.curves import Curves
 from starling.report.meter import FAR, EpochEnd, Snapshot
 from starling.report.progress import Display
 from starling.workload import Ticket
-from tests.checkpoint.test_checkpoints import state, writer
+from tests.checkpoint.test_checkpoints import state, write_model, writer
 from tests.report.steps import step
 
 
@@ -180,3 +182,25 @@ def test_a_message_of_another_version_is_an_error(message: Message) -> None:
         pytest.raises(ProtocolError, match="does not understand"),
     ):
         show(message, display)
+
+
+def test_of_an_epoch_that_needs_no_checkpoint_only_the_model_is_written_or_nothing(tmp_path: Path) -> None:
+    """Without what optimizers remember; the launcher is told where it is."""
+    told: list[Message] = []
+    kept: list[Keep] = ["", "model", "checkpoint"]
+    models = CheckpointWriter(tmp_path / "validation", lambda name: 1, write_model, {})
+    with Saver(
+        writer(tmp_path), told.append, lambda: Curves(tmp_path / "curves"), lambda report: kept[report.epoch], models
+    ) as saver:
+        for epoch in range(3):
+            report = EpochReport(0, epoch, 4, 5.0, Spent(), is_last=epoch == 2)
+            saver.on_epoch(report, state(0, 1, Ticket(epoch + 1, 0, 8 * epoch + 8)))
+    assert [message.get("moment") for message in told] == [None, "end"]
+    assert told[0] == {"to_validate": str(tmp_path / "validation" / "step-00000016")}
+    assert told[1]["saved"] == str(tmp_path / "checkpoints" / "step-00000024")
+    whole, slim = (
+        load(tmp_path / name).learner(0) for name in ("checkpoints/step-00000024", "validation/step-00000016")
+    )
+    assert whole.optimizer
+    assert not slim.optimizer
+    assert torch.equal(slim.weights, whole.weights)

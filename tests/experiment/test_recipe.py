@@ -198,7 +198,7 @@ def test_another_number_of_learners_is_checked_instead_of_the_first(tree: Tree, 
     [
         ({"name": "sgd", "options": {"momentun": 0.9}}, "SGD has no 'momentun'; did you mean momentum"),
         ({"name": "SGD", "options": {"momentum": -1}}, "SGD cannot train .*Invalid momentum"),
-        ({"name": "lbfgs"}, "LBFGS cannot train"),
+        ({"name": "lbfgs"}, "LBFGS computes the loss several times a step, .*use another, such as adamw"),
         ({"name": "muon"}, "Muon cannot train"),
         ({"name": "sparseadam"}, "SparseAdam cannot train"),
         ({"lr": "fast"}, r"optimizer\.lr: input should be a valid number"),
@@ -322,3 +322,13 @@ def test_a_wrong_fault_is_one_problem(tree: Tree) -> None:
         "faults.3.at_stp: unknown key; did you mean faults.at_step?",
         "faults.4: give one of at_step, at_seconds and at_event",
     ]
+
+
+def test_a_recipe_without_a_dev_set_is_told_which_key_names_it(tree: Tree) -> None:
+    """It is the default of that key, so nothing in the recipe hints at it."""
+    del tree["data"]["valid"]
+    with pytest.raises(
+        ConfigError, match=r"data\.valid names the set 'dev', which is not in data\.corpus\.sets"
+    ) as caught:
+        check_recipe(tree, "r.yaml")
+    assert "set data.valid=null to have none" in str(caught.value)

@@ -27,6 +27,17 @@ def simulated(tree: Tree) -> list[str]:
     return lines
 
 
+def test_a_simulation_says_where_it_writes_and_which_cluster_it_assumes(tree: Tree, tmp_path: Path) -> None:
+    """Before anything else; all times depend on the cluster."""
+    said = io.StringIO()
+    tree |= {"name": "flock", "cluster": {"compute": {"seconds": 0.25}}}
+    simulate(check_recipe(tree, "r.yaml"), lambda line: None, Console(file=said))
+    first = said.getvalue().splitlines()[0]
+    assert first.startswith(f"2 virtual learners in {tmp_path / 'exp' / 'flock-virtual'}, on a cluster of compute.")
+    assert "compute.seconds=0.25, " in first
+    assert "link.bandwidth=1250000000.0" in first
+
+
 @pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one"])
 def test_two_simulations_of_one_recipe_agree_in_every_event(tree: Tree, strategy: str) -> None:
     """The same scores, simulated time and event hash; another seed gives another hash."""

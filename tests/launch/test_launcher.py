@@ -16,6 +16,7 @@ import pytest
 
 from starling.errors import DataError, PeerLost, StarlingError, Stopped
 from starling.launch.launcher import launch
+from tests.launch.unequal_process import STEPS
 from tests.warm_start import WarmPopen, own_learner, own_learners, start_learners
 
 Message = dict[str, Any]
@@ -95,6 +96,20 @@ def test_learners_that_finish_leave_nothing_behind(side_by_side: dict[int, GoodR
         assert all(weights == done.weights[0] for weights in done.weights.values())
         assert sorted(path.name for path in done.folder.iterdir()) == [f"learner-{rank}.log" for rank in range(world)]
     assert not list(own_learners())
+
+
+def test_a_learner_ten_times_slower_ends_at_most_about_one_of_its_gradients_after_the_others(tmp_path: Path) -> None:
+    """Although its loading processes load ahead; every mini-batch is computed exactly once."""
+    told: list[tuple[int, Message]] = []
+    program = [sys.executable, "-m", "tests.launch.unequal_process"]
+    launch(program, 3, tmp_path, lambda rank, message: told.append((rank, message)))
+    steps = [(rank, message) for rank, message in told if "step" in message]
+    assert sorted(message["step"] for _, message in steps) == list(range(STEPS))
+    assert all(message["is_loaded_ahead"] for _, message in steps)
+    by = Counter(rank for rank, _ in steps)
+    assert by[0] >= 6 and by[0] < by[1] / 4 and by[0] < by[2] / 4
+    last_of_others = max(place for place, (rank, _) in enumerate(steps) if rank != 0)
+    assert len(steps) - 1 - last_of_others <= 1
 
 
 def test_two_runs_on_one_machine_never_meet(side_by_side: dict[int, GoodRun]) -> None:

@@ -22,6 +22,15 @@ def test_a_line_begins_with_the_learner_and_says_where_it_is() -> None:
     )
 
 
+def test_the_first_line_of_a_run_does_not_claim_a_speed() -> None:
+    """Nobody knows when the first mini-batch began."""
+    meter = Meter(world=4)
+    meter.add(step(0))
+    snapshot = meter.take()
+    assert snapshot is not None
+    assert progress_line(snapshot).endswith("lr 0.5")
+
+
 @pytest.mark.parametrize(
     ("data", "peers", "end"),
     [

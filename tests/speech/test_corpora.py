@@ -83,9 +83,11 @@ def test_a_row_with_too_few_columns_is_refused_by_line(tmp_path: Path) -> None:
         _import("tsv", path=table, sets={"train": {}})
 
 
-@pytest.mark.parametrize("name", ["../outside.wav", "/etc/hostname", "audio/../../outside.wav", "", "a\0b", "link.wav"])
+@pytest.mark.parametrize(
+    "name", ["../outside.wav", "/etc/../etc/hostname", "audio/../../outside.wav", "", "a\0b", "link.wav"]
+)
 def test_audio_outside_of_the_corpus_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    """'..', absolute names and links that leave the corpus are refused before a file is opened."""
+    """'..' and links that leave the corpus are refused before a file is opened."""
     write_wav(tmp_path / "outside.wav")
     folder = tmp_path / "corpus"
     table = write_table(folder, count=3)
@@ -93,6 +95,17 @@ def test_audio_outside_of_the_corpus_is_refused_by_name(tmp_path: Path, name: st
     replace_row(table, "u1", audio=name)
     with pytest.raises(DataError, match=r"corpus.tsv:3: .*audio"):
         _import("tsv", path=table, sets={"train": {}})
+
+
+def test_audio_is_found_by_its_absolute_name(tmp_path: Path) -> None:
+    """The norm in manifests of Kaldi and NeMo; where `audio_root` is set, it must lie in there."""
+    write_wav(tmp_path / "elsewhere" / "a.wav")
+    table = write_table(tmp_path / "corpus", count=3)
+    replace_row(table, "u1", audio=str(tmp_path / "elsewhere" / "a.wav"))
+    utterances = _import("tsv", path=table, sets={"train": {}})
+    assert len(utterances[1].read()[0]) == 4000
+    with pytest.raises(DataError, match=r"corpus.tsv:3: audio .*a.wav' lies outside of .*corpus;"):
+        _import("tsv", path=table, sets={"train": {}}, audio_root=tmp_path / "corpus")
 
 
 def test_audio_elsewhere_may_be_allowed_by_naming_its_root(tmp_path: Path) -> None:

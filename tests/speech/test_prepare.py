@@ -11,7 +11,7 @@ import soundfile
 from corpus_builders import RATE, replace_row, sound, write_table, write_wav
 from pydantic import ValidationError
 
-from starling.errors import DataError
+from starling.errors import ConfigError, DataError
 from starling.experiment.recipe_file import read_recipe
 from starling.speech.prepare import DataConfig, Summary, describe, prepare, set_digest
 from starling.speech.store import SpeechSet
@@ -80,12 +80,60 @@ def test_a_second_call_does_nothing(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sampling_rate": 16000}, "train, test prepared with data.sampling_rate=8000 (now 16000);"),
+        ({"filter": {"max_seconds": 9.0}}, "prepared with data.filter.max_seconds=20.0 (now 9.0);"),
+        ({"text": "lower", "shard_size": 2}, "data.shard_size=1000 (now 2), data.text=upper (now lower);"),
+    ],
+)
+def test_sets_of_other_settings_are_not_replaced_unasked(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    """The error names each key with both values, and two remedies; no file changes before somebody asks for it."""
+    table = write_table(tmp_path / "corpus")
+    prepare(_config(tmp_path / "data", table))
+    before = _state(tmp_path / "data")
+    other = _config(tmp_path / "data", table, **change)
+    with pytest.raises(ConfigError) as caught:
+        prepare(other)
+    assert said in str(caught.value)
+    assert "set data.folder to another folder, or replace" in str(caught.value)
+    after = _state(tmp_path / "data")
+    assert {name: time for name, time in after.items() if name != ".lock"} == {
+        name: time for name, time in before.items() if name != ".lock"
+    }
+    assert prepare(other, overwrite=True).written == ("train", "test")
+    assert prepare(other).written == ()
+
+
+def test_other_rows_of_the_corpus_are_named(tmp_path: Path) -> None:
+    """By the column that selects them; a set with the same settings is not mentioned."""
+    table = write_table(tmp_path / "corpus")
+    prepare(_config(tmp_path / "data", table))
+    sets = {"train": {"split": "train"}, "test": {"split": "dev"}}
+    with pytest.raises(
+        ConfigError, match=r"data: test prepared with data\.corpus\.sets\.test\.split=test \(now dev\);"
+    ):
+        prepare(_config(tmp_path / "data", table, corpus={"kind": "tsv", "path": table, "sets": sets}))
+
+
+def test_a_set_whose_settings_are_not_on_record_is_not_replaced_either(tmp_path: Path) -> None:
+    """A set that an earlier version prepared: its digest alone tells that it differs."""
+    table = write_table(tmp_path / "corpus")
+    prepare(_config(tmp_path / "data", table))
+    for name in ("train", "test"):
+        (tmp_path / "data" / name / "settings.json").unlink()
+    assert prepare(_config(tmp_path / "data", table)).written == ()
+    with pytest.raises(ConfigError, match="prepared with other settings, which"):
+        prepare(_config(tmp_path / "data", table, text="as-is"))
+
+
 def test_changed_settings_prepare_again_and_other_sets_do_not_matter(tmp_path: Path) -> None:
     """The stamp covers what a set is made from: its own selection, not the sets beside it."""
     table = write_table(tmp_path / "corpus")
     config = _config(tmp_path / "data", table)
     prepare(config)
-    assert prepare(_config(tmp_path / "data", table, text="as-is")).written == ("train", "test")
+    assert prepare(_config(tmp_path / "data", table, text="as-is"), overwrite=True).written == ("train", "test")
     sets = {"train": {"split": "train"}, "test": {"split": "test"}, "more": {}}
     more = _config(
         tmp_path / "data",
@@ -374,3 +422,22 @@ def test_real_digits_become_strings_with_the_right_words(tmp_path: Path, shared_
     assert isinstance(summary, Summary)
     assert sum(len(test.text(i).split()) for i in range(len(test))) == (300 if shared_data else 20)
     assert all(len(test.audio(i)) == test.num_samples[i] for i in range(len(test)))
+
+
+@pytest.mark.parametrize("has_speakers", [False, True])
+def test_a_corpus_without_speakers_is_warned_of_when_it_is_prepared(tmp_path: Path, has_speakers: bool) -> None:
+    """A Kaldi folder without `utt2spk` would be one speaker, and leakage between sets go unnoticed; one line, once."""
+    folder = tmp_path / "kaldi" / "train"
+    for name in ("a", "b"):
+        write_wav(folder / f"{name}.wav")
+    (folder / "wav.scp").write_text("".join(f"{name} {folder}/{name}.wav\n" for name in ("a", "b")))
+    (folder / "text").write_text("a one\nb two\n")
+    if has_speakers:
+        (folder / "utt2spk").write_text("a s\nb s\n")
+    corpus = {"kind": "kaldi", "path": tmp_path / "kaldi", "sets": {"train": "train"}}
+    config = _config(tmp_path / "data", tmp_path, corpus=corpus, test=[])
+    warnings = [line for line in describe(prepare(config)).splitlines() if line.startswith("warning")]
+    assert [line.split(",")[0] for line in warnings] == (
+        [] if has_speakers else ["warning: train: the corpus names no speakers"]
+    )
+    assert "warning" not in describe(prepare(config))

@@ -372,7 +372,7 @@ def test_progress_counts_the_utterances_of_all_processes(tmp_path: Path, pool: P
 def test_a_process_that_dies_is_told_with_its_shard(tmp_path: Path) -> None:
     """As one that the system ends for want of memory."""
     deadly = [Utterance("u0", "s", "TEXT", "nowhere", partial(os._exit, 9))]
-    plan = SetPlan("train", "d" * 64, lambda: deadly, Checking("train", RATE, "as-is", FilterConfig()), None, 5)
+    plan = SetPlan("train", "d" * 64, {}, lambda: deadly, Checking("train", RATE, "as-is", FilterConfig()), None, 5)
     with (
         Processes(1) as processes,
         pytest.raises(DataError, match="set train: a process that wrote shard 0 ended unexp"),

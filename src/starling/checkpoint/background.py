@@ -21,15 +21,21 @@ class BackgroundWriter:
         self._writer = writer
         self._under_way: tuple[threading.Thread, Future[None]] | None = None
 
-    def save(self, state: LearnerState, completed: Callable[[Checkpoint], None]) -> None:
+    def save(
+        self,
+        state: LearnerState,
+        completed: Callable[[Checkpoint], None],
+        writer: CheckpointWriter | None = None,
+    ) -> None:
         """Write a copy of `state` once the save before is done, which is waited for; `completed` is told the checkpoint
-        by the thread, if this learner's part was the last."""
+        by the thread, if this learner's part was the last. `writer` is used in place of the usual one."""
         self.close()
+        chosen = writer or self._writer
         copy, outcome = [state.copy()], Future[None]()
 
         def write() -> None:
             try:
-                checkpoint = self._writer.save(copy.pop())
+                checkpoint = chosen.save(copy.pop())
                 if checkpoint is not None:
                     completed(checkpoint)
             except BaseException as error:

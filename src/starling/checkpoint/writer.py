@@ -48,12 +48,13 @@ class CheckpointConfig(Config):
 
     keep: int = Field(default=2, ge=1)
     """How many checkpoints stay; older ones are removed, but for the newest that is whole and finite."""
+    minutes: float | None = Field(default=5.0, gt=0.0)
+    """Minutes of training between two checkpoints, wherever in an epoch that is; null: none by time. There is always
+    one at the end of the run. Simulations save in the end only."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Epochs between two checkpoints at the ends of epochs; null: none there."""
     every: int | None = Field(default=None, ge=1)
-    """Mini-batches of all learners together between two checkpoints inside an epoch; null: at the ends of epochs
-    only."""
-    minutes: float | None = Field(default=None, gt=0.0)
-    """Minutes of training between two checkpoints, wherever in an epoch that is; null: none by time. Simulations save
-    in the end only."""
+    """Mini-batches of all learners together between two checkpoints inside an epoch; null: none by number."""
 
 
 WriteModel = Callable[[Path, Tensor, dict[str, Tensor]], None]

@@ -1,8 +1,12 @@
-"""What learners that run somebody's own loops tell each other beside it: who has closed, who failed, and the consensus.
+"""What learners that run somebody's own loops tell each other beside it: who has ended, who failed, and the consensus.
 
 Announcements are numbered keys in the store, the same sequence for everybody. Each learner has a thread that waits for
 the next one, without polling; so consensus is served while loops compute, and all of these threads end at the same
 place of the sequence.
+
+A learner ends in three announcements. `finished`: it has made its last step. When all have, strategies run to their
+ends. `settled`: its weights change no more. When all have settled, the last consensus follows, if anybody wants it.
+`closed`: it needs nobody any more.
 """
 
 import json
@@ -49,8 +53,13 @@ class Attendant(threading.Thread):
         own_weights: Callable[[], Tensor],
     ) -> None:
         super().__init__(name=f"starling-attendant-{rank}", daemon=True)  # it must not keep a failed process alive
-        self.closed: dict[int, int] = {}
-        """Who has closed, and after how many steps."""
+        self.finished: dict[int, int] = {}
+        """Who has made its last step, and after how many steps."""
+        self.settled: set[int] = set()
+        """Whose weights are final."""
+        self.final: Future[Consensus | None] = Future()
+        """The consensus of the final weights, when all have settled; None if nobody wants it."""
+        self.closed: set[int] = set()
         self.failed: dict[int, str] = {}
         """Who failed by itself, and how."""
         self.bereft: dict[int, str] = {}
@@ -62,13 +71,14 @@ class Attendant(threading.Thread):
         self._rank, self._world, self._means = rank, world, means
         self._contribution = contribution
         self._own_weights = own_weights
+        self._is_final_wanted = False
         self._size: int | None = None
         self._lock = threading.Lock()
         self._requests: dict[int, Future[Consensus]] = {}
         self._under_way: tuple[int, Future[Consensus]] | None = None
 
     def listen(self, on_news: Callable[[], None], on_error: Callable[[BaseException], None]) -> None:
-        """Start: `on_news` is called after somebody closed or failed, `on_error` when attending fails."""
+        """Start: `on_news` is called after somebody finished, closed or failed, `on_error` when attending fails."""
         self._on_news, self._on_error = on_news, on_error
         self.start()
 
@@ -104,21 +114,37 @@ class Attendant(threading.Thread):
 
     def _hear(self, number: int, rank: int, what: str, word: Any) -> None:
         if what == "consensus":
-            self._take_part(number)
+            with self._lock:
+                future = self._requests.pop(number, None) or Future()
+            self._take_part(future)
         elif what == "roll-call":
             self._store.set(f"noticed/{self._rank}", "")
+        elif what == "settled":
+            self.settled.add(rank)
+            self._is_final_wanted |= bool(word)
+            if len(self.settled) == self._world:
+                self._take_last_part()
+            self._on_news()
         else:
-            if what == "closed":
-                self.closed[rank] = int(word)
+            if what == "finished":
+                self.finished[rank] = int(word)
+            elif what == "closed":
+                self.closed.add(rank)
             elif what == "bereft":
                 self.bereft[rank] = str(word)
             else:
                 self.failed[rank] = str(word)
             self._on_news()
 
-    def _take_part(self, number: int) -> None:
+    def _take_last_part(self) -> None:
+        if self._is_final_wanted:
+            self._take_part(self.final)
+        else:
+            with suppress(InvalidStateError):
+                self.final.set_result(None)
+
+    def _take_part(self, future: "Future[Any]") -> None:
         with self._lock:
-            future = self._requests.pop(number, None) or Future()
             num_steps, mine = self._contribution()
             own = self._own_weights()
             self._under_way = num_steps, future

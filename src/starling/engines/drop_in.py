@@ -6,8 +6,10 @@ supplies the gradient and drives the text on to the next one. Everything else wa
 """
 
 import inspect
+import math
 import threading
-from collections.abc import Coroutine, Generator, Sequence
+import warnings
+from collections.abc import Callable, Container, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -15,16 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from starling.configuration import Config
 from starling.engines.attendant import Attendant, Consensus
 from starling.engines.collectives import OrderedMean
+from starling.engines.communication import ConnectionFailed, communicating
 from starling.engines.loop import LoopGradient, LoopReplica, MeanOfGradient
+from starling.engines.loop_gradients import unscale
 from starling.engines.peers import PeerLearner, Place
 from starling.engines.processes import has_own_device
 from starling.engines.worker import Worker
-from starling.errors import PeerLost, ProtocolError, StarlingError
+from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingError
 from starling.learner import Handle, LoopEnded
 from starling.strategies import Strategy
 
@@ -43,15 +48,23 @@ class DropInLearner(PeerLearner):
         replica: LoopReplica,
         seed: int,
         timeout_seconds: float,
+        most_not_finite: int,
     ) -> None:
         super().__init__(place.rank, place.world, seed, strategy.teams(options, place.world), replica)
         self.num_steps = 0
+        self.num_skipped = 0
+        """Gradients that were not finite, and so made no optimizer step."""
         self.consensus_distance: float | None = None
+        self._num_skipped_in_a_row, self._most_not_finite = 0, most_not_finite
         self._strategy = strategy
         self._num_groups = len(replica.optimizer.param_groups)
         self._steps_begun, self._is_over = 0, False
+        self._final: Consensus | None = None
+        self._has_warned = False
         self._resumed_at = 0.0
-        self._all_over = threading.Event()  # all have closed, or something failed
+        self._all_finished = threading.Event()  # or something failed
+        self._all_settled = threading.Event()
+        self._all_closed = threading.Event()
         self._coroutine = strategy.start(self, options)
         device = replica.weights.device
         is_whole = len(self.team) == place.world  # then nothing but the loop's own thread makes means
@@ -65,6 +78,7 @@ class DropInLearner(PeerLearner):
         if place.world > 1 and getattr(options, "optimizer_state", "local") == "averaged":
             replica.pieces(len(replica.weights), optimizer_state=True)  # now: the background would disturb the loop
         self._proceed()
+        self._guard = replica.optimizer.register_step_pre_hook(self._refuse_step)
         self._resumed_at = self.now()
 
     # what the strategy asks for
@@ -90,6 +104,11 @@ class DropInLearner(PeerLearner):
     def claim(self) -> bool:
         self._release.check()
         return not self._is_over
+
+    def clip(self, gradient: Tensor) -> Tensor | None:
+        is_finite = math.isfinite(self.replica.clip(gradient))
+        self._look_at_gradient(is_finite)
+        return gradient if is_finite else None
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         if at is not self.replica.loop:
@@ -131,9 +150,12 @@ class DropInLearner(PeerLearner):
 
     # what the loop asks for
 
-    def make_step(self) -> None:
+    def make_step(self, scaler: GradScaler | None = None) -> None:
         """The loop has left a gradient in its parameters: drive the strategy on to the next one."""
         self.check_in_use("step()")
+        self.replica.check_model(f"learner {self._rank}")
+        if scaler is not None:
+            unscale(scaler, self.replica.optimizer, f"learner {self._rank}")
         begin, waited = self.now(), self.spent.waiting_for_peers
         self.spent.computing += begin - self._resumed_at
         self._steps_begun += 1
@@ -141,16 +163,27 @@ class DropInLearner(PeerLearner):
         self._gradient.is_supplied = True
         self._proceed()
         self.num_steps += 1
-        if self._attendant is not None and self._attendant.closed:  # those who have closed want a sign of life
+        if self._attendant is not None and self._attendant.finished:  # those who have finished want a sign of life
             with self._naming_the_store():
                 self.place.store.set(f"steps/{self._rank}", str(self.num_steps))
         self._resumed_at = self.now()
         self.spent.computing += self._resumed_at - begin - (self.spent.waiting_for_peers - waited)
 
     @contextmanager
-    def consensus(self) -> Generator[None, None, None]:
-        """Let the model hold the mean of all learners' models while the context lasts."""
+    def consensus(self, final: bool) -> Generator[None, None, None]:
+        """Let the model hold the mean of all learners' models while the context lasts; the `final` one for good."""
+        if self._final is not None and not self._all_closed.is_set():
+            yield
+            return
         self.check_in_use("consensus()")
+        self.replica.check_model(f"learner {self._rank}")
+        self._warn_without_steps()
+        if final:
+            self._final = self._finish(is_final_wanted=True) or Consensus(self._contribution()[1], 0.0)
+            self.replica.adopt(self._final.mean)
+            self.consensus_distance = self._final.distance
+            yield
+            return
         self.spent.computing += self.now() - self._resumed_at
         if self._attendant is None:
             agreed = Consensus(self._contribution()[1], 0.0)
@@ -169,7 +202,8 @@ class DropInLearner(PeerLearner):
         """Raise what went wrong elsewhere, or `ProtocolError` where `what` cannot be asked for now."""
         self._release.check()
         if self._is_over:
-            raise ProtocolError(f"learner {self._rank} has closed: {what} must come before that")
+            how = "closed" if self._final is None else "finished"
+            raise ProtocolError(f"learner {self._rank} has {how}: {what} must come before that")
         if self.replica.is_showing:
             raise ProtocolError(
                 f"learner {self._rank}: {what} inside of consensus(), where the weights are not its own"
@@ -178,38 +212,29 @@ class DropInLearner(PeerLearner):
     def close(self) -> None:
         """Make no more gradients; go on averaging and agreeing until all learners have closed."""
         self._release.check()
-        self._is_over = True
-        self.spent.computing += self.now() - self._resumed_at
+        if not self._is_over:
+            self._warn_without_steps()
+            self._finish(is_final_wanted=False)
         begin = self.now()
-        if self._background is not None:
-            self._warn_of_few_rounds()
-        with self._naming_the_store():
-            self._rounds.finish()
-            with suppress(LoopEnded, StopIteration):  # up to where it waits for others that end
-                self._coroutine.throw(LoopEnded())
-            if self._attendant is not None:
-                self._attendant.announce("closed", self._steps_begun)
-                farewell = Worker("starling-farewell")
-                met = farewell.submit(self._farewell)
-                self._wait_for_all(self._attendant)
-                self._release.wait(met)
-                farewell.close()
-            with suppress(StopIteration):
-                while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
-                    self._coroutine.send(None)
-        if self._background is not None:
-            self._background.join()
-        self._release.check()
-        self._close_threads()
         if self._attendant is not None:
+            with self._naming_the_store():
+                self._attendant.announce("closed")
+                self._meet_all(self._all_closed.wait)
             self._attendant.join()
             self._consensus_means.close()
-        self.replica.refresh_loop()
+        self._all_closed.set()
+        self.replica.finish()
+        self.leave_optimizer()
         self.spent.waiting_for_peers += self.now() - begin
+
+    def leave_optimizer(self) -> None:
+        """Let the loop step with its optimizer by itself again."""
+        self._guard.remove()
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
-        self._all_over.set()
+        for event in (self._all_finished, self._all_settled, self._all_closed):
+            event.set()
 
     def announce_failure(self, error: BaseException | None) -> None:
         """Tell the others that this learner ends without having closed."""
@@ -222,6 +247,81 @@ class DropInLearner(PeerLearner):
         return self.averaging.bytes_sent + (self._attendant.bytes_sent if self._attendant else 0)
 
     # how it is done
+
+    def _finish(self, is_final_wanted: bool) -> Consensus | None:
+        """Let the strategy end when all learners have made their last steps; then the consensus of the final weights,
+        if a learner wants it."""
+        self._is_over = True
+        self.spent.computing += self.now() - self._resumed_at
+        begin, attendant = self.now(), self._attendant
+        if self._background is not None:
+            self._warn_of_few_rounds()
+        with self._naming_the_store():
+            self._rounds.finish()
+            with suppress(LoopEnded, StopIteration):  # up to where it waits for others that end
+                self._coroutine.throw(LoopEnded())
+            if attendant is not None:
+                attendant.announce("finished", self._steps_begun)
+                self._meet_all(lambda: self._wait_for_all(self._all_finished, attendant.finished))
+            with suppress(StopIteration):
+                while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
+                    self._coroutine.send(None)
+        if self._background is not None:
+            self._background.join()
+        self._release.check()
+        self._close_threads()
+        agreed = None
+        if attendant is not None:
+            with self._naming_the_store():
+                attendant.announce("settled", int(is_final_wanted))
+                self._meet_all(lambda: self._wait_for_all(self._all_settled, attendant.settled))
+            agreed = self._release.wait(attendant.final)
+        self.replica.refresh_loop()
+        self.spent.waiting_for_peers += self.now() - begin
+        return agreed
+
+    def _meet_all(self, wait: Callable[[], object]) -> None:
+        """`wait` until all learners are as far as this one, and hear at once of the death of another meanwhile."""
+        farewell = Worker("starling-farewell")
+        met = farewell.submit(self._farewell)
+        wait()
+        self._release.check()
+        self._release.wait(met)
+        farewell.close()
+
+    def _step(self, gradient: Tensor) -> None:
+        super()._step(gradient)
+        self._look_at_gradient(self.replica.was_finite)
+
+    def _look_at_gradient(self, is_finite: bool) -> None:
+        """Count gradients that were not finite. Raises NonFiniteError after many in a row."""
+        self._num_skipped_in_a_row = 0 if is_finite else self._num_skipped_in_a_row + 1
+        self.num_skipped += not is_finite
+        if self._num_skipped_in_a_row == self._most_not_finite:
+            raise NonFiniteError(
+                f"learner {self._rank}: the gradient of step {self._steps_begun} is not finite, nor were the "
+                f"{self._most_not_finite - 1} before it; lower the learning rate, clip gradients or warm up for longer "
+                "(with a GradScaler, start from a smaller init_scale), or give starling.join more most_not_finite"
+            )
+
+    def _refuse_step(self, *_: object) -> None:
+        """Called before each step of the loop's optimizer."""
+        if not self.replica.is_stepping:
+            raise ProtocolError(
+                f"learner {self._rank}: optimizer.step() was called on an optimizer given to starling.join, and the "
+                "other learners would not see it; call step() of the joined learner in its place, and "
+                "step(scaler) in place of scaler.step(optimizer)"
+            )
+
+    def _warn_without_steps(self) -> None:
+        if self._steps_begun == 0 and self.replica.has_gradients and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"learner {self._rank} has computed gradients and made no step: nothing was trained. Call step() of "
+                "the joined learner after each backward",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _proceed(self) -> None:
         """Drive the strategy until it waits for the loop's next gradient."""
@@ -270,23 +370,24 @@ class DropInLearner(PeerLearner):
         return self.replica.contribution()[: len(self.weights)]
 
     def _farewell(self) -> None:
-        """Meet all others that have closed. Called by a thread of its own."""
+        """Meet all others that have come as far. Called by a thread of its own."""
         words = torch.zeros(self._world, dtype=torch.uint8)
         try:
-            dist.all_to_all_single(torch.empty_like(words), words, group=self._farewell_group)
-        except RuntimeError as error:
+            with communicating():
+                dist.all_to_all_single(torch.empty_like(words), words, group=self._farewell_group)
+        except ConnectionFailed as error:
             self._failed_behind(error)
 
-    def _wait_for_all(self, attendant: Attendant) -> None:
-        """Wait until all have closed, as long as those who have not make steps."""
+    def _wait_for_all(self, event: threading.Event, there: Container[int]) -> None:
+        """Wait for an event as long as those who are not yet `there` make steps."""
 
         def signs() -> list[tuple[int, bytes]]:
-            others = [rank for rank in range(self._world) if rank not in attendant.closed]
+            others = [rank for rank in range(self._world) if rank not in there]
             store = self.place.store
             return [(rank, store.get(key) if store.check([key := f"steps/{rank}"]) else b"") for rank in others]
 
         before = signs()
-        while not self._all_over.wait(self._timeout_seconds):
+        while not event.wait(self._timeout_seconds):
             if (now := signs()) == before:
                 names = " and ".join(f"learner {rank}" for rank, _ in now)
                 raise PeerLost(
@@ -294,7 +395,6 @@ class DropInLearner(PeerLearner):
                     f"{self._timeout_seconds:g} s; give more timeout_seconds if steps take that long"
                 )
             before = now
-        self._release.check()
 
     def _news(self) -> None:
         """Draw the consequences of others' closing or failing. Called by any thread."""
@@ -308,9 +408,9 @@ class DropInLearner(PeerLearner):
             if rank != self._rank and self._release.error is None:
                 lost = self._lost_ones(None)
                 self.fail(PeerLost(f"learner {self._rank} lost {lost}, {self._whereabouts()}: {why}"))
-        for rank, steps in list(attendant.closed.items()):
+        for rank, steps in list(attendant.finished.items()):
             if rank in self.team and (
-                steps < self._steps_begun or (self._rank in attendant.closed and steps != self._steps_begun)
+                steps < self._steps_begun or (self._rank in attendant.finished and steps != self._steps_begun)
             ):
                 done = "has closed after" if self._is_over else "is in step"
                 self.fail(
@@ -320,8 +420,12 @@ class DropInLearner(PeerLearner):
                         "them equally many mini-batches, or choose an asynchronous strategy, such as adpsgd"
                     )
                 )
+        if len(attendant.finished) == self._world:
+            self._all_finished.set()
+        if len(attendant.settled) == self._world:
+            self._all_settled.set()
         if attendant.is_over:
-            self._all_over.set()
+            self._all_closed.set()
         if not self._is_over and threading.current_thread() is not attendant:
             self._release.check()
 

@@ -20,7 +20,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     They come in the order of `model.parameters()`, except that all matrices of a recurrent module come before all its
     biases: that is how cuDNN keeps them.
     """
-    parameters = [parameter for parameter in _in_cudnn_order(model) if parameter.requires_grad]
+    parameters = [parameter for parameter in in_cudnn_order(model) if parameter.requires_grad]
     dtypes = {str(parameter.dtype) for parameter in parameters}
     if len(dtypes) != 1:
         found = ", ".join(sorted(dtypes)) or "none"
@@ -68,7 +68,7 @@ def show_to_cudnn(model: nn.Module, weights: Tensor) -> None:
     """
     size, start_of_all = weights.element_size(), weights.data_ptr()
     for module in model.modules():
-        parts = list(_in_cudnn_order(module)) if isinstance(module, nn.RNNBase) else []
+        parts = list(in_cudnn_order(module)) if isinstance(module, nn.RNNBase) else []
         if not any(part.requires_grad for part in parts):
             continue
         module.__dict__["flatten_parameters"] = _stay
@@ -82,7 +82,8 @@ def show_to_cudnn(model: nn.Module, weights: Tensor) -> None:
             part.data = view
 
 
-def _in_cudnn_order(model: nn.Module) -> Iterator[nn.Parameter]:
+def in_cudnn_order(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a model, each once; of a recurrent module all matrices before all biases."""
     seen: set[nn.Parameter] = set()
     for module in model.modules():
         own = list(module.named_parameters(recurse=False))

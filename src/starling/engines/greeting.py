@@ -23,8 +23,12 @@ from starling.errors import PeerLost, ProtocolError
 
 LOOK_AROUND_SECONDS = 0.02
 """Longest time between two looks at who is there."""
+LONG_LOOK_AROUND_SECONDS = 0.2
+"""The same in a wait that has lasted for long: a hundredth of its time, up to this."""
 LOOK_WHO_SECONDS = 0.5
 """Time between two looks at who is not there yet."""
+LOOKS_PER_SECOND = 20
+"""At most so many learners are looked for in a second, however many there are."""
 
 
 def do_nothing() -> None:
@@ -66,17 +70,19 @@ def await_keys(
     if store.check(list(keys)):
         return
     begin = now = time.monotonic()
+    pause = max(LOOK_WHO_SECONDS, len(writers) / LOOKS_PER_SECOND)
     asked = begin + LOOK_WHO_SECONDS
     with WAITS.waiting(what, writers) as wait:
         while not store.check(list(keys)):  # a wait of the store would end for nothing else, and log when it does
             look_around()
             if now - begin > timeout_seconds:
                 raise DistStoreError(f"nobody has set all of {', '.join(keys)} for {timeout_seconds:g} s")
-            time.sleep(min(LOOK_AROUND_SECONDS, 0.1 * (now - begin) + 0.0005))
+            longest = min(LONG_LOOK_AROUND_SECONDS, max(LOOK_AROUND_SECONDS, 0.01 * (now - begin)))
+            time.sleep(min(longest, 0.1 * (now - begin) + 0.0005))
             now = time.monotonic()
             if writers and now > asked:
                 absent = [who for who, key in zip(writers, keys, strict=True) if not store.check([key])]
-                wait.whom, asked = tuple(absent), now + LOOK_WHO_SECONDS
+                wait.whom, asked = tuple(absent), now + pause
 
 
 def greet(

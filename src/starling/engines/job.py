@@ -112,6 +112,8 @@ class EpochReport:
     """(1/L) sum_l |w_l - mean|^2 at this moment, where the engine knows it: on the virtual clock."""
     num_not_finite: int = 0
     """Gradients that were not finite, and so did nothing."""
+    is_last: bool = False
+    """Whether the run ends here."""
 
 
 class Observer(Protocol):

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import DistError
 from torch.optim import Optimizer
 
@@ -30,6 +31,9 @@ class LoopStats:
     """What one learner did so far."""
 
     steps: int
+    """Gradients that the loop has handed over, skipped ones included."""
+    steps_skipped: int
+    """Gradients that were not finite, and so made no optimizer step."""
     rounds: int
     """Averaging rounds in its background."""
     rounds_per_gradient: float
@@ -47,10 +51,10 @@ class LoopStats:
 class JoinedLearner:
     """A model and an optimizer of your own loop, as one learner among several: what `starling.join` returns.
 
-    Call `step()` in place of `optimizer.step()`, evaluate and save inside `with consensus():`, and `close()` at the
-    end. Used as a context manager it closes itself, and tells the others at once if your loop fails. All methods
-    raise `PeerLost`, naming the learner, when another one is gone. A process that ends without having closed ends
-    with exit code 1, and 130 after Ctrl-C.
+    Call `step()` in place of `optimizer.step()`, evaluate and save inside `with consensus(final=True):` when the loop
+    has ended (and inside `with consensus():` before), and `close()` at the end. Used as a context manager it closes
+    itself, and tells the others at once if your loop fails. All methods raise `PeerLost`, naming the learner, when
+    another one is gone. A process that ends without having closed ends with exit code 1, and 130 after Ctrl-C.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class JoinedLearner:
         options: Config,
         seed: int,
         timeout_seconds: float,
+        most_not_finite: int,
     ) -> None:
         """Meet the others. Raises as `starling.join` says."""
         teams = strategy.teams(options, place.world)
@@ -87,7 +92,7 @@ class JoinedLearner:
             )
             greet(place.store, place.rank, mine, timeout_seconds)
             self._connections.enter_context(process_group(place, replica.weights.device, timeout_seconds))
-        self._learner = DropInLearner(place, strategy, options, replica, seed, timeout_seconds)
+        self._learner = DropInLearner(place, strategy, options, replica, seed, timeout_seconds, most_not_finite)
         atexit.register(self._at_exit)
 
     @property
@@ -100,22 +105,46 @@ class JoinedLearner:
         """How many learners there are."""
         return self._place.world
 
-    def step(self) -> None:
+    def step(self, scaler: GradScaler | None = None) -> None:
         """Make an optimizer step with the gradients that `backward` left, and agree with the others as the strategy
         does.
 
-        Raises `ProtocolError` where learners of a strategy that works in step make unequal numbers of steps.
+        With fp16, give the `scaler` in place of `scaler.step(optimizer)`, and call `scaler.update()` afterwards as
+        usual. The gradients are unscaled first, unless `scaler.unscale_(optimizer)` has done that; each learner may
+        have another scale. A scaler looks at its own learner's gradients.
+
+        Gradients that are not finite make no optimizer step: the learner takes part in what follows with unchanged
+        weights, and nobody else notices. Where learners step with the mean of their gradients, as under `allreduce`,
+        that mean is not finite for any of them, so all skip that step alike.
+
+        Raises `NonFiniteError` after `most_not_finite` such gradients in a row (an argument of `starling.join`), and
+        `ProtocolError` where learners of a strategy that works in step make unequal numbers of steps, or where a
+        parameter of the model is trained that was unknown when it joined or has another dtype, shape or device now. A
+        parameter that only has other memory now (`model.to(memory_format=...)`, an assignment to its `data`) is
+        trained on with the values that it has there.
         """
-        self._learner.make_step()
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise ProtocolError(
+                f"learner {self.rank}: step() takes a GradScaler or nothing, got {type(scaler).__name__}; it takes no "
+                "closure: call backward() before it"
+            )
+        self._learner.make_step(scaler)
 
     @contextmanager
-    def consensus(self) -> Generator[None, None, None]:
-        """Inside of it the model holds the mean of all learners' weights and floating-point buffers; afterwards
-        exactly what it held before.
+    def consensus(self, final: bool = False) -> Generator[None, None, None]:
+        """Inside of it the model holds the mean of all learners' weights and floating-point buffers.
 
-        One learner may ask alone, and as often as it likes, while others compute.
+        By default that is the mean at this moment, and afterwards the model holds exactly what it held before. One
+        learner may ask alone, and as often as it likes, while others compute: those that are still training have not
+        finished, and another learner that asks gets the mean of another moment.
+
+        With `final` it is the finished model, the same bits on all learners that ask for it: this learner has made its
+        last step, waits until all others have (they call this, or `close`), and then holds the mean of all final
+        weights, inside and from then on. After that there are no more steps; another `consensus` shows the same model.
+
+        Raises `PeerLost` as `close` does, and warns if there were gradients and never a step.
         """
-        with self._learner.consensus():
+        with self._learner.consensus(final):
             yield
 
     def stats(self) -> LoopStats:
@@ -123,6 +152,7 @@ class JoinedLearner:
         learner = self._learner
         return LoopStats(
             steps=learner.num_steps,
+            steps_skipped=learner.num_skipped,
             rounds=learner.averaging.rounds,
             rounds_per_gradient=learner.averaging.rounds / max(1, learner.num_steps),
             staleness=dict(sorted(learner.averaging.staleness.items())),
@@ -135,8 +165,9 @@ class JoinedLearner:
     def close(self) -> None:
         """Leave when everybody has closed; until then this learner goes on averaging and serving `consensus` calls.
 
-        Calling it again does nothing. Raises `PeerLost` if nobody who is waited for makes a step for
-        `timeout_seconds`.
+        The model then holds this learner's own weights, or, after `consensus(final=True)`, the finished model. Calling
+        it again does nothing. Raises `PeerLost` if a learner that is waited for ends, or makes no step for
+        `timeout_seconds` before its last one; it may take longer between its last step and its `close`.
         """
         if self._is_closed:
             return
@@ -167,6 +198,7 @@ class JoinedLearner:
         if self._is_closed:
             return
         self._is_closed = True
+        self._learner.leave_optimizer()
         self._learner.fail(error or ProtocolError(f"learner {self.rank} ended without close()"))
         with suppress(DistError):  # the store may be gone, too
             self._learner.announce_failure(error)

@@ -1,8 +1,9 @@
 """A model and an optimizer that belong to somebody's own training loop, as a learner's replica."""
 
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from starling.engines.adopted import AdoptedParameters
 from starling.engines.communication import communicating
-from starling.engines.flat import split, trainable, view_weights
+from starling.engines.flat import split, trainable
+from starling.engines.loop_gradients import are_finite, flatten, unflatten
 from starling.engines.peers import ProcessHandle
 from starling.engines.replica import Replica
 from starling.errors import ConfigError
@@ -81,6 +84,13 @@ def check_loop(model: nn.Module, optimizer: Optimizer) -> None:
         )
     if not {id(parameter) for parameter in known} & {id(parameter) for parameter in parameters}:
         raise ConfigError("optimizer: it has none of the model's trainable parameters")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} needs a closure, with which it computes several gradients in one "
+            "step, and learners agree on one gradient per step; use an optimizer without a closure, such as SGD or "
+            "AdamW"
+        )
 
 
 class LoopReplica(Replica):
@@ -89,36 +99,97 @@ class LoopReplica(Replica):
 
     They are one vector where all learners step together. Otherwise others change `weights` while the loop computes,
     and `loop` holds what they were when the gradient began: right after the step before.
+
+    The parameters are contiguous. A loop that gives them another memory format (`channels_last`) after joining trains
+    on with the same values, but finds them contiguous after its next step.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, is_shared: bool) -> None:
-        parameters = trainable(model)
+        self._adopted = AdoptedParameters(model, optimizer)
+        parameters = self._adopted.parameters
         self.model = model
         self.loop = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-        view_weights(model, parameters, self.loop)
+        self._adopted.view(self.loop)
+        self.is_stepping = False
+        """Whether it is this replica that calls the optimizer's `step`."""
+        self.was_finite = True
+        """Whether the gradient of the newest step was, so that there was an optimizer step."""
         self._is_shared = is_shared
         weights = self.loop if is_shared else self.loop.clone()
         super().__init__(weights, torch.empty(0), parameters, lambda _: optimizer, clip_norm=None)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a server may step in its place: no schedule warns
         self.loop_version = 0
         self._own_gradient = torch.empty_like(self.loop).as_subclass(OwnGradient)
-        self._own_gradient.fill = self._flatten
+        self._own_gradient.fill = partial(flatten, parameters)
         self._aside: tuple[Tensor, list[Tensor]] | None = None  # the loop's weights and buffers, when others are shown
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
-        """Let the loop's optimizer change the weights by `gradient` `[P]`, at the learning rates it has itself."""
+        """Let the loop's optimizer change the weights by `gradient` `[P]`, at the learning rates it has itself.
+
+        Whether that was done: a gradient that is not finite changes nothing.
+        """
+        is_own = gradient is self._own_gradient
+        self.was_finite = are_finite(self._gradients_of_optimizer() if is_own else [gradient])
+        if not self.was_finite:
+            if not self._is_shared:
+                self.refresh_loop()
+            return False
         with self._lock:
-            if gradient is not self._own_gradient:
-                for parameter, part in zip(self._parameters, split(gradient, self._parameters), strict=True):
-                    parameter.grad = part
+            if not is_own:
+                unflatten(gradient, self._parameters)
             if not self._is_shared:
                 self.loop.copy_(self.weights)
-            self.optimizer.step()
+            self._step_optimizer()
             if not self._is_shared:
                 self.weights.copy_(self.loop)
             self.version += 1
             self.loop_version = self.version
             return True
+
+    def _gradients_of_optimizer(self) -> list[Tensor]:
+        gradients = [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def _step_optimizer(self) -> None:
+        self.is_stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.is_stepping = False
+
+    def check_model(self, who: str) -> None:
+        """Make the model's parameters views into the loop's weights again where the loop has given them other memory,
+        with the values that they have there. Raises `ProtocolError` as `AdoptedParameters` does."""
+        moved = self._adopted.check(who)
+        if not moved:
+            return
+        views = list(split(self.loop, self._parameters))
+        own = list(split(self.weights, self._parameters))
+        with self._lock:
+            for number, values in moved:
+                self._adopted.take_back(number, who)
+                if not self._is_shared:  # in delta form: what the background has done meanwhile stays
+                    own[number].add_(values - views[number])
+                views[number].copy_(values)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward of the loop has left a gradient."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def finish(self) -> None:
+        """Let the model hold this learner's weights, whatever memory the loop has given its parameters."""
+        self.refresh_loop()
+        self._adopted.release()
+
+    def adopt(self, consensus: Tensor) -> None:
+        """Take over a consensus `[P + B]` for good."""
+        with self._lock:
+            self._hold(consensus)
+            if not self._is_shared:
+                self.weights.copy_(self.loop)
+            self.version += 1
+            self.loop_version = self.version
 
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
         """An optimizer of the kind that the loop has, with its groups and their options."""
@@ -127,11 +198,14 @@ class LoopReplica(Replica):
         for group in self.optimizer.param_groups:
             numbers = [places[id(parameter)] for parameter in group["params"] if id(parameter) in places]
             groups.append(group | {"params": [parameters[number] for number in numbers if number in parameters]})
+        kind = type(self.optimizer)
+        known = inspect.signature(kind).parameters  # AdamW's defaults contain one that only its base class accepts
+        defaults = {name: value for name, value in self.optimizer.defaults.items() if name in known}
         try:
-            return type(self.optimizer)(groups, **self.optimizer.defaults)
+            return kind(groups, **defaults)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"optimizer: a server cannot make another {type(self.optimizer).__name__} with the options of yours "
+                f"optimizer: a server cannot make another {kind.__name__} with the options of yours "
                 f"({error}); use one of torch.optim"
             ) from error
 
@@ -198,10 +272,8 @@ class LoopReplica(Replica):
         """Let the model hold a consensus `[P + B]` while the context lasts, and then exactly what it held before."""
         every = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         with self._lock:
-            buffers = self._floating_buffers()
-            self._aside = self.loop.clone(), [buffer.clone() for buffer in buffers]
-            for own, agreed in zip((self.loop, *buffers), split(consensus, (self.loop, *buffers)), strict=True):
-                own.copy_(agreed)
+            self._aside = self.loop.clone(), [buffer.clone() for buffer in self._floating_buffers()]
+            self._hold(consensus)
         try:
             yield
         finally:
@@ -211,13 +283,11 @@ class LoopReplica(Replica):
                     buffer.copy_(own)
                 self._aside = None
 
+    def _hold(self, consensus: Tensor) -> None:
+        """Copy a consensus `[P + B]` into the loop's weights and the model's buffers; the lock is taken."""
+        own = (self.loop, *self._floating_buffers())
+        for tensor, agreed in zip(own, split(consensus, own), strict=True):
+            tensor.copy_(agreed)
+
     def _floating_buffers(self) -> list[Tensor]:
         return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
-
-    def _flatten(self, flat: Tensor) -> None:
-        """Copy the parameters' gradients together; who got none counts as 0."""
-        for parameter, part in zip(self._parameters, split(flat, self._parameters), strict=True):
-            if parameter.grad is None:
-                part.zero_()
-            else:
-                part.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)

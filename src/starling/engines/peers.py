@@ -23,6 +23,7 @@ from starling.engines.base import ReplicaLearner
 from starling.engines.collectives import OrderedMean
 from starling.engines.communication import ConnectionFailed, ReducingModel, communicating, wait_for
 from starling.engines.greeting import await_keys, silent_learners
+from starling.engines.links import Links, SharedMean
 from starling.engines.rounds import Rounds
 from starling.engines.shards import HeldShard, check_piece, host_copy
 from starling.engines.shared_memory import share_memory
@@ -156,10 +157,8 @@ class PeerLearner(ReplicaLearner):
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
-        # the means of two threads must not meet in one group, where their order would be chance
-        self._ordered, self._ordered_behind = (
-            OrderedMean(self._team_group("gloo", timeout), len(self.team)) for _ in range(2)
-        )
+        self._links = self._make_links() if device.type == "cpu" else None
+        self._ordered, self._ordered_behind = (self._make_means(lane, timeout) for lane in range(2))
         self._device_groups = [self._team_group(DEVICE_BACKEND, timeout) for _ in range(2)] if by_nccl else []
         self._reducing_group = None if len(self.team) == place.world else self._team_group("gloo", timeout)
         if by_nccl:
@@ -198,8 +197,13 @@ class PeerLearner(ReplicaLearner):
                 return vector.div_(len(self.team))
 
             return ProcessHandle(reduced)
-        under_way = (self._ordered_behind if is_behind else self._ordered).start(of)
-        return ProcessHandle(lambda: self._wait_for(A_MEAN, under_way.result).to(self._device))
+        means = self._ordered_behind if is_behind else self._ordered
+        with self._naming_the_lost(A_MEAN):
+            under_way = means.start(of)
+        is_shared = isinstance(means, SharedMean)  # whose waits end when this learner fails
+        return ProcessHandle(
+            lambda: self._wait_for(A_MEAN, under_way.result, in_this_thread=is_shared).to(self._device)
+        )
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
@@ -208,6 +212,10 @@ class PeerLearner(ReplicaLearner):
             return ProcessHandle(lambda: None)
         self.averaging.bytes_sent += tensor.nbytes
         what = f"sending to learner {peer}"
+        if self._links is not None and peer in self._links.peers:
+            with self._naming_the_lost(what, peer):
+                if self._links.send(peer, tensor, tag):
+                    return ProcessHandle(lambda: None)
 
         def begin(host: Tensor) -> dist.Work | None:
             with communicating():
@@ -229,7 +237,10 @@ class PeerLearner(ReplicaLearner):
             return ProcessHandle(
                 lambda: self._wait_for("its own server", own)().to(like.device), lambda: own()().to(like.device)
             )
-        theirs, what = self._staging.empty_like(like), f"receiving from learner {peer}"
+        what = f"receiving from learner {peer}"
+        if self._links is not None and peer in self._links.peers:
+            return self._receive_by_link(self._links, peer, like, tag, what)
+        theirs = self._staging.empty_like(like)
         with self._naming_the_lost(what, peer), communicating():
             work = dist.irecv(theirs, peer, tag=tag)
 
@@ -245,6 +256,32 @@ class PeerLearner(ReplicaLearner):
             return self._staging.to_device(theirs) if like.device.type != "cpu" else theirs
 
         return ProcessHandle(result, patient_result)
+
+    def _receive_by_link(self, links: Links, peer: int, like: Tensor, tag: int, what: str) -> Handle[Tensor]:
+        def take(timeout_seconds: float | None) -> Tensor:
+            received = links.receive(peer, tag, timeout_seconds)
+            if isinstance(received, Tensor):
+                return received.view(like.dtype).view(like.shape)
+            theirs = torch.empty_like(like)
+            with communicating():
+                work = dist.irecv(theirs, peer, tag=tag)
+            if work is not None:
+                wait_for(work, FOREVER if timeout_seconds is None else None)
+            return theirs
+
+        def patient_result() -> Tensor:
+            with self._naming_the_lost(what, peer):
+                return take(None)
+
+        return ProcessHandle(
+            lambda: self._wait_for(what, lambda: take(self._timeout_seconds), peer, in_this_thread=True), patient_result
+        )
+
+    def snapshot(self, piece: slice | None = None) -> Tensor:
+        memory = None
+        if piece is not None and self._links is not None and self._links.peers:
+            memory = self._links.snapshot_memory(self.weights[: piece.stop - piece.start])
+        return self.replica.snapshot(piece, memory)
 
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
         work = {key: handle for key, handle in handles.items() if isinstance(handle, ProcessHandle)}
@@ -321,6 +358,8 @@ class PeerLearner(ReplicaLearner):
     def fail(self, error: BaseException) -> None:
         """Let everything that this learner waits for end with this error. Called by any thread."""
         self._release.fail(error)
+        if self._links is not None:
+            self._links.release()
 
     def round(self, period: float) -> Handle[int | None]:
         def result() -> int | None:
@@ -360,6 +399,8 @@ class PeerLearner(ReplicaLearner):
             self._background.join(LONGEST_LEAVE_SECONDS)
         for means in (self._ordered, self._ordered_behind, self._staging, *self._waiters, *self._firsts):
             means.abandon()
+        if self._links is not None:
+            self._links.close()
 
     def _warn_of_few_rounds(self) -> None:
         """Say once, at the end, if this learner has trained nearly apart from the others."""
@@ -381,6 +422,23 @@ class PeerLearner(ReplicaLearner):
         """Nothing is waited for any more."""
         for means in (self._ordered, self._ordered_behind, self._staging, *self._waiters, *self._firsts):
             means.close()
+        if self._links is not None:
+            self._links.close()
+
+    def _make_links(self) -> Links:
+        with self._naming_the_lost("linking the learners of this machine"):
+            store, num_bytes = self.place.store, self.weights.nbytes
+            return Links(store, self._rank, self._world, num_bytes, self._timeout_seconds, self._release.check)
+
+    def _make_means(self, lane: int, timeout: timedelta) -> OrderedMean | SharedMean:
+        """Means of a thread of its own: two threads in one group would have no common order."""
+        size = self.teams.size
+        teams = [range(first, first + size) for first in range(0, self.teams.num_workers, size)]
+        if self._links is not None and size > 1 and all(self._links.join(each) for each in teams):
+            if self.is_worker:
+                return SharedMean(self._links, self._rank, self.team, lane, self._timeout_seconds)
+            return OrderedMean(None, 1)
+        return OrderedMean(self._team_group("gloo", timeout), len(self.team))
 
     def _count_mean(self, num_bytes: int) -> None:
         """Count what a mean over the team sends."""
@@ -439,6 +497,7 @@ class PeerLearner(ReplicaLearner):
         try:
             yield
         except (ConnectionFailed, dist.DistError) as error:
+            self._release.check()
             self._look_for_change(error)
             raise PeerLost(
                 f"learner {self._rank} lost {self._lost_ones(peer)} in {what}, {self._whereabouts()} "

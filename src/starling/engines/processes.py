@@ -5,6 +5,7 @@ that share a device fall back to gloo through host memory.
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,10 +26,10 @@ from starling.engines.faults import Fault, Pause, kill_this_process, stop_this_p
 from starling.engines.flat import FlatModel
 from starling.engines.greeting import await_keys, silent_learners
 from starling.engines.job import Job, Observer
-from starling.engines.loading import Loaded, Loader
+from starling.engines.loading import Loaded, Loader, Lookahead
 from starling.engines.membership import Membership, View, ViewChanged
 from starling.engines.peers import GradientHandle, PeerLearner, Place
-from starling.engines.regroup import Past, note_done
+from starling.engines.regroup import DoneNotes, Past
 from starling.engines.replica import Replica
 from starling.engines.sockets import Connections
 from starling.engines.stragglers import Stragglers
@@ -71,11 +72,19 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         self.view = view
         self._agreed = AgreedMarks(place.store, place.rank, place.world, wishes, self._mark_at, timeout_seconds)
         self._membership = membership
+        # where learners have one model, how many mini-batches they have done says which
+        is_noting = membership.is_watched and not job.strategy.has_one_model
+        self._notes = DoneNotes(place.store, place.rank, self.teams.num_workers) if is_noting else None
         self._flat = flat
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
         self._reducing: dict[bool, ReducingModel] = {}  # by whether it is the model elsewhere
         self._drawn_ahead: set[int] = set()  # portions of this learner's team that it has not claimed yet
-        self._batches = loader.load(self._mine())
+        self._newest_drawn = 0  # the newest of the portions that this learner has drawn
+        self._num_draws = 0  # claims for which this learner has drawn, if its team is not everybody
+        self._resumed_at: float | None = None  # when it got its last mini-batch
+        is_counted = job.budget.steps is not None or job.budget.epochs is not None
+        self._loader, self._lookahead = loader, Lookahead(is_counted)
+        self._batches = loader.load(self._mine(), self._num_ahead)
 
     def claim(self) -> bool:
         self._release.check()
@@ -137,8 +146,8 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         self._reducing.clear()  # what is left of them would listen to the gradients to come
 
     def _note_done(self, ticket: Ticket) -> None:
-        if self._membership.is_watched:
-            note_done(self.place.store, self._rank, ticket)
+        if self._notes is not None:
+            self._notes.add(ticket)
 
     def _mark_at(self, number: int, signal_number: int) -> None:
         """There is a mark before a portion that nobody has reached."""
@@ -204,23 +213,39 @@ class ProcessLearner(PeerLearner, TrainingLearner):
             if self.tickets.is_beyond(number):
                 return
             self._drawn_ahead.add(number)
+            self._newest_drawn = number
             yield replace(self.tickets.ticket(number, self.place_in_team), part=self.part)
 
     def _draws(self) -> Iterator[int]:
         """The numbers of the portions of tickets that this learner's team gets, one after the other."""
         if len(self.team) == self._world:
             yield from count()
-        store = self.place.store
+        store, key = self.place.store, self._claim_key
         for claim in count():
+            self._num_draws = claim + 1
             if len(self.team) == 1:
                 yield store.add("claims", 1) - 1
                 continue
-            key = f"claims/{self.team.start}/{{}}".format
             if self.place_in_team == 0:
                 number = store.add("claims", 1) - 1
                 store.set(key(claim), str(number))
                 store.delete_key(key(claim - KEPT_CLAIMS))
             yield int(self._others_word(key(claim), "claiming"))
+
+    def _claim_key(self, claim: int) -> str:
+        """Where the first learner of a team of several notes which portion the team gets at a claim."""
+        return f"claims/{self.team.start}/{claim}"
+
+    def _num_ahead(self) -> int:
+        """How many portions this learner may draw ahead of the one that it is about to begin."""
+        if len(self.team) == self._world:
+            return sys.maxsize  # nobody else would take them
+        if self.place_in_team == 0:
+            return self._lookahead.num(self.now(), self._loader.load_seconds)
+        # only what the first has drawn: to wait for more would keep the team from the step that the first is in
+        following = [self._claim_key(self._num_draws), self._claim_key(self._num_draws + 1)]
+        num_known = next((num for num in (2, 1) if self.place.store.check(following[:num])), 0)
+        return len(self._drawn_ahead) - 1 + num_known
 
     def _drawn_by_all(self) -> tuple[int, list[int]]:
         """How many portions all teams together have drawn, and those that nobody will do, because they were drawn ahead
@@ -240,7 +265,12 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         begin = self.now()
         with WAITS.waiting("data"):
             loaded = next(self._batches, None)
-        self.spent.waiting_for_data += self.now() - begin
+        now = self.now()
+        self.spent.waiting_for_data += now - begin
+        if self._resumed_at is not None:
+            spent = self.job.budget.fraction(self.tickets.progress(self._newest_drawn, minutes=0.0))
+            self._lookahead.began(now, begin - self._resumed_at, spent)
+        self._resumed_at = now
         if loaded is not None:
             self._drawn_ahead.discard(self.tickets.number_of(loaded[0]))
         return loaded

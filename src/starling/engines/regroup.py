@@ -9,7 +9,8 @@ far than the newest then take its state. Others keep their own; who is new takes
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
@@ -24,7 +25,10 @@ from starling.errors import ConfigError, PeerLost
 from starling.workload import Standing, Ticket
 
 LookAround = Callable[[], None]
-_PLAN, _CAME, _DONE = "plan", "came/{}", "done/{}"
+_PLAN, _CAME = "plan", "came/{}"
+_DONE, _REACHED, _KEPT = "done/{}/{}", "done/{}/reached", "done/{}/kept"
+_CHUNK = 64
+"""Tickets that a learner notes under one key."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,58 @@ def begin(store: Store, rank: int, plan: Plan) -> None:
         store.set(_PLAN, plan.encode())
 
 
-def note_done(store: Store, rank: int, ticket: Ticket) -> None:
-    """Learner `rank` of a view has done a mini-batch: it is in its weights."""
-    store.append(_DONE.format(rank), f"{ticket.step} ")  # type: ignore[attr-defined]
+class DoneNotes:
+    """The notes that learner `rank` of a view keeps in the store: which tickets it has done.
+
+    Learners are given tickets in the order of their numbers, and do them in that order. So whatever lies below the
+    number that all `num_workers` learners have reached is done, and the notes of it are removed.
+    """
+
+    def __init__(self, store: Store, rank: int, num_workers: int) -> None:
+        self._store = store
+        self._rank, self._num_workers = rank, num_workers
+        self._num_noted = 0
+        self._chunks: deque[tuple[int, int]] = deque()  # those that are full: each with the last number in it
+
+    def add(self, ticket: Ticket) -> None:
+        """Learner `rank` has done a mini-batch: it is in its weights."""
+        chunk, place = divmod(self._num_noted, _CHUNK)
+        self._store.append(_DONE.format(self._rank, chunk), f"{ticket.step} ")  # type: ignore[attr-defined]
+        self._num_noted += 1
+        if place == _CHUNK - 1:
+            self._chunks.append((chunk, ticket.step))
+            self._store.set(_REACHED.format(self._rank), str(ticket.step))
+            self._forget()
+
+    def _forget(self) -> None:
+        keys = [_REACHED.format(rank) for rank in range(self._num_workers)]
+        if not self._store.check(keys):  # somebody has done few
+            return
+        below = min(int(number) for number in self._store.multi_get(keys))
+        full = [chunk for chunk, last in self._chunks if last < below]
+        if full:  # say so first: who reads meanwhile finds each of them or that they are done
+            self._store.set(_KEPT.format(self._rank), f"{full[-1] + 1} {below}")
+        for chunk in full:
+            self._store.delete_key(_DONE.format(self._rank, chunk))
+            self._chunks.popleft()
+
+
+def noted(store: Store, world: int, start: Standing) -> set[int]:
+    """The tickets that the learners of a view, which began at `start`, have noted as done."""
+    return {step for rank in range(world) for step in _noted_by(store, rank, start)}
+
+
+def _noted_by(store: Store, rank: int, start: Standing) -> set[int]:
+    """What learner `rank` has noted, and what was done where it has removed notes."""
+    key = _KEPT.format(rank)
+    kept = store.get(key) if store.check([key]) else b"0 0"
+    chunk, below = (int(each) for each in kept.split())
+    found = {*range(start.position.step, below), *(each.step for each in start.unfinished if each.step < below)}
+    while store.check([_DONE.format(rank, chunk)]):
+        found.update(int(step) for step in store.get(_DONE.format(rank, chunk)).split())
+        chunk += 1
+    is_unchanged = kept == (store.get(key) if store.check([key]) else b"0 0")
+    return found if is_unchanged else _noted_by(store, rank, start)  # one that was taken for lost still removes notes
 
 
 def agree(
@@ -126,19 +179,19 @@ def _plan(root: Store, members: Sequence[Past], job: Job) -> Plan:
     last = max(each.view for each in members if each.view is not None)
     store = PrefixStore(View(last, ()).key, root)
     before = Plan.decode(store.get(_PLAN))
-    return plan_after(before, members, job, lambda: {s for rank in range(before.world) for s in _noted(store, rank)})
+    return plan_after(before, members, job, lambda: noted(store, before.world, before.standing))
 
 
-def plan_after(before: Plan, members: Sequence[Past], job: Job, noted: Callable[[], set[int]]) -> Plan:
+def plan_after(before: Plan, members: Sequence[Past], job: Job, all_noted: Callable[[], Collection[int]]) -> Plan:
     """The plan of a view whose members, by rank, come with these pasts. `before` is that of the last view that any of
-    them computed in, and `noted` tells the tickets that were done in it."""
+    them computed in, and `all_noted` tells the tickets that were done in it."""
     last = max(each.view for each in members if each.view is not None)
     newest = max(range(len(members)), key=lambda rank: (members[rank].view == last, members[rank].num_done, -rank))
     if job.strategy.has_one_model:
-        done = _done_by_all(before, members[newest].num_done, job)
+        done: Collection[int] = _done_by_all(before, members[newest].num_done, job)
         current = [each.view == last and each.num_done == members[newest].num_done for each in members]
     else:
-        done = noted()
+        done = all_noted()
         newest = _first_with_a_state(members)
         current = [each.view is not None for each in members]
     takers = tuple(rank for rank, is_current in enumerate(current) if not is_current)
@@ -162,8 +215,3 @@ def _done_by_all(before: Plan, num_portions: int, job: Job) -> set[int]:
     """The tickets of a view's first portions, which all learners have computed."""
     tickets = TeamTickets(job.workload, before.standing, job.budget, before.world)
     return {tickets.ticket(*each).step for each in product(range(num_portions), range(before.world))}
-
-
-def _noted(store: Store, rank: int) -> list[int]:
-    key = _DONE.format(rank)
-    return [int(step) for step in store.get(key).split()] if store.check([key]) else []

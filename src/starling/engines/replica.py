@@ -117,9 +117,11 @@ class Replica:
             if piece is None or piece.stop == len(self.weights):  # a change that comes in pieces is one change
                 self.version += 1
 
-    def snapshot(self, piece: slice | None = None) -> Tensor:
+    def snapshot(self, piece: slice | None = None, into: Tensor | None = None) -> Tensor:
+        """A copy of the weights or of a piece of them, in new memory or `into` some of its shape."""
         with self._lock:
-            return self.weights.clone() if piece is None else self._at(piece)[1].clone()
+            own = self.weights if piece is None else self._at(piece)[1]
+            return own.clone() if into is None else into.copy_(own)
 
     def on_host(self) -> Tensor:
         """The weights in host memory, after all changes made so far: a copy, unless they are there."""

@@ -56,6 +56,37 @@ def standing_after(start: Standing, workload: Workload[Any], done: Collection[in
     return Standing(sequence[beyond], tuple(ticket for ticket in handed_out if ticket.step not in done))
 
 
+class DoneTickets(Collection[int]):
+    """The numbers of the tickets that are done, of those from a standing on. Takes as much memory as tickets are
+    between the first that is not done and the last that is."""
+
+    def __init__(self, start: Standing) -> None:
+        self._first = self._below = start.position.step  # all from the first to below this are done
+        self._others: set[int] = set()
+
+    def add(self, step: int) -> None:
+        """Ticket `step` is done."""
+        self._others.add(step)
+        while self._below in self._others:
+            self._others.remove(self._below)
+            self._below += 1
+
+    @property
+    def num_kept(self) -> int:
+        """How many numbers are kept one by one."""
+        return len(self._others)
+
+    def __contains__(self, step: object) -> bool:
+        return step in self._others or step in range(self._first, self._below)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._others
+        yield from range(self._first, self._below)
+
+    def __len__(self) -> int:
+        return len(self._others) + self._below - self._first
+
+
 class TeamTickets:
     """The tickets of a run in portions, one ticket for each learner of a team.
 
@@ -98,9 +129,13 @@ class TeamTickets:
             tuple(sorted((*returned, *unfinished[num_given:]), key=lambda ticket: ticket.step)),
         )
 
+    def num_before(self, number: int) -> int:
+        """How many mini-batches are done when portion `number` is the first that is not."""
+        return self._start.num_done + number * self._team_size
+
     def progress(self, number: int, minutes: float) -> Progress:
         """How far the run has come when portion `number` is the first that nobody has claimed."""
-        num_done = self._start.num_done + number * self._team_size
+        num_done = self.num_before(number)
         return Progress(num_done, self.sequence.epochs_before(num_done), minutes)
 
     def is_beyond(self, number: int) -> bool:
@@ -167,16 +202,22 @@ class Marks:
     def until(self, number: int) -> Iterator[Mark]:
         """The marks up to portion `number`, from the one after the last that was given."""
         while self._next < number:
-            self._next += 1
-            ended = tuple(range(self.epoch, self._tickets.ticket(self._next).epoch))
-            self.epoch += len(ended)
-            if ended or self._is_due(self._next):
-                yield Mark(self._next, ended)
+            following = self._first_mark(range(self._next + 1, number + 1))
+            self._next = number if following is None else following
+            self._agreed.difference_update([each for each in list(self._agreed) if each <= self._next])
+            if following is not None:
+                ended = tuple(range(self.epoch, self._tickets.ticket(following).epoch))
+                self.epoch += len(ended)
+                yield Mark(following, ended)
 
-    def _is_due(self, number: int) -> bool:
-        if number in self._agreed and not self._tickets.is_beyond(number):
-            return True
-        if self._every is None:
-            return False
-        before, now = (self._tickets.progress(each, 0.0).steps for each in (number - 1, number))
-        return before // self._every < now // self._every
+    def _first_mark(self, numbers: range) -> int | None:
+        """The first of the marks among consecutive portions, without a look at each of them."""
+        agreed = [each for each in list(self._agreed) if each in numbers and not self._tickets.is_beyond(each)]
+        periodic = bisect_right(numbers, self._periods_before(numbers[0] - 1), key=self._periods_before)
+        epoch_end = bisect_right(numbers, self.epoch, key=lambda number: self._tickets.ticket(number).epoch)
+        first = min(periodic, epoch_end)
+        return min([*agreed, *numbers[first : first + 1]], default=None)
+
+    def _periods_before(self, number: int) -> int:
+        """How many times `every` mini-batches are before a portion."""
+        return 0 if self._every is None else self._tickets.num_before(number) // self._every

@@ -66,6 +66,7 @@ class TrainingLearner(ReplicaLearner):
         self._portion = 0
         self._epoch_steps, self._epoch_begin = 0, 0.0
         self._last_end: int | None = None  # the portion before which an epoch ended last
+        self._run_end: int | None = None  # the portion before which the run ends
         self._over_at: float | None = None
         self._spent_when_over = Spent()
         if start is not None:
@@ -168,8 +169,8 @@ class TrainingLearner(ReplicaLearner):
         self._epoch_steps += 1
         progress = self.tickets.progress(self._portion, minutes)
         self._fraction = self.job.budget.fraction(progress)
-        following = self.job.budget.fraction(self.tickets.progress(self._portion + 1, minutes))
-        self._factor = self.job.schedule.factor(self._fraction, progress.epochs, following)
+        following = self.tickets.progress(self._portion + 1, minutes)
+        self._factor = self.job.schedule.at(progress, self.job.budget, following)
         return True
 
     def tally(self) -> Tally:
@@ -188,10 +189,11 @@ class TrainingLearner(ReplicaLearner):
         """Report the end of the run, when all learners together were handed out `num_portions` and did all but
         `undone` ones; the final state."""
         self.marks.end_at(num_portions)
+        self._run_end = num_portions
         self._pass_marks(min([num_portions, *undone]))
         state = self.state(self.tickets.standing(num_portions, undone))
         if undone or self._last_end != num_portions:
-            self._end_epoch(self.marks.epoch, state)
+            self._end_epoch(self.marks.epoch, state, is_last=True)
         return state
 
     def state(self, standing: Standing, epochs_ended: int | None = None) -> LearnerState:
@@ -223,10 +225,10 @@ class TrainingLearner(ReplicaLearner):
                 continue
             state = self.state(standing, epochs_ended=mark.ended[-1] + 1)
             for epoch in mark.ended:
-                self._end_epoch(epoch, state)
+                self._end_epoch(epoch, state, is_last=mark.number == self._run_end)
             self._last_end = mark.number
 
-    def _end_epoch(self, epoch: int, state: LearnerState) -> None:
+    def _end_epoch(self, epoch: int, state: LearnerState, is_last: bool) -> None:
         now, spent = self.now(), self.spent
         if self._over_at is not None:
             now, spent = self._over_at, self._spent_when_over
@@ -242,6 +244,7 @@ class TrainingLearner(ReplicaLearner):
             averaging=averaging,
             consensus_distance=self._consensus_distance(),
             num_not_finite=self._num_not_finite,
+            is_last=is_last,
         )
         self._num_not_finite = 0
         self._observer.on_epoch(report, state)

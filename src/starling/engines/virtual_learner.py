@@ -94,7 +94,7 @@ class VirtualLearner(TrainingLearner):
         return Past(self._view.view.number, self.num_done, self._minutes_before + self.now() / 60.0)
 
     def _agreed_seconds(self) -> float:
-        return self._view.agreed_seconds.setdefault((self.team.start, self.num_claimed), self.now())
+        return self._view.agreed_seconds(self.team.start, self.num_claimed)
 
     def _next_batch(self) -> Loaded | None:
         number = self._view.draw(self.team.start, self.num_claimed)

@@ -4,10 +4,10 @@ When a view is over, each learner leaves it where it next waits for another. Wha
 on the `processes` engine, so that its gradient counts.
 """
 
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import simpy
 import torch
@@ -24,13 +24,15 @@ from starling.engines.network import Network, VirtualGradient, VirtualHandle, Vi
 from starling.engines.regroup import Plan
 from starling.engines.replica import Replica
 from starling.engines.shards import HeldShard, host_copy
-from starling.engines.tickets import TeamTickets
+from starling.engines.tickets import DoneTickets, TeamTickets
 from starling.engines.virtual_learner import FOREGROUND, Life, VirtualLearner
 from starling.errors import Deadlock, ProtocolError
 from starling.workload import Ticket
 
 if TYPE_CHECKING:
     from starling.engines.virtual import VirtualEngine
+
+T = TypeVar("T")
 
 
 class Failed(Exception):  # noqa: N818 - carries what a strategy raised
@@ -56,6 +58,24 @@ class _Activity:
     waits_for: VirtualHandle[Any] | None = None
 
 
+class TeamWords(Generic[T]):
+    """What the first member of a team finds at a claim is what all of its `size` members get, each once."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._words: dict[tuple[int, int], tuple[T, int]] = {}
+
+    def of(self, team: int, claim: int, find: Callable[[], T]) -> T:
+        """What a member gets that has come to its claim of this number; forgotten when all have come to it."""
+        word, num_to_come = self._words.pop((team, claim)) if (team, claim) in self._words else (find(), self._size)
+        if num_to_come > 1:
+            self._words[team, claim] = word, num_to_come - 1
+        return word
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+
 class VirtualView:
     """The learners of a `view`, by rank, that begin as `plan` says, each from its own state in `starts`."""
 
@@ -77,16 +97,16 @@ class VirtualView:
         """Happens when all have left, or are done."""
         self.reasons: list[str] = []
         """Why it is over before all are done."""
-        self.noted: set[int] = set()
-        """The tickets that are done, by number."""
-        self.agreed_seconds: dict[tuple[int, int], float] = {}
+        self.noted = DoneTickets(plan.standing)
         self._engine = engine
         self._begun = float(self.environment.now)
         self._activities: dict[tuple[int, str], _Activity] = {}
         self._driven: Life | None = None
-        self._draws: dict[tuple[int, int], int] = {}
+        self._num_drawn = 0  # portions that all teams together have drawn
         self._shared: tuple[Tensor, Tensor] | None = None
         team_size = self.job.team_size(self.world)
+        self._draws: TeamWords[int] = TeamWords(team_size)
+        self._agreed_seconds: TeamWords[float] = TeamWords(team_size)
         self._tickets = TeamTickets(self.job.workload, plan.standing, self.job.budget, team_size)
         self._batches = engine.loader.load(self._tickets.take(count(), members=range(team_size)))
         self._loaded: dict[int, Loaded] = {}
@@ -153,12 +173,20 @@ class VirtualView:
 
     def finish(self) -> list[LearnerState]:
         """All are done: report it. The final states, by rank."""
-        num_portions = self._tickets.handed_out(len(self._draws))
+        num_portions = self._tickets.handed_out(self._num_drawn)
         return [learner.finish(num_portions) for learner in self.learners]
 
     def draw(self, team: int, claim: int) -> int:
         """The number of the tickets that a team gets at its claim of this number: the next that nobody has."""
-        return self._draws.setdefault((team, claim), len(self._draws))
+        return self._draws.of(team, claim, self._next_number)
+
+    def _next_number(self) -> int:
+        self._num_drawn += 1
+        return self._num_drawn - 1
+
+    def agreed_seconds(self, team: int, claim: int) -> float:
+        """`now()` of the first of a team that makes its claim of this number."""
+        return self._agreed_seconds.of(team, claim, self.now)
 
     def take(self, ticket: Ticket) -> Loaded:
         """A ticket with its mini-batch. Those of undivided data are loaded in order and kept until taken."""

@@ -16,6 +16,7 @@ from starling.errors import CheckpointError, ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.job import use_threads
 from starling.experiment.recipe import Recipe, load_recipe
+from starling.experiment.validate import best_model
 from starling.report.progress import Bars, Say
 from starling.speech.check.findings import seen_in_training
 from starling.speech.corpora.audio import read_audio
@@ -25,8 +26,9 @@ from starling.speech.scoring import line_of_unseen, write_score_files
 from starling.speech.store import SpeechSet
 
 
-def evaluate(experiment: Path, sets: Sequence[str] | None, tell: Say, console: Console) -> None:
-    """Score `sets` (None: the test sets of the recipe) and tell Kaldi's lines, each set after its name.
+def evaluate(experiment: Path, sets: Sequence[str] | None, tell: Say, console: Console, is_best: bool = False) -> None:
+    """Score `sets` (None: the test sets of the recipe) and tell Kaldi's lines, each set after its name. The model is
+    the newest one, or the one that was best on the valid set (`is_best`).
 
     Files with every error go to the experiment's `decode` folder. Raises CheckpointError when nothing was trained,
     ConfigError for a set that the recipe does not know.
@@ -35,7 +37,7 @@ def evaluate(experiment: Path, sets: Sequence[str] | None, tell: Say, console: C
     names = list(sets or recipe.data.test)
     for name in names:
         _check_set(recipe, name)
-    recogniser = load_recogniser(experiment, recipe)
+    recogniser = load_recogniser(experiment, recipe, is_best)
     for name in names:
         with Bars(console) as bars:
             data = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
@@ -49,10 +51,10 @@ def evaluate(experiment: Path, sets: Sequence[str] | None, tell: Say, console: C
             tell(line)
 
 
-def transcribe(experiment: Path, files: Sequence[Path], tell: Say) -> None:
+def transcribe(experiment: Path, files: Sequence[Path], tell: Say, is_best: bool = False) -> None:
     """Tell what is said in each file: its name, a tab, the text. Raises DataError for what is not audio."""
     _, recipe = _open(experiment)
-    recogniser = load_recogniser(experiment, recipe)
+    recogniser = load_recogniser(experiment, recipe, is_best)
     for file in files:
         samples, rate = _read_all_channels(file)
         try:
@@ -62,10 +64,17 @@ def transcribe(experiment: Path, files: Sequence[Path], tell: Say) -> None:
         tell(f"{file}\t{text}")
 
 
-def load_recogniser(experiment: Path, recipe: Recipe) -> Recogniser:
-    """The newest consensus model of an experiment, on the device that its recipe asks for."""
+def load_recogniser(experiment: Path, recipe: Recipe, is_best: bool = False) -> Recogniser:
+    """The newest consensus model of an experiment, or its best on the valid set, on the device that its recipe asks
+    for. Raises CheckpointError if there is none."""
     use_threads(recipe, 1)
-    recogniser = Recogniser.load(load(latest(experiment)).model_folder)
+    best = best_model(ExperimentFolder(experiment))
+    if is_best and best is None:
+        raise CheckpointError(
+            f"{experiment / 'best'}: no model was scored while this experiment trained; set data.valid, or use the "
+            "newest model, without --best"
+        )
+    recogniser = Recogniser.load(best if is_best and best is not None else load(latest(experiment)).model_folder)
     if recipe.engine.device != "cpu" and torch.cuda.is_available():
         recogniser.model.to("cuda")
     return recogniser

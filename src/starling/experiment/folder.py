@@ -4,6 +4,8 @@ exp/<name>/config.yaml, env.txt     the resolved recipe, and on what it ran
 exp/<name>/initial/                 tokens and features, and the model before training
 exp/<name>/log/, tensorboard/       of each learner
 exp/<name>/checkpoints/             see starling.checkpoint
+exp/<name>/best/                    the model that scored best on the valid set, and its score
+exp/<name>/validation/              models on their way to be scored, while a run trains
 exp/<name>/decode/                  what was recognised, and its errors
 exp/<name>/status.json              how it does, for `starling status`
 exp/<name>/seen/                    which learner saw which utterance; see starling.experiment.seen
@@ -14,7 +16,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -22,15 +24,17 @@ from pathlib import Path
 import torch
 
 from starling.checkpoint.files import PARTIAL, remove_partial, sync
-from starling.checkpoint.manifest import MANIFEST, age, checkpoint_name, read_manifest
+from starling.checkpoint.manifest import MANIFEST, Manifest, age, checkpoint_name, read_manifest
 from starling.checkpoint.reader import checkpoints_in, latest, load
 from starling.checkpoint.retention import is_finite, newest_good
-from starling.errors import CheckpointError, ConfigError
-from starling.experiment.recipe import Recipe, dump_recipe, fingerprints
+from starling.configuration import differing
+from starling.errors import CheckpointError, ConfigError, StarlingError
+from starling.experiment.recipe import Recipe, dump_recipe, fingerprints, fixed_settings, load_recipe
 from starling.experiment.seen import begin_segment
+from starling.speech.prepare import setting_differences
 from starling.workload import Standing
 
-_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "decode", "seen", "joins")
+_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "best", "validation", "decode", "seen", "joins")
 _OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv", "status.json")
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
@@ -47,6 +51,8 @@ class ExperimentFolder:
         self.log = path / "log"
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"
+        self.best = path / "best"
+        self.validation = path / "validation"
         self.decode = path / "decode"
         self.seen = path / "seen"
         self.joins = path / "joins"
@@ -56,25 +62,71 @@ class ExperimentFolder:
 def resolve_resume(recipe: Recipe) -> Recipe:
     """The recipe with `resume` naming one checkpoint, checked to fit.
 
-    Raises CheckpointError for a checkpoint that is missing, damaged, not finite, or of another model or data.
+    Raises CheckpointError for a checkpoint that is missing, damaged, not finite, or of another model or data, and
+    ConfigError if it has spent the budget.
     """
     if recipe.resume is None:
         return recipe
     folder = latest(recipe.resume)
     checkpoint = load(folder)
     own = fingerprints(recipe)
-    differing = [name for name, digest in checkpoint.manifest.fingerprints.items() if own.get(name) != digest]
-    if differing:
+    sections = [name for name, digest in checkpoint.manifest.fingerprints.items() if own.get(name) != digest]
+    if sections:
+        config = ExperimentFolder(folder.parent.parent).config
         raise CheckpointError(
-            f"{folder}: it was trained with another {', '.join(sorted(differing))} than this recipe says; "
-            f"resume with what {folder.parent.parent / 'config.yaml'} holds, or train anew without resume"
+            f"{folder}: it was trained with another {', '.join(sorted(sections))} than this recipe says"
+            f"{_changed_keys(folder, recipe, sorted(sections))}; resume with what {config} holds, or train anew "
+            "without resume"
         )
     if not is_finite(folder):
         good = newest_good(folder.parent)
         advice = "none beside it is" if good is None else f"{good} is: to go on from it, move later ones away first"
         raise CheckpointError(f"{folder}: not every number in it is finite; {advice}, and lower the learning rate")
+    _check_budget(recipe, folder, checkpoint.manifest)
     checkpoint.start(0, recipe.learners)
     return recipe.model_copy(update={"resume": folder})
+
+
+def earlier_recipe(checkpoint: Path) -> Recipe | None:
+    """The recipe that a checkpoint was trained with; None if it is not there, or cannot be read any more."""
+    try:
+        return load_recipe(ExperimentFolder(checkpoint.parent.parent).config)
+    except StarlingError:
+        return None
+
+
+def _changed_keys(checkpoint: Path, recipe: Recipe, sections: Sequence[str]) -> str:
+    """`: KEY=OLD (now NEW), …` of what has changed in some sections since a checkpoint; nothing if nobody knows."""
+    earlier = earlier_recipe(checkpoint)
+    if earlier is None:
+        return ""
+    try:
+        before, now = fixed_settings(earlier), fixed_settings(recipe)
+    except StarlingError:
+        return ""
+    changes: list[str] = []
+    for section in sections:
+        if section == "data" and recipe.mixture is None and earlier.mixture is None:
+            changes += setting_differences(recipe.data.train, before[section], now[section])
+        else:
+            pairs = differing(before.get(section), now.get(section), section)
+            changes += [f"{key}={old} (now {new})" for key, old, new in pairs]
+    return f": {', '.join(changes)}" if changes else ""
+
+
+def _check_budget(recipe: Recipe, folder: Path, manifest: Manifest) -> None:
+    """Raises ConfigError when nothing of the budget is left behind a checkpoint."""
+    standing, budget = manifest.standing, recipe.budget
+    reached = {"minutes": manifest.minutes}
+    if not standing.unfinished:
+        reached |= {"epochs": standing.position.epoch, "steps": standing.num_done}
+    for key, value in reached.items():
+        limit = getattr(budget, key)
+        if limit is not None and value >= limit:
+            raise ConfigError(
+                f"{folder}: nothing is left to train: it has reached {value:g} {key}, and budget.{key} is {limit:g}; "
+                f"raise budget.{key}, or score it with `starling evaluate {folder.parent.parent}`"
+            )
 
 
 def check_claim(recipe: Recipe) -> None:
@@ -123,6 +175,7 @@ def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder
             _clear(folder.path)
         folder.path.mkdir(parents=True, exist_ok=True)
         remove_partial(folder.checkpoints)
+        shutil.rmtree(folder.validation, ignore_errors=True)
         check_writable(folder.checkpoints)
         begin_segment(folder.seen, *_gone_on_with(recipe))
         folder.config.write_text(dump_recipe(recipe), encoding="utf-8")

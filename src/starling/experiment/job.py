@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,11 +16,25 @@ from starling.experiment.setup import load_workload
 from starling.experiment.workload import SpeechWorkload
 from starling.speech.recogniser import Recogniser
 
+Seconds = float
+WORTH_PROCESSES: Seconds = 1800.0
+"""Audio that a learner loads in a run, from which on loading processes gain more than the seconds that they take to
+start. On one core, this much is loaded in 10 to 20 s."""
+AUDIO_PER_SECOND = 100.0
+"""Audio that a learner trains on in a second, to guess how much a budget in minutes allows."""
+MOST_PROCESSES = 4
+"""For one learner; on an accelerator, or from an object store, where loading takes longest beside the computation."""
 
-def make_job(recipe: Recipe, folder: ExperimentFolder) -> Job:
-    """The job of a recipe whose `folder` is set up."""
+
+def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
+    """The job of a recipe whose `folder` is set up, for one of `learners_here` on this machine; None: simulated."""
+    workload = load_workload(recipe, folder)
+    num_workers = recipe.batches.num_workers
+    if num_workers == "auto":
+        epoch = float(workload.speech_set.durations[workload.utterances].sum(dtype=np.float64))
+        num_workers = 0 if learners_here is None else loading_processes(recipe, learners_here, cores_here(), epoch)
     return Job(
-        workload=load_workload(recipe, folder),
+        workload=workload,
         strategy=recipe.strategy.strategy,
         options=recipe.strategy.options,
         budget=recipe.budget,
@@ -27,12 +42,31 @@ def make_job(recipe: Recipe, folder: ExperimentFolder) -> Job:
         schedule=recipe.optimizer.schedule,
         clip_norm=recipe.optimizer.clip_norm,
         autocast=recipe.engine.autocast == "bf16",
-        num_workers=recipe.batches.num_workers,
+        num_workers=num_workers,
         stragglers=recipe.stragglers,
         faults=recipe.faults,
         checkpoint_every=recipe.checkpoints.every,
         seed=recipe.seed,
     )
+
+
+def loading_processes(recipe: Recipe, learners_here: int, cores: int, epoch: Seconds) -> int:
+    """How many processes load for one learner where the recipe says `auto`; `epoch` is the audio of an epoch.
+
+    None where learners have less than a core each, or the whole run loads so little that starting processes would
+    take longer. One is enough beside a model that computes on the CPU.
+    """
+    budget, batch = recipe.budget, recipe.batches.max_duration * recipe.batches.accumulate
+    limits = [
+        None if budget.epochs is None else budget.epochs * epoch,
+        None if budget.steps is None else budget.steps * batch,
+        None if budget.minutes is None else budget.minutes * 60.0 * AUDIO_PER_SECOND * recipe.num_workers,
+    ]
+    audio = min(each for each in limits if each is not None) / recipe.num_workers
+    if cores < learners_here or audio < WORTH_PROCESSES:
+        return 0
+    is_slow = recipe.data.remote is not None or (recipe.engine.device != "cpu" and torch.cuda.is_available())
+    return max(1, min(MOST_PROCESSES, cores // learners_here - 1)) if is_slow else 1
 
 
 def most_skipped(recipe: Recipe, job: Job) -> int:
@@ -71,5 +105,9 @@ class ModelWriter:
 
 def use_threads(recipe: Recipe, learners_here: int) -> None:
     """Give torch its share of this machine's cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(recipe.engine.threads or max(1, cores // learners_here))
+    torch.set_num_threads(recipe.engine.threads or max(1, cores_here() // learners_here))
+
+
+def cores_here() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Literal, Protocol, Self, TextIO
 
 from starling.checkpoint.background import BackgroundWriter
 from starling.checkpoint.reader import Checkpoint
@@ -114,18 +114,35 @@ def _saved_line(folder: str, distance: float | None) -> str:
     return f"saved {folder}" if distance is None else f"saved {folder}, consensus distance {distance:.3g}"
 
 
+Keep = Literal["checkpoint", "model", ""]
+"""What is kept of the end of an epoch."""
+
+
+def keep_everything(report: EpochReport) -> Keep:
+    """A checkpoint at every end of an epoch."""
+    return "checkpoint"
+
+
 class Saver:
-    """Writes a checkpoint at every end of an epoch, and at every mark, behind the training. Who completes it tells, and
-    draws the consensus distance with the curves that `make_curves` makes: a new file for each point, for they may come
-    from any learner. Both happen in a thread of their own.
+    """Writes checkpoints behind the training: at every mark, and at the ends of epochs where `choose` says so, the same
+    to all learners. Where it says `model`, `model_writer` writes what the consensus model is made from, and no more.
+    Who completes either tells, and draws the consensus distance with the curves that `make_curves` makes: a new file
+    for each point, for they may come from any learner. Both happen in a thread of their own.
 
     As a context manager it lets what was begun end, also when the training has failed.
     """
 
     def __init__(
-        self, writer: CheckpointWriter, tell: Callable[[Message], None], make_curves: Callable[[], Curves]
+        self,
+        writer: CheckpointWriter,
+        tell: Callable[[Message], None],
+        make_curves: Callable[[], Curves],
+        choose: Callable[[EpochReport], Keep] = keep_everything,
+        model_writer: CheckpointWriter | None = None,
     ) -> None:
         self._background = BackgroundWriter(writer)
+        self._choose = choose
+        self._model_writer = model_writer
         self._tell = tell
         self._make_curves = make_curves
         self._last: Standing | None = None
@@ -152,7 +169,11 @@ class Saver:
         self._background.check()
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self._save(state, "epoch")
+        kept = self._choose(report)
+        if kept == "checkpoint":
+            self._save(state, "end" if report.is_last else "epoch")
+        elif kept == "model":
+            self._save_model(state)
 
     def on_mark(self, state: LearnerState) -> None:
         self._save(state, "mark")
@@ -163,9 +184,25 @@ class Saver:
         self._last = state.standing
         self._background.save(state, lambda checkpoint: self._completed(checkpoint, moment))
 
+    def _save_model(self, state: LearnerState) -> None:
+        if state.standing == self._last:
+            return
+        self._last = state.standing
+        shards = tuple(replace(shard, optimizer={}) for shard in state.shards)
+        slim = replace(state, optimizer={}, shards=shards)
+        self._background.save(slim, self._completed_model, self._model_writer)
+
     def _completed(self, checkpoint: Checkpoint, moment: str) -> None:
         distance = checkpoint.manifest.consensus_distance
         self._tell({"saved": str(checkpoint.folder), "consensus_distance": distance, "moment": moment})
+        self._draw(checkpoint)
+
+    def _completed_model(self, checkpoint: Checkpoint) -> None:
+        self._tell({"to_validate": str(checkpoint.folder)})
+        self._draw(checkpoint)
+
+    def _draw(self, checkpoint: Checkpoint) -> None:
+        distance = checkpoint.manifest.consensus_distance
         if distance is not None:
             curves = self._make_curves()
             curves.consensus_distance(distance, checkpoint.manifest.standing.num_done)

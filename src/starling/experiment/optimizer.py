@@ -75,6 +75,10 @@ def _try(kind: Callable[..., Optimizer], lr: float, options: dict[str, Any]) -> 
             near = get_close_matches(option, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ValueError(f"options: {title} has no {option!r}; {hint}it knows {', '.join(known)}")
+    if inspect.signature(kind.step).parameters["closure"].default is inspect.Parameter.empty:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{title} computes the loss several times a step, which learners do not; use another, such as adamw or sgd"
+        )
     parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

@@ -17,8 +17,9 @@ MAX_JOBS = 1024
 _PLACE = re.compile(r"dask://(?P<place>\[?[A-Za-z0-9._:-]+\]?:\d{1,5})")
 
 
-def prepare(recipe: Path, arguments: Sequence[str], tell: Say, console: Console) -> None:
+def prepare(recipe: Path, arguments: Sequence[str], tell: Say, console: Console, overwrite: bool = False) -> None:
     """Prepare the sets of a recipe; of the arguments, `jobs` and `executor` say where, the others change the recipe.
+    With `overwrite`, sets that were made from other settings are replaced.
 
     Raises:
         ConfigError: an argument or the recipe is wrong; lists all problems.
@@ -37,7 +38,7 @@ def prepare(recipe: Path, arguments: Sequence[str], tell: Say, console: Console)
     if problems:
         raise ConfigError("\n".join(problems))
     with executor, Bars(console) as bars:
-        described = prepare_all(loaded, bars, executor)
+        described = prepare_all(loaded, bars, executor, overwrite)
     tell(described)
 
 

@@ -27,7 +27,7 @@ from starling.speech.features import FeatureConfig
 from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
 from starling.speech.partition import PartitionConfig, labels_are_domains
-from starling.speech.prepare import DataConfig, set_digest
+from starling.speech.prepare import DataConfig, set_digest, set_settings
 from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
 from starling.strategies import Strategy, find_strategy
@@ -116,8 +116,9 @@ class Recipe(Config):
     """What becomes of a run when a learner of our launcher is killed. continue: the others go on without it; replace:
     they go on, it is started again and joins them; stop: the run ends with exit code 3."""
     checkpoints: CheckpointConfig = CheckpointConfig()
-    validate_every: int | None = Field(default=None, ge=1)
-    """Epochs between two scorings of the valid set while training; null: never."""
+    validate_every: int | None = Field(default=1, ge=1)
+    """Epochs between two scorings of the valid set while training; null: never. An epoch is left out where scoring
+    would take more than a twentieth of the time."""
     resume: Path | None = None
     """An experiment (its newest checkpoint) or one checkpoint to go on from."""
     warm_start: Path | None = None
@@ -213,7 +214,12 @@ def recipe_digest(recipe: Recipe) -> str:
 
 
 def fingerprints(recipe: Recipe) -> dict[str, str]:
-    """Digests of what a resumed run may not change, by section: the model, and which batch is whose."""
+    """Digests of `fixed_settings`. DataError for a folder of a mixture that is not prepared."""
+    return {section: _digest(content) for section, content in fixed_settings(recipe).items()}
+
+
+def fixed_settings(recipe: Recipe) -> dict[str, Any]:
+    """What a resumed run may not change, by section: the model, and which batch is whose. DataError as above."""
     fixed = recipe.model_dump(
         mode="json",
         include={
@@ -229,21 +235,18 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
     )
     if recipe.partition != "identical":
         fixed["partition"] = [fixed["partition"], recipe.num_workers]
-    digests = {section: _digest(content) for section, content in fixed.items()}
-    return digests | {"data": _data_digest(recipe)}
+    return fixed | {"data": _data_settings(recipe)}
 
 
-def _data_digest(recipe: Recipe) -> str:
-    """Digest of what all sets that are trained on are made from. DataError for a folder that is not prepared."""
+def _data_settings(recipe: Recipe) -> Any:
+    """What the set that is trained on is made from; of a mixture, the digests of its sets."""
     if recipe.mixture is None:
-        return set_digest(recipe.data, recipe.data.train)
+        return set_settings(recipe.data, recipe.data.train)
     corpus = recipe.data.corpus.sets
-    return _digest(
-        [
-            set_digest(recipe.data, name) if name in corpus else read_summary(Path(name)).digest
-            for name in recipe.mixture.sets
-        ]
-    )
+    return [
+        set_digest(recipe.data, name) if name in corpus else read_summary(Path(name)).digest
+        for name in recipe.mixture.sets
+    ]
 
 
 def _learners(tree: Tree) -> int | None:

@@ -35,6 +35,10 @@ class Regrouping:
         """Add to what all learners count under a name in this view; the sum."""
         return int(self._place.store.add(self._key(name), number))
 
+    def agree(self, name: str, own: str) -> str:
+        """What the first learner to ask under a name in this view has answered, the same for all."""
+        return self._place.store.compare_set(self._key(name), "", own).decode()
+
     def arrive(self, name: str) -> int:
         """Count the learners that have written their part of a checkpoint in this view; called by a thread."""
         try:
@@ -55,6 +59,7 @@ class Regrouping:
         self._view = view.number
         if is_first:
             remove_partial(self._folder.checkpoints)
+            remove_partial(self._folder.validation)
             begin_segment(self._folder.seen, standing)
             self._tell({"say": _told(view, standing)})
         if self._seen is not None:

@@ -1,13 +1,17 @@
 """What happens once before the learners start: data, tokens, and every check that needs them."""
 
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from starling.budget import Progress as Spent
 from starling.chance import derive_seed
+from starling.checkpoint.manifest import read_manifest
+from starling.engines.tickets import TicketSequence
 from starling.errors import DataError
-from starling.experiment.folder import ExperimentFolder, check_claim, claim_folder, unwritable
+from starling.experiment.folder import ExperimentFolder, check_claim, claim_folder, earlier_recipe, unwritable
 from starling.experiment.recipe import Recipe
 from starling.experiment.training_set import (
     describe_shares,
@@ -67,6 +71,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     _check_share(len(workload.utterances), recipe.team_size)
     for line in describe_shares(recipe, workload.speech_set, workload.utterances):
         say(line)
+    if change := schedule_change(recipe, workload):
+        say(change)
     batches = workload.num_batches(0)
     learners = "learner" if recipe.num_workers == 1 else "learners"
     seconds = recipe.batches.max_duration * recipe.batches.accumulate
@@ -75,11 +81,38 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
         f"up to {seconds:g} s of audio in the first epoch; {recipe.num_workers} {learners} take "
         f"{seconds * recipe.num_workers:g} s at a time"
     )
+    if recipe.team_size == 1 and batches < recipe.num_workers:
+        say(
+            f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so that some have none: "
+            "lower batches.max_duration, or use fewer learners"
+        )
     if batches < recipe.team_size:
         say(
             f"warning: an epoch has {batches} mini-batches for {recipe.team_size} learners that step together, so that "
             "one step takes mini-batches of several epochs: lower batches.max_duration, or use fewer learners"
         )
+
+
+def schedule_change(recipe: Recipe, workload: SpeechWorkload) -> str | None:
+    """What a resume with another budget does to the learning rate, in words; None where nothing changes."""
+    earlier = earlier_recipe(recipe.resume) if recipe.resume is not None else None
+    if recipe.resume is None or earlier is None:
+        return None
+    before, now = (each.optimizer.schedule.budget or each.budget for each in (earlier, recipe))
+    manifest = read_manifest(recipe.resume)
+    done = manifest.standing.num_done
+    epochs = TicketSequence(workload, manifest.standing.position).epochs_before(done)
+    progress = Spent(done, epochs, manifest.minutes)
+    old, new = (each.optimizer.lr * each.optimizer.schedule.at(progress, each.budget) for each in (earlier, recipe))
+    if before == now or math.isclose(old, new):
+        return None
+    limits = [f"{key}={value}" for key, value in before.model_dump(exclude_none=True).items()]
+    keep = " ".join(f"optimizer.schedule.budget.{limit}" for limit in limits)
+    return (
+        f"warning: the schedule was made for a budget of {', '.join(limits)} and is stretched over this one: the "
+        f"learning rate goes from {old:.3g} to {new:.3g} here; to keep to the earlier schedule, and then to its final "
+        f"value, resume with {keep}"
+    )
 
 
 def _check_share(count: int, team_size: int) -> None:

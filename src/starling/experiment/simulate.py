@@ -6,6 +6,7 @@ from rich.console import Console
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
+from starling.engines.cluster import Cluster
 from starling.engines.job import EpochReport, StepReport
 from starling.engines.virtual import VirtualEngine
 from starling.errors import Stopped
@@ -31,6 +32,10 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     keeps the consensus model of the end, and no learner's own state.
     """
     recipe = resolve_resume(recipe.model_copy(update={"name": f"{recipe.name}-virtual"}))
+    say_on(console)(
+        f"{recipe.learners} virtual learners in {recipe.folder}, on a cluster of {_described(recipe.cluster)}; change "
+        "it with cluster.KEY=VALUE"
+    )
     with Bars(console) as bars:
         folder = make_ready(recipe, say_on(console), bars)
     torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on how many cores there are
@@ -80,6 +85,12 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     evaluate(folder.path, None, tell, console)
     tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
     tell(f"event hash: {outcome.event_hash}")
+
+
+def _described(cluster: Cluster) -> str:
+    """`compute.seconds=0.1, link.latency=5e-05, …`, all that is assumed."""
+    parts = cluster.model_dump(mode="json").items()
+    return ", ".join(f"{part}.{key}={value}" for part, values in parts for key, value in values.items())
 
 
 class _Stop:

@@ -18,7 +18,7 @@ from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.evaluate import evaluate
 from starling.experiment.folder import ExperimentFolder, resolve_resume
 from starling.experiment.following import Following
-from starling.experiment.job import ModelWriter, make_job, most_skipped, use_threads
+from starling.experiment.job import ModelWriter, cores_here, make_job, most_skipped, use_threads
 from starling.experiment.join import changes
 from starling.experiment.observers import (
     CURVES_EVERY,
@@ -38,7 +38,7 @@ from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import Seen, segments
 from starling.experiment.setup import make_ready
 from starling.experiment.sign_of_life import SignOfLife, giving
-from starling.experiment.validate import Validation
+from starling.experiment.validate import Choice, Validation, model_writer
 from starling.launch.launcher import launch
 from starling.launch.link import Link
 from starling.launch.process import signal_name
@@ -49,6 +49,8 @@ from starling.launch.watch import Loss
 from starling.report.curves import Curves
 from starling.report.progress import Bars, Display, Say, say_on
 
+MOST_TO_A_CORE = 4
+"""Learners; more is taken for a mistake."""
 _SET_UP_LIMIT = timedelta(days=2)  # preparing a large corpus may take long; a death ends the waiting sooner
 
 
@@ -60,20 +62,24 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     recipe = resolve_resume(recipe)
     check_engine(recipe)
     _check_alone(recipe)
+    if line := crowding(recipe.learners, cores_here()):
+        say_on(console)(line)
     folder = _ready(recipe, console)
     title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
     command = [sys.executable, "-m", "starling", "train", str(folder.config)]
     with (
         Following(recipe, folder, console) as following,
         Display(title, recipe.learners, console) as display,
-        Validation(recipe, folder.tensorboard, display.say) as validation,
+        Validation(recipe, folder, display.say) as validation,
     ):
 
         def on_message(rank: int, message: Message) -> None:
             following.hear(rank, message)
             show(message, display)
-            if message.get("moment") == "epoch":
-                validation.saved(Path(message["saved"]))
+            if message.get("moment") in ("epoch", "end"):
+                validation.saved(Path(message["saved"]), is_last=message["moment"] == "end")
+            if "to_validate" in message:
+                validation.saved(Path(message["to_validate"]))
 
         def on_loss(loss: Loss) -> None:
             following.lose(loss.learner, loss.reason)
@@ -101,6 +107,16 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
                 display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     with following.scoring():
         evaluate(folder.path, None, tell, console)
+
+
+def crowding(learners: int, cores: int) -> str | None:
+    """A warning where this machine has far fewer cores than learners."""
+    if learners <= MOST_TO_A_CORE * cores:
+        return None
+    return (
+        f"warning: {learners} learners share {cores} cores and slow each other down; use at most {cores} for speed, or "
+        "`starling simulate` to study more"
+    )
 
 
 def _check_alone(recipe: Recipe) -> None:
@@ -180,16 +196,24 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
 
     regrouping = Regrouping(folder, place, tell)
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
+    write_model = ModelWriter(folder.initial)
     writer = CheckpointWriter(
         folder.checkpoints,
         regrouping.arrive,
-        ModelWriter(folder.initial),
+        write_model,
         fingerprints(recipe),
         recipe.checkpoints.keep,
         recipe.team_size,
     )
-    saver = Saver(writer, tell, lambda: Curves(folder.tensorboard / "consensus"))
-    job = make_job(recipe, folder)
+    validates = link is not None and recipe.validate_every is not None and recipe.data.valid is not None
+    saver = Saver(
+        writer,
+        tell,
+        lambda: Curves(folder.tensorboard / "consensus"),
+        Choice(recipe.checkpoints.epochs, recipe.validate_every if validates else None, folder, regrouping.agree),
+        model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), write_model, recipe.team_size),
+    )
+    job = make_job(recipe, folder, place.local_world)
     seen = Seen(
         segments(folder.seen)[-1],
         regrouping.count,

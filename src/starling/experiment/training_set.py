@@ -17,13 +17,16 @@ from starling.speech.preparing.executors import Executor
 from starling.speech.union import Member, SpeechSets
 
 
-def prepare_all(recipe: Recipe, progress: Progress | None = None, executor: Executor | None = None) -> str:
-    """Prepare the sets of `data`, and those that only the mixture names; what is there, in words. Raises DataError."""
-    lines = [describe(prepare(recipe.data, progress, executor))]
+def prepare_all(
+    recipe: Recipe, progress: Progress | None = None, executor: Executor | None = None, overwrite: bool = False
+) -> str:
+    """Prepare the sets of `data`, and those that only the mixture names; what is there, in words. Raises ConfigError
+    and DataError as `prepare` does."""
+    lines = [describe(prepare(recipe.data, progress, executor, overwrite))]
     for name in recipe.mixture.sets if recipe.mixture else ():
         if name in recipe.data.corpus.sets and name not in recipe.data.used_sets:
             alone = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
-            lines.append(describe(prepare(alone, progress, executor)))
+            lines.append(describe(prepare(alone, progress, executor, overwrite)))
     return "\n".join(lines)
 
 

@@ -29,6 +29,7 @@ def join(
     *,
     seed: int = 0,
     timeout_seconds: float = 600.0,
+    most_not_finite: int = 10,
     **options: Any,
 ) -> JoinedLearner:
     """Let your own PyTorch loop train `model` together with the other processes that `torchrun` started.
@@ -39,7 +40,12 @@ def join(
     learning rate schedulers, gradient clipping and autocast are yours as before. All learners start from learner 0's
     model.
 
+    Learners train the model's parameters that are trainable or in the optimizer now; freeze some of them after joining,
+    with `requires_grad_(False)`, and unfreeze them when their time comes. Change the model's dtype, device or layers
+    before joining.
+
     `seed` is what random patterns are drawn from, and `timeout_seconds` the longest wait for another learner's word.
+    Gradients that are not finite make no optimizer step; `most_not_finite` of them in a row end the run.
 
     Raises `ConfigError` for a strategy, options, a model or an optimizer that do not fit, `ProtocolError` when
     learners differ, `PeerLost` when one does not come.
@@ -49,6 +55,8 @@ def join(
     checked = _checked(chosen, options)
     if not timeout_seconds > 0.0:
         raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
+    if most_not_finite < 1:
+        raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
     if not is_learner():
         place = Place(0, 1, 0, 1, HashStore())
     elif dist.is_initialized():
@@ -59,7 +67,7 @@ def join(
     else:
         place = _meet(timeout_seconds)
     chosen.team_size(checked, place.world)
-    return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds)
+    return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds, most_not_finite)
 
 
 def _meet(timeout_seconds: float) -> Place:

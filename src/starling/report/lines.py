@@ -11,9 +11,10 @@ def progress_line(snapshot: Snapshot) -> str:
     line = (
         f"({snapshot.rank}/{snapshot.world}) epoch {snapshot.epoch + 1}, "
         f"batch {snapshot.batch + 1}/{snapshot.num_batches}: loss {snapshot.loss:.4f} over {snapshot.num_frames} "
-        f"frames, running {snapshot.running_loss:.4f}, lr {snapshot.learning_rate:.3g}, "
-        f"{snapshot.audio_rate:.1f} s of audio per s"
+        f"frames, running {snapshot.running_loss:.4f}, lr {snapshot.learning_rate:.3g}"
     )
+    if snapshot.audio_rate > 0.0:  # not known of the first mini-batch
+        line += f", {snapshot.audio_rate:.1f} s of audio per s"
     left = time_left(snapshot)
     return f"{line}, {left} left" if left else line
 

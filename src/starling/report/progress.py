@@ -95,7 +95,8 @@ class Display:
         else:
             done = f"{100 * newest.fraction:.0f} %, {time_left(newest) or '?'} left"
         total = sum(each.audio_rate for each in self._snapshots.values())
-        table = Table(title=f"{self._title}: {done}, {total:.0f} s of audio per s", title_justify="left")
+        speed = f", {total:.0f} s of audio per s" if total > 0.0 else ""
+        table = Table(title=f"{self._title}: {done}{speed}", title_justify="left")
         for name in ("learner", "epoch", "batch", "loss", "running", "lr", "audio s/s"):
             table.add_column(name, justify="right")
         for rank in range(min(self._world, MAX_ROWS)):
@@ -119,7 +120,7 @@ def _cells(snapshot: Snapshot | None, otherwise: str) -> list[str]:
         f"{snapshot.loss:.4f}",
         f"{snapshot.running_loss:.4f}",
         f"{snapshot.learning_rate:.2e}",
-        f"{snapshot.audio_rate:.1f}",
+        f"{snapshot.audio_rate:.1f}" if snapshot.audio_rate > 0.0 else "",
     ]
 
 

@@ -8,7 +8,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Annotated, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,10 +45,10 @@ class BatchConfig(Config):
         description="mini-batches in a row that have similar durations, so that as many learners as this can step "
         "together and hardly wait for each other",
     )
-    num_workers: int = Field(
-        default=0,
-        ge=0,
-        description="processes per learner that load batches ahead; 0: the learner loads, best when it has one core",
+    num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        default="auto",
+        description="processes per learner that load batches ahead; 0: the learner loads; auto: chosen from the cores, "
+        "the learners on this machine, where the data are, and how much of them the budget allows",
     )
 
 

@@ -9,19 +9,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from starling.configuration import Config
-from starling.errors import DataError
+from starling.configuration import Config, differing
+from starling.errors import ConfigError, DataError
 from starling.speech.check.config import CheckConfig
 from starling.speech.corpora import CorpusConfig, Utterance
 from starling.speech.left_out import left_out_of
 from starling.speech.object_store import address_problem
 from starling.speech.preparing.executors import Executor, InThisProcess
-from starling.speech.preparing.making import REPORT_EVERY, SetPlan, make_set
+from starling.speech.preparing.making import REPORT_EVERY, SETTINGS, SetPlan, make_set
 from starling.speech.preparing.making import Progress as Progress
 from starling.speech.preparing.stages import Checking
 from starling.speech.remote import fetch_sets
@@ -29,7 +30,9 @@ from starling.speech.set_summary import FORMAT, SetSummary, read_summary
 from starling.speech.shards import REMOTE
 from starling.speech.store import SpeechSet
 from starling.speech.strings import StringsConfig, copies_problem
-from starling.speech.usable import Checked, FilterConfig, TextStyle
+from starling.speech.usable import NO_SPEAKER, Checked, FilterConfig, TextStyle
+
+_MOST_SHOWN = 5  # settings that have changed
 
 
 class DataConfig(Config):
@@ -72,7 +75,12 @@ class DataConfig(Config):
             if name not in known:
                 near = get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                problems.append(f"set {name!r} is not in corpus.sets ({', '.join(known)}){hint}")
+                key = "train" if name == self.train else "valid" if name == self.valid else "test"
+                remedy = ", or set data.valid=null to have none" if key == "valid" else ""
+                problems.append(
+                    f"data.{key} names the set {name!r}, which is not in data.corpus.sets ({', '.join(known)}){hint}; "
+                    f"name one of them{remedy}"
+                )
         problems += [
             f"{name!r} cannot be the name of a set: it names a folder"
             for name in known
@@ -105,10 +113,19 @@ class Summary:
     folder: Path
     sets: tuple[SetSummary, ...]
     written: tuple[str, ...]
+    without_speakers: tuple[str, ...] = ()
+    """Those just written in which no utterance has a speaker."""
 
 
-def prepare(config: DataConfig, progress: Progress | None = None, executor: Executor | None = None) -> Summary:
+def prepare(
+    config: DataConfig,
+    progress: Progress | None = None,
+    executor: Executor | None = None,
+    overwrite: bool = False,
+) -> Summary:
     """Prepare the sets that the recipe uses; sets that are there already, made from the same settings, are kept.
+
+    A set in the folder that was made from other settings is replaced only with `overwrite`.
 
     A set is made in `<set>.partial`, shard by shard, and renamed when it is complete. What a call that failed or was
     killed has finished is not done again, and the bytes of a set depend neither on that nor on the executor,
@@ -116,6 +133,7 @@ def prepare(config: DataConfig, progress: Progress | None = None, executor: Exec
     Of sets with `remote` only the index is fetched.
 
     Raises:
+        ConfigError: the folder holds sets made from other settings, and `overwrite` is off; nothing was changed.
         DataError: the corpus is missing or wrong, naming the utterance or file; nothing half-written remains
             that looks finished.
     """
@@ -125,19 +143,29 @@ def prepare(config: DataConfig, progress: Progress | None = None, executor: Exec
         if config.remote is not None:
             rate, names = config.sampling_rate, config.used_sets
             written += fetch_sets(config.remote, config.storage_options, config.folder, names, rate, report)
-        for name in config.used_sets if config.remote is None else ():
-            if _finished_digest(config.set_folder(name)) != set_digest(config, name):
+        own = config.used_sets if config.remote is None else ()
+        missing = [name for name in own if _finished_digest(config.set_folder(name)) != set_digest(config, name)]
+        if not overwrite:
+            _check_nothing_is_lost(config, missing)
+        for name in own:
+            if name in missing:
                 _prepare_set(config, name, executor or InThisProcess(), report)
                 written.append(name)
             elif _partial_folder(config, name).exists():
                 shutil.rmtree(_partial_folder(config, name), ignore_errors=True)
         sets = tuple(read_summary(config.set_folder(name)) for name in config.used_sets)
-    return Summary(config.folder, sets, tuple(written))
+        unnamed = [name for name in written if _has_no_speakers(config.set_folder(name))]
+    return Summary(config.folder, sets, tuple(written), tuple(unnamed))
 
 
 def set_digest(config: DataConfig, name: str) -> str:
-    """Digest of all settings that a set is made from; sets of other names do not change it, nor does what to do about
-    utterances that cannot be used: whoever meets some while training may change it, and go on with the same set."""
+    """Digest of `set_settings`."""
+    return hashlib.sha256(json.dumps(set_settings(config, name), sort_keys=True).encode()).hexdigest()
+
+
+def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
+    """All settings that a set is made from, as JSON has them; sets of other names do not change them, nor does what to
+    do about utterances that cannot be used: a user who meets some while training may change that and keep the set."""
     settings = config.model_dump(mode="json", include={"sampling_rate", "text", "filter", "shard_size"})
     for name_of_key in ("leave_out", "on_bad", "max_skipped"):  # of the first, what it holds counts, not where it is
         del settings["filter"][name_of_key]
@@ -148,7 +176,7 @@ def set_digest(config: DataConfig, name: str) -> str:
     strings = config.strings.model_dump(mode="json") if config.strings else None
     if strings is not None and config.strings is not None:
         strings["copies"] = config.strings.copies_of(name)
-    everything = {
+    return {
         "format": FORMAT,
         "set": name,
         "corpus": corpus,
@@ -156,7 +184,17 @@ def set_digest(config: DataConfig, name: str) -> str:
         "strings": strings,
         **settings,
     }
-    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+def setting_differences(name: str, before: Any, now: Any) -> list[str]:
+    """`data.text=upper (now lower)` for each of the `set_settings` of a set that has changed."""
+    described = []
+    for key, old, new in sorted(differing(before, json.loads(json.dumps(now))), key=itemgetter(0)):
+        if key == "left_out":
+            old, new = (f"a list of {len(each or ())} of its utterances" for each in (old, new))
+        key = key.replace("corpus.sets", f"corpus.sets.{name}", 1).replace("left_out", "filter.leave_out")
+        described.append(f"data.{key}={old} (now {new})")
+    return described
 
 
 def describe(summary: Summary) -> str:
@@ -173,7 +211,18 @@ def describe(summary: Summary) -> str:
             listed = summary.folder / each.name / "dropped.tsv"
             line += f"; dropped {each.dropped} ({each.dropped_seconds / 3600:.2f} h), listed in {listed}"
         lines.append(line)
+    if summary.without_speakers:
+        lines.append(
+            f"warning: {', '.join(summary.without_speakers)}: the corpus names no speakers, so that all utterances "
+            "count as one speaker's, and nothing tells whether training and test share any; name them (in utt2spk of a "
+            "Kaldi folder, in `speaker` of other manifests)"
+        )
     return "\n".join(lines)
+
+
+def _has_no_speakers(folder: Path) -> bool:
+    found = SpeechSet.open(folder)
+    return len(found) > 1 and found.summary.speakers == 1 and found.speaker(0) == NO_SPEAKER
 
 
 def _number(count: int, thing: str) -> str:
@@ -202,11 +251,42 @@ def _finished_digest(folder: Path) -> str | None:
         return None
 
 
+def _check_nothing_is_lost(config: DataConfig, missing: Sequence[str]) -> None:
+    """Raises ConfigError if one of the sets that are to be prepared would replace one made from other settings."""
+    found: dict[str, list[str]] = {}
+    for name in missing:
+        folder = config.set_folder(name)
+        recorded = _recorded_settings(folder)
+        if recorded is not None:
+            found[name] = setting_differences(name, recorded, set_settings(config, name))
+        elif _finished_digest(folder) is not None:
+            found[name] = ["other settings, which that version of Starling did not record"]
+    changed = [name for name, changes in found.items() if changes]
+    if changed:
+        changes = list(dict.fromkeys(change for name in changed for change in found[name]))
+        more = f" and {len(changes) - _MOST_SHOWN} more" if len(changes) > _MOST_SHOWN else ""
+        raise ConfigError(
+            f"{config.folder}: {', '.join(changed)} prepared with {', '.join(changes[:_MOST_SHOWN])}{more}; set "
+            "data.folder to another folder, or replace what is there with `starling prepare RECIPE --overwrite`"
+        )
+
+
+def _recorded_settings(folder: Path) -> Any:
+    """The settings that a set was prepared from here, or None if they are not known."""
+    if (folder / REMOTE).exists():
+        return None
+    try:
+        return json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
 def _prepare_set(config: DataConfig, name: str, executor: Executor, report: Progress) -> None:
     left_out = left_out_of(config.filter.leave_out, name)
     plan = SetPlan(
         name,
         set_digest(config, name),
+        set_settings(config, name),
         partial(config.corpus.utterances, name),
         Checking(name, config.sampling_rate, config.text, config.filter, left_out),
         config.strings,

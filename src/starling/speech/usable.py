@@ -25,6 +25,8 @@ Checked = tuple[Utterance, NDArray[np.float32]]
 LOUDEST = 4.0
 """Samples beyond this are not audio in -1..1 (a little over 1 is clipped)."""
 MAX_ID_BYTES = 200
+NO_SPEAKER = "unknown"
+"""Who speaks where a corpus does not say."""
 MAX_RESAMPLER = 2_000_000
 """Largest size of a resampling filter bank; 44.1 kHz to 16 kHz takes 70,560."""
 
@@ -231,7 +233,7 @@ def _speaker(utterance: Utterance) -> str:
     speaker = "_".join(utterance.speaker.split())
     if not _encodes(speaker):
         raise _Unusable("its speaker is not valid Unicode", "speaker")
-    return speaker or "unknown"
+    return speaker or NO_SPEAKER
 
 
 def _encodes(text: str) -> bool:

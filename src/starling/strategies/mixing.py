@@ -15,6 +15,10 @@ from starling.topology import Topology, check_pattern
 T = TypeVar("T")
 
 
+_CACHED_NUMBERS = 1 << 16
+"""Numbers of which three vectors stay in a processor's cache."""
+
+
 class MixingOptions(Config):
     """The options of every strategy that averages with neighbours."""
 
@@ -81,15 +85,25 @@ class Mixing:
         Applied as a change, it conserves the mean of all learners whatever a gradient did to the weights meanwhile;
         writing the average itself would wipe that gradient out.
         """
-        mine, total = self._mine, torch.empty(0)
+        own = self._mine
         del self._mine  # a strategy may keep this longer than what it holds
-        for number in range(len(self._receiving)):
-            weight, handle = self._receiving.pop(0)
-            change = (await handle).to(mine.dtype).sub_(mine).mul_(weight)
-            total = change if number == 0 else total.add_(change)
+        theirs = [(weight, await handle) for weight, handle in self._receiving]
+        self._receiving.clear()
         for sending in self._sending:
             await sending
-        return total if len(total) else torch.zeros_like(mine)
+        total = torch.empty_like(own) if theirs else torch.zeros_like(own)
+        for part in _parts(own):
+            mine, sum_of_part = own[part], total[part]
+            for place, (weight, vector) in enumerate(theirs):
+                change = torch.sub(vector[part].to(mine.dtype), mine).mul_(weight)
+                sum_of_part.copy_(change) if place == 0 else sum_of_part.add_(change)
+        return total
+
+
+def _parts(vector: Tensor) -> list[slice]:
+    """A vector in parts that stay in a processor's cache while they are worked on; on a device in one."""
+    size = _CACHED_NUMBERS if vector.device.type == "cpu" else len(vector)
+    return [slice(start, start + size) for start in range(0, len(vector), size)]
 
 
 def one_ahead(work: Iterable[T]) -> Iterator[T]:

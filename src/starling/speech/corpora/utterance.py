@@ -39,7 +39,8 @@ class FileCorpus(Config):
     path: Path | tuple[Path, ...]
     """The corpus, or several places where it may be: the first that exists is used."""
     audio_root: Path | None = None
-    """Where relative audio names start; by default the folder of the manifest. Audio outside of it is refused."""
+    """Where relative audio names start; by default the folder of the manifest. Audio outside of it is refused, but for
+    absolute names where this is not set."""
     channel: int | None = None
     """Channel to read, from 0; without it, audio of several channels is refused."""
 
@@ -83,7 +84,7 @@ class FileCorpus(Config):
         )
 
     def audio_path(self, manifest: Path, origin: str, name: str) -> Path:
-        """The file that a manifest calls `name`, kept inside `audio_root`."""
+        """The file that a manifest calls `name`: inside `audio_root`, or anywhere by its absolute name."""
         root = (self.audio_root or (manifest if manifest.is_dir() else manifest.parent)).resolve()
         if not name or "\0" in name:
             raise DataError(f"{origin}: no usable name of an audio file: {name!r}")
@@ -92,7 +93,8 @@ class FileCorpus(Config):
             target = path.resolve()
         except (OSError, ValueError, RuntimeError) as error:
             raise DataError(f"{origin}: no usable name of an audio file: {name[:200]!r} ({error})") from error
-        if ".." in Path(name).parts or not target.is_relative_to(root):
+        is_inside = target.is_relative_to(root) or (self.audio_root is None and Path(name).is_absolute())
+        if ".." in Path(name).parts or not is_inside:
             raise DataError(
                 f"{origin}: audio {name!r} lies outside of {root}; "
                 f"if that is meant, set data.corpus.audio_root to a folder that holds all audio, without '..'"

@@ -1,11 +1,13 @@
 """One set made from its corpus: listed in chunks, stage by stage in any process, and put together."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from starling.errors import DataError
 from starling.speech.corpora import Utterance
@@ -18,14 +20,17 @@ from starling.speech.usable import Checker
 Progress = Callable[[str, int, int], None]
 """Called with the name of a set, utterances done, and utterances in all (0: not known)."""
 REPORT_EVERY = 25
+SETTINGS = "settings.json"
+"""The file of a set with what it was made from."""
 
 
 @dataclass(frozen=True)
 class SetPlan:
-    """What a set is made from; `digest` is that of all settings."""
+    """What a set is made from; `digest` is that of all `settings`."""
 
     name: str
     digest: str
+    settings: dict[str, Any]
     utterances: Callable[[], Iterable[Utterance]]
     checking: Checking
     strings: StringsConfig | None
@@ -94,6 +99,7 @@ def _make(plan: SetPlan, work: Path, executor: Executor, report: Progress) -> No
     (work / "set" / "dropped.tsv").write_text(
         "id\tseconds\treason\n" + rows, encoding="utf-8", errors="backslashreplace"
     )
+    (work / "set" / SETTINGS).write_text(json.dumps(plan.settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     seconds = sum(each.seconds for each in dropped)
     write_index(
         work / "set", plan.name, plan.checking.sampling_rate, _shards(files), plan.digest, len(dropped), seconds
