@@ -1,6 +1,7 @@
 """The shared budget and the learning rate that follows it."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -28,15 +29,39 @@ def test_the_first_limit_reached_ends_the_run() -> None:
 def test_the_learning_rate_warms_up_then_follows_a_cosine() -> None:
     """Closed form at the beginning, the peak, the middle of the fall and the end."""
     schedule = Schedule(warmup=0.2, decay="cosine", floor=0.1)
-    for fraction, factor in ((0.0, 0.0), (0.1, 0.5), (0.2, 1.0), (0.6, 0.55), (1.0, 0.1)):
-        assert schedule.factor(fraction, 0.0) == pytest.approx(factor)
+    for fraction, after, factor in (
+        (0.0, 0.02, 0.1),
+        (0.08, 0.1, 0.5),
+        (0.2, 0.22, 1.0),
+        (0.6, 0.7, 0.55),
+        (1.0, 1.0, 0.1),
+    ):
+        assert schedule.factor(fraction, 0.0, after) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(("steps", "team", "peak_at"), [(100, 1, 9), (100, 4, 2), (7, 2, 0)])
+def test_a_warm_up_of_n_steps_rises_from_one_nth_to_the_peak(steps: int, team: int, peak_at: int) -> None:
+    """Step k of n has (k + 1) / n of it; no learning rate is 0, and none is higher behind the end of the rise."""
+    budget, schedule = Budget(steps=steps), Schedule(warmup=0.1, decay="cosine")
+    shares = [budget.fraction(Progress(done, 0.0, 0.0)) for done in range(0, steps + team, team)]
+    factors = [schedule.factor(now, 0.0, then) for now, then in pairwise(shares)]
+    rise = factors[: peak_at + 1]
+    assert rise == pytest.approx([min(1.0, (k + 1) * team / (0.1 * steps)) for k in range(peak_at + 1)])
+    assert rise[-1] == pytest.approx(1.0)
+    assert factors[peak_at + 1 :] == sorted(factors[peak_at + 1 :], reverse=True)
+    assert min(factors) > 0.0
+
+
+def test_the_first_mini_batch_of_a_budget_in_minutes_has_a_learning_rate() -> None:
+    """How much of the budget it takes is not known before it is computed."""
+    assert Schedule(warmup=0.1).factor(0.0, 0.0, 0.0) == pytest.approx(0.001)
 
 
 def test_the_papers_schedule_divides_by_the_root_of_two_each_epoch() -> None:
     """The peak is held for `hold_epochs` epochs, then lost by 1/sqrt(2) an epoch."""
     schedule = Schedule(decay="sqrt2-per-epoch", hold_epochs=2)
     for epochs, factor in ((0.0, 1.0), (1.99, 1.0), (2.0, 0.5**0.5), (3.5, 0.5), (5.0, 0.25)):
-        assert schedule.factor(0.5, epochs) == pytest.approx(factor)
+        assert schedule.factor(0.5, epochs, 0.5) == pytest.approx(factor)
 
 
 @given(
@@ -47,7 +72,7 @@ def test_the_papers_schedule_divides_by_the_root_of_two_each_epoch() -> None:
 )
 def test_the_factor_is_always_between_zero_and_one(fraction: float, warmup: float, decay: str, epochs: float) -> None:
     """No schedule leaves [0, 1], at any warm-up."""
-    factor = Schedule(warmup=warmup, decay=decay).factor(fraction, epochs)  # type: ignore[arg-type]
+    factor = Schedule(warmup=warmup, decay=decay).factor(fraction, epochs, fraction)  # type: ignore[arg-type]
     assert 0.0 <= factor <= 1.0 + 1e-12
     assert math.isfinite(factor)
 

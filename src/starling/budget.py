@@ -12,6 +12,9 @@ from pydantic import Field, model_validator
 
 from starling.configuration import Config
 
+LOWEST = 1e-3
+"""The lowest factor of a warm-up. Of a budget in minutes nobody knows how much the first mini-batch takes."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -52,7 +55,8 @@ class Budget(Config):
 class Schedule(Config):
     """The learning rate as a factor of its peak, a pure function of progress and hence equal on all learners.
 
-    It rises linearly from 0 over the first `warmup` of the budget and then follows `decay`:
+    It rises linearly over the first `warmup` of the budget, where that is n mini-batches from 1/n of the peak with the
+    first to the peak with the n-th, and then follows `decay`:
 
     - `constant`: stays at the peak;
     - `cosine`: falls to `floor` times the peak at the end of the budget (Loshchilov & Hutter 2017);
@@ -68,14 +72,17 @@ class Schedule(Config):
     """The budget that the schedule follows, beyond which it stays at its final value; None: that of the run, over which
     it is stretched anew where a resume changes it."""
 
-    def at(self, progress: Progress, run: Budget) -> float:
-        """The factor when a run with the budget `run` has come so far."""
-        return self.factor((self.budget or run).fraction(progress), progress.epochs)
+    def at(self, progress: Progress, run: Budget, following: Progress | None = None) -> float:
+        """The factor when a run with the budget `run` has come so far, for mini-batches behind which it has come as far
+        as `following`."""
+        budget = self.budget or run
+        return self.factor(budget.fraction(progress), progress.epochs, budget.fraction(following or progress))
 
-    def factor(self, fraction: float, epochs: float) -> float:
-        """The factor after `fraction` of the budget and `epochs` passes over the data."""
+    def factor(self, fraction: float, epochs: float, fraction_after: float) -> float:
+        """The factor after `fraction` of the budget and `epochs` passes over the data, for mini-batches that bring the
+        budget to `fraction_after`."""
         if fraction < self.warmup:
-            return fraction / self.warmup
+            return min(1.0, max(LOWEST, fraction_after / self.warmup))
         if self.decay == "constant":
             return 1.0
         if self.decay == "cosine":

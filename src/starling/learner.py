@@ -110,10 +110,10 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def clip(self, gradient: Tensor) -> Tensor:
+    def clip(self, gradient: Tensor) -> Tensor | None:
         """Shorten a gradient `[P]` in place to the longest that the run allows, as `step` does by itself.
 
-        One that is not finite becomes 0; `NonFiniteError` after many in a row. In somebody's own loop, at once.
+        None for one that is not finite: it must make no step anywhere. `NonFiniteError` after many in a row.
         """
 
     @abstractmethod

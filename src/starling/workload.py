@@ -77,4 +77,12 @@ class Workload(ABC, Generic[ExamplesT]):
 
     @abstractmethod
     def loss(self, model: nn.Module, examples: ExamplesT) -> Tensor:
-        """The scalar to minimise: the mean over `examples`."""
+        """The scalar to minimise: the mean over `examples`, by what `weight` counts of them."""
+
+    def weight(self, examples: ExamplesT) -> float:
+        """How much of a mini-batch a micro-batch is: the number of what `loss` is the mean over, by default examples.
+
+        The loss of a mini-batch is the mean of those of its micro-batches by weight, as if it were computed at once. A
+        micro-batch of weight 0 is left out.
+        """
+        return float(examples.num_examples)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from starling.budget import Budget, Schedule
 from starling.configuration import Config
+from starling.engines.faults import Fault, NotFinite
 from starling.engines.job import Job
 from starling.engines.stragglers import Stragglers
 from starling.learner import Learner
@@ -20,7 +21,7 @@ from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.mixing import MixingOptions
 from starling.strategies.server import ServerOptions
 from starling.topology import PATTERNS
-from tests.contract.problems import ConstantGradient, Points, TinyRegression, Workload
+from tests.contract.problems import ConstantGradient, Points, SkippingLayers, TinyRegression, Workload
 
 MakeOptimizer = Callable[..., Optimizer]
 
@@ -31,6 +32,11 @@ def sgd(learning_rate: float) -> MakeOptimizer:
 
 def adam(learning_rate: float) -> MakeOptimizer:
     return lambda parameters: torch.optim.Adam(parameters, lr=learning_rate)
+
+
+def adamw(learning_rate: float) -> MakeOptimizer:
+    """Its weight decay moves weights whose gradient is 0."""
+    return lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.5)
 
 
 async def ring_of_exchanges(me: Learner) -> None:
@@ -48,6 +54,7 @@ async def ring_of_exchanges(me: Learner) -> None:
 
 LEARNING_RATE = 2.0**-6
 """A power of 2, so that steps of this size are counted without rounding."""
+NOT_FINITE = (NotFinite(nan=0, at_step=2), NotFinite(nan=0, at_step=5))
 EXCHANGES = Strategy("exchanges", "only in tests", ring_of_exchanges)
 
 
@@ -131,6 +138,7 @@ class Case:
     clip_norm: float | None = None
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
     stragglers: Stragglers = field(default_factory=Stragglers)
+    faults: tuple[Fault, ...] = ()
 
     def job(self, world: int) -> Job:
         return Job(
@@ -142,6 +150,7 @@ class Case:
             schedule=self.schedule,
             clip_norm=self.clip_norm,
             stragglers=self.stragglers,
+            faults=self.faults,
             seed=11,
         )
 
@@ -162,6 +171,10 @@ def accumulated(world: int) -> TinyRegression:
     return TinyRegression(micro_batches=3, dropout=0.2)
 
 
+def skipping(world: int) -> SkippingLayers:
+    return SkippingLayers(micro_batches=2)
+
+
 def cases() -> dict[str, Case]:
     """Every registered strategy in every way that the contract asks about."""
     made = {}
@@ -177,4 +190,6 @@ def cases() -> dict[str, Case]:
         made[f"{name}/first-is-slow"] = Case(choice, plain, sgd(0.1), 9, stragglers=Stragglers(slow={0: 30.0}))
         slow_and_uneven = Stragglers(slow={1: 30.0}, jitter=2.0)
         made[f"{name}/last-is-slow"] = Case(choice, plain, sgd(0.1), 9, stragglers=slow_and_uneven)
+        made[f"{name}/unused"] = Case(choice, skipping, adamw(0.01))
+        made[f"{name}/not-finite"] = Case(choice, plain, adamw(0.01), faults=NOT_FINITE)
     return made

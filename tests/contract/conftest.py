@@ -17,9 +17,9 @@ from tests.warm_start import run_learners
 
 LARGER = ("hadpsgd/", "adpsgd-pairs/", "adpsgd-random/", "server-summed/", "hogwild/")
 """What four processes run, too: two super-learners of two, asynchronous learners with several neighbours or none."""
-ALONE = ("/sgd", "/adam")
+ALONE = ("/sgd", "/adam", "/not-finite", "/unused")
 """What one process runs."""
-IN_STEP = ("/sgd", "/adam", "/accumulated", "/same-data")
+IN_STEP = ("/sgd", "/adam", "/accumulated", "/same-data", "/not-finite", "/unused")
 """What only strategies run whose result does not depend on speeds."""
 MEMBERS = {3: (0, 1, 2), 2: (3, 4), 4: (0, 1, 2, 3), 1: (4,)}
 """Which processes run the cases of so many learners, in this order."""

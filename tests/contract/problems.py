@@ -59,6 +59,44 @@ class TinyRegression(Workload[Points]):
         return ((model(examples.inputs).squeeze(1) - examples.targets) ** 2).mean()
 
 
+class _Skipping(nn.Module):
+    """Three layers, of which some are left out in training, as under LayerDrop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 1)
+        self.between = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, inputs: Tensor, used: Sequence[bool]) -> Tensor:
+        hidden = self.first(inputs)
+        for layer, is_used in zip(self.between, used, strict=True):
+            hidden = torch.tanh(layer(hidden)) if is_used else hidden
+        result: Tensor = self.last(hidden)
+        return result
+
+
+class SkippingLayers(TinyRegression):
+    """Each micro-batch leaves out some layers."""
+
+    def make_model(self) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return _Skipping()
+
+    def loss(self, model: nn.Module, examples: Points) -> Tensor:
+        used = [float(each) > 0.6 for each in examples.inputs[0, :3]]
+        return ((model(examples.inputs, used).squeeze(1) - examples.targets) ** 2).mean()
+
+
+class Normalised(TinyRegression):
+    """With batch normalisation, whose buffers follow what was computed."""
+
+    def make_model(self) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+
 class ConstantGradient(Workload[Points]):
     """The loss is the sum of the weights: every gradient is 1 everywhere, so that the weights count the steps."""
 

@@ -12,7 +12,7 @@ from starling.engines.virtual import VirtualEngine
 from starling.strategies import STRATEGIES
 from starling.topology import complete, find_topology
 from starling.workload import Ticket
-from tests.contract.cases import CHOICES, cases, sgd
+from tests.contract.cases import CHOICES, NOT_FINITE, cases, sgd
 from tests.contract.conftest import Runner
 from tests.contract.oracle import SYNCHRONOUS, gradient_of_regression
 from tests.contract.problems import NoisyQuadratic, TinyRegression
@@ -40,12 +40,56 @@ def test_one_learner_is_plain_sgd_to_the_bit(
     peak = optimizer.param_groups[0]["lr"]
     for step in range(case.steps):
         (points,) = job.workload.load(Ticket(step // 12, step % 12, step))
-        optimizer.param_groups[0]["lr"] = peak * job.schedule.factor(step / case.steps, 0.0)
+        optimizer.param_groups[0]["lr"] = peak * job.schedule.factor(step / case.steps, 0.0, (step + 1) / case.steps)
         optimizer.zero_grad()
         job.workload.loss(model, points).backward()
         optimizer.step()
     run: Runner = request.getfixturevalue(engine)
     (weights,) = run(f"{strategy}/{variant}", 1)
+    assert torch.equal(weights, flat(model))
+
+
+@every_engine
+@every_strategy
+def test_a_parameter_without_a_gradient_is_left_alone_as_in_the_plain_loop(
+    strategy: str, engine: str, request: pytest.FixtureRequest
+) -> None:
+    """Layers that a mini-batch leaves out have `grad` None, so that AdamW's decay does not move them. To the bit."""
+    case = cases()[f"{strategy}/unused"]
+    job = case.job(1)
+    model = job.workload.make_model()
+    optimizer = job.make_optimizer(list(model.parameters()))
+    num_unused = []
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        for points in (batch := job.workload.load(Ticket(step // 12, step % 12, step))):
+            (job.workload.loss(model, points) / len(batch)).backward()
+        num_unused.append(sum(parameter.grad is None for parameter in model.parameters()))
+        optimizer.step()
+    assert 0 in num_unused and max(num_unused) > 0  # else this shows nothing
+    run: Runner = request.getfixturevalue(engine)
+    (weights,) = run(f"{strategy}/unused", 1)
+    assert torch.equal(weights, flat(model))
+
+
+@every_engine
+@every_strategy
+def test_a_gradient_that_is_not_finite_is_a_mini_batch_that_the_plain_loop_leaves_out(
+    strategy: str, engine: str, request: pytest.FixtureRequest
+) -> None:
+    """Under AdamW, whose decay and momentum would move the weights by themselves."""
+    case = cases()[f"{strategy}/not-finite"]
+    job = case.job(1)
+    model = job.workload.make_model()
+    optimizer = job.make_optimizer(list(model.parameters()))
+    left_out = {fault.at_step - 1 for fault in NOT_FINITE}
+    for step in sorted(set(range(case.steps)) - left_out):
+        (points,) = job.workload.load(Ticket(step // 12, step % 12, step))
+        optimizer.zero_grad()
+        job.workload.loss(model, points).backward()
+        optimizer.step()
+    run: Runner = request.getfixturevalue(engine)
+    (weights,) = run(f"{strategy}/not-finite", 1)
     assert torch.equal(weights, flat(model))
 
 
@@ -77,7 +121,7 @@ def test_every_synchronous_strategy_follows_its_equation_in_matrix_form(
 
 @every_synchronous
 @pytest.mark.parametrize("learners", [2, 3])
-@pytest.mark.parametrize("variant", ["sgd", "adam", "accumulated", "same-data"])
+@pytest.mark.parametrize("variant", ["sgd", "adam", "accumulated", "same-data", "not-finite", "unused"])
 def test_both_engines_agree(
     strategy: str, variant: str, learners: int, on_virtual: Runner, on_processes: Runner
 ) -> None:

@@ -18,6 +18,7 @@ from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.consensus import consensus
 from starling.engines.cluster import Cluster, ComputeModel, LinkModel, MemoryModel
+from starling.engines.faults import NotFinite
 from starling.engines.job import EpochReport, Job, StepReport
 from starling.engines.stragglers import Stragglers
 from starling.engines.virtual import Outcome, VirtualEngine
@@ -26,6 +27,7 @@ from starling.strategies import STRATEGIES, NoOptions
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.server import ServerOptions
+from starling.workload import Ticket
 from tests.contract.cases import MakeOptimizer, adam, sgd
 from tests.contract.oracle import Vector, gradient_of_regression
 from tests.contract.problems import ConstantGradient, Points, TinyRegression, Workload
@@ -343,6 +345,116 @@ def test_a_gradient_that_is_not_finite_is_not_sent(strategy: str, options: Confi
         NonFiniteError, match=r"learner \d: the gradient of mini-batch \d+ of epoch \d+ is not finite, as"
     ):
         run(strategy, options, 3, workload=Overflowing(always=True), budget=Budget(steps=60))
+
+
+def with_momentum_and_decay(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer that moves the weights even where the gradient is 0."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+MOVING_BY_THEMSELVES: dict[str, MakeOptimizer] = {
+    "momentum": with_momentum_and_decay,
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+}
+
+
+def stepping_through(optimizer: MakeOptimizer, sums: Sequence[Sequence[int]], mean: bool) -> Tensor:
+    """The plain loop whose every step takes the sum, or the mean, of the gradients of some mini-batches."""
+    workload = TinyRegression()
+    network = workload.make_model()
+    chosen = optimizer(list(network.parameters()))
+    for numbers in sums:
+        chosen.zero_grad()
+        for number in numbers:
+            (points,) = workload.load(Ticket(number // 12, number % 12, number))
+            (workload.loss(network, points) / (len(numbers) if mean else 1)).backward()
+        chosen.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in network.parameters()])
+
+
+ALL_BUT_TWO = [[number] for number in range(12) if number not in (2, 5)]
+LEFT_OUT: dict[str, tuple[str, Config, int, tuple[int, ...], list[list[int]]]] = {
+    "asynchronous": ("parameter-server", ServerOptions(), 1, (3, 6), ALL_BUT_TWO),
+    "sharded": ("parameter-server", ServerOptions(shards=3, servers="own"), 4, (3, 6), ALL_BUT_TWO),
+    "synchronous": ("parameter-server", ServerOptions(update="synchronous"), 1, (3, 6), ALL_BUT_TWO),
+    "hogwild": ("hogwild", HogwildOptions(), 1, (3, 6), ALL_BUT_TWO),
+    "hybrid": (
+        "parameter-server",
+        ServerOptions(update="hybrid", shards=2),
+        3,
+        (1, 3),
+        [[1, 2], [3, 4, 5], [7, 8], [9, 10, 11]],
+    ),
+    "hybrid of one": ("parameter-server", ServerOptions(update="hybrid"), 1, (3, 6), ALL_BUT_TWO),
+    "summed": (
+        "parameter-server",
+        ServerOptions(update="summed", sum=3),
+        1,
+        (2, 6),
+        [[0, 2, 3], [4, 6, 7], [8, 9, 10], [11]],
+    ),
+}
+"""Strategy, options, learners, at which of its mini-batches the gradient of learner 0 is not finite, and which
+mini-batches are then in each step."""
+
+
+@pytest.mark.parametrize("optimizer", MOVING_BY_THEMSELVES.values(), ids=MOVING_BY_THEMSELVES)
+@pytest.mark.parametrize(("strategy", "options", "learners", "faults", "sums"), LEFT_OUT.values(), ids=LEFT_OUT)
+def test_a_gradient_that_is_not_finite_makes_no_optimizer_step(
+    optimizer: MakeOptimizer,
+    strategy: str,
+    options: Config,
+    learners: int,
+    faults: tuple[int, ...],
+    sums: list[list[int]],
+) -> None:
+    """No momentum, decay or count of staleness moves; means and sums are those of the finite gradients alone.
+
+    The oracle is the plain loop that leaves those mini-batches out.
+    """
+    notes = Notes()
+    not_finite = tuple(NotFinite(nan=0, at_step=step) for step in faults)
+    outcome = run(
+        strategy, options, learners, optimizer=optimizer, notes=notes, budget=Budget(steps=12), faults=not_finite
+    )
+    is_mean = getattr(options, "update", "") == "hybrid"
+    torch.testing.assert_close(model(outcome), stepping_through(optimizer, sums, is_mean), rtol=0.0, atol=1e-6)
+    assert notes.staleness.total() == sum(map(len, sums)) * getattr(options, "shards", 1)
+    assert sum(report.num_not_finite for report in notes.epochs) == len(faults)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shards": 2, "overlap": True},
+        {"staleness_bound": 1},
+        {"staleness_bound": 1, "overlap": True},
+        {"update": "summed", "sum": 3, "overlap": True, "staleness_bound": 2},
+        {"update": "synchronous", "shards": 2},
+        {"update": "hybrid", "shards": 2},
+        {"update": "hybrid", "servers": "own"},
+    ],
+    ids=str,
+)
+def test_workers_without_a_finite_gradient_leave_the_model_as_it_is_and_hold_up_nobody(options: dict[str, Any]) -> None:
+    """Not one of 24 gradients is finite: the run ends, and the model is what it was at the start."""
+    notes = Notes()
+    everything = tuple(NotFinite(nan=rank, at_step=step) for rank in range(3) for step in range(1, 25))
+    outcome = run(
+        "parameter-server",
+        ServerOptions(**options),
+        3,
+        VARYING,
+        with_momentum_and_decay,
+        notes=notes,
+        faults=everything,
+        most_not_finite=25,
+    )
+    start = torch.cat([part.detach().reshape(-1) for part in TinyRegression().make_model().parameters()])
+    assert torch.equal(model(outcome), start)
+    assert not notes.staleness
+    assert sum(report.num_not_finite for report in notes.epochs) == 24
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_one_learner_on_a_device_is_the_plain_loop_to_the_bit(
     peak = optimizer.param_groups[0]["lr"]
     for step in range(case.steps):
         (points,) = job.workload.load(Ticket(step // 12, step % 12, step))
-        optimizer.param_groups[0]["lr"] = peak * job.schedule.factor(step / case.steps, 0.0)
+        optimizer.param_groups[0]["lr"] = peak * job.schedule.factor(step / case.steps, 0.0, (step + 1) / case.steps)
         optimizer.zero_grad()
         job.workload.loss(model, points.to(device)).backward()
         optimizer.step()

@@ -111,7 +111,7 @@ class ReplicaLearner(Learner):
         """Set the learning rates of a shard's optimizer, which began with `peaks`, to `scale` times those of a
         `stamp`."""
 
-    def clip(self, gradient: Tensor) -> Tensor:
+    def clip(self, gradient: Tensor) -> Tensor | None:
         norm = self.replica.clip(gradient)
         if norm - norm != 0.0:
             raise NonFiniteError(

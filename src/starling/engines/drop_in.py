@@ -105,10 +105,10 @@ class DropInLearner(PeerLearner):
         self._release.check()
         return not self._is_over
 
-    def clip(self, gradient: Tensor) -> Tensor:
+    def clip(self, gradient: Tensor) -> Tensor | None:
         is_finite = math.isfinite(self.replica.clip(gradient))
         self._look_at_gradient(is_finite)
-        return gradient if is_finite else gradient.zero_()
+        return gradient if is_finite else None
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         if at is not self.replica.loop:

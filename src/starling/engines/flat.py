@@ -1,6 +1,7 @@
 """A model whose parameters live in one flat vector, and its gradients in another."""
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -33,6 +34,20 @@ def split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
     for tensor in like:
         yield flat[start : start + tensor.numel()].view(tensor.shape)
         start += tensor.numel()
+
+
+NO_GRADIENT = -0.0
+"""Fills the part of a gradient `[P]` that belongs to a parameter which got none. Added to a number it leaves it as it
+is, so that the mean over learners is right where only some used a parameter, and a mean of nothing but this is this.
+What backward computes never is this throughout: it is gathered on 0.0, and 0.0 + -0.0 is 0.0."""
+
+
+def is_no_gradient(part: Tensor) -> bool:
+    """Whether a part of a gradient says that its parameter got none."""
+    if part.numel() == 0:
+        return False
+    first = float(part.reshape(-1)[0])
+    return first == 0.0 and math.copysign(1.0, first) < 0.0 and bool(torch.signbit(part).all()) and not part.any()
 
 
 def view_weights(model: nn.Module, parameters: Sequence[nn.Parameter], weights: Tensor) -> None:
@@ -93,6 +108,11 @@ class FlatModel:
         self.parameters = trainable(self.model)
         self.look_at(torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters]))
         self.gather_in(torch.zeros_like(self.weights) if gradients is None else gradients)
+        self._reached: list[Tensor] = []  # the parameters that gradients were added to
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
+        self._buffer_places = [(module, name) for module in self.model.modules() for name in module._buffers]
 
     def twin(self) -> "FlatModel":
         """A model for other weights, with the same buffers and the same vector of gradients."""
@@ -107,8 +127,24 @@ class FlatModel:
     def gather_in(self, gradients: Tensor) -> None:
         """Let gradients gather in `gradients` `[P]`; nothing is copied."""
         self.gradients = gradients
-        for parameter, view in zip(self.parameters, split(gradients, self.parameters), strict=True):
+        self.gradients_of = list(split(gradients, self.parameters))
+        for parameter, view in zip(self.parameters, self.gradients_of, strict=True):
             parameter.grad = view
+
+    def reached(self) -> set[int]:
+        """The numbers of the parameters that got a gradient since this was asked last."""
+        found = {self._numbers[id(parameter)] for parameter in self._reached}
+        self._reached.clear()
+        return found
+
+    def own_buffers(self) -> list[Tensor | None]:
+        """The model's buffers, in the order of its modules: not copies."""
+        return [module._buffers[name] for module, name in self._buffer_places]
+
+    def look_at_buffers(self, buffers: Sequence[Tensor | None]) -> None:
+        """Put others in the place of `own_buffers()`; nothing is copied."""
+        for (module, name), buffer in zip(self._buffer_places, buffers, strict=True):
+            module._buffers[name] = buffer
 
     @property
     def num_parameters(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary, ref
 
 import simpy
 from torch import Tensor
@@ -80,10 +81,34 @@ class VirtualGradient(VirtualHandle[Tensor]):
         return super().result()
 
 
+class _Content:
+    """What a learner sends, as it was then: one copy, however many get it."""
+
+    def __init__(self, sent: Tensor) -> None:
+        self._sent, self._version = ref(sent), sent._version
+        self._copy = sent.clone()
+        self._num_readers = 0
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Whether it is a copy of this tensor as it is now."""
+        return self._num_readers > 0 and self._sent() is tensor and self._version == tensor._version
+
+    def for_one_more(self) -> "_Content":
+        """Let another learner read it."""
+        self._num_readers += 1
+        return self
+
+    def read(self) -> Tensor:
+        """Memory of the reader's own. Each reads once."""
+        self._num_readers -= 1
+        return self._copy if self._num_readers == 0 else self._copy.clone()
+
+
 @dataclass
 class _Message:
     event: simpy.Event
-    tensor: Tensor | None = None
+    content: _Content | None = None
+    read: Tensor | None = None
 
 
 @dataclass
@@ -156,6 +181,7 @@ class Network:
         self._held: list[tuple[simpy.Event, Sequence[int]]] = []
         self._channels: dict[tuple[int, int, int], _Channel] = {}
         self._means: dict[tuple[int, str, int], Mean] = {}
+        self._sent: WeakValueDictionary[int, _Content] = WeakValueDictionary()  # what each learner sent last
 
     def send(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """Let `peer` have `tensor` after the time that a message takes."""
@@ -167,7 +193,10 @@ class Network:
         else:
             message = _Message(self._environment.event())
             channel.sent.append(message)
-        message.tensor = tensor.clone()
+        content = self._sent.get(rank)
+        if content is None or not content.is_still(tensor):
+            content = self._sent[rank] = _Content(tensor)
+        message.content = content.for_one_more()
         if rank == peer:
             seconds = self._memory.seconds(tensor.nbytes, 1)
         else:
@@ -188,10 +217,13 @@ class Network:
 
         def result() -> Tensor:
             self._record(rank, "receive", struct.pack("<qq", peer, tag))
-            if message.tensor is None:
+            if message.content is not None:
+                message.read = message.content.read()
+                message.content = None
+            if message.read is None:
                 raise ProtocolError(f"learner {rank} read a message of learner {peer} before it had come")
-            check(message.tensor)
-            return message.tensor
+            check(message.read)
+            return message.read
 
         return VirtualHandle(message.event, result, lambda: f"learner {self._names[peer]} to send under tag {tag}")
 

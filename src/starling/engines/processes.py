@@ -189,7 +189,8 @@ class ProcessLearner(PeerLearner, TrainingLearner):
             reducing = self._reducing[is_elsewhere]
             with self._naming_the_lost("the mean of a gradient"), reducing.reducing():
                 try:
-                    loss = self.compute_gradient(reducing.model, flat, before_last=reducing.model.no_sync)
+                    before_last = reducing.model.no_sync
+                    loss = self.compute_gradient(reducing.model, flat, before_last, must_reach_all=True)
                     self._await_device()
                 finally:
                     WAITS.end()  # it began behind forward

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.engines.flat import split
+from starling.engines.flat import is_no_gradient, split
 from starling.engines.memory import OptimizerMemory
 from starling.engines.streams import lock_for
 
@@ -40,6 +40,9 @@ class Replica:
         self.optimizer = make_optimizer(parameters)
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._memory: OptimizerMemory | None = None
+        self.sometimes_unused: set[int] = set()
+        """Parameters, by number, that got no gradient from some mini-batch of this learner. A mean over learners is
+        without a gradient for a parameter only where its own was."""
         self._lock = lock_for(weights.device)
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
@@ -61,13 +64,14 @@ class Replica:
 
     @contextmanager
     def _looking_at(self, gradient: Tensor) -> Generator[None, None, None]:
-        """Let the parameters' gradients be views into `gradient` `[P]` for a while."""
-        if gradient.data_ptr() == self.gradients.data_ptr():
+        """Let the parameters' gradients be views into `gradient` `[P]` for a while, or None where it has none."""
+        if gradient.data_ptr() == self.gradients.data_ptr() and not self.sometimes_unused:
             yield
             return
         own = [parameter.grad for parameter in self._parameters]
-        for parameter, view in zip(self._parameters, split(gradient, self._parameters), strict=True):
-            parameter.grad = view
+        views = split(gradient, self._parameters)
+        for number, (parameter, view) in enumerate(zip(self._parameters, views, strict=True)):
+            parameter.grad = None if number in self.sometimes_unused and is_no_gradient(view) else view
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from starling.checkpoint.state import ShardState
-from starling.engines.flat import split
+from starling.engines.flat import is_no_gradient, split
 from starling.errors import ConfigError
 from starling.learner import Handle, Shard
 
@@ -31,9 +31,10 @@ class HeldShard(Shard):
         self.weights = weights
         self._learner, self._piece = learner, piece
         self._counts, self._place = counts, place
-        self._gradient = torch.zeros_like(weights)
         replica = learner.replica
-        self.optimizer = replica.optimizer_of_piece(_parts(replica.parameters, piece, weights, self._gradient))
+        parts = _parts(replica.parameters, piece, weights)
+        self._parts = list(parts.values())
+        self.optimizer = replica.optimizer_of_piece(parts)
         self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._lock = threading.Lock()  # between this learner's background, which steps, and its checkpoints
 
@@ -55,8 +56,11 @@ class HeldShard(Shard):
                     self._learner.averaging.staleness[self.num_steps - when] += 1
             self._learner.set_rates(self.optimizer, self._peaks, stamp, scale)
             with self._lock:
-                self._gradient.copy_(gradient)
+                for part, own in zip(self._parts, split(gradient, self._parts), strict=True):
+                    part.grad = None if is_no_gradient(own) else own
                 self.optimizer.step()
+                for part in self._parts:
+                    part.grad = None
                 self._counts[self._place] += 1
 
         return self._learner.start_on_shard(self.weights.nbytes, STEP_PASSES, do)
@@ -91,9 +95,7 @@ def host_copy(weights: Tensor) -> Tensor:
     return weights.detach().cpu().clone()
 
 
-def _parts(
-    parameters: Sequence[nn.Parameter], piece: slice, weights: Tensor, gradient: Tensor
-) -> dict[int, nn.Parameter]:
+def _parts(parameters: Sequence[nn.Parameter], piece: slice, weights: Tensor) -> dict[int, nn.Parameter]:
     """Parameters that view a piece's memory, by their number: whole ones in their shape, cut ones as vectors."""
     found: dict[int, Any] = {}
     start = 0
@@ -103,8 +105,7 @@ def _parts(
         if first < last:
             own = slice(first - piece.start, last - piece.start)
             like = parameter if last - first == parameter.numel() else torch.empty(last - first)
-            (view,), (grad,) = split(weights[own], [like]), split(gradient[own], [like])
+            (view,) = split(weights[own], [like])
             found[number] = nn.Parameter(view)
-            found[number].grad = grad
         start = stop
     return found

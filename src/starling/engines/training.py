@@ -17,7 +17,7 @@ from starling.chance import derive_seed
 from starling.checkpoint.state import LearnerState
 from starling.engines.base import ReplicaLearner
 from starling.engines.faults import Fault, FaultsOf, NotFinite
-from starling.engines.flat import FlatModel
+from starling.engines.flat import NO_GRADIENT, FlatModel
 from starling.engines.job import Averaging, EpochReport, Job, Observer, Spent, StepReport
 from starling.engines.loading import Loaded
 from starling.engines.replica import Replica
@@ -118,10 +118,10 @@ class TrainingLearner(ReplicaLearner):
         if self.job.strategy.steps_itself:
             self._finish_ticket()
 
-    def clip(self, gradient: Tensor) -> Tensor:
+    def clip(self, gradient: Tensor) -> Tensor | None:
         is_finite = math.isfinite(self.replica.clip(gradient))
         self._look_at_gradient(is_finite)
-        return gradient if is_finite else gradient.zero_()
+        return gradient if is_finite else None
 
     def _look_at_gradient(self, is_finite: bool) -> None:
         """Count gradients that were not finite, and so did nothing. Raises NonFiniteError after many in a row."""
@@ -169,7 +169,8 @@ class TrainingLearner(ReplicaLearner):
         self._epoch_steps += 1
         progress = self.tickets.progress(self._portion, minutes)
         self._fraction = self.job.budget.fraction(progress)
-        self._factor = self.job.schedule.at(progress, self.job.budget)
+        following = self.tickets.progress(self._portion + 1, minutes)
+        self._factor = self.job.schedule.at(progress, self.job.budget, following)
         return True
 
     def tally(self) -> Tally:
@@ -260,28 +261,54 @@ class TrainingLearner(ReplicaLearner):
         model: nn.Module,
         flat: FlatModel,
         before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        must_reach_all: bool = False,
     ) -> float:
         """Leave the claimed mini-batch's gradient in `flat.gradients`; the loss.
 
-        Every micro-batch but the last is computed inside `before_last()`.
+        Both are the mean over all micro-batches, each with its weight; those of weight 0 are not computed. A parameter
+        that got no gradient has NO_GRADIENT there. Every micro-batch but the last is computed inside `before_last()`;
+        with `must_reach_all` its backward reaches every parameter, for what waits for each (DDP).
         """
         ticket, batch = self._claimed()
         device = flat.weights.device
         flat.gradients.zero_()
-        total, divisor = 0.0, float(len(batch))
+        weights = [self.job.workload.weight(examples) for examples in batch]
+        parts = [place for place, weight in enumerate(weights) if weight > 0.0] or [0]
+        shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
+        total, whole = 0.0, sum(shares)
         for fault in self.faults.next():
             if isinstance(fault, NotFinite):
-                divisor = math.nan
+                whole = math.nan
             else:
                 self._suffer(fault)
-        for place, examples in enumerate(batch):
+        flat.reached()
+        used: set[int] = set()
+        for place, share in zip(parts, shares, strict=True):
+            is_last = place == parts[-1]
             _seed(device, derive_seed(self.job.seed, "gradient", ticket.epoch, ticket.index, place))
-            with nullcontext() if place == len(batch) - 1 else before_last():
+            with nullcontext() if is_last else before_last():
                 with torch.autocast(device.type, torch.bfloat16) if self.job.autocast else nullcontext():
-                    loss = self.job.workload.loss(model, examples.to(device))
-                (loss / divisor).backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        return total / divisor
+                    loss = self.job.workload.loss(model, batch[place].to(device))
+                (loss / (whole / share)).backward()  # type: ignore[no-untyped-call]
+                reached = flat.reached()
+                used |= reached
+                if is_last:
+                    self._leave_out_unused(flat, used, reached, must_reach_all)
+            total += share * float(loss.detach())
+        return total / whole
+
+    def _leave_out_unused(self, flat: FlatModel, used: set[int], reached: set[int], must_reach_all: bool) -> None:
+        """Let the gradient say which parameters were not used; `reached` are those that the last backward reached."""
+        if len(reached) == len(flat.parameters):
+            return
+        unused = set(range(len(flat.parameters))) - used
+        self.replica.sometimes_unused |= unused
+        for number in unused:
+            flat.gradients_of[number].fill_(NO_GRADIENT)
+        if must_reach_all:
+            left = [parameter for number, parameter in enumerate(flat.parameters) if number not in reached]
+            torch.autograd.backward(left, [each.new_full((), NO_GRADIENT).expand_as(each) for each in left])
+            flat.reached()
 
     def _suffer(self, fault: Fault) -> None:
         """Let a fault on purpose happen to this learner."""

@@ -72,6 +72,8 @@ class VirtualEngine:
         self.cluster = cluster or Cluster()
         self.environment = simpy.Environment()
         self.model = FlatModel(job.workload.make_model(), device)
+        self.first_buffers = self.model.own_buffers()
+        """Those of the model with which learners begin."""
         self.workspace = torch.empty_like(self.model.weights)
         """For the step of any learner, `[P]`."""
         self.loader = Loader(job.workload, job.num_workers)

@@ -1,5 +1,6 @@
 """A learner on the simulated clock: what it starts are events, and what it says travels over the simulated network."""
 
+import copy
 import struct
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,6 +70,11 @@ class VirtualLearner(TrainingLearner):
         super().__init__(view.job, rank, view.world, replica, Named(observer, life.name), start)
         self.delays, self.faults = life.delays, life.faults
         self.part = life.name % view.job.workload.num_parts
+        self.buffers: list[Tensor | None] = copy.deepcopy(view.first_buffers)
+        """The model's buffers, of which each learner has its own."""
+        if start is not None:
+            view.model.look_at_buffers(self.buffers)
+            view.model.load_buffers(start.buffers)
         self.activity = FOREGROUND
         self.is_finished = False
         self.has_left = False
@@ -100,6 +106,7 @@ class VirtualLearner(TrainingLearner):
         self._view.noted.add(ticket.step)
 
     def _buffers(self) -> dict[str, Tensor]:
+        self._view.model.look_at_buffers(self.buffers)
         return dict(self._view.model.model.named_buffers())
 
     def _consensus_distance(self) -> float | None:
@@ -154,6 +161,7 @@ class VirtualLearner(TrainingLearner):
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         loss = self._view.real_gradient(self, at)
+        is_mine = at is self.weights  # what `at` is otherwise need not be kept
         version = self._gradient_version = self.replica.version
         seconds = self.life.times.draw()
         seconds += self.delays.after(seconds) + self._pause
@@ -167,7 +175,7 @@ class VirtualLearner(TrainingLearner):
             self.report_step(loss)
 
         def result() -> Tensor:
-            if at is self.weights and self.replica.version != version:
+            if is_mine and self.replica.version != version:
                 raise self.changed_beneath()
             return self.replica.gradients
 

@@ -91,6 +91,7 @@ class VirtualView:
         self.view, self.plan = view, plan
         self.job, self.cluster, self.environment = engine.job, engine.cluster, engine.environment
         self.model, self.faults = engine.model, engine.faults
+        self.first_buffers = engine.first_buffers
         self.world = len(view.members)
         self.over = self.environment.event()
         """Happens when all have left, or are done."""
@@ -200,7 +201,10 @@ class VirtualView:
         """Leave the gradient of the learner's mini-batch at the weights `at` `[P]` with its replica; the loss."""
         self.model.look_at(at)
         self.model.gather_in(learner.replica.gradients)
-        return learner.compute_gradient(self.model.model, self.model)
+        self.model.look_at_buffers(learner.buffers)
+        loss = learner.compute_gradient(self.model.model, self.model)
+        learner.buffers = self.model.own_buffers()  # a module may have put others in their place
+        return loss
 
     def consensus_distance(self) -> float:
         """(1/L) sum_l |w_l - consensus|^2, now."""

@@ -78,6 +78,10 @@ class SpeechWorkload(Workload[Batch]):
     def loss(self, model: nn.Module, examples: Batch) -> Tensor:
         return ctc_loss(model, examples)
 
+    def weight(self, examples: Batch) -> float:
+        """Tokens: `ctc_loss` is a mean over them."""
+        return float(len(examples.tokens))
+
     @cached_property
     def _planner(self) -> Planner:
         mixture = make_mixture(self.recipe, self.speech_set, self.utterances)

@@ -37,7 +37,10 @@ async def hogwild(me: Learner, options: HogwildOptions) -> None:
             read_at = [part.num_steps for part in shared]
             for part in shared:
                 me.replace(await part.read(), part.piece)
-            gradient = me.clip(await me.gradient(me.weights)).cpu()
+            gradient = me.clip(await me.gradient(me.weights))
+            if gradient is None:
+                continue
+            gradient = gradient.cpu()
             for part, when in zip(shared, read_at, strict=True):
                 await part.step(gradient[part.piece], me.stamp, [when])
     for peer in range(me.world):  # everybody has made its last step

@@ -85,12 +85,15 @@ class Mixing:
         Applied as a change, it conserves the mean of all learners whatever a gradient did to the weights meanwhile;
         writing the average itself would wipe that gradient out.
         """
+        own = self._mine
+        del self._mine  # a strategy may keep this longer than what it holds
         theirs = [(weight, await handle) for weight, handle in self._receiving]
+        self._receiving.clear()
         for sending in self._sending:
             await sending
-        total = torch.empty_like(self._mine) if theirs else torch.zeros_like(self._mine)
-        for part in _parts(self._mine):
-            mine, sum_of_part = self._mine[part], total[part]
+        total = torch.empty_like(own) if theirs else torch.zeros_like(own)
+        for part in _parts(own):
+            mine, sum_of_part = own[part], total[part]
             for place, (weight, vector) in enumerate(theirs):
                 change = torch.sub(vector[part].to(mine.dtype), mine).mul_(weight)
                 sum_of_part.copy_(change) if place == 0 else sum_of_part.add_(change)

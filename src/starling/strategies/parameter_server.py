@@ -8,7 +8,18 @@ from torch import Tensor
 
 from starling.errors import ConfigError
 from starling.learner import Handle, Learner, LoopEnded
-from starling.strategies.server import AGE, GRADIENT, LEAVE, PULL, PUSH, REQUEST, WEIGHTS, Server, ServerOptions
+from starling.strategies.server import (
+    AGE,
+    GRADIENT,
+    LEAVE,
+    NOTHING,
+    PULL,
+    PUSH,
+    REQUEST,
+    WEIGHTS,
+    Server,
+    ServerOptions,
+)
 
 
 async def parameter_server(me: Learner, options: ServerOptions) -> None:
@@ -24,6 +35,8 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
     gradients that arrived; `synchronous` the gradient of the one worker whose turn it is. Under `staleness_bound` a
     worker that has pushed more than so many gradients beyond the slowest worker waits. Gradients are clipped by the
     worker, since a server sees only a piece. At the end gradients that are too few for a sum make a step of their own.
+    For a gradient that is not finite the worker sends word that there is none: it makes no step, and a mean or a sum is
+    that of the others.
 
     Sources: Dean et al. 2012, "Large Scale Distributed Deep Networks" (`asynchronous`: Downpour SGD, with shards); Ho
     et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server"
@@ -54,9 +67,10 @@ async def _work(me: Learner, servers: Sequence["Remote"], options: ServerOptions
             for server in servers:
                 await server.arrive()
                 await server.settle()
-            pushed = gradient.clone() if options.overlap else gradient  # the next gradient takes its place
+            if options.overlap and gradient is not None:
+                gradient = gradient.clone()  # the next one takes its place
             for server, age in zip(servers, ages, strict=True):
-                server.push(pushed, age)
+                server.push(gradient, age)
             if options.overlap:
                 for server in servers:
                     server.ask(PULL)
@@ -106,9 +120,12 @@ class Remote:
             self._arriving, self.age = None, await age
             self._me.replace(await weights, self._piece)
 
-    def push(self, gradient: Tensor, age: Tensor) -> None:
+    def push(self, gradient: Tensor | None, age: Tensor) -> None:
         """Start sending the server its piece of a gradient `[P]`, which is not to be changed before `settle`, and the
-        age of the weights that it was taken at."""
+        age of the weights that it was taken at; None: the mini-batch gave no finite gradient."""
+        if gradient is None:
+            self._tell(NOTHING, age)
+            return
         self._tell(PUSH, age)
         self._sending.append(self._me.send(self._rank, gradient[self._piece], GRADIENT))
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from starling.configuration import Config
 from starling.learner import Handle, Learner
 
-PULL, PUSH, LEAVE = 0.0, 1.0, 2.0
-"""What a worker asks for."""
+PULL, PUSH, LEAVE, NOTHING = 0.0, 1.0, 2.0, 3.0
+"""What a worker asks for: weights; a step with the gradient behind the request; to leave; no step, for its mini-batch
+gave no finite gradient."""
 REQUEST, GRADIENT, AGE, WEIGHTS = range(4)
 """Tags of messages: a request; the gradient behind it; the number of steps in the weights, and the weights."""
 
@@ -74,7 +75,8 @@ class Server:
         self._workers = options.workers(me.world)
         self._needed = {"hybrid": len(self._workers), "summed": options.sum or 1}.get(options.update, 1)
         self._held: list[tuple[int, Tensor, Tensor]] = []  # gradients not yet in a step: whose, its request, itself
-        self._num_pushed = dict.fromkeys(self._workers, 0)  # of the workers that have not left
+        self._without: set[int] = set()  # `hybrid`: workers that have no gradient for the step
+        self._num_pushed = dict.fromkeys(self._workers, 0)  # of the workers that have not left; nothing counts, too
         self._asking: list[int] = []  # workers that want weights, the first first
         self._turn: int | None = None  # who computes, where one does at a time
 
@@ -92,6 +94,8 @@ class Server:
                 await self._take(worker, pushing.pop(worker), message)
             elif message[0] == PUSH:
                 pushing[worker] = message
+            elif message[0] == NOTHING:
+                await self._take_nothing(worker)
             elif message[0] == LEAVE:
                 await self._leave(worker)
             else:
@@ -108,10 +112,21 @@ class Server:
     async def _take(self, worker: int, request: Tensor, gradient: Tensor) -> None:
         """A gradient has come."""
         self._held.append((worker, request, gradient))
+        await self._note_pushed(worker)
+
+    async def _take_nothing(self, worker: int) -> None:
+        """A worker's mini-batch gave no gradient. Only `hybrid` asks for one of each worker."""
+        if self._options.update == "hybrid":
+            self._without.add(worker)
+        await self._note_pushed(worker)
+
+    async def _note_pushed(self, worker: int) -> None:
         self._num_pushed[worker] += 1
         self._turn = None
-        if len(self._held) == self._needed:
-            await self._step()
+        if len(self._held) + len(self._without) == self._needed:
+            self._without.clear()
+            if self._held:
+                await self._step()
 
     async def _leave(self, worker: int) -> None:
         """A worker makes no more gradients."""
@@ -147,7 +162,7 @@ class Server:
             self._turn = worker if self._turn is None else self._turn
             return self._turn == worker
         if self._options.update == "hybrid":
-            return all(worker != of for of, _, _ in self._held)
+            return worker not in self._without and all(worker != of for of, _, _ in self._held)
         bound = self._options.staleness_bound
         ahead = self._num_pushed[worker] + self._options.overlap - min(self._num_pushed.values())
         return bound is None or ahead <= bound
