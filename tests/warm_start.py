@@ -33,6 +33,7 @@ MODULES = (
     "starling.cli",
     "starling.experiment.learner_process",
     "tests.contract.learner_process",
+    "tests.contract.machines_process",
     "tests.engines.device_process",
     "tests.engines.drop_in_process",
     "tests.engines.served_process",

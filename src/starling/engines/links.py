@@ -124,17 +124,27 @@ class Links:
         self._lock = threading.Lock()
         self._is_held = [False] * NUM_SLOTS
         self._of_snapshot: dict[int, int] = {}
+        self._own_files: tuple[int, ...] = ()
         self.machines: list[str | None] = [None] * world
         """Where each learner is; None: it cannot be linked."""
         self.peers: frozenset[int] = frozenset()
-        machine = _machine()
         if world == 1:
             return
+        keys, machine = [f"links/{each}" for each in range(world)], _machine()
+
+        def meet(token: str) -> list[tuple[str | None, str]]:
+            store.set(keys[rank], json.dumps([machine, token]))
+            await_keys(store, keys, timeout_seconds, look_around, "the links of all", range(world))
+            told = [json.loads(store.get(key)) for key in keys]
+            self.machines = [where for where, _ in told]
+            return told
+
         if machine is None:
-            store.set(f"links/{rank}", json.dumps([None, ""]))
+            meet("")
             return
         self._released = os.eventfd(0, os.EFD_CLOEXEC)
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._own_files = self._released, self._bell
         file = os.memfd_create("starling", os.MFD_CLOEXEC)
         token = f"starling-{secrets.token_hex(16)}"
         try:
@@ -142,12 +152,8 @@ class Links:
                 listener.bind(f"\0{token}")
                 listener.listen(world)
                 self._arena = _Arena(file, world, num_bytes)
-                store.set(f"links/{rank}", json.dumps([machine, token]))
-                keys = [f"links/{each}" for each in range(world)]
-                await_keys(store, keys, timeout_seconds, look_around, "the links of all", range(world))
-                told = [json.loads(store.get(key)) for key in keys]
-                self.machines = [where for where, _ in told]
-                names = {each: name for each, (where, name) in enumerate(told) if each != rank and where == machine}
+                told = enumerate(meet(token))
+                names = {each: name for each, (where, name) in told if each != rank and where == machine}
                 self._connect(listener, names, [file, self._bell], world, num_bytes, timeout_seconds, look_around)
         finally:
             os.close(file)
@@ -248,18 +254,20 @@ class Links:
 
     def release(self) -> None:
         """End all waits of this process, now and later. Called by any thread."""
-        if self.peers:
-            os.eventfd_write(self._released, 1)
+        with self._lock:
+            if self._own_files:
+                os.eventfd_write(self._released, 1)
 
     def close(self) -> None:
         """Close the connections; the peers hear what was said before."""
-        for line in self._lines.values():
+        with self._lock:
+            files, self._own_files = self._own_files, ()
+            lines, self._lines, self.peers = self._lines, {}, frozenset()
+        for line in lines.values():
             line.connection.close()
             os.close(line.bell)
-        if self._lines:
-            os.close(self._released)
-            os.close(self._bell)
-        self._lines, self.peers = {}, frozenset()
+        for file in files:
+            os.close(file)
 
     def _connect(
         self,
@@ -452,7 +460,7 @@ class UnderWay:
     def __init__(self, means: SharedMean, number: int, vector: Tensor) -> None:
         self._means, self._number = means, number
         self._parts = means.parts(number, vector)
-        self._parts[means.own_place].copy_(vector.detach())
+        self._parts[means.own_place].copy_(vector)
         self._mean: Tensor | None = None
         means.tell_all(2 * number)
 

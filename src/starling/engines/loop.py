@@ -34,6 +34,9 @@ class OwnGradient(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.copy_ and isinstance(args[1], OwnGradient) and not args[1].is_filled:
+                args[1].fill(args[0])  # straight from the parameters
+                return args[0]
             for each in _gradients_in((args, kwargs)):
                 if not each.is_filled:
                     each.is_filled = True
