@@ -9,10 +9,10 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
+from starling.engines import peers
 from starling.engines.job import EpochReport, Job, StepReport
 from starling.engines.member import run_learner
 from starling.engines.membership import Membership
@@ -66,15 +66,15 @@ class Failing(TinyRegression):
 
 
 def die_in_the_next_view(membership: Membership) -> None:
-    """Be killed where this learner is connected to the others, and they make the groups of the second view."""
-    new_group = dist.new_group
+    """Be killed where this learner is connected to the others, and they are linked for the second view."""
+    links = peers.Links
 
     def shot(*what: Any, **how: Any) -> Any:
         if membership.latest.number > 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return new_group(*what, **how)
+        return links(*what, **how)
 
-    dist.new_group = shot
+    peers.Links = shot
 
 
 def main(mode: str, link: Link | None) -> None:

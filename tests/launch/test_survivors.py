@@ -85,7 +85,7 @@ def test_the_others_finish_the_budget_of_all(strategy: str, world: int, victim: 
 
 
 def test_a_second_death_while_the_survivors_meet_anew_is_borne_too(tmp_path: Path) -> None:
-    """When all are connected, and make the groups of the next view: nobody waits for the one that died until its
+    """When all are connected, and are linked for the next view: nobody waits for the one that died until its
     time-out, which is longer than that of this test."""
     harm, losses = survive("delay-by-one/between", 4, 3, tmp_path)
     assert sorted(loss.learner for loss in losses) == [2, 3]

@@ -360,7 +360,10 @@ def test_progress_is_reported_up_to_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"train": "trian"}, r"set 'trian' is not in corpus.sets \(train, test\); did you mean 'train'\?"),
+        (
+            {"train": "trian"},
+            r"set 'trian', which is not in data.corpus.sets \(train, test\); did you mean 'train'\?",
+        ),
         ({"test": ["test", "tset"]}, "set 'tset'"),
         ({"sampling_rate": 0}, "sampling_rate"),
         ({"filter": {"min_seconds": 2, "max_seconds": 1}}, r"max_seconds \(1.0\) is not more"),

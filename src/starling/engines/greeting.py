@@ -30,6 +30,9 @@ LOOK_WHO_SECONDS = 0.5
 LOOKS_PER_SECOND = 20
 """At most so many learners are looked for in a second, however many there are."""
 
+A_LOSS_WAS_NOTICED = "noticed"
+"""The key that says so, whoever it was: one question for those who wait, however many learners there are."""
+
 
 def do_nothing() -> None:
     """Look around without seeing anything."""
@@ -149,6 +152,7 @@ def silent_learners(
     several are silent, they are given some moments more.
     """
     store.set(f"noticed/{rank}", "")
+    store.set(A_LOSS_WAS_NOTICED, "")
     others = [other for other in range(world) if other != rank]
     asked = others if suspect is None else [suspect]
     for moments_left in (2, 1, 0):

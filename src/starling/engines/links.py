@@ -238,9 +238,11 @@ class Links:
         return [self._arena.words, *(line.arena.words for line in self._lines.values())]
 
     def ring(self) -> None:
-        """Let all, this learner included, look at what is said of rounds."""
-        for bell in (self._bell, *(line.bell for line in self._lines.values())):
-            os.eventfd_write(bell, 1)
+        """Let all, this learner included, look at what is said of rounds; nothing after `close`."""
+        with self._lock:
+            if self._own_files:
+                for bell in (self._bell, *(line.bell for line in self._lines.values())):
+                    os.eventfd_write(bell, 1)
 
     def await_ring(self) -> None:
         """Wait until somebody rings, if nobody has since the last call. Raises `ConnectionFailed` after `release`."""

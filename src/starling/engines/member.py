@@ -177,7 +177,7 @@ class _Member:
                 with telling(lambda change: connections.cut_all()):  # groups of teams are made here, and wait too
                     if not is_first_view:
                         start = self._start(start, place, plan)
-                    learner = self.learner = self._make_learner(place, start, view)
+                    learner = self.learner = self._make_learner(place, start, view, look_around)
                 connections.note()
                 self.membership.enter(view)
 
@@ -204,7 +204,9 @@ class _Member:
         if self.membership.is_watched and store.compare_set(_OUTCOME, "", wanted).decode() == _CHANGED:
             raise ViewChanged(self.membership.beyond(view, REGROUP_SECONDS) or self.membership.latest)
 
-    def _make_learner(self, place: Place, start: LearnerState | None, view: View) -> ProcessLearner:
+    def _make_learner(
+        self, place: Place, start: LearnerState | None, view: View, look_around: LookAround
+    ) -> ProcessLearner:
         learner = ProcessLearner(
             self.job,
             place,
@@ -216,6 +218,7 @@ class _Member:
             self.membership,
             view,
             self.wishes,
+            look_around,
         )
         name = self.membership.name
         learner.part = name % self.job.workload.num_parts

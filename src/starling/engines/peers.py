@@ -22,7 +22,7 @@ from starling.engines import nccl
 from starling.engines.base import ReplicaLearner
 from starling.engines.collectives import OrderedMean
 from starling.engines.communication import ConnectionFailed, ReducingModel, communicating, wait_for
-from starling.engines.greeting import await_keys, silent_learners
+from starling.engines.greeting import A_LOSS_WAS_NOTICED, await_keys, do_nothing, silent_learners
 from starling.engines.links import LinkBoard, Links, SharedMean
 from starling.engines.rounds import Board, Rounds, StoreBoard
 from starling.engines.shards import HeldShard, check_piece, host_copy
@@ -142,8 +142,16 @@ class PeerLearner(ReplicaLearner):
     its own (`by_nccl`), means.
     """
 
-    def meet(self, place: Place, device: torch.device, by_nccl: bool, timeout_seconds: float) -> None:
-        """Connect with the others; the default process group is there."""
+    def meet(
+        self,
+        place: Place,
+        device: torch.device,
+        by_nccl: bool,
+        timeout_seconds: float,
+        look_around: Callable[[], None] = do_nothing,
+    ) -> None:
+        """Connect with the others; the default process group is there. While it waits for them it calls `look_around`
+        now and then, which may raise."""
         self.place = place
         self._device = device
         self._by_nccl = by_nccl
@@ -156,7 +164,7 @@ class PeerLearner(ReplicaLearner):
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
-        self._links = self._make_links() if device.type == "cpu" else None
+        self._links = self._make_links(look_around) if device.type == "cpu" else None
         self._rounds = Rounds(self._make_board())
         self._ordered, self._ordered_behind = (self._make_means(lane, timeout) for lane in range(2))
         self._device_groups = [self._team_group(DEVICE_BACKEND, timeout) for _ in range(2)] if by_nccl else []
@@ -302,8 +310,7 @@ class PeerLearner(ReplicaLearner):
     def _notice_losses(self) -> None:
         """Raise `PeerLost` if others have noticed a loss: who waits for whoever comes first would not."""
         self._release.check()
-        others = [rank for rank in range(self._world) if rank != self._rank]
-        if any(self.place.store.check([f"noticed/{rank}"]) for rank in others):
+        if self.place.store.check([A_LOSS_WAS_NOTICED]):
             raise PeerLost(f"learner {self._rank} lost {self._lost_ones(None)}, {self._whereabouts()}")
 
     def start_on_shard(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
@@ -425,10 +432,10 @@ class PeerLearner(ReplicaLearner):
         if self._links is not None:
             self._links.close()
 
-    def _make_links(self) -> Links:
+    def _make_links(self, look_around: Callable[[], None]) -> Links:
         with self._naming_the_lost("linking the learners of this machine"):
             store, num_bytes = self.place.store, self.weights.nbytes
-            return Links(store, self._rank, self._world, num_bytes, self._timeout_seconds, self._release.check)
+            return Links(store, self._rank, self._world, num_bytes, self._timeout_seconds, look_around)
 
     def _make_board(self) -> Board:
         if self._links is not None and self._links.join(range(self._world)):

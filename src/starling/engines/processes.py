@@ -24,7 +24,7 @@ from starling.engines.agreed_marks import AgreedMarks, Wishes
 from starling.engines.communication import ReducingModel
 from starling.engines.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.engines.flat import FlatModel
-from starling.engines.greeting import await_keys, silent_learners
+from starling.engines.greeting import await_keys, do_nothing, silent_learners
 from starling.engines.job import Job, Observer
 from starling.engines.loading import Loaded, Loader, Lookahead
 from starling.engines.membership import Membership, View, ViewChanged
@@ -62,13 +62,14 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         membership: Membership,
         view: View,
         wishes: Wishes | None = None,
+        look_around: Callable[[], None] = do_nothing,
     ) -> None:
         replica = Replica(flat.weights, flat.gradients, flat.parameters, job.make_optimizer, job.clip_norm)
         if start is not None:
             flat.load_buffers(start.buffers)
         TrainingLearner.__init__(self, job, place.rank, place.world, replica, observer, start)
         device = flat.weights.device
-        self.meet(place, device, has_own_device(place, device), timeout_seconds)
+        self.meet(place, device, has_own_device(place, device), timeout_seconds, look_around)
         self.view = view
         self._agreed = AgreedMarks(place.store, place.rank, place.world, wishes, self._mark_at, timeout_seconds)
         self._membership = membership
