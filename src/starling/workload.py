@@ -3,10 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from starling.errors import ConfigError
+
+Unit = Literal["utterances", "frames"]
+"""What the size of a mini-batch is counted in; an utterance is an example."""
+Weighting = Literal["batches", Unit]
+"""How the mini-batches of learners that step together count: each alike, or in proportion to their size."""
 
 
 class Examples(Protocol):
@@ -86,3 +93,14 @@ class Workload(ABC, Generic[ExamplesT]):
         micro-batch of weight 0 is left out.
         """
         return float(examples.num_examples)
+
+    def planned_size(self, ticket: Ticket, unit: Unit) -> float:
+        """How large a ticket's mini-batch is, without loading it; the same on every learner.
+
+        Learners ask for the sizes of each other's mini-batches, so that they can weigh gradients without a word. Raises
+        ConfigError unless a workload defines it.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} does not know the {unit} of a mini-batch before it is loaded, which weighting: "
+            f"{unit} needs; define its planned_size, or choose weighting: batches"
+        )

@@ -21,7 +21,8 @@ from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.mixing import MixingOptions
 from starling.strategies.server import ServerOptions
 from starling.topology import PATTERNS
-from tests.contract.problems import ConstantGradient, Points, SkippingLayers, TinyRegression, Workload
+from starling.workload import Weighting
+from tests.contract.problems import ConstantGradient, Points, SkippingLayers, TinyRegression, Uneven, Workload
 
 MakeOptimizer = Callable[..., Optimizer]
 
@@ -139,6 +140,7 @@ class Case:
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
     stragglers: Stragglers = field(default_factory=Stragglers)
     faults: tuple[Fault, ...] = ()
+    weighting: Weighting = "batches"
 
     def job(self, world: int) -> Job:
         return Job(
@@ -151,6 +153,7 @@ class Case:
             clip_norm=self.clip_norm,
             stragglers=self.stragglers,
             faults=self.faults,
+            weighting=self.weighting,
             seed=11,
         )
 
@@ -169,6 +172,10 @@ def counted(world: int) -> ConstantGradient:
 
 def accumulated(world: int) -> TinyRegression:
     return TinyRegression(micro_batches=3, dropout=0.2)
+
+
+def uneven(world: int) -> Uneven:
+    return Uneven()
 
 
 def skipping(world: int) -> SkippingLayers:
@@ -192,4 +199,6 @@ def cases() -> dict[str, Case]:
         made[f"{name}/last-is-slow"] = Case(choice, plain, sgd(0.1), 9, stragglers=slow_and_uneven)
         made[f"{name}/unused"] = Case(choice, skipping, adamw(0.01))
         made[f"{name}/not-finite"] = Case(choice, plain, adamw(0.01), faults=NOT_FINITE)
+    for name in ("allreduce", "server-hybrid"):
+        made[f"{name}/weighted"] = Case(CHOICES[name], uneven, sgd(0.1), weighting="utterances")
     return made

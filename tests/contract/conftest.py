@@ -19,7 +19,7 @@ LARGER = ("hadpsgd/", "adpsgd-pairs/", "adpsgd-random/", "server-summed/", "hogw
 """What four processes run, too: two super-learners of two, asynchronous learners with several neighbours or none."""
 ALONE = ("/sgd", "/adam", "/not-finite", "/unused")
 """What one process runs."""
-IN_STEP = ("/sgd", "/adam", "/accumulated", "/same-data", "/not-finite", "/unused")
+IN_STEP = ("/sgd", "/adam", "/accumulated", "/same-data", "/not-finite", "/unused", "/weighted")
 """What only strategies run whose result does not depend on speeds."""
 MEMBERS = {3: (0, 1, 2), 2: (3, 4), 4: (0, 1, 2, 3), 1: (4,)}
 """Which processes run the cases of so many learners, in this order."""

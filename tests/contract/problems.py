@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from starling.chance import derive_seed
-from starling.workload import Ticket, Workload
+from starling.workload import Ticket, Unit, Workload
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,23 @@ class TinyRegression(Workload[Points]):
 
     def loss(self, model: nn.Module, examples: Points) -> Tensor:
         return ((model(examples.inputs).squeeze(1) - examples.targets) ** 2).mean()
+
+
+class Uneven(TinyRegression):
+    """Mini-batches of 3, 29, 11 or 6 points, whose frames are other numbers again."""
+
+    def __init__(self, num_parts: int = 1) -> None:
+        super().__init__()
+        self.num_parts = num_parts
+
+    def planned_size(self, ticket: Ticket, unit: Unit) -> float:
+        place = (ticket.step + ticket.part) % 4
+        return float((3, 29, 11, 6)[place] if unit == "utterances" else (700, 200, 90, 1000)[place])
+
+    def load(self, ticket: Ticket) -> Sequence[Points]:
+        generator = torch.Generator().manual_seed(derive_seed(3, "uneven", ticket.step, ticket.part))
+        size = int(self.planned_size(ticket, "utterances"))
+        return [Points(torch.randn(size, 5, generator=generator), torch.randn(size, generator=generator))]
 
 
 class _Skipping(nn.Module):

@@ -134,6 +134,17 @@ def test_both_engines_agree(
         assert torch.equal(real, virtual)
 
 
+@pytest.mark.parametrize("learners", [2, 3])
+@pytest.mark.parametrize("strategy", ["allreduce", "server-hybrid"])
+def test_learners_that_weigh_their_mini_batches_agree_on_both_engines(
+    strategy: str, learners: int, on_virtual: Runner, on_processes: Runner
+) -> None:
+    """Also where DDP reduces while backward runs."""
+    virtual = torch.stack(on_virtual(f"{strategy}/weighted", learners))
+    real = torch.stack(on_processes(f"{strategy}/weighted", learners))
+    torch.testing.assert_close(real, virtual, rtol=0.0, atol=1e-6)
+
+
 SUMMED_BY_A_BACKEND = {"allreduce", "delayed"}
 
 

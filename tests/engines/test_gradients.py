@@ -10,13 +10,18 @@ from torch import Tensor, nn
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
+from starling.configuration import Config
 from starling.engines.cluster import Cluster, ComputeModel
-from starling.engines.job import Job
+from starling.engines.job import Job, Silence, StepReport
 from starling.engines.virtual import VirtualEngine
-from starling.strategies import STRATEGIES
-from starling.workload import Ticket
+from starling.errors import ConfigError
+from starling.strategies import STRATEGIES, NoOptions
+from starling.strategies.delayed import DelayOptions
+from starling.strategies.hadpsgd import HierarchicalOptions
+from starling.strategies.server import ServerOptions
+from starling.workload import Ticket, Unit, Weighting
 from tests.contract.cases import CHOICES, adamw, sgd
-from tests.contract.problems import Normalised, Points, SkippingLayers, TinyRegression
+from tests.contract.problems import Normalised, Points, SkippingLayers, TinyRegression, Uneven
 
 UNEQUAL = Cluster(compute=ComputeModel(distribution="uniform", seconds=0.1, spread=0.5))
 
@@ -135,3 +140,104 @@ def test_a_simulation_that_goes_on_has_the_buffers_that_it_ended_with() -> None:
     for one, other in zip(whole, resumed, strict=True):
         assert one.buffers.keys() == other.buffers.keys()
         assert all(torch.equal(one.buffers[name], other.buffers[name]) for name in one.buffers)
+
+
+MEAN_GRADIENTS: dict[str, Config] = {
+    "allreduce": NoOptions(),
+    "delayed": DelayOptions(delay=0),
+    "hadpsgd": HierarchicalOptions(per_node=3, pattern="pairs"),
+    "parameter-server": ServerOptions(update="hybrid"),
+}
+"""Strategies under which three learners step together with the mean of their gradients."""
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("strategy", MEAN_GRADIENTS)
+def test_learners_that_weigh_by_utterances_go_where_one_goes_with_all_their_mini_batches_at_once(
+    strategy: str, num_parts: int
+) -> None:
+    """The plain loop on the union of a step's mini-batches, of 3, 29, 11 or 6 utterances, is the oracle."""
+    workload, learners, steps = Uneven(num_parts), 3, 8
+    model = workload.make_model()
+    for step in range(steps):
+        tickets = [Ticket(0, 0, step * learners + rank, rank % num_parts) for rank in range(learners)]
+        batches = [points for ticket in tickets for points in workload.load(ticket)]
+        union = Points(torch.cat([each.inputs for each in batches]), torch.cat([each.targets for each in batches]))
+        descend(model, workload.loss(model, union))
+    job = Job(
+        workload,
+        STRATEGIES[strategy],
+        Budget(steps=steps * learners),
+        sgd(0.1),
+        options=MEAN_GRADIENTS[strategy],
+        weighting="utterances",
+    )
+    torch.testing.assert_close(states(job, learners)[0].weights, flat(model), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighting", ["batches", "frames"])
+def test_a_step_is_the_mean_of_the_learners_gradients_by_the_weighting_of_the_job(weighting: Weighting) -> None:
+    """Without one, every mini-batch counts alike. The losses that are reported are each mini-batch's own."""
+    workload, learners, steps = Uneven(), 2, 8
+    model = workload.make_model()
+    expected: list[float] = []
+    for step in range(steps):
+        tickets = [Ticket(0, 0, step * learners + rank) for rank in range(learners)]
+        sizes = [1.0 if weighting == "batches" else workload.planned_size(ticket, weighting) for ticket in tickets]
+        losses = [workload.loss(model, *workload.load(ticket)) for ticket in tickets]
+        expected += [float(loss.detach()) for loss in losses]
+        descend(model, sum(size / sum(sizes) * loss for size, loss in zip(sizes, losses, strict=True)))
+    reported: dict[int, float] = {}
+
+    class Watcher(Silence):
+        def on_step(self, report: StepReport) -> None:
+            reported[report.ticket.step] = report.loss
+
+    job = Job(workload, STRATEGIES["allreduce"], Budget(steps=steps * learners), sgd(0.1), weighting=weighting)
+    found = VirtualEngine(job, learners, UNEQUAL, observer=Watcher()).run().states[0].weights
+    torch.testing.assert_close(found, flat(model), rtol=0.0, atol=1e-6)
+    assert [reported[number] for number in range(steps * learners)] == pytest.approx(expected, rel=1e-4)
+
+
+def descend(model: nn.Module, loss: Tensor | float) -> None:
+    """A step of plain SGD."""
+    assert isinstance(loss, Tensor)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter -= 0.1 * gradient
+
+
+def test_a_mini_batch_of_planned_size_zero_does_not_count_unless_all_are_of_size_zero() -> None:
+    """Then each counts alike. To the bit."""
+
+    class OfSize(TinyRegression):
+        def __init__(self, *sizes: float) -> None:
+            super().__init__()
+            self.sizes = sizes
+
+        def planned_size(self, ticket: Ticket, unit: Unit) -> float:
+            return self.sizes[ticket.step]
+
+    def run(workload: TinyRegression, learners: int, weighting: Weighting = "batches") -> Tensor:
+        job = Job(workload, STRATEGIES["allreduce"], Budget(steps=1), sgd(0.1), weighting=weighting)
+        return states(job, learners)[0].weights
+
+    assert torch.equal(run(OfSize(8.0, 0.0), 2, "utterances"), run(TinyRegression(), 1))
+    assert torch.equal(run(OfSize(0.0, 0.0), 2, "utterances"), run(TinyRegression(), 2))
+
+
+@pytest.mark.parametrize("name", ["delay-by-one", "dpsgd-ring", "adpsgd-ring", "hogwild", "server-asynchronous"])
+def test_a_weighting_is_refused_where_learners_do_not_average_gradients(name: str) -> None:
+    """Each steps with its own, and an optimizer such as Adam would take no notice of the scale."""
+    choice = CHOICES[name]
+    with pytest.raises(ConfigError, match=f"'frames' .* {choice.strategy.name} .*allreduce"):
+        Job(Uneven(), choice.strategy, Budget(steps=2), sgd(0.1), options=choice.options(2), weighting="frames")
+
+
+def test_a_workload_that_does_not_know_its_sizes_cannot_be_weighted() -> None:
+    """The error says which method is missing, and what to do without it."""
+    job = Job(TinyRegression(), STRATEGIES["allreduce"], Budget(steps=2), sgd(0.1), weighting="utterances")
+    with pytest.raises(ConfigError, match=r"TinyRegression .*planned_size.*batches"):
+        states(job, 2)
+    assert len(states(job, 1)) == 1

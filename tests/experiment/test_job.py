@@ -24,6 +24,13 @@ def test_stragglers_of_the_recipe_are_those_of_the_job(tree: Tree) -> None:
     assert job.stragglers.slow == {1: 10.0}
 
 
+def test_the_weighting_of_the_recipe_is_that_of_the_job(tree: Tree) -> None:
+    """By default there is none."""
+    recipe = check_recipe(tree | {"batches": {"max_duration": 5, "weighting": "utterances"}}, "r.yaml")
+    assert make_job(recipe, make_ready(recipe, lambda line: None)).weighting == "utterances"
+    assert check_recipe(tree, "r.yaml").batches.weighting == "batches"
+
+
 def test_models_are_written_beside_the_training_without_a_trace_in_it(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

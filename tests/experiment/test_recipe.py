@@ -154,6 +154,19 @@ def test_an_option_that_a_strategy_cannot_do_without_is_asked_for(tree: Tree, ch
         check_recipe(tree | {"strategy": choice}, "r.yaml")
 
 
+def test_a_weighting_that_the_strategy_cannot_use_is_one_problem_among_others(tree: Tree) -> None:
+    """Only learners that average their gradients can weigh them."""
+    tree |= {"batches": {"weighting": "frames"}, "learners": 2}
+    served = {"name": "parameter-server", "update": "hybrid"}
+    for strategy in ("allreduce", served, {"name": "hadpsgd", "per_node": 2}):
+        assert check_recipe(tree | {"strategy": strategy}, "r.yaml").batches.weighting == "frames"
+    for strategy in ("adpsgd", "delay-by-one", "parameter-server", {"name": "hadpsgd", "per_node": 1}):
+        with pytest.raises(ConfigError) as caught:
+            check_recipe(tree | {"strategy": strategy, "seed": -1}, "r.yaml")
+        _, *lines = str(caught.value).splitlines()
+        assert [line.split(":")[0] for line in lines] == ["  seed", "  batches.weighting"]
+
+
 @pytest.mark.parametrize("learners", [3, "3"])
 def test_a_strategy_that_does_not_fit_the_learners_is_one_problem_among_others(tree: Tree, learners: object) -> None:
     """Before any process starts."""

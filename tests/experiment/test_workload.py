@@ -82,6 +82,29 @@ def test_epochs_differ_in_order_and_augmentation(tree: Tree) -> None:
     assert any(frames[0][name] != frames[1][name] for name in frames[0].keys() & frames[1].keys())
 
 
+@pytest.mark.parametrize("partition", ["identical", "domain"])
+def test_the_planned_size_of_a_mini_batch_is_that_of_what_is_loaded(tree: Tree, partition: str) -> None:
+    """Its utterances, and its frames without padding, but for the last ones of each utterance; known before loading."""
+    tree["augment"] = {"speed": [1.0]}
+    tree["batches"] |= {"accumulate": 2}
+    if partition == "domain":
+        tree["mixture"] = {"domains": {"new": {"sets": "test"}, "old": {"sets": "train"}}}
+        tree["partition"] = partition
+    _, workload = ready(tree)
+    remembered, sizes = Remembered(workload, Memory(), "a study's"), set()
+    for step in range(4):
+        ticket = Ticket(0, step % workload.num_batches(0), step, step % workload.num_parts)
+        loaded = workload.load(ticket)
+        num_utterances = sum(part.num_examples for part in loaded)
+        num_frames = sum(part.num_frames for part in loaded)
+        assert workload.planned_size(ticket, "utterances") == num_utterances
+        assert remembered.planned_size(ticket, "utterances") == num_utterances
+        assert [remembered.weight(part) for part in loaded] == [len(part.tokens) for part in loaded]
+        assert workload.planned_size(ticket, "frames") == pytest.approx(num_frames, abs=3 * num_utterances)
+        sizes.add(num_frames)
+    assert len(sizes) > 1
+
+
 def test_more_learners_than_utterances_are_refused_before_they_start(tree: Tree) -> None:
     """Both numbers are named."""
     tree["learners"] = 25

@@ -13,8 +13,9 @@ from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.engines.faults import Fault
 from starling.engines.stragglers import Stragglers
+from starling.errors import ConfigError
 from starling.strategies import NoOptions, Strategy, Teams
-from starling.workload import Ticket, Workload
+from starling.workload import Ticket, Weighting, Workload
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,14 @@ class Job:
     """Mini-batches of all learners together between two marks inside an epoch; None: no marks but the epochs' ends."""
     most_not_finite: int = 10
     """Gradients of one learner in a row that are not finite, at which the run fails; single ones are left out."""
+    weighting: Weighting = "batches"
+    """How the mini-batches whose gradients learners average count: each alike, or in proportion to its planned size.
+    ConfigError where the strategy averages no gradients."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if problem := self.strategy.weighting_problem(self.options, self.weighting):
+            raise ConfigError(f"weighting: {problem}")
 
     def team_size(self, world: int) -> int:
         """How many of `world` learners claim together; ConfigError when the strategy's options do not fit."""

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -265,9 +265,10 @@ class TrainingLearner(ReplicaLearner):
     ) -> float:
         """Leave the claimed mini-batch's gradient in `flat.gradients`; the loss.
 
-        Both are the mean over all micro-batches, each with its weight; those of weight 0 are not computed. A parameter
-        that got no gradient has NO_GRADIENT there. Every micro-batch but the last is computed inside `before_last()`;
-        with `must_reach_all` its backward reaches every parameter, for what waits for each (DDP).
+        Both are the mean over all micro-batches, each with its weight; those of weight 0 are not computed. The gradient
+        is also multiplied by what the job's weighting says. A parameter that got no gradient has NO_GRADIENT there.
+        Every micro-batch but the last is computed inside `before_last()`; with `must_reach_all` its backward reaches
+        every parameter, for what waits for each (DDP).
         """
         ticket, batch = self._claimed()
         device = flat.weights.device
@@ -275,7 +276,7 @@ class TrainingLearner(ReplicaLearner):
         weights = [self.job.workload.weight(examples) for examples in batch]
         parts = [place for place, weight in enumerate(weights) if weight > 0.0] or [0]
         shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
-        total, whole = 0.0, sum(shares)
+        total, whole, factor = 0.0, sum(shares), self._factor_in_team()
         for fault in self.faults.next():
             if isinstance(fault, NotFinite):
                 whole = math.nan
@@ -289,13 +290,31 @@ class TrainingLearner(ReplicaLearner):
             with nullcontext() if is_last else before_last():
                 with torch.autocast(device.type, torch.bfloat16) if self.job.autocast else nullcontext():
                     loss = self.job.workload.loss(model, batch[place].to(device))
-                (loss / (whole / share)).backward()  # type: ignore[no-untyped-call]
+                (loss / (whole / share / factor if factor else math.inf)).backward()  # type: ignore[no-untyped-call]
                 reached = flat.reached()
                 used |= reached
                 if is_last:
                     self._leave_out_unused(flat, used, reached, must_reach_all)
             total += share * float(loss.detach())
         return total / whole
+
+    def _factor_in_team(self) -> float:
+        """What this learner's gradient is multiplied by, so that the team's plain mean is the weighted one.
+
+        Every member knows which tickets the others have, and their sizes from the plan: none has to be sent.
+        """
+        unit = self.job.weighting
+        if unit == "batches" or len(self.team) == 1:
+            return 1.0
+        tickets = [self._ticket_of(self._portion, member) for member in range(len(self.team))]
+        sizes = [self.job.workload.planned_size(ticket, unit) for ticket in tickets]
+        whole = sum(sizes)
+        return len(sizes) * sizes[self.place_in_team] / whole if whole else 1.0
+
+    def _ticket_of(self, portion: int, member: int) -> Ticket:
+        """The ticket of a member of this team, with the part of the data that this member sees."""
+        part = (self.team.start + member) % self.job.workload.num_parts
+        return replace(self.tickets.ticket(portion, member), part=part)
 
     def _leave_out_unused(self, flat: FlatModel, used: set[int], reached: set[int], must_reach_all: bool) -> None:
         """Let the gradient say which parameters were not used; `reached` are those that the last backward reached."""

@@ -46,6 +46,7 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
         stragglers=recipe.stragglers,
         faults=recipe.faults,
         checkpoint_every=recipe.checkpoints.every,
+        weighting=recipe.batches.weighting,
         seed=recipe.seed,
     )
 

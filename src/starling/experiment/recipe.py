@@ -66,6 +66,9 @@ class StrategyChoice(BaseModel):
         return self.strategy.team_size(self.options, learners)
 
 
+DEFAULT_STRATEGY = StrategyChoice(name="allreduce")
+
+
 class EngineConfig(Config):
     """How a learner computes; the `engine:` section of a recipe."""
 
@@ -89,7 +92,7 @@ class Recipe(Config):
     """The experiment's folder inside `exp`."""
     seed: int = Field(default=1, ge=0)
     learners: Learners = 1
-    strategy: StrategyChoice = StrategyChoice(name="allreduce")
+    strategy: StrategyChoice = DEFAULT_STRATEGY
     budget: Budget
     data: DataConfig
     mixture: MixtureConfig | None = None
@@ -191,6 +194,7 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
     """The recipe of a tree; `where` names it in the ConfigError that lists all problems."""
     learners = _learners(tree)
     problems = _strategy_problems(tree.get("strategy"), learners)
+    problems += _weighting_problems(tree.get("batches"), tree.get("strategy"))
     problems += _straggler_problems(tree.get("stragglers"), learners)
     problems += _fault_problems(tree.get("faults"), learners)
     try:
@@ -289,6 +293,17 @@ def _strategy_problems(choice: Any, learners: int | None) -> list[str]:
         options = {key: value for key, value in choice.items() if key != "name"}
         return describe(error, find_strategy(choice["name"]).options, options, prefix="strategy.")
     return []
+
+
+def _weighting_problems(section: Any, choice: Any) -> list[str]:
+    """A weighting that the strategy cannot use."""
+    try:
+        batches = BatchConfig.model_validate(section) if section is not None else BatchConfig()
+        strategy = StrategyChoice.model_validate(choice) if choice is not None else DEFAULT_STRATEGY
+        problem = strategy.strategy.weighting_problem(strategy.options, batches.weighting)
+    except (ConfigError, ValidationError):
+        return []  # the other checks say so
+    return [] if problem is None else [f"batches.weighting: {problem}"]
 
 
 def _digest(content: Any) -> str:

@@ -16,11 +16,11 @@ from starling.speech.batches import Batch, load_batch
 from starling.speech.features import LogMel
 from starling.speech.losses import ctc_loss
 from starling.speech.partition import PartDraws
-from starling.speech.planning import EpochPlan, Planner
+from starling.speech.planning import EpochPlan, MiniBatch, Planner
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer
 from starling.speech.union import SpeechSets
-from starling.workload import Ticket, Workload
+from starling.workload import Ticket, Unit, Workload
 
 
 class SpeechWorkload(Workload[Batch]):
@@ -58,10 +58,6 @@ class SpeechWorkload(Workload[Batch]):
         return self._planner.epoch(epoch)
 
     def load(self, ticket: Ticket) -> Sequence[Batch]:
-        if self._draws is not None:
-            mini_batch = self._draws.draw(ticket.part, ticket.step)
-        else:
-            mini_batch = self.plan(ticket.epoch)[ticket.index]
         return [
             load_batch(
                 self.speech_set,
@@ -72,7 +68,7 @@ class SpeechWorkload(Workload[Batch]):
                 derive_seed(self.recipe.seed, "augment", ticket.epoch, ticket.index, place),
                 self.recipe.data.filter.on_bad,
             )
-            for place, indices in enumerate(mini_batch)
+            for place, indices in enumerate(self._planned(ticket))
         ]
 
     def loss(self, model: nn.Module, examples: Batch) -> Tensor:
@@ -81,6 +77,20 @@ class SpeechWorkload(Workload[Batch]):
     def weight(self, examples: Batch) -> float:
         """Tokens: `ctc_loss` is a mean over them."""
         return float(len(examples.tokens))
+
+    def planned_size(self, ticket: Ticket, unit: Unit) -> float:
+        """Its utterances, or the frames of their audio as stored, without padding; with those that will be skipped."""
+        indices = np.concatenate(self._planned(ticket))
+        if unit == "utterances":
+            return float(len(indices))
+        seconds = float(self.speech_set.durations[self.utterances[indices]].sum(dtype=np.float64))
+        return seconds / self.recipe.features.frame_shift
+
+    def _planned(self, ticket: Ticket) -> MiniBatch:
+        """The places in `utterances` of what is in a ticket's mini-batch."""
+        if self._draws is not None:
+            return self._draws.draw(ticket.part, ticket.step)
+        return self.plan(ticket.epoch)[ticket.index]
 
     @cached_property
     def _planner(self) -> Planner:

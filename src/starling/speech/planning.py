@@ -18,6 +18,7 @@ from starling.chance import derive_seed
 from starling.configuration import Config
 from starling.errors import DataError
 from starling.speech.mixture import Mixture
+from starling.workload import Weighting
 
 MiniBatch = list[NDArray[np.int64]]  # its micro-batches, each an array of utterance indices
 
@@ -44,6 +45,11 @@ class BatchConfig(Config):
         ge=1,
         description="mini-batches in a row that have similar durations, so that as many learners as this can step "
         "together and hardly wait for each other",
+    )
+    weighting: Weighting = Field(
+        default="batches",
+        description="how the mini-batches of learners that average their gradients count: batches, each alike; "
+        "utterances or frames, in proportion to how many it holds",
     )
     num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         default="auto",

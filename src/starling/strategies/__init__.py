@@ -19,6 +19,7 @@ from starling.strategies.mixing import MixingOptions
 from starling.strategies.parameter_server import parameter_server
 from starling.strategies.server import ServerOptions
 from starling.topology import find_topology
+from starling.workload import Weighting
 
 TeamSize = Callable[[Any, int], int]
 """From a strategy's options and the number of learners to the number of those that claim together, or that claim at
@@ -99,6 +100,22 @@ def _others_with_servers(options: ServerOptions, world: int, lost: Collection[in
     return _others(options, world, lost)
 
 
+def _never(options: Config) -> bool:
+    return False
+
+
+def _always(options: Config) -> bool:
+    return True
+
+
+def _inside_a_node(options: HierarchicalOptions) -> bool:
+    return options.per_node > 1
+
+
+def _under_hybrid(options: ServerOptions) -> bool:
+    return options.update == "hybrid"
+
+
 @dataclass(frozen=True)
 class Teams:
     """Who claims together: the first `num_workers` learners, in teams of `size`. The others claim nothing."""
@@ -136,6 +153,8 @@ class Strategy:
     """Whether each of a learner's gradients becomes a step of its own optimizer, in the order of its claims."""
     survivors: Survivors = _others
     """Who goes on when some were lost."""
+    averages_gradients: Callable[[Any], bool] = _never
+    """From the options to whether a step is made with the mean gradient of a team."""
 
     def teams(self, options: Config, world: int) -> Teams:
         """Which of `world` learners claim together; ConfigError when the options do not fit so many."""
@@ -157,6 +176,16 @@ class Strategy:
         self.teams(options, len(following))
         return following
 
+    def weighting_problem(self, options: Config, weighting: Weighting) -> str | None:
+        """Why learners cannot weigh their mini-batches so; None if they can."""
+        if weighting == "batches" or self.averages_gradients(options):
+            return None
+        return (
+            f"{weighting!r} weighs gradients that learners average, and under {self.name} with these options they "
+            "average none; leave it out, or choose allreduce, hadpsgd with per_node above 1, or parameter-server with "
+            "update: hybrid"
+        )
+
     def start(self, learner: Learner, options: Config) -> Coroutine[Any, Any, None]:
         """The coroutine of one learner, not yet begun."""
         return self.run(learner) if self.options is NoOptions else self.run(learner, options)
@@ -165,7 +194,13 @@ class Strategy:
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("allreduce", "step together with the mean of all gradients", allreduce, has_one_model=True),
+        Strategy(
+            "allreduce",
+            "step together with the mean of all gradients",
+            allreduce,
+            has_one_model=True,
+            averages_gradients=_always,
+        ),
         Strategy("delay-by-one", "average weights behind the computation, one step late", delay_by_one),
         Strategy("dpsgd", "average with neighbours at each step", dpsgd, _everybody_mixing, MixingOptions),
         Strategy("adpsgd", "average with neighbours in the background", adpsgd, _alone, AsynchronousOptions),
@@ -176,6 +211,7 @@ STRATEGIES = {
             _node,
             HierarchicalOptions,
             survivors=_whole_nodes,
+            averages_gradients=_inside_a_node,
         ),
         Strategy(
             "parameter-server",
@@ -187,6 +223,7 @@ STRATEGIES = {
             is_served=True,
             steps_itself=False,
             survivors=_others_with_servers,
+            averages_gradients=_under_hybrid,
         ),
         Strategy(
             "hogwild", "change one shared model without a lock", hogwild, _each, HogwildOptions, steps_itself=False
@@ -198,6 +235,7 @@ STRATEGIES = {
             _everybody,
             DelayOptions,
             has_one_model=True,
+            averages_gradients=_always,
         ),
     )
 }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from starling.speech.batches import Batch
-from starling.workload import Ticket, Workload
+from starling.workload import Ticket, Unit, Workload
 
 _MOST_BYTES = 512 * 2**20  # of one process
 
@@ -53,3 +53,9 @@ class Remembered(Workload[Batch]):
 
     def loss(self, model: nn.Module, examples: Batch) -> Tensor:
         return self._workload.loss(model, examples)
+
+    def weight(self, examples: Batch) -> float:
+        return self._workload.weight(examples)
+
+    def planned_size(self, ticket: Ticket, unit: Unit) -> float:
+        return self._workload.planned_size(ticket, unit)
