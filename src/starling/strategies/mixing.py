@@ -15,7 +15,7 @@ from starling.topology import Topology, check_pattern
 T = TypeVar("T")
 
 
-_CACHED_NUMBERS = 1 << 16
+_CACHED_NUMBERS = 1 << 17
 """Numbers of which three vectors stay in a processor's cache."""
 
 
@@ -92,18 +92,23 @@ class Mixing:
         for sending in self._sending:
             await sending
         total = torch.empty_like(own) if theirs else torch.zeros_like(own)
-        for part in _parts(own):
+        parts = _parts(own)
+        change = torch.empty_like(total[parts[0]])
+        for part in parts:
             mine, sum_of_part = own[part], total[part]
             for place, (weight, vector) in enumerate(theirs):
-                change = torch.sub(vector[part].to(mine.dtype), mine).mul_(weight)
-                sum_of_part.copy_(change) if place == 0 else sum_of_part.add_(change)
+                their_part = vector[part].to(mine.dtype)
+                if place == 0:
+                    torch.sub(their_part, mine, out=sum_of_part).mul_(weight)
+                else:
+                    sum_of_part.add_(torch.sub(their_part, mine, out=change[: len(mine)]), alpha=weight)
         return total
 
 
 def _parts(vector: Tensor) -> list[slice]:
     """A vector in parts that stay in a processor's cache while they are worked on; on a device in one."""
-    size = _CACHED_NUMBERS if vector.device.type == "cpu" else len(vector)
-    return [slice(start, start + size) for start in range(0, len(vector), size)]
+    size = _CACHED_NUMBERS if vector.device.type == "cpu" else max(1, len(vector))
+    return [slice(start, start + size) for start in range(0, len(vector), size)] or [slice(0)]
 
 
 def one_ahead(work: Iterable[T]) -> Iterator[T]:
