@@ -304,7 +304,7 @@ class Links:
             raise ConnectionFailed(f"no link to another learner of this machine ({error.strerror})") from error
 
     def _greet(self, connection: socket.socket, world: int) -> None:
-        said, files, _, _ = socket.recv_fds(connection, _HELLO.size, 2)
+        said, files, _, _ = socket.recv_fds(connection, _HELLO.size, 2, socket.MSG_CMSG_CLOEXEC)
         if len(said) != _HELLO.size or len(files) != 2:
             raise ConnectionFailed("another learner of this machine hung up before it was linked")
         peer, num_bytes = _HELLO.unpack(said)
