@@ -198,7 +198,7 @@ def _torchft_manager(worker: Worker, optimizer: torch.optim.Optimizer, **options
 
 
 COLUMNS = {
-    "alone": Column("alone", alone, averages=False),
+    "alone": Column("alone", alone, in_step=False, averages=False),
     "ddp": Column("DDP", ddp, rounds_per_gradient=1.0),
     "allreduce": Column("allreduce", ours("allreduce"), rounds_per_gradient=1.0),
     "dpsgd": Column("dpsgd ring", ours("dpsgd", pattern="ring"), rounds_per_gradient=1.0),
