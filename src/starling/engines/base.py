@@ -1,5 +1,6 @@
 """What is the same for every learner, wherever it lives: its weights, its optimizer, its errors."""
 
+import math
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from starling.checkpoint.state import ShardState
 from starling.engines.job import Averaging, Spent
 from starling.engines.replica import Replica
 from starling.engines.shards import HeldShard, check_piece, host_copy
-from starling.errors import CheckpointError, NonFiniteError, ProtocolError
+from starling.errors import CheckpointError, ProtocolError
 from starling.learner import Handle, Learner, Shard
 from starling.strategies import Teams
 
@@ -112,13 +113,13 @@ class ReplicaLearner(Learner):
         `stamp`."""
 
     def clip(self, gradient: Tensor) -> Tensor | None:
-        norm = self.replica.clip(gradient)
-        if norm - norm != 0.0:
-            raise NonFiniteError(
-                f"learner {self._rank}: the gradient of step {self.num_gradients} is not finite (its norm is {norm}); "
-                "it was not sent. Lower the learning rate or warm up for longer"
-            )
-        return gradient
+        is_finite = math.isfinite(self.replica.clip(gradient))
+        self._look_at_gradient(is_finite)
+        return gradient if is_finite else None
+
+    @abstractmethod
+    def _look_at_gradient(self, is_finite: bool) -> None:
+        """Count gradients that are not finite; `NonFiniteError` after many in a row."""
 
     @property
     @abstractmethod

@@ -6,7 +6,6 @@ supplies the gradient and drives the text on to the next one. Everything else wa
 """
 
 import inspect
-import math
 import threading
 import warnings
 from collections.abc import Callable, Container, Coroutine, Generator, Sequence
@@ -104,11 +103,6 @@ class DropInLearner(PeerLearner):
     def claim(self) -> bool:
         self._release.check()
         return not self._is_over
-
-    def clip(self, gradient: Tensor) -> Tensor | None:
-        is_finite = math.isfinite(self.replica.clip(gradient))
-        self._look_at_gradient(is_finite)
-        return gradient if is_finite else None
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         if at is not self.replica.loop:

@@ -49,8 +49,7 @@ _NOTE = struct.Struct("<iiqq")
 _HELLO = struct.Struct("<iq")
 _PAGE = mmap.PAGESIZE
 _OPENED, _ENDED, _FINISHED, _NUM_WORDS = range(4)
-"""What a learner says of rounds: how many it knows to be open, after how many there are no more, counted from 1 (0: not
-known), and whether it will open none."""
+"""What a learner says of rounds: how many it has opened, whether no more will open, and whether it will open none."""
 
 
 class Note(NamedTuple):

@@ -118,11 +118,6 @@ class TrainingLearner(ReplicaLearner):
         if self.job.strategy.steps_itself:
             self._finish_ticket()
 
-    def clip(self, gradient: Tensor) -> Tensor | None:
-        is_finite = math.isfinite(self.replica.clip(gradient))
-        self._look_at_gradient(is_finite)
-        return gradient if is_finite else None
-
     def _look_at_gradient(self, is_finite: bool) -> None:
         """Count gradients that were not finite, and so did nothing. Raises NonFiniteError after many in a row."""
         self._num_not_finite_in_a_row = 0 if is_finite else self._num_not_finite_in_a_row + 1
