@@ -65,6 +65,37 @@ def test_in_a_mean_it_is_who_takes_part_and_does_not_wait_that_is_late() -> None
     )
 
 
+def test_who_seemed_late_and_then_waits_too_is_counted_among_those_that_wait() -> None:
+    """One that came into the mean after the first line was said: the rest is said of both, and of whom both wait for."""
+    run = Run(3)
+    run.silent.add(2)
+    run.wait(0, "a mean", [1, 2], is_group=True)
+    (line,) = run.go_on(11.0)
+    assert line.startswith("learner 0 has waited 10.5 s in a mean (one every 0.2 s until then) for learners 1 and 2: ")
+    run.wait(1, "a mean", [0, 2], is_group=True)
+    once, both = run.go_on(32.0)
+    assert once.startswith("learner 0 has waited 21.0 s in a mean (one every 0.2 s until then) for learner 2: ")
+    assert both.startswith(
+        "learners 0 and 1 have waited 42.0 s in a mean (one every 0.2 s until then) for learner 2: learner 2 has given "
+        "no sign of life for 42.0 s"
+    )
+    run.waits.clear()
+    assert run.go_on(1.0) == ["learners 0 and 1 go on after 43.5 s of waiting for learner 2"]
+
+
+def test_those_that_wait_for_one_learner_as_it_turns_out_are_told_of_together() -> None:
+    """At first one waited for two others, and one of these for the third."""
+    run = Run(4)
+    run.silent.add(3)
+    run.wait(0, "a mean", [1, 2, 3], is_group=True)
+    run.wait(1, "receiving from learner 3", [3])
+    assert len(run.go_on(11.0)) == 2
+    run.wait(2, "a mean", [0, 1, 3], is_group=True)
+    two, three = run.go_on(32.0)
+    assert two.startswith("learners 0 and 1 have waited 21.0 s in ")
+    assert three.startswith("learners 0, 1 and 2 have waited 42.0 s in ")
+
+
 def test_a_wait_is_told_once_and_again_when_it_has_doubled_and_when_it_ends() -> None:
     """A night's hang takes a dozen lines, not thousands."""
     run = Run(2)

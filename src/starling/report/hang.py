@@ -59,6 +59,9 @@ class Hangs:
                 cause = episode.cause if isinstance(episode.cause, tuple) else ()
                 self.ended.append(resumed_line(sorted(episode.names), self._roster.clock() - episode.since, cause))
                 lines.append(self.ended[-1])
+        for episode in self._episodes:
+            self._narrow(episode)
+        self._unite()
         known = {name for episode in self._episodes for name in episode.waits}
         for each in waiting.values():
             if each.name not in known and each.wait and each.wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
@@ -68,6 +71,25 @@ class Hangs:
                 episode.again_at = 2.0 * lasted
                 lines.append(explain(sorted(episode.waits), self._roster, self._log_of))
         return lines
+
+    def _narrow(self, episode: _Episode) -> None:
+        """Of those who looked late at first, some have said since that they wait themselves."""
+        if isinstance(episode.cause, tuple):
+            causes = _causes(_late(sorted(episode.waits), self._roster), self._roster)
+            if causes and set(causes) < set(episode.cause):
+                episode.cause = tuple(causes)
+
+    def _unite(self) -> None:
+        """Make one of those that wait for the same learners, as it turned out."""
+        by_cause: dict[tuple[int, ...] | str, _Episode] = {}
+        for episode in self._episodes:
+            first = by_cause.setdefault(episode.cause, episode)
+            if first is not episode:
+                first.waits |= episode.waits
+                first.names |= episode.names
+                first.since = min(first.since, episode.since)
+                first.again_at = max(first.again_at, episode.again_at)
+        self._episodes = list(by_cause.values())
 
     def _join(self, known: Known, wait: LongWait) -> None:
         """Count a wait to those of the same kind that are told of already, or begin to tell."""
