@@ -66,7 +66,7 @@ def test_in_a_mean_it_is_who_takes_part_and_does_not_wait_that_is_late() -> None
 
 
 def test_who_seemed_late_and_then_waits_too_is_counted_among_those_that_wait() -> None:
-    """One that came into the mean after the first line was said: the rest is said of both, and of whom both wait for."""
+    """One came into the mean after the first line: the others are about both, and about whom both wait for."""
     run = Run(3)
     run.silent.add(2)
     run.wait(0, "a mean", [1, 2], is_group=True)
