@@ -12,19 +12,19 @@ from benchmarks.measuring import Bar
 from benchmarks.training import WARM_UP, job_for, recipe_for
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
-from starling.engines.job import EpochReport, StepReport
-from starling.engines.member import run_learner
-from starling.engines.processes import choose_device
-from starling.experiment.folder import ExperimentFolder
-from starling.experiment.job import ModelWriter
-from starling.experiment.observers import Saver, Together
-from starling.experiment.recipe import fingerprints
-from starling.experiment.regrouping import Regrouping
+from starling.engines.processes.learner import choose_device
+from starling.engines.processes.member import run_learner
 from starling.launch.launcher import launch
 from starling.launch.link import Link, Message, reported_errors
 from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.stopping import wishes_of
 from starling.report.curves import Curves
+from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.job import ModelWriter
+from starling.runs.observers import Saver, Together
+from starling.runs.recipe.recipe import fingerprints
+from starling.runs.regrouping import Regrouping
+from starling.training.job import EpochReport, StepReport
 
 WORLD, STEPS, PAIRS = 2, 300, 3
 EVERY_SECONDS = 3.0

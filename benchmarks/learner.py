@@ -14,9 +14,9 @@ from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.runs import DDP, SENDING, Notes, Outcome, Run, weights_file
 from benchmarks.slow_link import SlowLink
 from benchmarks.tuned_ddp import tuned_ddp
-from starling.engines.greeting import part
-from starling.engines.member import run_learner
-from starling.engines.processes import Place, process_group
+from starling.engines.processes.handshake import part
+from starling.engines.processes.learner import Place, process_group
+from starling.engines.processes.member import run_learner
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
 

@@ -16,7 +16,7 @@ from benchmarks.measuring import Bar
 from benchmarks.runs import median_ratio
 from starling.chance import derive_seed
 from starling.errors import DataError
-from starling.experiment.recipe import load_recipe
+from starling.runs.recipe.recipe import load_recipe
 from starling.speech.batches import BatchConfig, load_batch
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.planning import Planner

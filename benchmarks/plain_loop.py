@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from starling.engines.job import Job
+from starling.training.job import Job
 from starling.workload import Ticket
 
 

@@ -15,9 +15,9 @@ from torch.nn.utils import parameters_to_vector
 from benchmarks.workloads import Computing, EmulatedDevice
 from starling.budget import Budget, Schedule
 from starling.checkpoint.state import LearnerState
-from starling.engines.job import EpochReport, Job, StepReport
-from starling.engines.stragglers import Stragglers
 from starling.strategies import find_strategy
+from starling.training.job import EpochReport, Job, StepReport
+from starling.training.stragglers import Stragglers
 from starling.workload import Workload
 
 Seconds = float

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from benchmarks.large_set import RATE
-from starling.experiment.recipe import Recipe, check_recipe
-from starling.experiment.workload import SpeechWorkload
+from starling.runs.recipe.recipe import Recipe, check_recipe
+from starling.runs.workload import SpeechWorkload
 from starling.speech.features import LogMel
 from starling.speech.tokens import CharacterTokenizer
 from starling.speech.union import Member, SpeechSets

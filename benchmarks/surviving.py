@@ -13,12 +13,12 @@ import torch
 from benchmarks.measuring import Bar
 from benchmarks.training import job_for
 from starling.checkpoint.state import LearnerState
-from starling.engines.job import EpochReport, StepReport
-from starling.engines.member import run_learner
-from starling.engines.processes import choose_device
+from starling.engines.processes.learner import choose_device
+from starling.engines.processes.member import run_learner
 from starling.launch.launcher import launch
 from starling.launch.link import Link, Message, reported_errors
 from starling.launch.rendezvous import find_membership, find_place
+from starling.training.job import EpochReport, StepReport
 
 WORLD, VICTIM, STEPS, REPEATS = 3, 1, 90, 3
 KILLED_AT = 30

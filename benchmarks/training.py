@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from starling.checkpoint.state import LearnerState
-from starling.engines.job import EpochReport, Job, StepReport
-from starling.experiment.folder import ExperimentFolder, claim_folder
-from starling.experiment.job import make_job
-from starling.experiment.recipe import Recipe, load_recipe
-from starling.experiment.setup import set_up
+from starling.runs.experiment.folder import ExperimentFolder, claim_folder
+from starling.runs.job import make_job
+from starling.runs.recipe.recipe import Recipe, load_recipe
+from starling.runs.setup import set_up
+from starling.training.job import EpochReport, Job, StepReport
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 WARM_UP = 4

@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.measuring import Bar
 from benchmarks.training import job_for
-from starling.engines.cluster import Cluster, ComputeModel
-from starling.engines.job import Job
-from starling.engines.virtual import VirtualEngine
+from starling.engines.virtual.cluster import Cluster, ComputeModel
+from starling.engines.virtual.engine import VirtualEngine
+from starling.training.job import Job
 from starling.workload import Ticket
 
 WORLD, STEPS, ROUNDS = 64, 512, 5

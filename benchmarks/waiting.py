@@ -11,7 +11,7 @@ from statistics import mean
 
 from benchmarks.measuring import Bar
 from starling.errors import DataError
-from starling.experiment.recipe import load_recipe
+from starling.runs.recipe.recipe import load_recipe
 from starling.speech.prepare import prepare
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "fsdd.yaml"

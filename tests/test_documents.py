@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from starling.experiment.recipe import check_recipe
+from starling.runs.recipe.recipe import check_recipe
 from tests.sessions import run_to_end
 
 ROOT = Path(__file__).parents[1]

@@ -26,8 +26,8 @@ FORBIDDEN_METHODS = {
 }
 SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader"}
 PICKLES_AMONG_OWN_PROCESSES = {
-    "starling/engines/loading.py": "a learner's loading processes",
-    "starling/experiment/study/workers.py": "a study's processes",
+    "starling/training/loading.py": "a learner's loading processes",
+    "starling/runs/study/workers.py": "a study's processes",
     "starling/speech/preparing/executors.py": "the processes of `jobs=N`",
 }
 """Modules that start processes of their own, with which Python talks in pickles through inherited pipes."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from starling.experiment.recipe import Recipe, load_recipe
+from starling.runs.recipe.recipe import Recipe, load_recipe
 from starling.strategies import STRATEGIES, Strategy
 from starling.topology import (
     PATTERNS,

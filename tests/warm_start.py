@@ -31,7 +31,7 @@ MODULES = (
     "torch._dynamo",  # what the first optimizer of a process loads
     "torch.utils.tensorboard",
     "starling.cli",
-    "starling.experiment.learner_process",
+    "starling.runs.learner_process",
     "tests.contract.learner_process",
     "tests.contract.machines_process",
     "tests.engines.device_process",

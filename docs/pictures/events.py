@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from starling.budget import Budget
 from starling.chance import derive_seed
 from starling.configuration import Config
-from starling.engines.cluster import Cluster, ComputeModel, LinkModel, MemoryModel
-from starling.engines.job import Job
-from starling.engines.stragglers import Stragglers
-from starling.engines.virtual import VirtualEngine
+from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel
+from starling.engines.virtual.engine import VirtualEngine
 from starling.strategies import STRATEGIES
 from starling.strategies.server import GRADIENT
+from starling.training.job import Job
+from starling.training.stragglers import Stragglers
 from starling.workload import Ticket, Workload
 
 NUM_WEIGHTS = 120

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from starling.budget import Budget, Schedule
-    from starling.engines.cluster import Cluster
-    from starling.engines.job import Job
-    from starling.engines.joined import JoinedLearner, LoopStats
-    from starling.engines.virtual import VirtualEngine
+    from starling.engines.loop.joined import JoinedLearner, LoopStats
+    from starling.engines.virtual.cluster import Cluster
+    from starling.engines.virtual.engine import VirtualEngine
     from starling.errors import StarlingError
-    from starling.experiment.recipe import Recipe, load_recipe
     from starling.launch.joining import join
     from starling.learner import Learner
+    from starling.runs.recipe.recipe import Recipe, load_recipe
     from starling.speech.recogniser import Recogniser
     from starling.strategies import STRATEGIES
+    from starling.training.job import Job
     from starling.workload import Ticket, Workload
 
 __all__ = [

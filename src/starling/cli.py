@@ -96,7 +96,7 @@ def prepare(
     jobs=N takes N processes, executor=dask://HOST:PORT the workers of a Dask cluster; the result is the same.
     """
     with _errors(debug):
-        from starling.experiment import prepare
+        from starling.runs import prepare
 
         prepare.prepare(recipe, overrides or (), typer.echo, _console(), overwrite)
 
@@ -116,7 +116,7 @@ def check(
     with _errors(debug):
         from rich.console import Console
 
-        from starling.experiment import check
+        from starling.runs import check
 
         check.check(data, overrides or (), drop, strict, typer.echo, Console(), _console())
 
@@ -134,7 +134,7 @@ def bench_data(
     with _errors(debug):
         from rich.console import Console
 
-        from starling.experiment import bench_data
+        from starling.runs import bench_data
 
         bench_data.bench_data(data, overrides or (), typer.echo, Console(), _console())
 
@@ -148,8 +148,8 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = Fa
     Under torchrun, or wherever RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, this process is one learner.
     """
     with _errors(debug):
-        from starling.experiment import learner_process, train
-        from starling.experiment.recipe import load_recipe
+        from starling.runs import learner_process, train
+        from starling.runs.recipe.recipe import load_recipe
 
         if learner_process.is_learner():
             learner_process.run(recipe, overrides or (), typer.echo, _console())
@@ -165,7 +165,7 @@ def join(
 ) -> None:
     """Let more learners join a run that goes on; first those come back that were lost."""
     with _errors(debug):
-        from starling.experiment import join
+        from starling.runs import join
 
         join.join(experiment, learners, typer.echo)
 
@@ -176,8 +176,8 @@ def join(
 def simulate(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train with virtual learners in this process, on a simulated cluster; the same seed gives the same events."""
     with _errors(debug):
-        from starling.experiment import simulate
-        from starling.experiment.recipe import load_recipe
+        from starling.runs import simulate
+        from starling.runs.recipe.recipe import load_recipe
 
         simulate.simulate(load_recipe(recipe, overrides or ()), typer.echo, _console())
 
@@ -193,7 +193,7 @@ def evaluate(
 ) -> None:
     """Score sets with the newest model of an experiment, and list every error in its decode folder."""
     with _errors(debug):
-        from starling.experiment import evaluate
+        from starling.runs import evaluate
 
         evaluate.evaluate(experiment, sets, typer.echo, _console(), best)
 
@@ -204,7 +204,7 @@ def audit(experiment: Experiment, debug: Debug = False) -> None:
     with _errors(debug):
         from rich.console import Console
 
-        from starling.experiment import audit
+        from starling.runs import audit
 
         audit.audit(experiment, typer.echo, Console())
 
@@ -219,7 +219,7 @@ def status(
     with _errors(debug):
         from rich.console import Console
 
-        from starling.experiment import status
+        from starling.runs import status
 
         status.status(experiment, watch, Console())
 
@@ -233,7 +233,7 @@ def transcribe(
 ) -> None:
     """Write what is said in audio files, with the newest model of an experiment."""
     with _errors(debug):
-        from starling.experiment import evaluate
+        from starling.runs import evaluate
 
         evaluate.transcribe(experiment, files, typer.echo, best)
 
@@ -261,8 +261,8 @@ def staleness(
 ) -> None:
     """Tell the effect of a larger batch from that of stale gradients; cells that are done are not computed again."""
     with _errors(debug):
-        from starling.experiment.study.config import load_study
-        from starling.experiment.study.study import run_study
+        from starling.runs.study.config import load_study
+        from starling.runs.study.study import run_study
 
         given = [recipe, *(overrides or ())]
         path = Path("recipes/staleness.yaml" if "=" in recipe else given.pop(0))

@@ -9,9 +9,6 @@ from torch.optim import Optimizer
 
 from starling.budget import Budget, Schedule
 from starling.configuration import Config
-from starling.engines.faults import Fault, NotFinite
-from starling.engines.job import Job
-from starling.engines.stragglers import Stragglers
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, NoOptions, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions
@@ -21,6 +18,9 @@ from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.mixing import MixingOptions
 from starling.strategies.server import ServerOptions
 from starling.topology import PATTERNS
+from starling.training.faults import Fault, NotFinite
+from starling.training.job import Job
+from starling.training.stragglers import Stragglers
 from starling.workload import Weighting
 from tests.contract.problems import ConstantGradient, Points, SkippingLayers, TinyRegression, Uneven, Workload
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from starling.engines.cluster import Cluster, ComputeModel
-from starling.engines.virtual import VirtualEngine
+from starling.engines.virtual.cluster import Cluster, ComputeModel
+from starling.engines.virtual.engine import VirtualEngine
 from tests.contract.cases import CHOICES, EXCHANGES, cases
 from tests.warm_start import run_learners
 

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from starling.engines import links
+from starling.engines.processes import links
 from tests.contract.learner_process import main
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from starling.engines.flat import trainable
 from starling.topology import PATTERNS, complete, find_topology, identity
+from starling.training.flat import trainable
 from starling.workload import Ticket
 from tests.contract.problems import TinyRegression
 

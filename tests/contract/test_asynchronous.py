@@ -12,15 +12,15 @@ from starling.averaging import rank_ordered_mean
 from starling.budget import Budget
 from starling.chance import derive_seed
 from starling.consensus import consensus_distance
-from starling.engines.cluster import Cluster, ComputeModel, LinkModel
-from starling.engines.job import EpochReport, Job, StepReport
-from starling.engines.stragglers import Pause, Stragglers
-from starling.engines.virtual import VirtualEngine
+from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
+from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions, adpsgd
 from starling.strategies.mixing import MixingOptions, Wire
 from starling.topology import pairs_contraction, random_ring_contraction, ring_eigenvalues
+from starling.training.job import EpochReport, Job, StepReport
+from starling.training.stragglers import Pause, Stragglers
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, LEARNING_RATE, cases, sgd
 from tests.contract.conftest import LARGER, Runner

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from starling.budget import Budget
-from starling.engines.flat import trainable
-from starling.engines.job import Job
-from starling.engines.virtual import VirtualEngine
+from starling.engines.virtual.engine import VirtualEngine
 from starling.strategies import STRATEGIES
 from starling.topology import complete, find_topology
+from starling.training.flat import trainable
+from starling.training.job import Job
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, NOT_FINITE, cases, sgd
 from tests.contract.conftest import Runner

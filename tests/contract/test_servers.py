@@ -17,16 +17,16 @@ from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.consensus import consensus
-from starling.engines.cluster import Cluster, ComputeModel, LinkModel, MemoryModel
-from starling.engines.faults import NotFinite
-from starling.engines.job import EpochReport, Job, StepReport
-from starling.engines.stragglers import Stragglers
-from starling.engines.virtual import Outcome, VirtualEngine
+from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel
+from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
 from starling.strategies import STRATEGIES, NoOptions
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.server import ServerOptions
+from starling.training.faults import NotFinite
+from starling.training.job import EpochReport, Job, StepReport
+from starling.training.stragglers import Stragglers
 from starling.workload import Ticket
 from tests.contract.cases import MakeOptimizer, adam, sgd
 from tests.contract.oracle import Vector, gradient_of_regression

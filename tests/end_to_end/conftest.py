@@ -1,5 +1,5 @@
 """The small corpus of tones, and the recipe for it."""
 
-from tests.experiment.conftest import songs, tree
+from tests.runs.conftest import songs, tree
 
 __all__ = ["songs", "tree"]

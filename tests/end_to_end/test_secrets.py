@@ -11,8 +11,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from starling.experiment.recipe import check_recipe
-from starling.experiment.simulate import simulate
+from starling.runs.recipe.recipe import check_recipe
+from starling.runs.simulate import simulate
 from tests.sessions import run_to_end
 
 Tree = dict[str, Any]

@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 
 from starling.checkpoint.reader import latest, load
-from starling.experiment.audit import audit
+from starling.runs.audit import audit
 from tests.end_to_end.test_train import Tree, starling, written
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from starling.engines import peers, processes
+from starling.engines.processes import learner as processes
+from starling.engines.processes import peers
 from tests.contract.learner_process import main
 
 users: dict[Any, set[int]] = {}

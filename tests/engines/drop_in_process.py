@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import starling
-from starling.engines.flat import trainable
 from starling.launch.link import Link, reported_errors
+from starling.training.flat import trainable
 from starling.workload import Ticket
 from tests.contract.problems import TinyRegression
 

@@ -11,12 +11,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.engines.job import EpochReport, Job, StepReport
-from starling.engines.member import run_learner
+from starling.engines.processes.member import run_learner
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
+from starling.training.job import EpochReport, Job, StepReport
 from starling.workload import Ticket
 from tests.contract.cases import sgd
 from tests.contract.problems import ConstantGradient, Points

@@ -9,10 +9,10 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from starling.budget import Budget
-from starling.engines.job import Job, Silence
-from starling.engines.member import run_learner
+from starling.engines.processes.member import run_learner
 from starling.launch.rendezvous import find_place
 from starling.strategies import find_strategy
+from starling.training.job import Job, Silence
 from starling.workload import Ticket
 from tests.contract.cases import adam
 from tests.contract.problems import ConstantGradient, Points

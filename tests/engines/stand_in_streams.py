@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from starling.engines.peers import PeerLearner
-from starling.engines.streams import Streams
+from starling.engines.processes.peers import PeerLearner
+from starling.training.streams import Streams
 
 Clock = Counter[str]
 """How much of each stream's work is done, by the stream's name."""

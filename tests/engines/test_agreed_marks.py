@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed import DistStoreError, HashStore
 
 from starling.budget import Budget
-from starling.engines import agreed_marks
-from starling.engines.agreed_marks import AgreedMarks, Wishes
-from starling.engines.tickets import Mark, Marks, TeamTickets
+from starling.engines.processes import checkpoint_barrier as agreed_marks
+from starling.engines.processes.checkpoint_barrier import AgreedMarks, Wishes
+from starling.training.tickets import Mark, Marks, TeamTickets
 from starling.workload import Standing
 from tests.contract.problems import TinyRegression
 

@@ -8,11 +8,11 @@ from pydantic import ValidationError
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.engines.faults import Fault, FaultsOf, Join, Kill, NotFinite, Pause, Split, only_simulated, problems
-from starling.engines.job import EpochReport, Job, StepReport
-from starling.engines.virtual import Outcome, VirtualEngine
+from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import NonFiniteError
 from starling.strategies import STRATEGIES, find_strategy
+from starling.training.faults import Fault, FaultsOf, Join, Kill, NotFinite, Pause, Split, only_simulated, problems
+from starling.training.job import EpochReport, Job, StepReport
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from starling.engines.flat import CUDNN_ALIGNMENT, FlatModel, show_to_cudnn, split, trainable
+from starling.training.flat import CUDNN_ALIGNMENT, FlatModel, show_to_cudnn, split, trainable
 
 CPU = torch.device("cpu")
 

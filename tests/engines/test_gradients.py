@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
-from starling.engines.cluster import Cluster, ComputeModel
-from starling.engines.job import Job, Silence, StepReport
-from starling.engines.virtual import VirtualEngine
+from starling.engines.virtual.cluster import Cluster, ComputeModel
+from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError
 from starling.strategies import STRATEGIES, NoOptions
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.server import ServerOptions
+from starling.training.job import Job, Silence, StepReport
 from starling.workload import Ticket, Unit, Weighting
 from tests.contract.cases import CHOICES, adamw, sgd
 from tests.contract.problems import Normalised, Points, SkippingLayers, TinyRegression, Uneven

@@ -3,8 +3,8 @@
 import pytest
 from torch.distributed import DistStoreError
 
-from starling.engines import greeting
-from starling.engines.greeting import await_keys
+from starling.engines.processes import handshake as greeting
+from starling.engines.processes.handshake import await_keys
 
 
 class CountingStore:

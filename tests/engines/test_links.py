@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.averaging import rank_ordered_mean
-from starling.engines import links
-from starling.engines.communication import ConnectionFailed
-from starling.engines.links import NUM_SLOTS, SMALL_BYTES, LinkBoard, Links, SharedMean
+from starling.engines.processes import links
+from starling.engines.processes.communication import ConnectionFailed
+from starling.engines.processes.links import NUM_SLOTS, SMALL_BYTES, LinkBoard, Links, SharedMean
 
 pytestmark = pytest.mark.skipif(links._machine() is None, reason="links need Linux")
 SECONDS = 60.0

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from starling.engines.loading import Loaded, Loader, Lookahead
 from starling.errors import DataError
+from starling.training.loading import Loaded, Loader, Lookahead
 from starling.workload import Ticket, Workload
 
 

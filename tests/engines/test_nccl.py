@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines import nccl, peers, processes
-from starling.engines.peers import Place
-from starling.engines.processes import process_group
-from starling.engines.sockets import Connections
-from starling.engines.waiting import Release
+from starling.engines.processes import learner as processes
+from starling.engines.processes import nccl, peers
+from starling.engines.processes.learner import process_group
+from starling.engines.processes.peers import Place
+from starling.engines.processes.sockets import Connections
+from starling.engines.processes.waiting import Release
 from tests.engines.stand_in_streams import Unconnected
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.engines.memory import OptimizerMemory
-from starling.engines.replica import Replica
 from starling.errors import ConfigError
+from starling.training.optimizer_state import OptimizerMemory
+from starling.training.replica import Replica
 
 SIZE = 200_000
 

@@ -7,13 +7,14 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.budget import Budget
-from starling.engines.cluster import Cluster, ComputeModel, LinkModel
-from starling.engines.job import Job
-from starling.engines.rounds import ENOUGH_GRADIENTS, Pace, Rounds, StoreBoard
-from starling.engines.virtual import VirtualEngine
-from starling.engines.virtual_learner import VirtualLearner
+from starling.engines.processes.rounds import Rounds, StoreBoard
+from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
+from starling.engines.virtual.engine import VirtualEngine
+from starling.engines.virtual.learner import VirtualLearner
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
+from starling.training.job import Job
+from starling.training.pace import ENOUGH_GRADIENTS, Pace
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
 

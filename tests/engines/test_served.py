@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from starling.engines.shared_memory import share_memory
+from starling.engines.processes.shared_memory import share_memory
 from starling.errors import ConfigError, PeerLost
 from starling.launch.launcher import launch
 from tests.warm_start import start_learners

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from starling.engines.stragglers import Delays, Stragglers
+from starling.training.stragglers import Delays, Stragglers
 
 
 def delays(section: dict[str, object], rank: int = 0, seed: int = 1, count: int = 6) -> list[float]:

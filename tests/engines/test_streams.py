@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from starling.engines import replica
-from starling.engines import streams as engine_streams
-from starling.engines.replica import Replica
-from starling.engines.staging import Staging
-from starling.engines.streams import OrderedLock, lock_for
+from starling.engines.processes.staging import Staging
+from starling.training import replica
+from starling.training import streams as engine_streams
+from starling.training.replica import Replica
+from starling.training.streams import OrderedLock, lock_for
 from tests.engines.stand_in_streams import Clock, StandIn, Stream, Unconnected
 
 SIZE = 6

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.engines.cluster import Cluster, ComputeModel, LinkModel
-from starling.engines.job import EpochReport, Job, Silence, StepReport
-from starling.engines.stragglers import Stragglers
-from starling.engines.tickets import DoneTickets, Marks, TeamTickets
-from starling.engines.virtual import VirtualEngine
+from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
+from starling.engines.virtual.engine import VirtualEngine
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
+from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.stragglers import Stragglers
+from starling.training.tickets import DoneTickets, Marks, TeamTickets
 from starling.workload import Standing, Ticket, Workload
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression

@@ -16,15 +16,15 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.engines import regroup
-from starling.engines.job import Job
-from starling.engines.membership import Membership, View, ViewChanged
-from starling.engines.regroup import Past, Plan
-from starling.engines.sockets import Connections
-from starling.engines.tickets import TicketSequence, standing_after
-from starling.engines.transfer import share_state
+from starling.engines.processes import regroup
+from starling.engines.processes.sockets import Connections
+from starling.engines.processes.transfer import share_state
 from starling.errors import PeerLost
 from starling.strategies import find_strategy
+from starling.training.job import Job
+from starling.training.membership import Membership, View, ViewChanged
+from starling.training.succession import Past, Plan
+from starling.training.tickets import TicketSequence, standing_after
 from starling.workload import Standing, Ticket
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression

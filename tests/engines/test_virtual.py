@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from starling.budget import Budget
-from starling.engines.cluster import Cluster, ComputeModel, ComputeTimes, LinkModel
-from starling.engines.job import EpochReport, Job, StepReport
-from starling.engines.stragglers import Stragglers
-from starling.engines.virtual import Outcome, VirtualEngine
-from starling.engines.virtual_view import VirtualView
+from starling.engines.virtual.cluster import Cluster, ComputeModel, ComputeTimes, LinkModel
+from starling.engines.virtual.engine import Outcome, VirtualEngine
+from starling.engines.virtual.membership import VirtualView
 from starling.errors import CheckpointError, DataError, Deadlock, NonFiniteError, ProtocolError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
+from starling.training.job import EpochReport, Job, StepReport
+from starling.training.stragglers import Stragglers
 from tests.contract.cases import CHOICES, Choice, cases, sgd
 from tests.contract.problems import TinyRegression
 from tests.engines.hashing import printed_under_another_hash

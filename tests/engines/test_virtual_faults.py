@@ -9,13 +9,13 @@ import torch
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.engines.cluster import Cluster, ComputeModel, LinkModel, WatchModel
-from starling.engines.faults import Fault, Join, Kill, Pause, Split
-from starling.engines.job import EpochReport, Job, Silence, StepReport
-from starling.engines.membership import Unmoved, View
-from starling.engines.stragglers import Stragglers
-from starling.engines.virtual import Outcome, VirtualEngine
+from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, WatchModel
+from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import PeerLost
+from starling.training.faults import Fault, Join, Kill, Pause, Split
+from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.membership import Unmoved, View
+from starling.training.stragglers import Stragglers
 from starling.workload import Standing, Ticket
 from tests.contract.cases import CHOICES, sgd
 from tests.contract.problems import TinyRegression

@@ -7,9 +7,9 @@ import pytest
 from torch import Tensor, nn
 
 from starling.budget import Budget
-from starling.engines.cluster import Cluster, ComputeModel
-from starling.engines.job import Job
-from starling.engines.virtual import VirtualEngine
+from starling.engines.virtual.cluster import Cluster, ComputeModel
+from starling.engines.virtual.engine import VirtualEngine
+from starling.training.job import Job
 from tests.contract.cases import CHOICES, adam
 from tests.contract.problems import ConstantGradient
 

@@ -4,8 +4,8 @@ import threading
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.greeting import await_keys
-from starling.engines.waits import BACKGROUND, OWN_ROUNDS, WAITS, Waits
+from starling.engines.processes.handshake import await_keys
+from starling.engines.processes.stalls import BACKGROUND, OWN_ROUNDS, WAITS, Waits
 
 
 class Clock:

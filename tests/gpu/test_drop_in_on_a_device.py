@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import starling
-from starling.engines.flat import trainable
+from starling.training.flat import trainable
 
 STEPS = 12
 REPACKED = "RNN module weights are not part of single contiguous chunk of memory"

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines import nccl
-from starling.engines.communication import ReducingModel
-from starling.engines.peers import Place
-from starling.engines.processes import process_group
+from starling.engines.processes import nccl
+from starling.engines.processes.communication import ReducingModel
+from starling.engines.processes.learner import process_group
+from starling.engines.processes.peers import Place
 from tests.launch.test_survivors import NUM_MINI_BATCHES, survive
 
 

@@ -5,9 +5,9 @@ import threading
 import torch
 from torch import nn
 
-from starling.engines.replica import Replica
-from starling.engines.staging import Staging
-from starling.engines.streams import beside_this_thread
+from starling.engines.processes.staging import Staging
+from starling.training.replica import Replica
+from starling.training.streams import beside_this_thread
 
 SIZE = 1 << 20
 A_WHILE = 20_000_000

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from starling.budget import Budget
-from starling.engines.job import Job
-from starling.engines.member import run_learner
-from starling.engines.membership import Membership, View
+from starling.engines.processes.member import run_learner
 from starling.errors import DataError
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_membership, find_place, joins
 from starling.strategies import find_strategy
+from starling.training.job import Job
+from starling.training.membership import Membership, View
 from starling.workload import Ticket
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression

@@ -12,16 +12,16 @@ import torch
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.engines import peers
-from starling.engines.job import EpochReport, Job, StepReport
-from starling.engines.member import run_learner
-from starling.engines.membership import Membership
-from starling.engines.processes import choose_device
-from starling.engines.run_token import VARIABLE
+from starling.engines.processes import peers
+from starling.engines.processes.learner import choose_device
+from starling.engines.processes.member import run_learner
+from starling.engines.processes.run_token import VARIABLE
 from starling.errors import DataError
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_membership, find_place
 from starling.strategies import find_strategy
+from starling.training.job import EpochReport, Job, StepReport
+from starling.training.membership import Membership
 from starling.workload import Ticket
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression

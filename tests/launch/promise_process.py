@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.engines.job import EpochReport, Job, StepReport
-from starling.engines.member import run_learner
-from starling.engines.stragglers import Stragglers
+from starling.engines.processes.member import run_learner
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_membership, find_place
 from starling.strategies import find_strategy
+from starling.training.job import EpochReport, Job, StepReport
+from starling.training.stragglers import Stragglers
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression
 

@@ -23,15 +23,15 @@ from starling.checkpoint.background import BackgroundWriter
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
-from starling.engines.job import EpochReport, Job, StepReport
-from starling.engines.member import run_learner
-from starling.engines.stragglers import Pause, Stragglers
-from starling.experiment.folder import ExperimentFolder
-from starling.experiment.regrouping import Regrouping
+from starling.engines.processes.member import run_learner
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.stopping import wishes_of
+from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.regrouping import Regrouping
 from starling.strategies import find_strategy
+from starling.training.job import EpochReport, Job, StepReport
+from starling.training.stragglers import Pause, Stragglers
 from tests.contract.cases import adam
 from tests.contract.problems import TinyRegression
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from starling.engines.faults import Join
 from starling.launch.launcher import launch
 from starling.launch.link import Message
 from starling.launch.newcomers import Changes
 from starling.launch.requests import Answer, Request, answered, ask, taking_requests, who_takes
 from starling.launch.watch import Loss
 from starling.strategies import find_strategy
+from starling.training.faults import Join
 from tests.launch.joining_process import NUM_MINI_BATCHES, OPTIONS
 from tests.warm_start import own_learner, own_learners
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.greeting import Greeting, greet
+from starling.engines.processes.handshake import Greeting, greet
 from starling.errors import PeerLost, ProtocolError
 from starling.launch.launcher import Loss, launch
 from starling.launch.rendezvous import find_place

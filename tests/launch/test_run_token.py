@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.greeting import Greeting, greet
-from starling.engines.run_token import VARIABLE, new_token, sign, verified
+from starling.engines.processes.handshake import Greeting, greet
+from starling.engines.processes.run_token import VARIABLE, new_token, sign, verified
 from starling.errors import PeerLost, ProtocolError
 from starling.launch.launcher import launch
 from starling.launch.rendezvous import find_place

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.engines import member
-from starling.engines.job import EpochReport, Job, StepReport
-from starling.engines.loading import Loader
+from starling.engines.processes import member
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
 from starling.strategies import STRATEGIES
+from starling.training.job import EpochReport, Job, StepReport
+from starling.training.loading import Loader
 from starling.workload import Ticket
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression

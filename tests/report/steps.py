@@ -1,6 +1,6 @@
 """Reports of steps with known sums."""
 
-from starling.engines.job import StepReport
+from starling.training.job import StepReport
 from starling.workload import Ticket
 
 

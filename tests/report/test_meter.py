@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from starling.engines.job import Averaging, EpochReport, Spent
 from starling.report.meter import FAR, EpochEnd, Meter
+from starling.training.job import Averaging, EpochReport, Spent
 from tests.report.steps import step
 
 

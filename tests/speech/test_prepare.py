@@ -12,7 +12,7 @@ from corpus_builders import RATE, replace_row, sound, write_table, write_wav
 from pydantic import ValidationError
 
 from starling.errors import ConfigError, DataError
-from starling.experiment.recipe_file import read_recipe
+from starling.runs.recipe.file import read_recipe
 from starling.speech.prepare import DataConfig, Summary, describe, prepare, set_digest
 from starling.speech.store import SpeechSet
 from starling.speech.usable import resampled

@@ -19,9 +19,9 @@ from lhotse import CutSet
 
 from starling.cli import app
 from starling.errors import ConfigError, DataError
-from starling.experiment.prepare import executor_of
-from starling.experiment.prepare import prepare as prepare_recipe
 from starling.report.progress import Bars
+from starling.runs.prepare import executor_of
+from starling.runs.prepare import prepare as prepare_recipe
 from starling.speech.corpora import Utterance
 from starling.speech.prepare import DataConfig, prepare
 from starling.speech.preparing.dask import Dask

@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
 from starling.configuration import Config
-from starling.engines.joined import JoinedLearner
-from starling.engines.loop import check_loop
-from starling.engines.peers import Place
+from starling.engines.loop.joined import JoinedLearner
+from starling.engines.loop.replica import check_loop
+from starling.engines.processes.peers import Place
 from starling.errors import ConfigError
 from starling.launch.rendezvous import find_place, is_learner
 from starling.strategies import Strategy, find_strategy

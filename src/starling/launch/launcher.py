@@ -18,7 +18,7 @@ from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from starling.engines import run_token
+from starling.engines.processes import run_token
 from starling.launch.newcomers import Changes, Newcomers
 from starling.launch.process import Process, Seconds, end, signal_group, start
 from starling.launch.watch import Loss, OnMessage, Watch

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from starling.engines.faults import Join
 from starling.errors import StarlingError
 from starling.launch.process import LOADING_GRACE, Process, Seconds, end_loading
 from starling.launch.requests import Answer, Request, Requests
+from starling.training.faults import Join
 
 FRESH: Seconds = 5.0
 """Who is to be let in has given a sign of life so recently."""

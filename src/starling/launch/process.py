@@ -12,7 +12,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
-from starling.engines import run_token
+from starling.engines.processes import run_token
 from starling.errors import StarlingError
 from starling.launch.link import JOINS, SCRATCH, VARIABLE, WATCHED
 from starling.launch.rendezvous import loopback_interface

@@ -8,10 +8,10 @@ from datetime import timedelta
 
 from torch.distributed.rendezvous import rendezvous
 
-from starling.engines.membership import Membership, View
-from starling.engines.processes import Place
+from starling.engines.processes.learner import Place
 from starling.errors import ConfigError, ProtocolError
 from starling.launch.link import JOINS, WATCHED, Link, Message
+from starling.training.membership import Membership, View
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

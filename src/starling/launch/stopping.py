@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from starling.engines.agreed_marks import Wishes
+from starling.engines.processes.checkpoint_barrier import Wishes
 from starling.launch.link import Link
 
 HEARD = (signal.SIGINT, signal.SIGTERM)

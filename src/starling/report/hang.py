@@ -6,7 +6,7 @@ A learner knows what it waits for. In a mean nobody knows who is late: it is who
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from starling.engines.waits import LongWait
+from starling.engines.processes.stalls import LongWait
 from starling.report.lines import duration
 from starling.report.roster import Known, Roster
 

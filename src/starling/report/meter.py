@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from starling.engines.job import EpochReport, StepReport
+from starling.training.job import EpochReport, StepReport
 
 Seconds = float
 FAR = 255

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from starling.engines.waits import LongWait
+from starling.engines.processes.stalls import LongWait
 
 Seconds = float
 SILENT_SECONDS = 3.0

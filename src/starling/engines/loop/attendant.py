@@ -1,0 +1,174 @@
+"""What learners that run somebody's own loops tell each other beside it: who has ended, who failed, and the consensus.
+
+Announcements are numbered keys in the store, the same sequence for everybody. Each learner has a thread that waits for
+the next one, without polling; so consensus is served while loops compute, and all of these threads end at the same
+place of the sequence.
+
+A learner ends in three announcements. `finished`: it has made its last step. When all have, strategies run to their
+ends. `settled`: its weights change no more. When all have settled, the last consensus follows, if anybody wants it.
+`closed`: it needs nobody any more.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from starling.engines.processes.collectives import OrderedMean
+from starling.errors import ProtocolError
+
+
+@dataclass(frozen=True)
+class Consensus:
+    """What all learners agree on: the mean of what they bring `[P + B]`, and how far their weights `[P]` are from it,
+    (1/L) sum_l |w_l - mean|^2."""
+
+    mean: Tensor
+    distance: float
+
+
+class Attendant(threading.Thread):
+    """Listens to what learners announce, and takes part in consensus means on its learner's behalf.
+
+    `contribution` gives the number of steps made and then what the learner brings, with all these steps in it;
+    `own_weights` its weights `[P]`, whose distance from the mean is measured.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        means: OrderedMean,
+        contribution: Callable[[], tuple[int, Tensor]],
+        own_weights: Callable[[], Tensor],
+    ) -> None:
+        super().__init__(name=f"starling-attendant-{rank}", daemon=True)  # it must not keep a failed process alive
+        self.finished: dict[int, int] = {}
+        """Who has made its last step, and after how many steps."""
+        self.settled: set[int] = set()
+        """Whose weights are final."""
+        self.final: Future[Consensus | None] = Future()
+        """The consensus of the final weights, when all have settled; None if nobody wants it."""
+        self.closed: set[int] = set()
+        self.failed: dict[int, str] = {}
+        """Who failed by itself, and how."""
+        self.bereft: dict[int, str] = {}
+        """Who failed because it had lost another."""
+        self.bytes_sent = 0
+        self._store = store
+        self._own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, for it blocks
+        self._own.set_timeout(timedelta(days=20))
+        self._rank, self._world, self._means = rank, world, means
+        self._contribution = contribution
+        self._own_weights = own_weights
+        self._is_final_wanted = False
+        self._size: int | None = None
+        self._lock = threading.Lock()
+        self._requests: dict[int, Future[Consensus]] = {}
+        self._under_way: tuple[int, Future[Consensus]] | None = None
+
+    def listen(self, on_news: Callable[[], None], on_error: Callable[[BaseException], None]) -> None:
+        """Start: `on_news` is called after somebody finished, closed or failed, `on_error` when attending fails."""
+        self._on_news, self._on_error = on_news, on_error
+        self.start()
+
+    def announce(self, what: str, word: int | str = "") -> int:
+        """Tell all learners, this one included; the number of the announcement."""
+        number = self._store.add("announced", 1) - 1
+        self._store.set(f"announced/{number}", json.dumps([self._rank, what, word]))
+        return number
+
+    def request(self, num_steps: int) -> "Future[Consensus]":
+        """A consensus that sees the `num_steps` which this learner has made; one under way that does is shared."""
+        with self._lock:
+            if self._under_way is not None and self._under_way[0] == num_steps:
+                return self._under_way[1]
+            future: Future[Consensus] = Future()
+            self._requests[self.announce("consensus")] = future
+            return future
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all learners have closed."""
+        return len(self.closed) == self._world
+
+    def run(self) -> None:
+        try:
+            for number in count():
+                rank, what, word = json.loads(self._own.get(f"announced/{number}"))
+                self._hear(number, rank, what, word)
+                if self.is_over:
+                    return
+        except BaseException as error:
+            self._on_error(error)
+
+    def _hear(self, number: int, rank: int, what: str, word: Any) -> None:
+        if what == "consensus":
+            with self._lock:
+                future = self._requests.pop(number, None) or Future()
+            self._take_part(future)
+        elif what == "roll-call":
+            self._store.set(f"noticed/{self._rank}", "")
+        elif what == "settled":
+            self.settled.add(rank)
+            self._is_final_wanted |= bool(word)
+            if len(self.settled) == self._world:
+                self._take_last_part()
+            self._on_news()
+        else:
+            if what == "finished":
+                self.finished[rank] = int(word)
+            elif what == "closed":
+                self.closed.add(rank)
+            elif what == "bereft":
+                self.bereft[rank] = str(word)
+            else:
+                self.failed[rank] = str(word)
+            self._on_news()
+
+    def _take_last_part(self) -> None:
+        if self._is_final_wanted:
+            self._take_part(self.final)
+        else:
+            with suppress(InvalidStateError):
+                self.final.set_result(None)
+
+    def _take_part(self, future: "Future[Any]") -> None:
+        with self._lock:
+            num_steps, mine = self._contribution()
+            own = self._own_weights()
+            self._under_way = num_steps, future
+        with suppress(InvalidStateError):  # somebody released who waits for it
+            try:
+                agreed = self._agree(mine, own)
+            except BaseException as error:  # the thread goes on, to answer the others' questions
+                self._on_error(error)
+                future.set_exception(error)
+            else:
+                future.set_result(agreed)
+        with self._lock:
+            self._under_way = None
+
+    def _agree(self, mine: Tensor, own: Tensor) -> Consensus:
+        self._size = self._size or len(mine)
+        if len(mine) != self._size:
+            raise ProtocolError(
+                f"learner {self._rank}: its model's buffers had {self._size - len(own)} numbers and now have "
+                f"{len(mine) - len(own)}; they must keep their shapes"
+            )
+        mean = self._means.start(mine).result()
+        difference = own.cpu().sub_(mean[: len(own)])
+        norm = torch.linalg.vector_norm(difference, dtype=torch.float64)
+        distance = self._means.start((norm * norm).reshape(1)).result()
+        self.bytes_sent += 2 * (self._world - 1) * mine.nbytes // self._world
+        return Consensus(mean, float(distance))

@@ -1,0 +1,502 @@
+"""Links between the learners of one machine: tensors stay in memory that all of them map, and only notes travel.
+
+Each learner has an arena: memory without a name, which it hands to the others as a file descriptor. A message is a slot
+of the sender's arena and a note about it, a few bytes over a Unix socket; the receiver reads the slot where it lies.
+That saves four copies of every message, and one wake-up of another thread, against TCP on the loopback interface.
+
+Nothing can be left behind: arenas and sockets have no names in any file system and end with the last process that holds
+them. A learner that dies closes its sockets, which ends the waits of the others.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from starling.averaging import rank_ordered_mean
+from starling.engines.processes.communication import ConnectionFailed
+from starling.engines.processes.handshake import await_keys, do_nothing
+from starling.engines.processes.rounds import Board
+
+NUM_SLOTS = 16
+"""Messages of a learner that may be under way at once; further ones travel by the backend."""
+BACKEND = -1
+"""The slot of a message that travels by the backend, because no slot was free."""
+LANES = 2
+"""Kinds of means that may be under way at once: of the foreground and of the background."""
+MESSAGE = 0
+"""The kind of a note about a message; means have the kinds behind it, by lane."""
+LOOK_AROUND_SECONDS = 0.5
+_RELEASED = "this learner waits for nothing any more"
+_NOTE = struct.Struct("<iiqq")
+_HELLO = struct.Struct("<iq")
+_PAGE = mmap.PAGESIZE
+_OPENED, _ENDED, _FINISHED, _NUM_WORDS = range(4)
+"""What a learner says of rounds: how many it has opened, whether no more will open, and whether it will open none."""
+
+
+class Note(NamedTuple):
+    """What a learner says to another: where a tensor lies in its arena, or that a part of a mean does."""
+
+    kind: int
+    slot: int
+    tag: int
+    num_bytes: int
+
+
+class _Line:
+    """The connection to one peer. Whichever thread waits for a note reads those for the others, too."""
+
+    def __init__(self, connection: socket.socket, arena: "_Arena", bell: int) -> None:
+        self.connection = connection
+        self.arena = arena
+        self.bell = bell
+        self.ready = threading.Condition()
+        self.is_being_read = False
+        self.notes: dict[tuple[int, int], deque[Note]] = defaultdict(deque)
+
+
+class _Arena:
+    """A learner's memory as this process maps it: its words, who still reads which slot, the slots, and two places for
+    each lane of means."""
+
+    def __init__(self, file: int, world: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._slot_bytes = -(-max(num_bytes, 1) // _PAGE) * _PAGE
+        flags = _PAGE + -(-NUM_SLOTS * world * 4 // _PAGE) * _PAGE
+        size = flags + (NUM_SLOTS + 2 * LANES) * self._slot_bytes
+        if os.fstat(file).st_size < size:
+            os.ftruncate(file, size)
+        self._memory = mmap.mmap(file, size)
+        self._first = flags
+        self.words = np.frombuffer(self._memory, dtype=np.int64, count=_NUM_WORDS)
+        flat = np.frombuffer(self._memory, dtype=np.int32, count=NUM_SLOTS * world, offset=_PAGE)
+        self.is_reading = flat.reshape(NUM_SLOTS, world)
+
+    def slot(self, number: int, num_bytes: int, on_release: Callable[[], None]) -> Tensor:
+        """The bytes of a slot `[num_bytes]`; `on_release` is called when nothing refers to them any more."""
+        owner = (ctypes.c_char * num_bytes).from_buffer(self._memory, self._first + number * self._slot_bytes)
+        weakref.finalize(owner, on_release).atexit = False
+        return torch.frombuffer(owner, dtype=torch.uint8)
+
+    def place(self, lane: int, number: int) -> Tensor:
+        """The bytes of one of the two places of a lane of means."""
+        start = self._first + (NUM_SLOTS + 2 * lane + number) * self._slot_bytes
+        return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=self._slot_bytes)
+
+
+class Links:
+    """A learner's links to all others that are processes of this user on this machine, `peers`.
+
+    `num_bytes` is the most that a message or a mean may have. All learners make theirs at the same time, through the
+    store. Raises `ConnectionFailed` when one does not come.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        num_bytes: int,
+        timeout_seconds: float,
+        look_around: Callable[[], None] = do_nothing,
+    ) -> None:
+        self._rank = rank
+        self._lines: dict[int, _Line] = {}
+        self._lock = threading.Lock()
+        self._is_held = [False] * NUM_SLOTS
+        self._of_snapshot: dict[int, int] = {}
+        self._own_files: tuple[int, ...] = ()
+        self.machines: list[str | None] = [None] * world
+        """Where each learner is; None: it cannot be linked."""
+        self.peers: frozenset[int] = frozenset()
+        if world == 1:
+            return
+        keys, machine = [f"links/{each}" for each in range(world)], _machine()
+
+        def meet(token: str) -> list[tuple[str | None, str]]:
+            store.set(keys[rank], json.dumps([machine, token]))
+            await_keys(store, keys, timeout_seconds, look_around, "the links of all", range(world))
+            told = [json.loads(store.get(key)) for key in keys]
+            self.machines = [where for where, _ in told]
+            return told
+
+        if machine is None:
+            meet("")
+            return
+        self._released = os.eventfd(0, os.EFD_CLOEXEC)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._own_files = self._released, self._bell
+        file = os.memfd_create("starling", os.MFD_CLOEXEC)
+        token = f"starling-{secrets.token_hex(16)}"
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(f"\0{token}")
+                listener.listen(world)
+                self._arena = _Arena(file, world, num_bytes)
+                told = enumerate(meet(token))
+                names = {each: name for each, (where, name) in told if each != rank and where == machine}
+                self._connect(listener, names, [file, self._bell], world, num_bytes, timeout_seconds, look_around)
+        finally:
+            os.close(file)
+        self.peers = frozenset(self._lines)
+
+    def join(self, group: Sequence[int]) -> bool:
+        """Whether all of a group are linked with each other; the same answer on every learner."""
+        machines = {self.machines[each] for each in group}
+        return len(machines) == 1 and None not in machines
+
+    def snapshot_memory(self, like: Tensor) -> Tensor | None:
+        """Memory of the shape and dtype of `like` that can be sent without a copy; None if there is none."""
+        found = self._allocate(like.nbytes)
+        return None if found is None else found[1].view(like.dtype).view(like.shape)
+
+    def send(self, peer: int, tensor: Tensor, tag: int) -> bool:
+        """Send a tensor of host memory; False if it is to be sent by the backend, because no slot is free."""
+        with self._lock:
+            slot = self._of_snapshot.get(tensor.data_ptr())
+        if slot is None or not tensor.is_contiguous():
+            if (found := self._allocate(tensor.nbytes)) is None:
+                self.tell(peer, Note(MESSAGE, BACKEND, tag, tensor.nbytes))
+                return False
+            slot, memory = found
+            memory.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        self._arena.is_reading[slot, peer] = 1
+        self.tell(peer, Note(MESSAGE, slot, tag, tensor.nbytes))
+        return True
+
+    def receive(self, peer: int, tag: int, timeout_seconds: float | None) -> Tensor | int:
+        """What `peer` sent under `tag`, as bytes that are not to be written to; their number if it sent them by the
+        backend. Raises `ConnectionFailed` when the peer is gone, or silent for too long."""
+        note = self.hear(peer, MESSAGE, tag, timeout_seconds)
+        if note.slot == BACKEND:
+            return note.num_bytes
+        arena, rank, slot = self._lines[peer].arena, self._rank, note.slot
+
+        def release() -> None:
+            arena.is_reading[slot, rank] = 0
+
+        return arena.slot(slot, note.num_bytes, release)
+
+    def place(self, rank: int, lane: int, number: int) -> Tensor:
+        """The bytes where learner `rank` puts its part of every second mean of a lane."""
+        return (self._arena if rank == self._rank else self._lines[rank].arena).place(lane, number)
+
+    def tell(self, peer: int, note: Note) -> None:
+        """Send a note. Raises `ConnectionFailed` when the peer is gone."""
+        try:
+            self._lines[peer].connection.send(_NOTE.pack(note.kind, note.slot, note.tag, note.num_bytes))
+        except OSError as error:
+            raise ConnectionFailed(f"the link to learner {peer} is closed ({error.strerror})") from error
+
+    def hear(self, peer: int, kind: int, tag: int, timeout_seconds: float | None) -> Note:
+        """Wait for a note from `peer`; None: for as long as it lives. Raises `ConnectionFailed`."""
+        line, key = self._lines[peer], (kind, tag)
+        end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            with line.ready:
+                if key in line.notes:
+                    notes = line.notes[key]
+                    note = notes.popleft()
+                    if not notes:
+                        del line.notes[key]
+                    return note
+                if line.is_being_read:
+                    line.ready.wait(LOOK_AROUND_SECONDS)
+                    self._check(peer, end)
+                    continue
+                line.is_being_read = True
+            try:
+                heard = self._read(peer, line, end)
+                with line.ready:
+                    line.notes[heard.kind, heard.tag].append(heard)
+            finally:
+                with line.ready:
+                    line.is_being_read = False
+                    line.ready.notify_all()
+
+    def words(self) -> list["np.ndarray[Any, np.dtype[np.int64]]"]:
+        """What this learner says of rounds, and then what the others say."""
+        return [self._arena.words, *(line.arena.words for line in self._lines.values())]
+
+    def ring(self) -> None:
+        """Let all, this learner included, look at what is said of rounds; nothing after `close`."""
+        with self._lock:
+            if self._own_files:
+                for bell in (self._bell, *(line.bell for line in self._lines.values())):
+                    os.eventfd_write(bell, 1)
+
+    def await_ring(self) -> None:
+        """Wait until somebody rings, if nobody has since the last call. Raises `ConnectionFailed` after `release`."""
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        poll.register(self._released, select.POLLIN)
+        if self._released in dict(poll.poll()):
+            raise ConnectionFailed(_RELEASED)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def release(self) -> None:
+        """End all waits of this process, now and later. Called by any thread."""
+        with self._lock:
+            if self._own_files:
+                os.eventfd_write(self._released, 1)
+
+    def close(self) -> None:
+        """Close the connections; the peers hear what was said before."""
+        with self._lock:
+            files, self._own_files = self._own_files, ()
+            lines, self._lines, self.peers = self._lines, {}, frozenset()
+        for line in lines.values():
+            line.connection.close()
+            os.close(line.bell)
+        for file in files:
+            os.close(file)
+
+    def _connect(
+        self,
+        listener: socket.socket,
+        names: dict[int, str],
+        files: Sequence[int],
+        world: int,
+        num_bytes: int,
+        timeout_seconds: float,
+        look_around: Callable[[], None],
+    ) -> None:
+        """Connect to those of lower rank, be connected to by the others, and swap arenas."""
+        hello, end = _HELLO.pack(self._rank, num_bytes), time.monotonic() + timeout_seconds
+        lower: dict[int, socket.socket] = {}
+        try:
+            for peer in sorted(each for each in names if each < self._rank):
+                lower[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                lower[peer].connect(f"\0{names[peer]}")
+                socket.send_fds(lower[peer], [hello], files)
+            for _ in range(sum(each > self._rank for each in names)):
+                self._await(listener, end, look_around)
+                connection, _ = listener.accept()
+                if _user_of(connection) != os.getuid():
+                    raise ConnectionFailed("a process of another user connected to a link")
+                self._await(connection, end, look_around)
+                self._greet(connection, world)
+                socket.send_fds(connection, [hello], files)
+            for connection in lower.values():
+                self._await(connection, end, look_around)
+                self._greet(connection, world)
+        except OSError as error:
+            raise ConnectionFailed(f"no link to another learner of this machine ({error.strerror})") from error
+
+    def _greet(self, connection: socket.socket, world: int) -> None:
+        said, files, _, _ = socket.recv_fds(connection, _HELLO.size, 2, socket.MSG_CMSG_CLOEXEC)
+        if len(said) != _HELLO.size or len(files) != 2:
+            raise ConnectionFailed("another learner of this machine hung up before it was linked")
+        peer, num_bytes = _HELLO.unpack(said)
+        try:
+            self._lines[peer] = _Line(connection, _Arena(files[0], world, num_bytes), files[1])
+        finally:
+            os.close(files[0])
+
+    @staticmethod
+    def _await(connection: socket.socket, end: float, look_around: Callable[[], None]) -> None:
+        while not select.select([connection], [], [], LOOK_AROUND_SECONDS)[0]:
+            look_around()
+            if time.monotonic() > end:
+                raise ConnectionFailed("Timed out while the learners of this machine were linked")
+
+    def _allocate(self, num_bytes: int) -> tuple[int, Tensor] | None:
+        """A slot that nobody uses, held until nothing refers to its memory."""
+        if num_bytes > self._arena.num_bytes or num_bytes == 0:
+            return None
+        with self._lock:
+            is_reading = self._arena.is_reading
+            free = (each for each in range(NUM_SLOTS) if not self._is_held[each] and not is_reading[each].any())
+            slot = next(free, None)
+            if slot is None:
+                return None
+            self._is_held[slot] = True
+        memory = self._arena.slot(slot, num_bytes, lambda: self._let_go(slot, address))
+        address = memory.data_ptr()
+        with self._lock:
+            self._of_snapshot[address] = slot
+        return slot, memory
+
+    def _let_go(self, slot: int, address: int) -> None:
+        # a garbage collection may run this while this very thread holds the lock; assignments need none
+        self._of_snapshot.pop(address, None)
+        self._is_held[slot] = False
+
+    def _read(self, peer: int, line: _Line, end: float | None) -> Note:
+        poll = select.poll()
+        poll.register(line.connection, select.POLLIN)
+        poll.register(self._released, select.POLLIN)
+        left = None if end is None else max(0.0, 1e3 * (end - time.monotonic()))
+        ready = dict(poll.poll(left))
+        if self._released in ready:
+            raise ConnectionFailed(_RELEASED)
+        if not ready:
+            raise ConnectionFailed(f"Timed out waiting for learner {peer}")
+        try:
+            said = line.connection.recv(_NOTE.size)
+        except OSError as error:
+            raise ConnectionFailed(f"the link to learner {peer} broke ({error.strerror})") from error
+        if len(said) != _NOTE.size:
+            raise ConnectionFailed(f"learner {peer} closed its link")
+        return Note(*_NOTE.unpack(said))
+
+    def _check(self, peer: int, end: float | None) -> None:
+        if end is not None and time.monotonic() > end:
+            raise ConnectionFailed(f"Timed out waiting for learner {peer}")
+
+
+class LinkBoard(Board):
+    """The board of rounds of learners that are all linked: words in their arenas, and a bell for each to wait at."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._words = links.words()
+        self._has_left = False
+
+    def open(self, number: int, is_behind: bool) -> None:
+        self._words[0][_OPENED] = max(self._words[0][_OPENED], number + 1)
+        self._links.ring()
+
+    def await_open(self, number: int) -> bool:
+        while not self._has_left:
+            if any(words[_OPENED] > number for words in self._words):
+                return True
+            if any(words[_ENDED] for words in self._words):
+                return False
+            self._links.await_ring()
+        return False
+
+    def finish(self) -> bool:
+        self._words[0][_FINISHED] = 1
+        self._links.ring()  # a call of the system orders the write before the reads, so that the last one sees all
+        return all(words[_FINISHED] for words in self._words)  # several may find themselves the last; they say the same
+
+    def end(self, from_number: int) -> None:
+        self._words[0][_ENDED] = 1
+        self._links.ring()
+
+    def leave(self, number: int) -> None:
+        self._has_left = True
+        self._links.ring()
+
+
+class SharedMean:
+    """Means over learners that are all linked, summed in rank order: the same bits as everywhere.
+
+    Each learner puts its vector where all can read it. Small vectors are then summed by everyone; of large ones each
+    sums the chunk that is its own, in its place, and all copy the chunks together. A place is used again two means
+    later, when all have begun the one between and so have read it.
+    """
+
+    def __init__(self, links: Links, rank: int, team: range, lane: int, timeout_seconds: float) -> None:
+        self._links = links
+        self._rank, self._team, self._lane = rank, team, lane
+        self._timeout_seconds = timeout_seconds
+        self._places = {(each, number): links.place(each, lane, number) for each in team for number in range(2)}
+        self._num_begun = 0
+        self._under_way: UnderWay | None = None
+
+    def start(self, vector: Tensor) -> "UnderWay":
+        """Begin the mean of `vector` `[P]` as it is now; one at a time: another that is under way is finished first."""
+        if self._under_way is not None:
+            self._under_way.result()
+        self._under_way = UnderWay(self, self._num_begun, vector)
+        self._num_begun += 1
+        return self._under_way
+
+    def abandon(self) -> None:
+        """There is nothing to end: no thread of its own works here."""
+
+    def close(self) -> None:
+        """There is nothing to end, either."""
+
+    def parts(self, number: int, like: Tensor) -> list[Tensor]:
+        """Everybody's place of a mean, as vectors like `like`."""
+        return [self._places[each, number % 2][: like.nbytes].view(like.dtype) for each in self._team]
+
+    def tell_all(self, tag: int) -> None:
+        """Tell all others that this learner has come so far."""
+        for peer in self._team:
+            if peer != self._rank:
+                self._links.tell(peer, Note(1 + self._lane, 0, tag, 0))
+
+    def await_all(self, tag: int) -> None:
+        """Wait until all others have come so far."""
+        for peer in self._team:
+            if peer != self._rank:
+                self._links.hear(peer, 1 + self._lane, tag, self._timeout_seconds)
+
+    @property
+    def own_place(self) -> int:
+        """This learner's place among those of the mean."""
+        return self._rank - self._team.start
+
+
+SMALL_BYTES = 1 << 18
+"""Up to this size everyone sums a mean whole: a second meeting would cost more."""
+
+
+class UnderWay:
+    """A mean that has begun; `result` waits for it, once."""
+
+    def __init__(self, means: SharedMean, number: int, vector: Tensor) -> None:
+        self._means, self._number = means, number
+        self._parts = means.parts(number, vector)
+        self._parts[means.own_place].copy_(vector)
+        self._mean: Tensor | None = None
+        means.tell_all(2 * number)
+
+    def result(self) -> Tensor:
+        """The mean `[P]`, in new memory."""
+        if self._mean is not None:
+            return self._mean
+        means, parts = self._means, self._parts
+        means.await_all(2 * self._number)
+        if parts[0].nbytes <= SMALL_BYTES:
+            self._mean = rank_ordered_mean(parts)
+            return self._mean
+        chunks = [part.chunk(len(parts)) for part in parts]
+        own = means.own_place
+        if own < len(chunks[own]):
+            chunks[own][own].copy_(rank_ordered_mean([each[own] for each in chunks]))
+        means.tell_all(2 * self._number + 1)
+        means.await_all(2 * self._number + 1)
+        self._mean = torch.cat([each[place] for place, each in enumerate(chunks) if place < len(each)])
+        return self._mean
+
+
+def _machine() -> str | None:
+    """What processes have in common that can be linked; None where this system has no such links."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
+        return None
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = Path("/proc/self/ns/net").stat().st_ino  # sockets without a file live in it
+    except OSError:
+        return None
+    return f"{boot} {network} {os.getuid()}"
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    user: Any = struct.unpack("3i", credentials)[1]
+    return int(user)

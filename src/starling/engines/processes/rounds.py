@@ -1,0 +1,163 @@
+"""Averaging rounds in the background: who opens them, and how they end for all learners alike."""
+
+import threading
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+from starling.training.pace import Pace
+
+ENDED = 1 << 30
+"""What is added to a round's key when it will never open."""
+DRIFT = 1024
+"""Rounds that one learner may be ahead of another; older keys are removed from the store. Neighbours wait for each
+other at every round, so that any connected topology keeps all learners much closer together."""
+
+
+class Board(ABC):
+    """Where learners write which rounds have opened, and after which one there are no more."""
+
+    @abstractmethod
+    def open(self, number: int, is_behind: bool) -> None:
+        """Open a round for all, called by the background or not; several learners may."""
+
+    @abstractmethod
+    def await_open(self, number: int) -> bool:
+        """Wait until a round opens; False if it never will. Called by the background."""
+
+    @abstractmethod
+    def finish(self) -> bool:
+        """Another learner will open no more rounds; whether it was the last to say so."""
+
+    @abstractmethod
+    def end(self, from_number: int) -> None:
+        """Say that the first round from `from_number` on that was never opened never will be."""
+
+    @abstractmethod
+    def leave(self, number: int) -> None:
+        """End this learner's own wait for a round, whatever the others do."""
+
+
+class StoreBoard(Board):
+    """A board in the store: round k is a key. All backgrounds wait for it, without polling."""
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self._store = store
+        self._own = store.clone()  # type: ignore[attr-defined]  # a connection of its own: a store serves one wait or one question at a time
+        self._own.set_timeout(timedelta(days=20))
+        self._rank, self._world = rank, world
+
+    def open(self, number: int, is_behind: bool) -> None:
+        (self._own if is_behind else self._store).add(_key(number), 1)
+
+    def await_open(self, number: int) -> bool:
+        has_opened = int(self._own.get(_key(number))) < ENDED
+        if has_opened and number >= DRIFT and number % self._world == self._rank:
+            self._own.delete_key(_key(number - DRIFT))
+        return has_opened
+
+    def finish(self) -> bool:
+        return bool(self._store.add("rounds/finished", 1) == self._world)
+
+    def end(self, from_number: int) -> None:
+        while self._store.check([_key(from_number)]):
+            from_number += 1
+        self._store.add(_key(from_number), ENDED)
+
+    def leave(self, number: int) -> None:
+        self._store.add(_key(number), ENDED)
+
+
+class Rounds:
+    """One learner's view of the rounds of all.
+
+    Whoever has made enough gradients opens a round on the `board`; all backgrounds wait for it. When the last learner
+    has made its last gradient no round can open any more, and it marks the first unopened one as the end: so everybody
+    goes through equally many rounds, and nobody waits for a neighbour that has left.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._lock = threading.Lock()
+        self._pace = Pace()
+        self._next = 0
+        self._waiting: int | None = None
+        self._kept_up: tuple[float, Future[None]] | None = None
+        self._is_finished = False
+        self._is_over = False
+
+    def gradient_made(self) -> None:
+        """Called by the foreground after each gradient; opens the round that the background waits for."""
+        with self._lock:
+            self._pace.gradient_made()
+            if self._waiting is not None and self._pace.may_open:
+                self._board.open(self._waiting, is_behind=False)
+                self._waiting = None
+                self._pace.opened()
+
+    def next(self, period: float) -> int | None:
+        """Called by the background: wait for the next round; its number, or None after the last."""
+        with self._lock:
+            self._pace.completed()
+            self._look_at_lag()
+            if self._is_over:
+                return None
+            number, self._next = self._next, self._next + 1
+            self._pace.period = period
+            if self._pace.may_open and not self._is_finished:
+                self._board.open(number, is_behind=True)
+                self._pace.opened()
+            else:
+                self._waiting = number
+        has_opened = self._board.await_open(number)
+        with self._lock:
+            self._waiting = None
+            if not has_opened:
+                self._pace.completed()
+                self._look_at_lag()
+                return None
+            self._pace.entered()
+        return number
+
+    def kept_up(self, most: float) -> "Future[None] | None":
+        """Called by the foreground: done when it is less than `most` gradients ahead of the last round that the
+        background has completed; None if it is."""
+        with self._lock:
+            if not self._pace.lags(most):
+                return None
+            self._kept_up = most, Future()
+            return self._kept_up[1]
+
+    @property
+    def pace(self) -> Pace:
+        """This learner's pace."""
+        return self._pace
+
+    def _look_at_lag(self) -> None:
+        if self._kept_up is not None and not self._pace.lags(self._kept_up[0]):
+            kept_up, self._kept_up = self._kept_up[1], None
+            with suppress(InvalidStateError):  # who waited was released
+                kept_up.set_result(None)
+
+    def leave(self) -> None:
+        """Called by the foreground when these rounds are over for good, whatever the others do."""
+        with self._lock:
+            self._is_over = True
+            waited_for = max(0, self._next - 1)
+        self._board.leave(waited_for)
+
+    def finish(self) -> None:
+        """Called by the foreground when it will make no more gradients."""
+        with self._lock:
+            self._is_finished = True
+            self._waiting = None
+            first_unopened = max(0, self._next - 1)
+        if self._board.finish():
+            self._board.end(first_unopened)
+
+
+def _key(number: int) -> str:
+    return f"rounds/{number}"

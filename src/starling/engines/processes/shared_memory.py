@@ -1,0 +1,96 @@
+"""Memory that the processes of one machine share. It has no name, so that nothing of it can be left behind."""
+
+import json
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from starling.engines.processes.handshake import await_keys, do_nothing
+from starling.errors import ConfigError, PeerLost
+
+_TOKEN_BYTES = 64
+_KEY = "shared memory"
+
+
+def share_memory(
+    store: Store,
+    rank: int,
+    world: int,
+    num_bytes: int,
+    timeout_seconds: float,
+    look_around: Callable[[], None] = do_nothing,
+) -> Tensor:
+    """`num_bytes` of zeros `[num_bytes]` of uint8 that all learners see alike.
+
+    Learner 0 makes it and the others open it through /proc; once all have, it lives as long as one of them does. Who
+    waits calls `look_around` now and then, which may raise.
+    Raises ConfigError when a learner is on another machine, PeerLost when one does not come.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("strategy: hogwild needs Linux, whose processes can share memory that has no name")
+    if rank == 0:
+        file = os.memfd_create("starling", os.MFD_CLOEXEC)
+        try:
+            memory = _make(store, file, num_bytes)
+            _wait_for_all(store, rank, world, timeout_seconds, look_around)  # who find it by the number of this file
+        finally:
+            os.close(file)
+    else:
+        memory = _open(store, rank, num_bytes, timeout_seconds, look_around)
+        _wait_for_all(store, rank, world, timeout_seconds, look_around)
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=_TOKEN_BYTES)
+
+
+def _wait_for_all(store: Store, rank: int, world: int, timeout_seconds: float, look_around: Callable[[], None]) -> None:
+    """Until all have opened the memory."""
+    store.set(f"{_KEY}/{rank}", "")
+    try:
+        keys = [f"{_KEY}/{other}" for other in range(world)]
+        await_keys(store, keys, timeout_seconds, look_around, "all to open the shared memory", range(world))
+    except DistError as error:
+        absent = [str(other) for other in range(world) if not store.check([f"{_KEY}/{other}"])]
+        raise PeerLost(
+            f"learner {rank} waited {timeout_seconds:g} s for learner {' and '.join(absent)} to open the shared memory"
+        ) from error
+
+
+def _make(store: Store, file: int, num_bytes: int) -> mmap.mmap:
+    os.ftruncate(file, _TOKEN_BYTES + num_bytes)
+    memory = mmap.mmap(file, _TOKEN_BYTES + num_bytes)
+    token = secrets.token_hex(_TOKEN_BYTES // 2)
+    memory[:_TOKEN_BYTES] = token.encode()
+    store.set(_KEY, json.dumps([os.getpid(), file, token]))
+    return memory
+
+
+def _open(
+    store: Store, rank: int, num_bytes: int, timeout_seconds: float, look_around: Callable[[], None]
+) -> mmap.mmap:
+    try:
+        await_keys(store, [_KEY], timeout_seconds, look_around, "the shared memory", [0])
+    except DistError as error:
+        raise PeerLost(f"learner {rank} waited {timeout_seconds:g} s for learner 0 to share its memory") from error
+    pid, file, token = json.loads(store.get(_KEY))
+    try:
+        with Path(f"/proc/{pid}/fd/{file}").open("r+b") as opened:
+            memory = mmap.mmap(opened.fileno(), _TOKEN_BYTES + num_bytes)
+    except (OSError, ValueError) as error:
+        look_around()
+        raise _elsewhere(rank, str(error)) from error
+    if memory[:_TOKEN_BYTES] != token.encode():
+        raise _elsewhere(rank, "another process has its number here")
+    return memory
+
+
+def _elsewhere(rank: int, why: str) -> ConfigError:
+    return ConfigError(
+        f"strategy: hogwild: learner {rank} cannot share the memory of learner 0 ({why}); all learners must run on one "
+        "machine, as one user: use parameter-server or adpsgd between machines"
+    )

@@ -1,0 +1,323 @@
+"""The simulated network: messages that take time, means that learners join, rounds that open."""
+
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary, ref
+
+import simpy
+from torch import Tensor
+
+from starling.engines.virtual.cluster import Cluster, JitterOf
+from starling.errors import ProtocolError
+from starling.learner import Handle
+
+T = TypeVar("T")
+Record = Callable[[int, str, bytes], None]
+"""Notes an event of a learner: rank, kind, detail."""
+
+
+_ORDER = count()
+"""Numbers for events in the order in which they happen."""
+
+
+class VirtualHandle(Handle[T]):
+    """Work that is over when `event` happens.
+
+    `waits_for` says what that takes, for the deadlock report; `computing` is how many of the seconds until then are
+    the learner's own computation.
+    """
+
+    def __init__(
+        self,
+        event: simpy.Event,
+        result: Callable[[], T],
+        waits_for: Callable[[], str],
+        computing: float = 0.0,
+    ) -> None:
+        self.event = event
+        self.waits_for = waits_for
+        self.computing = computing
+        self.place: int | None = None
+        """Its place in the order of all that has happened, once it has."""
+        self._result = result
+        if event.callbacks is None:
+            self._happened(event)
+        else:
+            event.callbacks.append(self._happened)
+
+    def result(self) -> T:
+        return self._result()
+
+    def _happened(self, _: object) -> None:
+        self.place = next(_ORDER)
+
+
+def first_of(environment: simpy.Environment, handles: Mapping[int, Handle[Any]]) -> VirtualHandle[int]:
+    """The key of the handle whose work is over first."""
+    work = {key: handle for key, handle in handles.items() if isinstance(handle, VirtualHandle)}
+
+    def result() -> int:
+        return min((handle.place, key) for key, handle in work.items() if handle.place is not None)[1]
+
+    return VirtualHandle(
+        simpy.AnyOf(environment, [handle.event for handle in work.values()]),
+        result,
+        lambda: " or ".join(handle.waits_for() for handle in work.values()) or "nothing",
+    )
+
+
+class VirtualGradient(VirtualHandle[Tensor]):
+    """A gradient; once `mean` has taken it, only the mean may be awaited, as on the `processes` engine."""
+
+    given_away: Callable[[], ProtocolError] | None = None
+
+    def result(self) -> Tensor:
+        if self.given_away is not None:
+            raise self.given_away()
+        return super().result()
+
+
+class _Content:
+    """What a learner sends, as it was then: one copy, however many get it."""
+
+    def __init__(self, sent: Tensor) -> None:
+        self._sent, self._version = ref(sent), sent._version
+        self._copy = sent.clone()
+        self._num_readers = 0
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Whether it is a copy of this tensor as it is now."""
+        return self._num_readers > 0 and self._sent() is tensor and self._version == tensor._version
+
+    def for_one_more(self) -> "_Content":
+        """Let another learner read it."""
+        self._num_readers += 1
+        return self
+
+    def read(self) -> Tensor:
+        """Memory of the reader's own. Each reads once."""
+        self._num_readers -= 1
+        return self._copy if self._num_readers == 0 else self._copy.clone()
+
+
+@dataclass
+class _Message:
+    event: simpy.Event
+    content: _Content | None = None
+    read: Tensor | None = None
+
+
+@dataclass
+class _Channel:
+    """Messages from one learner to another under one tag, in their order; sent and not yet wanted, or wanted before
+    they were sent."""
+
+    sent: deque[_Message] = field(default_factory=deque)
+    wanted: deque[_Message] = field(default_factory=deque)
+
+
+class Mean:
+    """A mean of a group's vectors, summed in rank order; who comes before its turn waits as a copy."""
+
+    def __init__(self, event: simpy.Event, group: Sequence[int]) -> None:
+        self.event = event
+        self.group = group
+        self.result: Tensor | None = None
+        self._num_summed = 0
+        self._early: dict[int, Tensor] = {}
+
+    def join(self, rank: int, vector: Tensor) -> bool:
+        """Add a vector as it is now; whether it was the last."""
+        other = self.result if self.result is not None else next(iter(self._early.values()), vector)
+        if other.shape != vector.shape:
+            raise ProtocolError(
+                f"learner {rank} cannot join a mean with {list(vector.shape)}: others brought {list(other.shape)}"
+            )
+        place = self.group.index(rank)
+        if place != self._num_summed:
+            self._early[place] = vector.clone()
+            return False
+        while True:
+            self.result = vector.clone() if self.result is None else self.result.add_(vector)
+            self._num_summed += 1
+            if self._num_summed not in self._early:
+                break
+            vector = self._early.pop(self._num_summed)
+        if self._num_summed < len(self.group):
+            return False
+        self.result.div_(len(self.group))
+        return True
+
+    def missing(self) -> list[int]:
+        """Who has not joined."""
+        places = range(self._num_summed, len(self.group))
+        return [self.group[place] for place in places if place not in self._early]
+
+
+class Network:
+    """Carries what learners tell each other over links that are all alike.
+
+    `names` are the learners', by rank. While some of them are `apart`, what is between them waits until they `heal`.
+    """
+
+    def __init__(
+        self,
+        environment: simpy.Environment,
+        cluster: Cluster,
+        record: Record,
+        names: Sequence[int],
+        apart: Callable[[Sequence[int]], bool],
+        seed: int,
+    ) -> None:
+        self._environment = environment
+        self._link, self._memory = cluster.link, cluster.memory
+        self._jitter = JitterOf(cluster.link, seed)
+        self._record = record
+        self._names, self._apart = names, apart
+        self._held: list[tuple[simpy.Event, Sequence[int]]] = []
+        self._channels: dict[tuple[int, int, int], _Channel] = {}
+        self._means: dict[tuple[int, str, int], Mean] = {}
+        self._sent: WeakValueDictionary[int, _Content] = WeakValueDictionary()  # what each learner sent last
+
+    def send(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
+        """Let `peer` have `tensor` after the time that a message takes."""
+        key = (rank, peer, tag)
+        channel = self._channels.setdefault(key, _Channel())
+        if channel.wanted:
+            message = channel.wanted.popleft()
+            self._forget(key, channel)
+        else:
+            message = _Message(self._environment.event())
+            channel.sent.append(message)
+        content = self._sent.get(rank)
+        if content is None or not content.is_still(tensor):
+            content = self._sent[rank] = _Content(tensor)
+        message.content = content.for_one_more()
+        if rank == peer:
+            seconds = self._memory.seconds(tensor.nbytes, 1)
+        else:
+            seconds = self._link.send_seconds(tensor.nbytes) * self._jitter.factor(self._names[rank], self._names[peer])
+        self._happen(message.event, seconds, [rank, peer])
+        return VirtualHandle(message.event, lambda: None, lambda: f"its message to learner {self._names[peer]}")
+
+    def receive(self, rank: int, peer: int, tag: int, check: Callable[[Tensor], None]) -> Handle[Tensor]:
+        """What `peer` sends under `tag`; `check` raises if it is not what was expected."""
+        key = (peer, rank, tag)
+        channel = self._channels.setdefault(key, _Channel())
+        if channel.sent:
+            message = channel.sent.popleft()
+            self._forget(key, channel)
+        else:
+            message = _Message(self._environment.event())
+            channel.wanted.append(message)
+
+        def result() -> Tensor:
+            self._record(rank, "receive", struct.pack("<qq", peer, tag))
+            if message.content is not None:
+                message.read = message.content.read()
+                message.content = None
+            if message.read is None:
+                raise ProtocolError(f"learner {rank} read a message of learner {peer} before it had come")
+            check(message.read)
+            return message.read
+
+        return VirtualHandle(message.event, result, lambda: f"learner {self._names[peer]} to send under tag {tag}")
+
+    def mean(
+        self, rank: int, group: Sequence[int], activity: str, number: int, of: Tensor | Handle[Tensor]
+    ) -> Handle[Tensor]:
+        """Join a group's mean of this number: with a vector as it is now, or with a gradient when it is complete.
+
+        Means of a learner's foreground and of its background are counted apart.
+        """
+        name = (group[0], activity, number)
+        mean = self._means.setdefault(name, Mean(self._environment.event(), group))
+
+        def join(vector: Tensor) -> None:
+            if mean.join(rank, vector):
+                del self._means[name]
+                seconds = self._link.reduce_seconds(vector.numel() * vector.element_size(), len(group))
+                seconds *= self._jitter.factor(self._names[group[0]], self._names[group[-1]])
+                self._happen(mean.event, seconds, group)
+
+        computing = 0.0
+        if isinstance(of, VirtualHandle) and of.event.processed:
+            join(of.result())
+        elif isinstance(of, VirtualHandle):
+            computing = of.computing
+            of.event.callbacks.append(lambda _: join(VirtualHandle.result(of)))
+        elif isinstance(of, Tensor):
+            join(of)
+
+        def result() -> Tensor:
+            self._record(rank, "mean", struct.pack("<q", number))
+            if mean.result is None:
+                raise ProtocolError(f"learner {rank} read a mean before all learners had joined it")
+            return mean.result
+
+        return VirtualHandle(
+            mean.event, result, lambda: f"mean {number}, which {self._named(mean.missing())} did not join", computing
+        )
+
+    def _forget(self, key: tuple[int, int, int], channel: _Channel) -> None:
+        if not channel.sent and not channel.wanted:
+            del self._channels[key]
+
+    def heal(self) -> None:
+        """What waited arrives, if it can now."""
+        held, self._held = self._held, []
+        for event, ranks in held:
+            self._happen(event, self._link.latency, ranks)
+
+    def _happen(self, event: simpy.Event, seconds: float, ranks: Sequence[int]) -> None:
+        """Let `event` happen after some simulated seconds, if learners can then hear each other."""
+
+        def arrive(_: object) -> None:
+            if self._apart([self._names[rank] for rank in ranks]):
+                self._held.append((event, ranks))
+            else:
+                event.succeed()
+
+        self._environment.timeout(seconds).callbacks.append(arrive)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return " and ".join(f"learner {self._names[rank]}" for rank in ranks) or "the network"
+
+
+class VirtualRounds:
+    """The averaging rounds of all learners: see `starling.engines.processes.rounds` for the rule."""
+
+    def __init__(self, environment: simpy.Environment, world: int) -> None:
+        self._environment = environment
+        self._world = world
+        self._events: dict[int, simpy.Event] = {}
+        self._num_entered: dict[int, int] = {}
+        self._num_opened = 0
+        self._num_finished = 0
+
+    def event(self, number: int) -> simpy.Event:
+        """What happens when round `number` opens, or turns out never to open."""
+        return self._events.setdefault(number, self._environment.event())
+
+    def open(self, number: int) -> None:
+        """Open a round, unless somebody has."""
+        if number == self._num_opened:
+            self._num_opened += 1
+            self.event(number).succeed()
+
+    def enter(self, number: int) -> bool:
+        """Whether the round takes place."""
+        entered = self._num_entered[number] = self._num_entered.get(number, 0) + 1
+        if entered == self._world:  # nobody will ask for it again
+            del self._num_entered[number], self._events[number]
+        return number < self._num_opened
+
+    def finish(self) -> None:
+        """A learner will make no more gradients; after the last of them no round opens any more."""
+        self._num_finished += 1
+        if self._num_finished == self._world:
+            self.event(self._num_opened).succeed()

@@ -1,0 +1,181 @@
+"""`starling audit`: whether every utterance was seen once in every epoch, and by whom."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from starling.checkpoint.manifest import read_manifest
+from starling.checkpoint.reader import latest
+from starling.errors import ConfigError, DataError
+from starling.report.progress import Say
+from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.experiment.seen import Sight, read_seen, read_skipped, start_of_record
+from starling.runs.recipe.recipe import Recipe, load_recipe
+from starling.runs.setup import load_workload
+from starling.runs.workload import SpeechWorkload
+from starling.workload import Standing, Ticket, Workload
+
+SHOWN = 5
+"""Utterances that a message names; of more, it gives the number."""
+
+
+@dataclass
+class EpochAudit:
+    """What learners saw of one epoch."""
+
+    epoch: int
+    num_batches: int
+    """In the epoch's plan."""
+    batches: Counter[int] = field(default_factory=Counter)
+    """How often each was computed."""
+    by_learner: Counter[int] = field(default_factory=Counter)
+    """Mini-batches that each computed."""
+    utterances: Counter[str] = field(default_factory=Counter)
+    """How often each was seen."""
+    num_skipped: int = 0
+    """Utterances that could not be used."""
+    strange: list[int] = field(default_factory=list)
+    """Mini-batches that do not hold what the plan says."""
+
+
+def audit(experiment: Path, tell: Say, output: Console) -> None:
+    """Print a table of what learners saw in each epoch, up to the newest checkpoint; tell whether it was all, once.
+
+    Raises DataError if a mini-batch was computed twice or, before the position of the checkpoint, never.
+    """
+    folder = ExperimentFolder(experiment)
+    if not folder.config.is_file():
+        raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
+    recipe = load_recipe(folder.config)
+    end = read_manifest(latest(experiment)).standing
+    workload = load_workload(recipe, folder)
+    epochs = collect(read_seen(folder.seen, end), workload, read_skipped(folder.seen))
+    begin = start_of_record(folder.seen)
+    output.print(_table(epochs))
+    problems = problems_of(epochs, workload, begin, end)
+    if begin.num_done:
+        tell(
+            f"the record begins at step {begin.num_done}: what was seen before is in the run that this one goes on with"
+        )
+    if problems:
+        raise DataError(f"{experiment}: " + "; ".join(problems))
+    tell(_verdict(epochs, end, _expected(recipe, workload, epochs)))
+
+
+def collect(
+    sights: Iterable[Sight], workload: SpeechWorkload, skipped: Mapping[int, Collection[str]]
+) -> list[EpochAudit]:
+    """The record, epoch by epoch, each mini-batch beside its plan."""
+    epochs: dict[int, EpochAudit] = {}
+    for sight in sights:
+        number = sight.ticket.epoch
+        if number not in epochs:
+            epochs[number] = EpochAudit(number, workload.num_batches(number))
+        epochs[number].batches[sight.ticket.index] += 1
+        epochs[number].by_learner[sight.learner] += 1
+        epochs[number].utterances.update(sight.utterances)
+        if workload.num_parts == 1 and sight.ticket.index < epochs[number].num_batches:
+            missing = planned(workload, sight.ticket)
+            strange = Counter(sight.utterances) - missing
+            missing -= Counter(sight.utterances)
+            epochs[number].num_skipped += sum(missing[name] for name in missing if name in skipped.get(number, ()))
+            if strange or any(name not in skipped.get(number, ()) for name in missing):
+                epochs[number].strange.append(sight.ticket.index)
+    return [epochs[number] for number in sorted(epochs)]
+
+
+def planned(workload: SpeechWorkload, ticket: Ticket) -> Counter[str]:
+    """The utterances of a mini-batch."""
+    indices = (index for micro_batch in workload.plan(ticket.epoch)[ticket.index] for index in micro_batch)
+    return Counter(workload.speech_set.id(int(workload.utterances[index])) for index in indices)
+
+
+def problems_of(epochs: list[EpochAudit], workload: Workload[Any], begin: Standing, end: Standing) -> list[str]:
+    """What was seen twice, or not at all though it should have been between two standings; nothing if all is well."""
+    problems = []
+    known = {each.epoch: each for each in epochs}
+    before, undone = ({(ticket.epoch, ticket.index) for ticket in standing.unfinished} for standing in (begin, end))
+    for epoch in range(begin.position.epoch, end.position.epoch + 1):
+        last = end.position.index if epoch == end.position.epoch else workload.num_batches(epoch)
+        first = begin.position.index if epoch == begin.position.epoch else 0
+        due = {index for index in range(first, last) if (epoch, index) not in undone}
+        due |= {index for number, index in before - undone if number == epoch}
+        seen = known[epoch].batches if epoch in known else Counter[int]()
+        if missing := sorted(due - seen.keys()):
+            problems.append(f"mini-batches {_some(missing)} of epoch {epoch + 1} were not computed")
+        if twice := sorted(index for index, times in seen.items() if times > 1):
+            problems.append(f"mini-batches {_some(twice)} of epoch {epoch + 1} were computed more than once")
+        if epoch in known and known[epoch].strange:
+            strange = _some(sorted(known[epoch].strange))
+            problems.append(f"mini-batches {strange} of epoch {epoch + 1} did not hold the utterances of the plan")
+    return problems
+
+
+def _some(indices: list[int]) -> str:
+    shown = ", ".join(str(index + 1) for index in indices[:SHOWN])
+    return shown if len(indices) <= SHOWN else f"{shown} and {len(indices) - SHOWN} more"
+
+
+def _table(epochs: list[EpochAudit]) -> Table:
+    learners = sorted({learner for each in epochs for learner in each.by_learner})
+    table = Table("epoch", "batches", "seen", "once", "more")
+    for learner in learners[:16]:
+        table.add_column(f"by {learner}", justify="right")
+    for each in epochs:
+        times = Counter(each.utterances.values())
+        table.add_row(
+            str(each.epoch + 1),
+            f"{len(each.batches)}/{each.num_batches}",
+            str(len(each.utterances)),
+            str(times[1]),
+            str(len(each.utterances) - times[1]),
+            *(str(each.by_learner[learner]) for learner in learners[:16]),
+        )
+    return table
+
+
+def _verdict(epochs: list[EpochAudit], end: Standing, seen: str) -> str:
+    line = f"every mini-batch before number {end.position.step + 1} was computed once"
+    if end.unfinished:
+        line += f", but for {len(end.unfinished)} that a resume computes first"
+    return f"{line}; {seen}"
+
+
+def _expected(recipe: Recipe, workload: SpeechWorkload, epochs: list[EpochAudit]) -> str:
+    """How often utterances were seen, beside how often they should have been."""
+    if recipe.partition != "identical":
+        return "learners drew utterances at random from their parts"
+    if recipe.mixture is not None:
+        return _passes(workload, epochs)
+    whole = [each for each in epochs if len(each.batches) == each.num_batches]
+    if not whole:
+        return "no epoch is whole yet"
+    num_utterances = len(workload.utterances)
+    once = [each for each in whole if len(each.utterances) == num_utterances and set(each.utterances.values()) == {1}]
+    line = f"{len(once)} of {len(whole)} whole epochs saw each of {num_utterances} utterances exactly once"
+    if num_skipped := sum(each.num_skipped for each in whole):
+        line += f"; {num_skipped} could not be used and were skipped"
+    return line
+
+
+def _passes(workload: SpeechWorkload, epochs: list[EpochAudit]) -> str:
+    """How often each domain of a mixture was gone through."""
+    whole = [each for each in epochs if len(each.batches) == each.num_batches]
+    times: Counter[str] = Counter()
+    for each in whole:
+        times.update(each.utterances)
+    lines = []
+    train = workload.speech_set
+    for domain, (first, last) in zip(train.domains, pairwise(train.domain_bounds), strict=True):
+        own = workload.utterances[(first <= workload.utterances) & (workload.utterances < last)]
+        counts = [times[train.id(int(index))] for index in own]
+        lines.append(
+            f"{domain} {sum(counts) / len(counts):.2f} passes (each utterance {min(counts)} to {max(counts)} times)"
+        )
+    return f"in {len(whole)} whole epochs: " + ", ".join(lines)

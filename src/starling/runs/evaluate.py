@@ -1,0 +1,117 @@
+"""Scoring the sets of an experiment, and transcribing files, with its newest consensus model."""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from starling.checkpoint.reader import latest, load
+from starling.errors import CheckpointError, ConfigError, DataError
+from starling.report.progress import Bars, Say
+from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.job import use_threads
+from starling.runs.recipe.recipe import Recipe, load_recipe
+from starling.runs.validate import best_model
+from starling.speech.check.findings import seen_in_training
+from starling.speech.corpora.audio import read_audio
+from starling.speech.prepare import DataConfig, prepare, set_digest
+from starling.speech.recogniser import Recogniser
+from starling.speech.scoring import line_of_unseen, write_score_files
+from starling.speech.store import SpeechSet
+
+
+def evaluate(experiment: Path, sets: Sequence[str] | None, tell: Say, console: Console, is_best: bool = False) -> None:
+    """Score `sets` (None: the test sets of the recipe) and tell Kaldi's lines, each set after its name. The model is
+    the newest one, or the one that was best on the valid set (`is_best`).
+
+    Files with every error go to the experiment's `decode` folder. Raises CheckpointError when nothing was trained,
+    ConfigError for a set that the recipe does not know.
+    """
+    folder, recipe = _open(experiment)
+    names = list(sets or recipe.data.test)
+    for name in names:
+        _check_set(recipe, name)
+    recogniser = load_recogniser(experiment, recipe, is_best)
+    for name in names:
+        with Bars(console) as bars:
+            data = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
+            prepare(data, bars)
+            speech_set = SpeechSet.open(recipe.data.set_folder(name))
+            hypotheses = recogniser.recognise(speech_set, progress=partial(bars, f"decoding {name}"))
+        references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
+        remarks = _unseen(recipe.data, name, references, hypotheses)
+        score = write_score_files(folder.decode, name, references, hypotheses, recipe.data.text, remarks)
+        for line in (name, *score.lines(), *remarks):
+            tell(line)
+
+
+def transcribe(experiment: Path, files: Sequence[Path], tell: Say, is_best: bool = False) -> None:
+    """Tell what is said in each file: its name, a tab, the text. Raises DataError for what is not audio."""
+    _, recipe = _open(experiment)
+    recogniser = load_recogniser(experiment, recipe, is_best)
+    for file in files:
+        samples, rate = _read_all_channels(file)
+        try:
+            text = recogniser.transcribe(samples, rate)
+        except DataError as error:
+            raise DataError(f"{file}: {error}") from error
+        tell(f"{file}\t{text}")
+
+
+def load_recogniser(experiment: Path, recipe: Recipe, is_best: bool = False) -> Recogniser:
+    """The newest consensus model of an experiment, or its best on the valid set, on the device that its recipe asks
+    for. Raises CheckpointError if there is none."""
+    use_threads(recipe, 1)
+    best = best_model(ExperimentFolder(experiment))
+    if is_best and best is None:
+        raise CheckpointError(
+            f"{experiment / 'best'}: no model was scored while this experiment trained; set data.valid, or use the "
+            "newest model, without --best"
+        )
+    recogniser = Recogniser.load(best if is_best and best is not None else load(latest(experiment)).model_folder)
+    if recipe.engine.device != "cpu" and torch.cuda.is_available():
+        recogniser.model.to("cuda")
+    return recogniser
+
+
+def _open(experiment: Path) -> tuple[ExperimentFolder, Recipe]:
+    folder = ExperimentFolder(experiment)
+    if not folder.config.is_file():
+        raise CheckpointError(
+            f"{experiment} is not an experiment: it has no config.yaml; give a folder that `starling train` wrote, "
+            "such as exp/demo"
+        )
+    return folder, load_recipe(folder.config)
+
+
+def _check_set(recipe: Recipe, name: str) -> None:
+    known = list(recipe.data.corpus.sets)
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"set {name!r} is not in data.corpus.sets; {hint}known are {', '.join(known)}")
+
+
+def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypotheses: Mapping[str, str]) -> list[str]:
+    """The score without what is nearly in training too, where `starling check` has found such; or why there is none."""
+    try:
+        digests = set_digest(data, data.train), set_digest(data, name)
+        seen = seen_in_training(data.folder, data.train, name, digests)
+    except DataError as error:
+        return [f"no score without near-duplicates of training: {error}"]
+    line = line_of_unseen(references, hypotheses, seen or ())
+    return [] if line is None else [line]
+
+
+def _read_all_channels(file: Path) -> tuple[NDArray[np.float32], int]:
+    """Samples `[channels, T]` in -1..1 and their rate in Hz."""
+    first, rate = read_audio(file, channel=0)
+    channels = int(soundfile.info(str(file)).channels)
+    others = [read_audio(file, channel=channel)[0] for channel in range(1, channels)]
+    return np.stack([first, *others]), rate

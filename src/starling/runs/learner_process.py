@@ -1,0 +1,30 @@
+"""The process of one learner: whatever ends it, the launcher hears of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from starling.launch import rendezvous
+from starling.launch.link import Link, reported_errors
+from starling.report.progress import Say
+from starling.runs.recipe.file import read_recipe
+from starling.runs.recipe.overrides import apply_overrides
+from starling.runs.recipe.recipe import load_recipe
+from starling.runs.train import train_as_learner
+
+
+def is_learner() -> bool:
+    """Whether this process was started as one learner among several."""
+    return rendezvous.is_learner()
+
+
+def run(recipe: Path, overrides: Sequence[str], tell: Say, console: Console) -> None:
+    """Train as a learner."""
+    link = Link.from_environment()
+    with reported_errors(link):
+        learners = rendezvous.number_of_learners()
+        asked = apply_overrides(read_recipe(recipe), overrides).get("learners", learners)
+        if asked != learners and rendezvous.is_first():
+            console.print(f"{learners} learners were started; learners={asked} of the recipe is ignored")
+        train_as_learner(load_recipe(recipe, overrides, learners), link, tell, console)

@@ -1,0 +1,172 @@
+"""What happens once before the learners start: data, tokens, and every check that needs them."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from starling.budget import Progress as Spent
+from starling.chance import derive_seed
+from starling.checkpoint.manifest import read_manifest
+from starling.errors import DataError
+from starling.report.progress import Say
+from starling.runs.experiment.folder import ExperimentFolder, check_claim, claim_folder, earlier_recipe, unwritable
+from starling.runs.recipe.recipe import Recipe
+from starling.runs.training_set import (
+    describe_shares,
+    kept_utterances,
+    list_too_short,
+    open_training_set,
+    prepare_all,
+)
+from starling.runs.warm_start import warm_start
+from starling.runs.workload import SpeechWorkload
+from starling.speech.features import LogMel
+from starling.speech.losses import check_ctc_fits
+from starling.speech.models import count_parameters
+from starling.speech.prepare import Progress
+from starling.speech.recogniser import Recogniser
+from starling.speech.tokens import make_tokenizer
+from starling.speech.union import SpeechSets
+from starling.training.tickets import TicketSequence
+
+
+def make_ready(recipe: Recipe, say: Say, progress: Progress | None = None) -> ExperimentFolder:
+    """Set everything up for training, and claim the experiment's folder once nothing is wrong.
+
+    What is made before lies in `.<name>.partial` beside the folder: a recipe or data that cannot be used
+    leaves an earlier run as it is, and nothing new. Raises DataError as `set_up` and ConfigError as `claim_folder`.
+    """
+    check_claim(recipe)
+    with _stage(recipe) as stage:
+        set_up(recipe, stage, say, progress)
+        folder = claim_folder(recipe, say)
+        shutil.rmtree(folder.initial, ignore_errors=True)
+        stage.initial.rename(folder.initial)
+        folder.too_short.unlink(missing_ok=True)
+        if stage.too_short.exists():
+            stage.too_short.rename(folder.too_short)
+    return folder
+
+
+def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progress | None = None) -> None:
+    """Prepare the data and make the tokens; leave in `folder.initial` the recogniser as it is before training.
+
+    Raises ConfigError when the warm start does not fit, DataError when the training set cannot be used: unreadable,
+    too small for so many learners, characters outside the alphabet, utterances too short for CTC.
+    """
+    say(prepare_all(recipe, progress))
+    train = open_training_set(recipe)
+    tokenizer = make_tokenizer(recipe.tokens, (train.text(index) for index in range(len(train))))
+    features = LogMel(recipe.features, recipe.data.sampling_rate)
+    if recipe.features.normalise == "global":
+        features.fit(train, on_bad=recipe.data.filter.on_bad)
+    recogniser = Recogniser.create(recipe.model, features, tokenizer, derive_seed(recipe.seed, "model"))
+    if recipe.warm_start is not None and recipe.resume is None:
+        say(warm_start(recogniser, recipe.warm_start))
+    _leave_out_too_short(recipe, train, recogniser, folder.too_short, say)
+    recogniser.save(folder.initial)
+    workload = load_workload(recipe, folder)
+    _check_share(len(workload.utterances), recipe.team_size)
+    for line in describe_shares(recipe, workload.speech_set, workload.utterances):
+        say(line)
+    if change := schedule_change(recipe, workload):
+        say(change)
+    batches = workload.num_batches(0)
+    learners = "learner" if recipe.num_workers == 1 else "learners"
+    seconds = recipe.batches.max_duration * recipe.batches.accumulate
+    say(
+        f"{count_parameters(recogniser.model):,} parameters, {tokenizer.vocab_size} tokens, {batches} mini-batches of "
+        f"up to {seconds:g} s of audio in the first epoch; {recipe.num_workers} {learners} take "
+        f"{seconds * recipe.num_workers:g} s at a time"
+    )
+    if recipe.team_size == 1 and batches < recipe.num_workers:
+        say(
+            f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so that some have none: "
+            "lower batches.max_duration, or use fewer learners"
+        )
+    if batches < recipe.team_size:
+        say(
+            f"warning: an epoch has {batches} mini-batches for {recipe.team_size} learners that step together, so that "
+            "one step takes mini-batches of several epochs: lower batches.max_duration, or use fewer learners"
+        )
+
+
+def schedule_change(recipe: Recipe, workload: SpeechWorkload) -> str | None:
+    """What a resume with another budget does to the learning rate, in words; None where nothing changes."""
+    earlier = earlier_recipe(recipe.resume) if recipe.resume is not None else None
+    if recipe.resume is None or earlier is None:
+        return None
+    before, now = (each.optimizer.schedule.budget or each.budget for each in (earlier, recipe))
+    manifest = read_manifest(recipe.resume)
+    done = manifest.standing.num_done
+    epochs = TicketSequence(workload, manifest.standing.position).epochs_before(done)
+    progress = Spent(done, epochs, manifest.minutes)
+    old, new = (each.optimizer.lr * each.optimizer.schedule.at(progress, each.budget) for each in (earlier, recipe))
+    if before == now or math.isclose(old, new):
+        return None
+    limits = [f"{key}={value}" for key, value in before.model_dump(exclude_none=True).items()]
+    keep = " ".join(f"optimizer.schedule.budget.{limit}" for limit in limits)
+    return (
+        f"warning: the schedule was made for a budget of {', '.join(limits)} and is stretched over this one: the "
+        f"learning rate goes from {old:.3g} to {new:.3g} here; to keep to the earlier schedule, and then to its final "
+        f"value, resume with {keep}"
+    )
+
+
+def _check_share(count: int, team_size: int) -> None:
+    """DataError when so many utterances are too few for so many learners that step together."""
+    if count < max(1, team_size):
+        raise DataError(
+            f"{count} utterances cannot be shared by {team_size} learners that step together: "
+            f"use at most {count} learners or a larger training set"
+        )
+
+
+def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:
+    """The training problem that `set_up` has made ready."""
+    initial = Recogniser.load(folder.initial)
+    train = open_training_set(recipe)
+    kept = kept_utterances(train, folder.too_short)
+    return SpeechWorkload(recipe, train, initial.features, initial.tokenizer, kept, folder.initial)
+
+
+@contextmanager
+def _stage(recipe: Recipe) -> Iterator[ExperimentFolder]:
+    """A folder beside the experiment's, removed in the end."""
+    stage = ExperimentFolder(recipe.exp / f".{recipe.name}.partial")
+    try:
+        shutil.rmtree(stage.path, ignore_errors=True)  # of a run that was killed here
+        stage.path.mkdir(parents=True)
+    except OSError as error:
+        raise unwritable(recipe.folder, error) from error
+    try:
+        yield stage
+    finally:
+        shutil.rmtree(stage.path, ignore_errors=True)
+
+
+def _leave_out_too_short(recipe: Recipe, train: SpeechSets, recogniser: Recogniser, path: Path, say: Say) -> None:
+    """List the utterances that CTC cannot align in `path`, as far as the recipe allows to skip any."""
+    path.unlink(missing_ok=True)
+    skip = recipe.data.filter.on_bad == "skip"
+    found = check_ctc_fits(
+        train,
+        recogniser.tokenizer,
+        recipe.model,
+        recogniser.features,
+        recipe.augment,
+        on_too_short="list" if skip else "fail",
+    )
+    if not found:
+        return
+    if len(found) > recipe.data.filter.max_skipped * len(train):
+        raise DataError(
+            f"{train.name}: {len(found)} of {len(train)} utterances have too few frames for CTC, such as {found[0].id} "
+            f"({found[0].frames} frames, {found[0].needed} needed); data.filter.max_skipped allows "
+            f"{recipe.data.filter.max_skipped:.2%}: lower model.subsampling, or use longer tokens"
+        )
+    list_too_short(found, train, path)
+    listed = recipe.folder / path.name  # its final place
+    say(f"{train.name}: {len(found)} utterances are too short for CTC and left out, listed in {listed}")

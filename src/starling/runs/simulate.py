@@ -1,0 +1,115 @@
+"""Training on the virtual engine: any number of learners in this one process, on a simulated clock."""
+
+import torch
+from rich.console import Console
+
+from starling.checkpoint.reader import load
+from starling.checkpoint.state import LearnerState
+from starling.checkpoint.writer import CheckpointWriter
+from starling.engines.virtual.cluster import Cluster
+from starling.engines.virtual.engine import VirtualEngine
+from starling.errors import Stopped
+from starling.launch.process import signal_name
+from starling.launch.stopping import hearing
+from starling.report.curves import Curves
+from starling.report.lines import duration
+from starling.report.progress import Bars, Display, Say, say_on
+from starling.runs.evaluate import evaluate
+from starling.runs.experiment.folder import resolve_resume
+from starling.runs.experiment.seen import Seen, counter, segments
+from starling.runs.job import ModelWriter, make_job, most_skipped
+from starling.runs.observers import CURVES_EVERY, LOG_EVERY, SEND_EVERY, CurvesByRank, Log, Metered, Together
+from starling.runs.recipe.recipe import Recipe, fingerprints
+from starling.runs.regrouping import InOneProcess
+from starling.runs.setup import make_ready
+from starling.training.job import EpochReport, StepReport
+
+
+def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
+    """Train with `learners` virtual learners on the recipe's cluster, then score the test sets.
+
+    Scores and the event hash go to `tell`, everything else to `console`. The experiment is `<name>-virtual`; it
+    keeps the consensus model of the end, and no learner's own state.
+    """
+    recipe = resolve_resume(recipe.model_copy(update={"name": f"{recipe.name}-virtual"}))
+    say_on(console)(
+        f"{recipe.learners} virtual learners in {recipe.folder}, on a cluster of {_described(recipe.cluster)}; change "
+        "it with cluster.KEY=VALUE"
+    )
+    with Bars(console) as bars:
+        folder = make_ready(recipe, say_on(console), bars)
+    torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on how many cores there are
+    folder.log.mkdir(exist_ok=True)
+    curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
+    title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
+    checkpoint = load(recipe.resume) if recipe.resume else None
+    ranks = range(recipe.learners)
+    start = [checkpoint.start(rank, len(ranks)) for rank in ranks] if checkpoint else None
+    with (
+        (folder.log / "virtual.log").open("w", encoding="utf-8") as log,
+        Display(title, recipe.learners, console) as display,
+    ):
+        job = make_job(recipe, folder)
+        stop = _Stop()
+        seen = Seen(segments(folder.seen)[-1], counter(), most_skipped(recipe, job), display.say)
+        observers = [
+            Metered(Log(log), recipe.learners, LOG_EVERY),
+            Metered(curves, recipe.learners, CURVES_EVERY),
+            Metered(display, recipe.learners, SEND_EVERY),
+        ]
+        try:
+            with hearing(stop.ask):
+                outcome = VirtualEngine(
+                    job,
+                    recipe.learners,
+                    recipe.cluster,
+                    Together([*observers, seen, stop]),
+                    start,
+                    bears_losses=recipe.on_loss != "stop",
+                    views=InOneProcess(folder, seen, display.say),
+                ).run()
+        finally:
+            seen.close()
+            curves.close()
+        for loss in outcome.losses:
+            display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
+    writer = CheckpointWriter(
+        folder.checkpoints,
+        lambda name: 1,
+        ModelWriter(folder.initial),
+        fingerprints(recipe),
+        recipe.checkpoints.keep,
+        recipe.team_size,
+    )
+    writer.save_consensus(outcome.states)
+    evaluate(folder.path, None, tell, console)
+    tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
+    tell(f"event hash: {outcome.event_hash}")
+
+
+def _described(cluster: Cluster) -> str:
+    """`compute.seconds=0.1, link.latency=5e-05, …`, all that is assumed."""
+    parts = cluster.model_dump(mode="json").items()
+    return ", ".join(f"{part}.{key}={value}" for part, values in parts for key, value in values.items())
+
+
+class _Stop:
+    """An observer that ends a simulation between two steps, once a signal has come."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def ask(self, number: int) -> None:
+        """Called by any thread."""
+        self._number = number
+
+    def on_step(self, report: StepReport) -> None:
+        if self._number is not None:
+            raise Stopped(
+                f"stopped by {signal_name(self._number)}; a simulation saves in the end only: start it again",
+                self._number,
+            )
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
+
+    def on_mark(self, state: LearnerState) -> None: ...

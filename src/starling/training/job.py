@@ -1,0 +1,165 @@
+"""What an engine runs, and what it tells about it."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from starling.budget import Budget, Schedule
+from starling.checkpoint.state import LearnerState
+from starling.configuration import Config
+from starling.errors import ConfigError
+from starling.strategies import NoOptions, Strategy, Teams
+from starling.training.faults import Fault
+from starling.training.stragglers import Stragglers
+from starling.workload import Ticket, Weighting, Workload
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run, the same on every learner and on both engines."""
+
+    workload: Workload[Any]
+    strategy: Strategy
+    budget: Budget
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    """Makes the local optimizer of one learner, at the peak learning rate."""
+    schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
+    options: Config = field(default_factory=NoOptions)
+    clip_norm: float | None = None
+    """Gradients longer than this (2-norm) are shortened to it before the optimizer sees them."""
+    autocast: bool = False
+    """Compute losses in bfloat16 where torch considers it safe; weights and gradients stay float32."""
+    num_workers: int = 0
+    """Processes that load mini-batches ahead, for each learner; 0 loads them in the learner itself."""
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    """Slowness on purpose."""
+    faults: tuple[Fault, ...] = ()
+    """Faults on purpose."""
+    checkpoint_every: int | None = None
+    """Mini-batches of all learners together between two marks inside an epoch; None: no marks but the epochs' ends."""
+    most_not_finite: int = 10
+    """Gradients of one learner in a row that are not finite, at which the run fails; single ones are left out."""
+    weighting: Weighting = "batches"
+    """How the mini-batches whose gradients learners average count: each alike, or in proportion to its planned size.
+    ConfigError where the strategy averages no gradients."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if problem := self.strategy.weighting_problem(self.options, self.weighting):
+            raise ConfigError(f"weighting: {problem}")
+
+    def team_size(self, world: int) -> int:
+        """How many of `world` learners claim together; ConfigError when the strategy's options do not fit."""
+        return self.strategy.team_size(self.options, world)
+
+    def teams(self, world: int) -> Teams:
+        """Which of `world` learners claim together; ConfigError when the strategy's options do not fit."""
+        return self.strategy.teams(self.options, world)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One gradient of one learner."""
+
+    rank: int
+    ticket: Ticket
+    num_batches: int
+    """Mini-batches in the ticket's epoch."""
+    fraction: float
+    """The share of the run's budget that was spent when the ticket was claimed."""
+    minutes: float
+    """Time since the beginning of the run, on the engine's clock."""
+    loss: float
+    learning_rate: float
+    num_examples: int
+    num_frames: int
+    audio_seconds: float
+    ids: tuple[str, ...] = ()
+    """The names of its examples, where they have names (`ids`)."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """Name and reason of examples that could not be used, where there are any (`skipped`)."""
+
+
+@dataclass
+class Spent:
+    """Where one learner's time went, in seconds on the engine's clock."""
+
+    computing: float = 0.0
+    waiting_for_data: float = 0.0
+    waiting_for_peers: float = 0.0
+
+
+@dataclass
+class Averaging:
+    """What one learner did to agree with the others."""
+
+    rounds: int = 0
+    """Averaging rounds it went through in its background."""
+    bytes_sent: int = 0
+    """To other learners; of a collective, what it sends as a ring."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Gradients by the number of changes made to the weights between their being read for the gradient and the step; of
+    weights that servers keep, counted by each server."""
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """One learner's part of an epoch that has ended, or of the part of it that the budget allowed."""
+
+    rank: int
+    epoch: int
+    num_steps: int
+    seconds: float
+    spent: Spent
+    averaging: Averaging = field(default_factory=Averaging)
+    consensus_distance: float | None = None
+    """(1/L) sum_l |w_l - mean|^2 at this moment, where the engine knows it: on the virtual clock."""
+    num_not_finite: int = 0
+    """Gradients that were not finite, and so did nothing."""
+    is_last: bool = False
+    """Whether the run ends here."""
+
+
+class Observer(Protocol):
+    """Who wants to know how a run goes. Called by each learner, between two mini-batches."""
+
+    def on_step(self, report: StepReport) -> None:
+        """After each gradient was computed."""
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        """After an epoch, and after the last mini-batch of the run. `state` shares memory with the learner: copy
+        or write what is to be kept before returning."""
+
+    def on_mark(self, state: LearnerState) -> None:
+        """At a mark inside an epoch, where the job asks for marks. `state` as above."""
+
+
+class Silence:
+    """An observer that does nothing."""
+
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
+
+    def on_mark(self, state: LearnerState) -> None: ...
+
+
+class Named:
+    """An observer that is told a learner's name, for it may have other ranks from view to view."""
+
+    def __init__(self, observer: Observer, name: int) -> None:
+        self._observer = observer
+        self._name = name
+
+    def on_step(self, report: StepReport) -> None:
+        self._observer.on_step(report if report.rank == self._name else replace(report, rank=self._name))
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self._observer.on_epoch(report if report.rank == self._name else replace(report, rank=self._name), state)
+
+    def on_mark(self, state: LearnerState) -> None:
+        self._observer.on_mark(state)

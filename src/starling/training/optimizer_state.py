@@ -1,0 +1,74 @@
+"""What an optimizer remembers about each weight, as flat vectors that learners can average."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from starling.errors import ConfigError
+from starling.training.flat import split
+
+NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
+"""Second moments. A change computed from an older value could bring them below 0."""
+
+
+class OptimizerMemory:
+    """Vectors `[P]`, one for each thing that the optimizer keeps per weight; its own state becomes views into them.
+
+    `another` makes an optimizer like it for other parameters, by number. Raises ConfigError for an optimizer that keeps
+    anything else than such things and a count of steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: list[nn.Parameter],
+        another: Callable[[dict[int, nn.Parameter]], Optimizer],
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        if not optimizer.state:
+            self._begin(another)
+        names = self._checked_names()
+        self.vectors = [
+            torch.cat([optimizer.state[parameter][name].reshape(-1) for parameter in parameters]) for name in names
+        ]
+        self.never_negative = [name in NEVER_NEGATIVE for name in names]
+        for name, vector in zip(names, self.vectors, strict=True):
+            for parameter, view in zip(parameters, split(vector, parameters), strict=True):
+                optimizer.state[parameter][name] = view
+
+    def _begin(self, another: Callable[[dict[int, nn.Parameter]], Optimizer]) -> None:
+        """Let the optimizer have the state with which it makes its first step: what it then makes, set to 0.
+
+        Others make it, for stand-ins of the parameters one by one: a gradient may be under way at these.
+        """
+        for number, parameter in enumerate(self._parameters):
+            stand_in = nn.Parameter(torch.zeros_like(parameter))
+            stand_in.grad = torch.zeros_like(parameter)
+            other = another({number: stand_in})
+            other.step()
+            state = other.state[stand_in]
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    value.zero_()
+                elif name == "step":
+                    state[name] = 0
+            self._optimizer.state[parameter] = state
+
+    def _checked_names(self) -> list[str]:
+        kind = type(self._optimizer).__name__
+        names: list[str] = []
+        for parameter in self._parameters:
+            for name, value in self._optimizer.state.get(parameter, {}).items():
+                if name == "step" or value is None:
+                    continue
+                if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                    raise ConfigError(
+                        f"strategy.optimizer_state: {kind} keeps {name!r}, which is no number for each weight and "
+                        "cannot be averaged; choose local"
+                    )
+                if name not in names:
+                    names.append(name)
+        return names

@@ -1,0 +1,156 @@
+"""One learner's own weights and optimizer; the parts of `Learner` that are the same on both engines."""
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from starling.training.flat import is_no_gradient, split
+from starling.training.optimizer_state import OptimizerMemory
+from starling.training.streams import lock_for
+
+
+class Replica:
+    """Weights `[P]`, the parameters that view them, and the optimizer that changes them, under one lock.
+
+    `gradients` `[P]` is what the parameters' gradients view, and where a step's gradient is copied to unless it is
+    there. Where it has to be kept meanwhile, there is a `workspace` `[P]` for others, which replicas may share.
+    """
+
+    def __init__(
+        self,
+        weights: Tensor,
+        gradients: Tensor,
+        parameters: list[nn.Parameter],
+        make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        clip_norm: float | None,
+        workspace: Tensor | None = None,
+    ) -> None:
+        self.weights = weights
+        self.version = 0  # the number of changes made to the weights
+        self.gradients = gradients
+        self._workspace = gradients if workspace is None else workspace
+        self._parameters = parameters
+        self._clip_norm = clip_norm
+        self._make_optimizer = make_optimizer
+        self.optimizer = make_optimizer(parameters)
+        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self._memory: OptimizerMemory | None = None
+        self.sometimes_unused: set[int] = set()
+        """Parameters, by number, that got no gradient from some mini-batch of this learner. A mean over learners is
+        without a gradient for a parameter only where its own was."""
+        self._lock = lock_for(weights.device)
+
+    def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
+        """Clip `gradient` `[P]`, set the learning rate and let the optimizer change the weights.
+
+        Whether that was done: a gradient that is not finite changes nothing.
+        """
+        with self._lock:
+            if gradient.data_ptr() != self.gradients.data_ptr():
+                gradient = self._workspace.copy_(gradient)
+            if not math.isfinite(self.clip(gradient)):
+                return False
+            for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+                group["lr"] = peak * learning_rate_factor
+            with self._looking_at(gradient):
+                self.optimizer.step()
+            self.version += 1
+            return True
+
+    @contextmanager
+    def _looking_at(self, gradient: Tensor) -> Generator[None, None, None]:
+        """Let the parameters' gradients be views into `gradient` `[P]` for a while, or None where it has none."""
+        if gradient.data_ptr() == self.gradients.data_ptr() and not self.sometimes_unused:
+            yield
+            return
+        own = [parameter.grad for parameter in self._parameters]
+        views = split(gradient, self._parameters)
+        for number, (parameter, view) in enumerate(zip(self._parameters, views, strict=True)):
+            parameter.grad = None if number in self.sometimes_unused and is_no_gradient(view) else view
+        try:
+            yield
+        finally:
+            for parameter, before in zip(self._parameters, own, strict=True):
+                parameter.grad = before
+
+    def clip(self, gradient: Tensor) -> float:
+        """Shorten `gradient` `[P]` to the longest allowed; its length before."""
+        norm = float(torch.linalg.vector_norm(gradient))
+        if self._clip_norm is not None and norm > self._clip_norm:
+            gradient.mul_(self._clip_norm / norm)
+        return norm
+
+    def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
+        """An optimizer like this replica's, for parts of parameters, each given by the number of its parameter."""
+        return self._make_optimizer(list(parameters.values()))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters, in the order of the weights."""
+        return self._parameters
+
+    def learning_rate(self, factor: float) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self._peaks[0]) * factor
+
+    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
+        with self._lock:
+            if piece is None:
+                self.weights.add_(delta)
+                self.version += 1
+                return
+            number, mine = self._at(piece)
+            mine.add_(delta)
+            if number > 0 and self._memory is not None and self._memory.never_negative[number - 1]:
+                mine.clamp_(min=0.0)
+            if piece.stop == len(self.weights):  # a change that comes in pieces is one change
+                self.version += 1
+
+    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
+        with self._lock:
+            (self.weights if piece is None else self._at(piece)[1]).copy_(weights)
+            if piece is None or piece.stop == len(self.weights):  # a change that comes in pieces is one change
+                self.version += 1
+
+    def snapshot(self, piece: slice | None = None, into: Tensor | None = None) -> Tensor:
+        """A copy of the weights or of a piece of them, in new memory or `into` some of its shape."""
+        with self._lock:
+            own = self.weights if piece is None else self._at(piece)[1]
+            return own.clone() if into is None else into.copy_(own)
+
+    def on_host(self) -> Tensor:
+        """The weights in host memory, after all changes made so far: a copy, unless they are there."""
+        if self.weights.device.type == "cpu":
+            return self.weights.detach()
+        return self.snapshot().cpu()
+
+    def pieces(self, largest: int, optimizer_state: bool) -> Sequence[slice]:
+        size = len(self.weights)
+        num_vectors = 1
+        if optimizer_state:
+            with self._lock:
+                self._memory = self._memory or OptimizerMemory(
+                    self.optimizer, self._parameters, self.optimizer_of_piece
+                )
+            num_vectors += len(self._memory.vectors)
+        return [
+            slice(number * size + start, number * size + min(start + largest, size))
+            for number in range(num_vectors)
+            for start in range(0, size, largest)
+        ]
+
+    def restore(self, weights: Tensor, optimizer: dict[str, Any]) -> None:
+        """Go on from saved weights `[P]` and a saved optimizer's `state_dict`."""
+        self.replace(weights)
+        self.optimizer.load_state_dict(optimizer)
+
+    def _at(self, piece: slice) -> tuple[int, Tensor]:
+        """The vector that a piece is of, by number, and the piece itself: the weights are vector 0."""
+        number, start = divmod(piece.start, len(self.weights))
+        vector = self.weights if number == 0 or self._memory is None else self._memory.vectors[number - 1]
+        return number, vector[start : start + piece.stop - piece.start]

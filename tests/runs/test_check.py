@@ -1,0 +1,172 @@
+"""`starling check` on the command line, and scores without what is nearly in training too."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from starling.cli import app
+from starling.runs import evaluate as evaluation
+from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.recipe.recipe import Recipe, check_recipe, dump_recipe
+from starling.speech.left_out import read_left_out
+from starling.speech.store import SpeechSet
+from tests.speech import planted as plants
+from tests.speech.planted import Planted
+
+
+def _starling(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "120"})
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Planted:
+    """A clean corpus."""
+    return Planted(tmp_path / "corpus")
+
+
+def _recipe(corpus: Planted, folder: Path, **data: object) -> Path:
+    tree = {"name": "planted", "exp": str(folder / "exp"), "budget": {"epochs": 1}}
+    path = folder / "planted.yaml"
+    path.write_text(yaml.safe_dump(tree | {"data": corpus.tree(folder / "data") | data}), encoding="utf-8")
+    return path
+
+
+def test_a_clean_corpus_ends_well_with_an_empty_list(corpus: Planted, tmp_path: Path) -> None:
+    """No table, exit code 0 even with `--strict`, and a list with nothing but its header."""
+    result = _starling("check", _recipe(corpus, tmp_path), "--strict")
+    listed = tmp_path / "data" / "check.tsv"
+    assert (result.exit_code, result.stdout) == (0, f"nothing found in 32 utterances, listed in {listed}\n")
+    assert listed.read_text(encoding="utf-8") == "kind\tset\tid\tother_set\tother_id\tvalue\tlimit\tdetail\n"
+
+
+def test_what_is_found_is_shown_by_kind_and_set_and_listed(corpus: Planted, tmp_path: Path) -> None:
+    """Counts in a table; in the list, each with the other utterance and the numbers."""
+    plants.audio_in_training(corpus)
+    plants.three_times_the_same_file(corpus)
+    result = _starling("check", _recipe(corpus, tmp_path))
+    assert result.exit_code == 0
+    assert re.search(r"train ┃ +test, held out ┃\n┃ kind +┃ +27 utt., 0\.0\d h ┃ +8 utt., 0\.0\d h ┃", result.stdout)
+    assert re.search(r"same-audio\s+│\s+2 │\s+- ", result.stdout)
+    assert re.search(r"overlap-audio\s+│\s+1 │\s+1 ", result.stdout)
+    assert f"4 found in 35 utterances, listed in {tmp_path / 'data' / 'check.tsv'}" in result.stdout
+    rows = (tmp_path / "data" / "check.tsv").read_text(encoding="utf-8").splitlines()
+    assert "same-audio\ttrain\tthird\ttrain\ttrain-2\t\t\t" in rows
+    assert "overlap-audio\ttest\ttest-1\ttrain\tleaked\t1\t0.95\t" in rows
+    assert not [path for path in (tmp_path / "data").iterdir() if path.name.endswith(".partial")]
+
+
+def test_strict_ends_with_the_exit_code_of_bad_data(corpus: Planted, tmp_path: Path) -> None:
+    """For scripts: 5, and the first finding in the message; the list is written all the same."""
+    plants.silence(corpus)
+    result = _starling("check", _recipe(corpus, tmp_path), "--strict")
+    assert result.exit_code == 5
+    assert "error: 2 findings in 33 utterances, listed in" in result.stderr
+    assert "the first: silence, 'zeros' in train" in result.stderr
+    assert (tmp_path / "data" / "check.tsv").is_file()
+
+
+def test_what_check_drops_a_preparation_leaves_out(corpus: Planted, tmp_path: Path) -> None:
+    """From the command line: check, prepare without what was found, check again: nothing to drop any more."""
+    for plant in (plants.audio_in_training, plants.three_times_the_same_file, plants.unreadable_files):
+        plant(corpus)
+    recipe = _recipe(corpus, tmp_path)
+    listed = tmp_path / "data" / "check-dropped.tsv"
+    first = _starling("check", recipe, "--drop")
+    assert re.search(
+        rf"7 utterances \(0\.00 h\) to leave out; use it with data\.filter\.leave_out={listed}", first.stdout
+    )
+    leave_out = f"data.filter.leave_out={listed}"
+    assert _starling("prepare", recipe).exit_code == 5  # unreadable files
+    prepared = _starling("prepare", recipe, leave_out)
+    assert prepared.exit_code == 0, prepared.stderr
+    assert re.search(r"train: 24 utterances, .* dropped 7 \(0\.00 h\), listed in", prepared.stdout)
+
+    before = read_left_out(listed)
+    for again in (_starling("check", recipe, leave_out, "--drop"), _starling("check", tmp_path / "data", "--drop")):
+        assert again.stdout.startswith("nothing found in 32 utterances")
+        assert read_left_out(listed) == before
+
+
+def test_a_prepared_folder_is_checked_by_its_own_sets(corpus: Planted, tmp_path: Path) -> None:
+    """All of them, with `train` for training unless told otherwise; keys that do not count there are refused."""
+    plants.text_in_training(corpus)
+    assert _starling("prepare", _recipe(corpus, tmp_path)).exit_code == 0
+    found = _starling("check", tmp_path / "data")
+    assert re.search(r"overlap-text\s+│\s+1 │\s+1 ", found.stdout.replace("train", ""))
+    assert (
+        "nothing found in 8 utterances"
+        in _starling("check", tmp_path / "data", "data.train=test", "data.test=[]").stdout
+    )
+    for arguments, message in (
+        (["data.chek.silence_db=-50"], "data.chek: unknown key; did you mean data.check?"),
+        (["data.train=absent"], "has no set 'absent'; its sets: test, train; set data.train to one of them"),
+        (["data.test=[absent]"], "no prepared data here"),
+    ):
+        refused = _starling("check", tmp_path / "data", *arguments)
+        assert refused.exit_code in (2, 5)
+        assert message in refused.stderr
+    inside = _starling("check", tmp_path / "data" / "train")
+    assert "give the folder above it" in inside.stderr
+
+
+class _Recogniser:
+    """Gets every text right but those that it has not seen in training."""
+
+    def __init__(self, seen: set[str]) -> None:
+        self._seen = seen
+
+    def recognise(self, speech_set: SpeechSet, progress: Callable[[int, int], None]) -> dict[str, str]:
+        names = [speech_set.id(index) for index in range(len(speech_set))]
+        return {name: speech_set.text(index) if name in self._seen else "" for index, name in enumerate(names)}
+
+
+@pytest.fixture
+def scored(corpus: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[list[str], str]]:
+    """Evaluates an experiment on the corpus with two test utterances seen in training: lines told, and the summary."""
+    plants.audio_in_training(corpus)
+    plants.text_in_training(corpus)
+    recipe: Recipe = check_recipe(yaml.safe_load(_recipe(corpus, tmp_path).read_text(encoding="utf-8")), "r.yaml")
+    folder = ExperimentFolder(recipe.folder)
+    folder.path.mkdir(parents=True)
+    folder.config.write_text(dump_recipe(recipe), encoding="utf-8")
+    monkeypatch.setattr(evaluation, "load_recogniser", lambda *_: _Recogniser({"test-1", "test-3"}))
+
+    def score() -> tuple[list[str], str]:
+        lines: list[str] = []
+        evaluation.evaluate(folder.path, None, lines.append, Console(stderr=True))
+        return lines, (folder.decode / "wer-summary-test.txt").read_text(encoding="utf-8")
+
+    return score
+
+
+def test_scores_are_told_without_near_duplicates_of_training_once_a_check_has_found_them(
+    scored: Callable[[], tuple[list[str], str]], tmp_path: Path
+) -> None:
+    """Below the score of the whole set, and in its summary; without a check the output is what it always was."""
+    lines, summary = scored()
+    assert [line.split()[0] for line in lines] == ["test", "%WER", "%SER", "%CER"]
+    assert _starling("check", tmp_path / "planted.yaml").exit_code == 0
+    with_check, with_check_summary = scored()
+    assert with_check[:4] == lines
+    assert re.fullmatch(
+        r"%WER 100\.00 \[ \d+ / \d+, 0 ins, \d+ del, 0 sub \].*, without 2 utterances that have a near-duplicate in "
+        r"training",
+        with_check[4],
+    )
+    assert with_check_summary == summary + with_check[4] + "\n"
+
+
+def test_a_check_of_other_data_is_not_used_and_that_is_said(
+    scored: Callable[[], tuple[list[str], str]], tmp_path: Path
+) -> None:
+    """One line instead of a score that would be wrong."""
+    assert _starling("check", tmp_path / "planted.yaml", "data.filter.max_seconds=19").exit_code == 0
+    lines, _ = scored()
+    assert len(lines) == 5
+    assert lines[4].startswith("no score without near-duplicates of training: ")
+    assert lines[4].endswith("check.tsv is of other data than these; run `starling check` again")

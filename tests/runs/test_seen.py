@@ -1,0 +1,168 @@
+"""The record of who saw what says the truth, and what could not be used is on it."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from starling.checkpoint.reader import latest, load
+from starling.errors import DataError
+from starling.runs.audit import audit
+from starling.runs.experiment.seen import Seen, begin_segment, counter, read_seen, segments
+from starling.runs.recipe.recipe import check_recipe, fingerprints
+from starling.runs.setup import make_ready
+from starling.runs.simulate import simulate
+from starling.speech.store import SpeechSet
+from starling.workload import Standing, Ticket
+from tests.report.steps import step
+from tests.runs.conftest import Tree
+
+
+def simulated(tree: Tree, **changes: object) -> tuple[Path, list[str]]:
+    """The experiment of a simulation, and what was said on the way."""
+    recipe = check_recipe({**tree, "budget": {"epochs": 2}, "strategy": "adpsgd", **changes}, "r.yaml")
+    said = io.StringIO()
+    simulate(recipe, lambda line: None, Console(file=said, force_terminal=False, width=300))
+    return recipe.exp / f"{recipe.name}-virtual", said.getvalue().splitlines()
+
+
+def audited(experiment: Path) -> tuple[str, str]:
+    """The table and the last line of an audit."""
+    table, said = io.StringIO(), []
+    audit(experiment, said.append, Console(file=table, width=200))
+    return table.getvalue(), said[-1]
+
+
+def test_an_audit_shows_who_saw_how_much(tree: Tree) -> None:
+    """Every epoch, every learner; all utterances were seen once in each."""
+    experiment, _ = simulated(tree)
+    table, verdict = audited(experiment)
+    assert verdict.endswith("2 of 2 whole epochs saw each of 24 utterances exactly once")
+    assert "by 0" in table and "by 1" in table
+    end = load(latest(experiment)).manifest.standing
+    sights = list(read_seen(experiment / "seen", end))
+    assert {sight.learner for sight in sights} == {0, 1}
+    assert sorted(sight.ticket.step for sight in sights) == list(range(end.position.step))
+
+
+def test_an_audit_of_a_mixture_tells_the_passes_over_each_domain(tree: Tree) -> None:
+    """With equal shares the small domain is gone through more often, each utterance as often as any other or once
+    more."""
+    tree["mixture"] = {
+        "domains": {"many": {"sets": "train"}, "few": {"sets": "test"}},
+        "by": "utterances",
+        "temperature": 0,
+    }
+    experiment, said = simulated(tree)
+    assert any(line.startswith("passes over domains in an epoch: many 0.625, few 2.5") for line in said)
+    verdict = audited(experiment)[1]
+    assert "many 1.25 passes (each utterance 1 to 2 times), few 5.00 passes (each utterance 5 to 5 times)" in verdict
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda lines: lines[:2] + lines[3:], "mini-batches .* were not computed"),
+        (lambda lines: [*lines, lines[2]], "mini-batches .* were computed more than once"),
+        (lambda lines: [*lines, "1\tx\t3\tsong-1\n"], "is not epoch, batch, step, utterances"),
+        (lambda lines: [*lines, "1\n"], "is not epoch, batch, step, utterances"),
+        (lambda lines: [*lines[:2], lines[2].rpartition("\t")[0] + "\n", *lines[3:]], "did not hold the utterances"),
+        (lambda lines: [*lines[:2], lines[2].replace("song", "gong"), *lines[3:]], "did not hold the utterances"),
+    ],
+    ids=["missing", "twice", "damaged", "short", "without an utterance", "with others"],
+)
+def test_an_audit_fails_when_something_is_wrong(tree: Tree, change: object, problem: str) -> None:
+    """A mini-batch that nobody computed, or two did, is named; so is a line that makes no sense."""
+    experiment, _ = simulated(tree)
+    record = segments(experiment / "seen")[0] / "learner-1.tsv"
+    record.write_text("".join(change(record.read_text().splitlines(keepends=True))))  # type: ignore[operator]
+    with pytest.raises(DataError, match=problem):
+        audited(experiment)
+
+
+def test_a_line_that_was_cut_where_its_learner_was_killed_is_not_read(tree: Tree) -> None:
+    """It was written after the last checkpoint, or it would be whole."""
+    experiment, _ = simulated(tree)
+    with (segments(experiment / "seen")[0] / "learner-0.tsv").open("ab") as record:
+        record.write("1\t3\t2\tsö".encode()[:-1])
+    assert "exactly once" in audited(experiment)[1]
+
+
+def test_a_resume_drops_what_is_not_in_its_checkpoint(tmp_path: Path) -> None:
+    """What was seen behind it, and what its checkpoint lists as not done; what lay before stays."""
+    first = begin_segment(tmp_path, Standing())
+    (first / "learner-0.tsv").write_text("epoch\n" + "".join(f"1\t{step + 1}\t{step}\tu{step}\n" for step in range(9)))
+    second = begin_segment(tmp_path, Standing(Ticket(0, 5, 5), (Ticket(0, 3, 3),)))
+    (second / "learner-0.tsv").write_text("epoch\n1\t4\t3\tu3\n1\t6\t5\tu5\n")
+    end = Standing(Ticket(0, 6, 6))
+    assert sorted(sight.ticket.step for sight in read_seen(tmp_path, end)) == [0, 1, 2, 3, 4, 5]
+    again = begin_segment(tmp_path, Standing(Ticket(0, 5, 5), (Ticket(0, 3, 3),)))
+    assert again == second and not (again / "learner-0.tsv").exists()
+    assert [path.name for path in segments(tmp_path)] == ["from-00000000", "from-00000004"]
+
+
+def damage(tree: Tree, count: int) -> list[str]:
+    """Overwrite the audio of some utterances of the prepared training set; their names."""
+    speech_set = SpeechSet.open(Path(tree["data"]["folder"]) / "train")
+    shard = next((speech_set.folder / "shar").glob("*.tar"))
+    content = bytearray(shard.read_bytes())
+    for index in range(count):
+        begin = int(speech_set._offsets[index])
+        content[begin : begin + int(speech_set._sizes[index])] = bytes(int(speech_set._sizes[index]))
+    shard.write_bytes(content)
+    return [speech_set.id(index) for index in range(count)]
+
+
+def test_a_bad_utterance_is_skipped_counted_and_listed(tree: Tree, tmp_path: Path) -> None:
+    """In each epoch; the epoch goes on with all others."""
+    tree["data"] |= {"folder": str(tmp_path / "data"), "filter": {"on_bad": "skip", "max_skipped": 0.1}}
+    simulated(tree, budget={"steps": 1})
+    bad = damage(tree, 2)
+    experiment, said = simulated(tree)
+    verdict = audited(experiment)[1]
+    assert verdict.endswith(
+        "0 of 2 whole epochs saw each of 24 utterances exactly once; 4 could not be used and were skipped"
+    )
+    listed = [
+        line.split("\t")[:2]
+        for path in (experiment / "seen").glob("*/skipped-*.tsv")
+        for line in path.read_text().splitlines()[1:]
+    ]
+    assert sorted(map(tuple, listed)) == sorted((str(epoch), name) for epoch in (1, 2) for name in bad)
+    assert sum(line.startswith("learner") and "skipped" in line for line in said) >= 2
+
+
+@pytest.mark.parametrize("on_bad", ["fail", "skip"])
+def test_too_many_bad_utterances_fail_the_run(tree: Tree, tmp_path: Path, on_bad: str) -> None:
+    """The first one where the recipe does not skip, and above the limit where it does."""
+    tree["data"] |= {"folder": str(tmp_path / "data"), "filter": {"on_bad": on_bad, "max_skipped": 0.1}}
+    simulated(tree, budget={"steps": 1})
+    bad = damage(tree, 3)
+    problem = "3 utterances of epoch 1 could not be used" if on_bad == "skip" else "|".join(bad)
+    with pytest.raises(DataError, match=problem):
+        simulated(tree)
+
+
+def test_what_to_do_about_bad_utterances_may_change_in_a_resume(tree: Tree) -> None:
+    """Who meets some while training goes on with the same prepared set, and skips them."""
+    recipe = check_recipe(tree, "r.yaml")
+    make_ready(recipe, print)
+    changed = check_recipe(
+        {**tree, "data": {**tree["data"], "filter": {"on_bad": "skip", "max_skipped": 0.05}}}, "r.yaml"
+    )
+    assert fingerprints(changed) == fingerprints(recipe)
+    said: list[str] = []
+    make_ready(changed, said.append)
+    assert "there already" in said[0] and "written" not in said[0]
+
+
+def test_utterances_skipped_before_a_resume_count(tmp_path: Path) -> None:
+    """An epoch that is resumed has no more of them to spare than one that is not."""
+    first = begin_segment(tmp_path, Standing())
+    (first / "skipped-0.tsv").write_text("epoch\tid\treason\n1\ta\tno\n1\tb\tno\n2\ta\tno\n")
+    seen = Seen(begin_segment(tmp_path, Standing(Ticket(0, 5, 5))), counter(), 2, print)
+    with pytest.raises(DataError, match="3 utterances of epoch 1 could not be used, the last one c"):
+        seen.on_step(replace(step(0, frames=10), ticket=Ticket(0, 5, 5), skipped=(("c", "cut short"),)))
+    seen.close()

@@ -1,0 +1,153 @@
+"""A simulated run is trained, scored, and the same every time."""
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import soundfile
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from starling.checkpoint.reader import latest, load
+from starling.errors import CheckpointError, ConfigError, DataError, PeerLost
+from starling.runs.audit import audit
+from starling.runs.evaluate import evaluate, transcribe
+from starling.runs.recipe.recipe import check_recipe
+from starling.runs.simulate import simulate
+
+Tree = dict[str, Any]
+
+
+def simulated(tree: Tree) -> list[str]:
+    """The results of a simulation, line by line."""
+    lines: list[str] = []
+    simulate(check_recipe(tree, "r.yaml"), lines.append, Console(file=io.StringIO()))
+    return lines
+
+
+def test_a_simulation_says_where_it_writes_and_which_cluster_it_assumes(tree: Tree, tmp_path: Path) -> None:
+    """Before anything else; all times depend on the cluster."""
+    said = io.StringIO()
+    tree |= {"name": "flock", "cluster": {"compute": {"seconds": 0.25}}}
+    simulate(check_recipe(tree, "r.yaml"), lambda line: None, Console(file=said))
+    first = said.getvalue().splitlines()[0]
+    assert first.startswith(f"2 virtual learners in {tmp_path / 'exp' / 'flock-virtual'}, on a cluster of compute.")
+    assert "compute.seconds=0.25, " in first
+    assert "link.bandwidth=1250000000.0" in first
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one"])
+def test_two_simulations_of_one_recipe_agree_in_every_event(tree: Tree, strategy: str) -> None:
+    """The same scores, simulated time and event hash; another seed gives another hash."""
+    tree |= {"strategy": strategy, "overwrite": True, "learners": 3}
+    first, second = simulated(tree), simulated(tree)
+    assert first == second
+    assert [line.split()[0] for line in first] == ["test", "%WER", "%SER", "%CER", "simulated", "event"]
+    assert simulated({**tree, "seed": 2})[-1] != first[-1]
+
+
+def test_a_simulation_can_be_evaluated_and_used(tree: Tree, songs: Path, tmp_path: Path) -> None:
+    """Its consensus model is a checkpoint, and learns the songs."""
+    tree |= {
+        "budget": {"epochs": 30},
+        "batches": {"max_duration": 2},
+        "augment": {"speed": [1.0], "spec_augment": None},
+        "optimizer": {"lr": 0.02},
+    }
+    results = simulated(tree)
+    experiment = tmp_path / "exp" / "songs-virtual"
+    assert load(latest(experiment)).manifest.learners == 0
+    again: list[str] = []
+    evaluate(experiment, ["test"], again.append, Console(file=io.StringIO()))
+    assert again == results[:4]
+    assert float(again[1].split()[1]) <= 20.0
+    assert (experiment / "decode" / "errs-test.txt").is_file()
+    assert (experiment / "log" / "virtual.log").read_text().count("ended") == 60
+
+    samples, rate = soundfile.read(songs.parent / "0.flac", dtype="float32")
+    soundfile.write(tmp_path / "stereo.wav", samples[:, None].repeat(2, axis=1), rate)
+    texts: list[str] = []
+    transcribe(experiment, [songs.parent / "0.flac", tmp_path / "stereo.wav"], texts.append)
+    (first, spoken), (second, also) = (line.split("\t") for line in texts)
+    assert (first, second) == (str(songs.parent / "0.flac"), str(tmp_path / "stereo.wav"))
+    assert spoken == also
+    assert spoken in {line.split("\t")[4] for line in songs.read_text().splitlines()}
+
+    with pytest.raises(ConfigError, match=r"set 'tset' is not in data\.corpus\.sets; did you mean test"):
+        evaluate(experiment, ["tset"], texts.append, Console(file=io.StringIO()))
+    (tmp_path / "noise.wav").write_bytes(b"RIFF of nothing")
+    with pytest.raises(DataError, match=r"noise\.wav"):
+        transcribe(experiment, [tmp_path / "noise.wav"], texts.append)
+    soundfile.write(tmp_path / "nan.wav", [float("nan")] * 8000, 8000, subtype="FLOAT")
+    with pytest.raises(DataError, match=r"nan\.wav: .*not finite"):
+        transcribe(experiment, [tmp_path / "nan.wav"], texts.append)
+
+
+def test_an_asynchronous_simulation_reports_rounds_staleness_and_distance(tree: Tree, tmp_path: Path) -> None:
+    """In the log, on the curves and in the manifest."""
+    tree |= {"strategy": "adpsgd", "learners": 3, "batches": {"max_duration": 2}}
+    simulated(tree)
+    experiment = tmp_path / "exp" / "songs-virtual"
+    ends = [line for line in (experiment / "log" / "virtual.log").read_text().splitlines() if "ended" in line]
+    assert len(ends) == 3
+    assert all(
+        re.search(r"\d rounds per gradient, staleness \d+\.\d \(at most \d+\), .* MB sent", line) for line in ends
+    )
+    curves = EventAccumulator(str(experiment / "tensorboard" / "learner-0")).Reload()
+    (drawn,) = curves.Scalars("consensus/distance")
+    manifest = load(latest(experiment)).manifest
+    assert (drawn.step, manifest.team_size) == (manifest.position.step, 1)
+    assert drawn.value > 0.0
+    assert manifest.consensus_distance is not None and manifest.consensus_distance > 0.0
+
+
+def test_a_straggler_of_the_recipe_delays_a_synchronous_simulation(tree: Tree) -> None:
+    """A pause of ten simulated minutes is waited for by all."""
+    tree |= {"overwrite": True}
+    without = simulated(tree)[-2]
+    delayed = simulated({**tree, "stragglers": {"pauses": [{"learner": 1, "after": 1, "seconds": 600}]}})[-2]
+    assert without.startswith("simulated time: 0.")
+    assert delayed.startswith("simulated time: 10 min 0")
+
+
+def test_a_folder_that_is_no_experiment_is_named(tmp_path: Path) -> None:
+    """With an example of one."""
+    with pytest.raises(CheckpointError, match=r"is not an experiment.*exp/demo"):
+        transcribe(tmp_path, [], print)
+
+
+def test_a_simulation_goes_on_without_a_learner_that_dies_and_the_audit_agrees(tree: Tree, tmp_path: Path) -> None:
+    """What it had begun is seen by another; one that comes back takes part; the events are the same each time."""
+    tree |= {
+        "strategy": {"name": "adpsgd"},
+        "learners": 3,
+        "budget": {"epochs": 8},
+        "overwrite": True,
+        "faults": [
+            {"kill": 2, "at_step": 2},
+            {"split": [0], "at_event": 30, "seconds": 1},
+            {"join": 2, "at_seconds": 1.5},
+        ],
+    }
+    screen = io.StringIO()
+    lines: list[str] = []
+    simulate(check_recipe(tree, "r.yaml"), lines.append, Console(file=screen, width=300))
+    said = screen.getvalue()
+    assert re.search(
+        r"learner 2 was killed on purpose after [\d.]+ simulated seconds; learners 0, 1 go on behind", said
+    )
+    assert "learner 2 came; learners 0, 1, 2 go on behind" in said
+    assert "ended without learner 2: learner 2 was killed on purpose" in said
+    assert simulated(tree) == lines
+    told: list[str] = []
+    audit(tmp_path / "exp" / "songs-virtual", told.append, Console(file=io.StringIO()))
+    assert "exactly once" in told[-1]
+
+
+def test_a_simulation_that_bears_no_loss_ends_with_who_was_lost(tree: Tree) -> None:
+    """As training does: exit code 3."""
+    tree |= {"learners": 3, "budget": {"epochs": 8}, "on_loss": "stop", "faults": [{"kill": 1, "at_seconds": 0.25}]}
+    with pytest.raises(PeerLost, match=r"learner 1 was killed on purpose after 0\.25 simulated seconds"):
+        simulated(tree)

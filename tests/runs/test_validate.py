@@ -1,0 +1,133 @@
+"""The valid set is scored beside the training, at the ends of epochs whose turn it is, and the best model is kept."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+
+from starling.checkpoint.state import LearnerState
+from starling.checkpoint.writer import CheckpointWriter
+from starling.runs import validate
+from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.job import ModelWriter
+from starling.runs.recipe.recipe import Recipe, check_recipe, fingerprints
+from starling.runs.setup import make_ready
+from starling.runs.validate import Choice, Validation, best_model, model_writer
+from starling.speech.models import count_parameters
+from starling.speech.recogniser import Recogniser
+from starling.training.job import EpochReport, Spent
+from starling.workload import Standing, Ticket
+
+Tree = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("position", "epochs", "beginning"),
+    [
+        (Ticket(2, 1, 9), 2, "after epoch 2, test: %WER "),
+        (Ticket(1, 3, 7), None, "after 7 steps, test: %WER "),
+        (Ticket(1, 0, 4), 1, None),
+    ],
+    ids=["its turn", "the budget ended in the middle of an epoch", "not its turn"],
+)
+def test_a_score_says_after_how_much_training(
+    tree: Tree, position: Ticket, epochs: int | None, beginning: str | None
+) -> None:
+    """In epochs, or in steps where an epoch was not completed; every second epoch, if the recipe says so."""
+    tree["data"]["valid"] = "test"
+    recipe = check_recipe({**tree, "validate_every": 2}, "r.yaml")
+    folder = make_ready(recipe, lambda line: None)
+    weights = torch.zeros(count_parameters(Recogniser.load(folder.initial).model))
+    writer = CheckpointWriter(folder.checkpoints, lambda name: 1, ModelWriter(folder.initial), fingerprints(recipe))
+    saved = writer.save(LearnerState(0, 1, Standing(position), 0.0, weights, {}, {}, epochs_ended=epochs))
+    assert saved is not None
+    said: list[str] = []
+    with Validation(recipe, folder, said.append) as validation:
+        validation.saved(saved.folder)
+    assert [line[: len(beginning or "")] for line in said] == ([beginning] if beginning else [])
+
+
+def write(folder: ExperimentFolder, epoch: int) -> Path:
+    """A model to be scored, of the end of an epoch of four mini-batches."""
+    weights = torch.zeros(count_parameters(Recogniser.load(folder.initial).model))
+    writer = model_writer(folder, lambda name: 1, ModelWriter(folder.initial), 1)
+    saved = writer.save(
+        LearnerState(0, 1, Standing(Ticket(epoch, 0, 4 * epoch)), 0.0, weights, {}, {}, epochs_ended=epoch)
+    )
+    assert saved is not None
+    return saved.folder
+
+
+def ready(tree: Tree) -> tuple[Recipe, ExperimentFolder]:
+    """A recipe with a valid set, made ready."""
+    tree["data"]["valid"] = "test"
+    recipe = check_recipe(tree, "r.yaml")
+    return recipe, make_ready(recipe, lambda line: None)
+
+
+class Scored:
+    """A score."""
+
+    def __init__(self, wer: float) -> None:
+        self.wer = wer
+
+    def lines(self) -> list[str]:
+        return [f"%WER {self.wer}"]
+
+
+def test_the_best_model_is_kept_also_across_a_resume(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recogniser with its score, ready for use; one that is no better does not take its place."""
+    recipe, folder = ready(tree)
+    rates: Iterator[float] = iter([50.0, 40.0, 60.0, 45.0])
+    monkeypatch.setattr(validate, "score", lambda references, hypotheses: Scored(next(rates)))
+    for epoch, best in ((1, "step-00000004"), (2, "step-00000008"), (3, "step-00000008"), (4, "step-00000008")):
+        with Validation(recipe, folder, lambda line: None) as validation:
+            validation.saved(write(folder, epoch))
+        kept = best_model(folder)
+        assert kept is not None
+        assert [path.name for path in folder.best.iterdir()] == [kept.name] == [best]
+    assert json.loads((kept / "score.json").read_text()) == {"set": "test", "wer": 40.0, "steps": 8, "epochs": 2}
+    Recogniser.load(kept)
+
+
+def test_scoring_takes_a_twentieth_of_the_time_at_most(tree: Tree) -> None:
+    """After a scoring that took 100 s, none begins for 1,900 s: the model stays, so that learners write no other, and
+    one that comes all the same goes unscored; only that of the end is scored. A run does not wait for that time."""
+    recipe, folder = ready(tree)
+    lines = SimpleQueue[str]()
+    times = iter(range(0, 10_000, 100))
+    choice = Choice(None, 1, folder, lambda name, own: own)
+    second_end = EpochReport(0, 1, 4, 1.0, Spent())
+    with Validation(recipe, folder, lines.put, lambda: float(next(times))) as validation:
+        assert choice(second_end) == "model"
+        first = write(folder, 1)
+        validation.saved(first)
+        assert lines.get(timeout=60).startswith("after epoch 1, test: %WER")
+        assert first.is_dir()
+        assert choice(second_end) == ""
+        second = write(folder, 2)
+        validation.saved(second)
+        assert not second.exists()
+        validation.saved(write(folder, 3), is_last=True)
+    assert lines.get(timeout=60).startswith("after epoch 3, test: %WER")
+    assert lines.empty()
+    assert not folder.validation.exists()
+
+
+def test_learners_agree_on_what_is_kept_of_an_epoch(tree: Tree) -> None:
+    """The first one there answers for all, however the folder looks to the others by then; the end of the run, and
+    every third epoch where the recipe says so, is a checkpoint."""
+    _, folder = ready(tree)
+    said: dict[str, str] = {}
+    early, late = (Choice(3, 1, folder, said.setdefault) for _ in range(2))
+    ends = [EpochReport(0, epoch, 4, 1.0, Spent(), is_last=epoch == 4) for epoch in range(5)]
+    kept = [early(ends[0])]
+    write(folder, 1)
+    kept += [early(end) for end in ends[1:]]
+    assert kept == ["model", "", "checkpoint", "", "checkpoint"]
+    assert [late(end) for end in ends] == kept
+    assert [Choice(None, None, folder, said.setdefault)(end) for end in ends] == ["", "", "", "", "checkpoint"]
