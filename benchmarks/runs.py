@@ -85,7 +85,7 @@ class Run:
 class Outcome:
     """What one learner noted of a run."""
 
-    stamps: list[Seconds] = field(default_factory=list)
+    step_metadata: list[Seconds] = field(default_factory=list)
     """When each gradient was there, on the clock that all processes of a machine share."""
     cpu_seconds: Seconds = 0.0
     """Processor time of the whole process, gloo's threads included, from its first gradient to the run's end."""
@@ -97,9 +97,11 @@ class Outcome:
     @property
     def rate(self) -> float:
         """Gradients per second after the warm-up."""
-        timed = self.stamps[WARM_UP:]
+        timed = self.step_metadata[WARM_UP:]
         if len(timed) < 2:
-            raise ValueError(f"{len(self.stamps)} gradients are too few to time; at least {WARM_UP + 2} are needed")
+            raise ValueError(
+                f"{len(self.step_metadata)} gradients are too few to time; at least {WARM_UP + 2} are needed"
+            )
         return (len(timed) - 1) / (timed[-1] - timed[0])
 
     def as_json(self) -> dict[str, Any]:
@@ -118,9 +120,9 @@ class Notes:
 
     def gradient_made(self) -> None:
         """One more gradient is there."""
-        if not self.outcome.stamps:
+        if not self.outcome.step_metadata:
             self._cpu_begin = time.process_time()
-        self.outcome.stamps.append(time.monotonic())
+        self.outcome.step_metadata.append(time.monotonic())
 
     def ended(self) -> None:
         """The run is over."""
@@ -163,7 +165,7 @@ def averaging_in_words(runs: Sequence[Sequence[Outcome]]) -> str:
 
 def rounds_per_gradient(outcomes: Sequence[Outcome]) -> float:
     """The mean over learners of each one's averaging rounds per gradient of its own."""
-    return fmean(outcome.rounds / len(outcome.stamps) for outcome in outcomes)
+    return fmean(outcome.rounds / len(outcome.step_metadata) for outcome in outcomes)
 
 
 def total_rate(outcomes: Sequence[Outcome]) -> float:

@@ -40,13 +40,13 @@ def test_the_learning_rate_warms_up_then_follows_a_cosine() -> None:
 
 
 @pytest.mark.parametrize(("steps", "team", "peak_at"), [(100, 1, 9), (100, 4, 2), (7, 2, 0)])
-def test_a_warm_up_of_n_steps_rises_from_one_nth_to_the_peak(steps: int, team: int, peak_at: int) -> None:
+def test_a_warm_up_of_n_steps_rises_from_one_nth_to_the_peak(steps: int, sync_group: int, peak_at: int) -> None:
     """Step k of n has (k + 1) / n of it; no learning rate is 0, and none is higher behind the end of the rise."""
     budget, schedule = Budget(steps=steps), Schedule(warmup=0.1, decay="cosine")
-    shares = [budget.fraction(Progress(done, 0.0, 0.0)) for done in range(0, steps + team, team)]
+    shares = [budget.fraction(Progress(done, 0.0, 0.0)) for done in range(0, steps + sync_group, sync_group)]
     factors = [schedule.factor(now, 0.0, then) for now, then in pairwise(shares)]
     rise = factors[: peak_at + 1]
-    assert rise == pytest.approx([min(1.0, (k + 1) * team / (0.1 * steps)) for k in range(peak_at + 1)])
+    assert rise == pytest.approx([min(1.0, (k + 1) * sync_group / (0.1 * steps)) for k in range(peak_at + 1)])
     assert rise[-1] == pytest.approx(1.0)
     assert factors[peak_at + 1 :] == sorted(factors[peak_at + 1 :], reverse=True)
     assert min(factors) > 0.0

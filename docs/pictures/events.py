@@ -190,8 +190,8 @@ class Watch:
             self._note_work(handle, is_step=False, begin=begin)
             return handle
 
-        def watched_step(gradient: Tensor, stamp: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Any:
-            begin, handle = self._me.now(), step(gradient, stamp, read_at, scale)
+        def watched_step(gradient: Tensor, step_metadata: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Any:
+            begin, handle = self._me.now(), step(gradient, step_metadata, read_at, scale)
             self._note_work(handle, is_step=True, begin=begin)
 
             def ended(_: float) -> None:

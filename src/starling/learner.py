@@ -51,7 +51,7 @@ class Shard(ABC):
         """Start copying the piece `[n]`."""
 
     @abstractmethod
-    def step(self, gradient: Tensor, stamp: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Handle[None]:
+    def step(self, gradient: Tensor, step_metadata: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Handle[None]:
         """Start letting the optimizer change the piece by `gradient` `[n]`, which is of host memory.
 
         `stamp` is that of the learner whose gradient it is (or the last of those in it); `read_at` tells for each
@@ -97,7 +97,7 @@ class Learner(ABC):
 
     @property
     @abstractmethod
-    def stamp(self) -> Tensor:
+    def step_metadata(self) -> Tensor:
         """What a `Shard` must know of the claimed mini-batch, `[k]` of float64 in host memory: its learning rate and
         the like. k is the same on all learners and at all times."""
 

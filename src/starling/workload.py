@@ -49,18 +49,18 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Position:
     """What all learners together have done: every ticket before `position`, except for `unfinished` ones."""
 
-    position: Ticket = Ticket(epoch=0, index=0, step=0)
+    next_ticket: Ticket = Ticket(epoch=0, index=0, step=0)
     """The first ticket that was never handed out."""
-    unfinished: tuple[Ticket, ...] = ()
+    outstanding: tuple[Ticket, ...] = ()
     """Tickets that were handed out and not done, in their order; who goes on from here gets them first."""
 
     @property
     def num_done(self) -> int:
         """Mini-batches done since the beginning of the run."""
-        return self.position.step - len(self.unfinished)
+        return self.next_ticket.step - len(self.outstanding)
 
 
 class Workload(ABC, Generic[ExamplesT]):

@@ -14,7 +14,7 @@ from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError
-from starling.workload import Standing, Ticket
+from starling.workload import Position, Ticket
 from tests.checkpoint.test_checkpoints import state, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,9 +30,9 @@ class Watched(CheckpointWriter):
 
     def save(self, state: LearnerState) -> Checkpoint | None:
         self.go.wait(60.0)
-        self.events.append(f"begin {state.standing.num_done}")
+        self.events.append(f"begin {state.position.num_done}")
         saved = super().save(state)
-        self.events.append(f"end {state.standing.num_done}")
+        self.events.append(f"end {state.position.num_done}")
         return saved
 
 
@@ -46,7 +46,7 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path: Path) -> None:
     mine = state(0, 1, Ticket(1, 0, 8))
     shard_optimizer = {"state": {0: {"exp_avg": torch.tensor([3.0])}}, "param_groups": []}
     shard = ShardState(1, 2, mine.weights[1:2], shard_optimizer)
-    mine = LearnerState(0, 1, mine.standing, 1.5, mine.weights, mine.buffers, mine.optimizer, shards=(shard,))
+    mine = LearnerState(0, 1, mine.position, 1.5, mine.weights, mine.buffers, mine.optimizer, shards=(shard,))
     expected = state(0, 1, Ticket(1, 0, 8))
     background = BackgroundWriter(writer)
     background.save(mine, ignore)
@@ -70,7 +70,7 @@ def test_there_is_one_copy_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     copy = LearnerState.copy
 
     def noted(mine: LearnerState) -> LearnerState:
-        writer.events.append(f"copy {mine.standing.num_done}")
+        writer.events.append(f"copy {mine.position.num_done}")
         return copy(mine)
 
     monkeypatch.setattr(LearnerState, "copy", noted)
@@ -131,7 +131,7 @@ def test_checkpoints_are_completed_in_their_order(tmp_path: Path) -> None:
         for epoch in range(1, 9):
             background.save(
                 state(rank, 3, Ticket(epoch, 0, 8 * epoch)),
-                lambda checkpoint: completed.append(checkpoint.manifest.standing.num_done),
+                lambda checkpoint: completed.append(checkpoint.manifest.position.num_done),
             )
         background.close()
 
@@ -141,8 +141,8 @@ def test_checkpoints_are_completed_in_their_order(tmp_path: Path) -> None:
     for learner in learners:
         learner.join()
     assert completed == [8 * epoch for epoch in range(1, 9)]
-    assert [load(folder).manifest.standing for folder in checkpoints_in(tmp_path / "checkpoints")] == [
-        Standing(Ticket(epoch, 0, 8 * epoch)) for epoch in range(1, 9)
+    assert [load(folder).manifest.position for folder in checkpoints_in(tmp_path / "checkpoints")] == [
+        Position(Ticket(epoch, 0, 8 * epoch)) for epoch in range(1, 9)
     ]
 
 

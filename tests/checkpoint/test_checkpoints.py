@@ -16,7 +16,7 @@ from starling.checkpoint.reader import checkpoints_in, latest, load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError
-from starling.workload import Standing, Ticket
+from starling.workload import Position, Ticket
 
 
 def write_model(folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
@@ -31,7 +31,7 @@ def state(
     position: Ticket,
     weights: list[float] | None = None,
     minutes: float = 1.5,
-    unfinished: tuple[Ticket, ...] = (),
+    outstanding: tuple[Ticket, ...] = (),
 ) -> LearnerState:
     """The state of a learner with momentum and a buffer of its own."""
     parameter = torch.nn.Parameter(torch.tensor(weights or [float(rank), 1.0, 2.0]))
@@ -40,11 +40,11 @@ def state(
     optimizer.step()
     buffers = {"mean": torch.tensor([float(rank)]), "count": torch.tensor(rank)}
     return LearnerState(
-        rank, world, Standing(position, unfinished), minutes, parameter.detach(), buffers, optimizer.state_dict()
+        rank, world, Position(position, outstanding), minutes, parameter.detach(), buffers, optimizer.state_dict()
     )
 
 
-def writer(experiment: Path, keep: int = 2, team_size: int | None = None) -> CheckpointWriter:
+def writer(experiment: Path, keep: int = 2, sync_group_size: int | None = None) -> CheckpointWriter:
     """A writer for learners that arrive one after the other in this process."""
     arrived: Counter[str] = Counter()
 
@@ -52,12 +52,12 @@ def writer(experiment: Path, keep: int = 2, team_size: int | None = None) -> Che
         arrived[name] += 1
         return arrived[name]
 
-    return CheckpointWriter(experiment / "checkpoints", arrive, write_model, {"model": "m"}, keep, team_size)
+    return CheckpointWriter(experiment / "checkpoints", arrive, write_model, {"model": "m"}, keep, sync_group_size)
 
 
-def save_all(experiment: Path, world: int, position: Ticket, keep: int = 2, team_size: int | None = None) -> Path:
+def save_all(experiment: Path, world: int, position: Ticket, keep: int = 2, sync_group_size: int | None = None) -> Path:
     """A checkpoint by all learners."""
-    together = writer(experiment, keep, team_size)
+    together = writer(experiment, keep, sync_group_size)
     checkpoints = [together.save(state(rank, world, position)) for rank in range(world)]
     assert checkpoints[-1] is not None
     return checkpoints[-1].folder
@@ -88,7 +88,7 @@ def test_every_learner_gets_back_what_it_saved(tmp_path: Path) -> None:
     checkpoint = load(save_all(tmp_path, 3, Ticket(2, 5, 17)))
     for rank in range(3):
         before, after = state(rank, 3, Ticket(2, 5, 17)), checkpoint.start(rank, 3)
-        assert (after.rank, after.world, after.standing, after.minutes) == (rank, 3, Standing(Ticket(2, 5, 17)), 1.5)
+        assert (after.rank, after.world, after.position, after.minutes) == (rank, 3, Position(Ticket(2, 5, 17)), 1.5)
         assert torch.equal(after.weights, before.weights)
         assert torch.equal(after.buffers["mean"], before.buffers["mean"])
         momentum = after.optimizer["state"][0]["momentum_buffer"]
@@ -121,14 +121,14 @@ def test_another_number_of_learners_begins_with_the_consensus(tmp_path: Path) ->
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_any_number_of_learners_may_go_on_in_mid_epoch(tmp_path: Path, world: int) -> None:
     """All know what was handed out, and what of it was not done; the name of the checkpoint counts what was done."""
-    unfinished = (Ticket(2, 7, 23), Ticket(3, 1, 25))
+    outstanding = (Ticket(2, 7, 23), Ticket(3, 1, 25))
     together = writer(tmp_path)
-    saved = [together.save(state(rank, 2, Ticket(3, 4, 28), unfinished=unfinished)) for rank in range(2)][-1]
+    saved = [together.save(state(rank, 2, Ticket(3, 4, 28), outstanding=outstanding)) for rank in range(2)][-1]
     assert saved is not None
     assert saved.folder.name == "step-00000026+2"
     for rank in range(world):
-        assert load(saved.folder).start(rank, world).standing == Standing(Ticket(3, 4, 28), unfinished)
-    assert saved.manifest.standing == Standing(Ticket(3, 4, 28), unfinished)
+        assert load(saved.folder).start(rank, world).position == Position(Ticket(3, 4, 28), outstanding)
+    assert saved.manifest.position == Position(Ticket(3, 4, 28), outstanding)
 
 
 def test_a_consensus_alone_can_be_used_but_not_resumed(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_learners_may_be_epochs_apart(tmp_path: Path) -> None:
     for end in ends[:2]:
         saved = together.save(state(1, 3, end))
         assert saved is not None
-        assert load(latest(tmp_path)).manifest.position.ticket == end
+        assert load(latest(tmp_path)).manifest.next_ticket.ticket == end
     assert together.save(state(1, 3, ends[2])) is None
     saved = together.save(state(2, 3, ends[2]))
     assert saved is not None
@@ -206,22 +206,29 @@ def test_a_distance_that_is_no_number_does_not_spoil_a_checkpoint(tmp_path: Path
 
 def test_a_checkpoint_of_format_1_can_be_resumed(tmp_path: Path) -> None:
     """It knows neither the distance nor what was unfinished."""
-    folder = save_all(tmp_path, 2, Ticket(1, 4, 12), team_size=1)
+    folder = save_all(tmp_path, 2, Ticket(1, 4, 12), sync_group_size=1)
     manifest = manifest_of(folder)
-    for key in ("consensus_distance", "team_size", "unfinished", "epochs_ended", "is_finite", "digest"):
+    for key in ("consensus_distance", "sync_group_size", "outstanding", "epochs_ended", "is_finite", "digest"):
         del manifest[key]
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
     checkpoint = load(folder)
     assert checkpoint.manifest.consensus_distance is None
     assert torch.equal(checkpoint.start(1, 2).weights, state(1, 2, Ticket(1, 4, 12)).weights)
-    assert checkpoint.start(1, 2).standing == Standing(Ticket(1, 4, 12))
+    assert checkpoint.start(1, 2).position == Position(Ticket(1, 4, 12))
 
 
 def test_what_an_earlier_version_cannot_read_has_a_newer_format(tmp_path: Path) -> None:
     """Such a version says then that a newer Starling is needed, rather than complain of a key."""
     manifest = manifest_of(save_all(tmp_path, 1, Ticket(1, 0, 8)))
     assert manifest["format"] == 5
-    assert {"consensus_distance", "team_size", "unfinished", "epochs_ended", "is_finite", "digest"} <= manifest.keys()
+    assert {
+        "consensus_distance",
+        "sync_group_size",
+        "outstanding",
+        "epochs_ended",
+        "is_finite",
+        "digest",
+    } <= manifest.keys()
 
 
 def test_a_checkpoint_that_is_there_is_left_alone(tmp_path: Path) -> None:

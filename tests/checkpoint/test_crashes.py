@@ -30,7 +30,7 @@ def check_whole(experiment: Path) -> str:
     for folder in checkpoints_in(experiment / "checkpoints"):
         checkpoint = load(folder)
         for rank in range(2):
-            expected, found = state(rank, 2, checkpoint.manifest.position.ticket), checkpoint.learner(rank)
+            expected, found = state(rank, 2, checkpoint.manifest.next_ticket.ticket), checkpoint.learner(rank)
             assert torch.equal(found.weights, expected.weights)
             momentum = [each.optimizer["state"][0]["momentum_buffer"] for each in (found, expected)]
             assert torch.equal(*momentum)
@@ -224,7 +224,7 @@ def fill_a_disk(disk: str) -> None:
             free = shutil.disk_usage(disk).free
             (experiment / "filling").write_bytes(bytes(free - 2 * size - size // 2 - 12 * 1024))
         large = state(0, 1, NEW, None)
-        large = type(large)(0, 1, large.standing, 0.0, torch.ones(weights), {}, {"more": torch.ones(weights)})
+        large = type(large)(0, 1, large.position, 0.0, torch.ones(weights), {}, {"more": torch.ones(weights)})
         unknown = shutil.disk_usage(disk)._replace(total=0)  # so that nobody sees it coming
         shutil.disk_usage, real = (lambda path, unknown=unknown: unknown), shutil.disk_usage
         try:

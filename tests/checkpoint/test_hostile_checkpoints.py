@@ -201,8 +201,8 @@ def test_headers_of_safetensors_are_not_believed(whole: Path, content: bytes) ->
         '{"shards": 3}',
         '{"shards": [3]}',
         '{"shards": [{"start": "x"}]}',
-        '{"position": {"epoch": -1}}',
-        '{"unfinished": [3]}',
+        '{"next_ticket": {"epoch": -1}}',
+        '{"outstanding": [3]}',
         '{"minutes": "soon"}',
     ],
 )

@@ -10,7 +10,7 @@ from starling.checkpoint.manifest import checkpoint_name
 from starling.checkpoint.reader import checkpoints_in, latest, load
 from starling.checkpoint.retention import is_finite
 from starling.errors import CheckpointError
-from starling.workload import Standing, Ticket
+from starling.workload import Position, Ticket
 from tests.checkpoint.test_checkpoints import manifest_of, save_all, state, writer
 
 NAN = [float("nan"), 1.0, 2.0]
@@ -104,8 +104,8 @@ def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
 
 def test_names_stay_as_they_were() -> None:
     """Eight digits at least, and what is unfinished."""
-    assert checkpoint_name(Standing(Ticket(0, 8, 8))) == "step-00000008"
-    assert checkpoint_name(Standing(Ticket(0, 9, 9), (Ticket(0, 3, 3),))) == "step-00000008+1"
+    assert checkpoint_name(Position(Ticket(0, 8, 8))) == "step-00000008"
+    assert checkpoint_name(Position(Ticket(0, 9, 9), (Ticket(0, 3, 3),))) == "step-00000008+1"
 
 
 def test_a_folder_of_another_name_is_neither_removed_nor_the_newest(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_folder_of_another_name_is_neither_removed_nor_the_newest(tmp_path: Pa
     for step in (16, 24):
         save(tmp_path, step)
     assert names(tmp_path) == ["step-00000024"]
-    assert load(folder.with_name("best")).manifest.standing.num_done == 8
+    assert load(folder.with_name("best")).manifest.position.num_done == 8
 
 
 def test_a_damaged_checkpoint_names_the_older_one_that_is_whole(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class Choice:
     @property
     def is_synchronous(self) -> bool:
         """Whether all learners take their steps together, so that a run is the same however fast they are."""
-        return self.strategy.team_size(self.options(6), 6) == 6
+        return self.strategy.sync_group_size(self.options(6), 6) == 6
 
 
 def _dpsgd(pattern: str) -> Choice:

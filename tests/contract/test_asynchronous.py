@@ -187,7 +187,7 @@ class Ends:
 
     def on_epoch(self, report: EpochReport, state: object) -> None:
         self.epochs.append(report)
-        self.positions.setdefault(report.rank, []).append(state.standing.position)  # type: ignore[attr-defined]
+        self.positions.setdefault(report.rank, []).append(state.position.next_ticket)  # type: ignore[attr-defined]
 
 
 def watched(

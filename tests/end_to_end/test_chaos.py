@@ -116,7 +116,7 @@ class Run:
         self._let_begin()
         while True:
             if not self.wait(2.0 + self.random.expovariate(1 / 8.0)):
-                assert not self._hangs(), f"{self.name} hangs: {self._log()}"
+                assert not self._stalls(), f"{self.name} hangs: {self._log()}"
                 try:
                     self.disturb()
                 except psutil.NoSuchProcess:
@@ -135,7 +135,7 @@ class Run:
         if self.random.random() < 0.25:
             return
         while not (self._are_met() or self.wait(0.5)):
-            assert not self._hangs(), f"{self.name} hangs: {self._log()}"
+            assert not self._stalls(), f"{self.name} hangs: {self._log()}"
 
     def _are_met(self) -> bool:
         try:
@@ -147,7 +147,7 @@ class Run:
             state.startswith(("starting", "silent")) for state in states
         )
 
-    def _hangs(self) -> bool:
+    def _stalls(self) -> bool:
         """Whether nothing has come of the run for too long."""
         newest = self.begun
         for path in checkpoints_in(self.experiment / "checkpoints"):

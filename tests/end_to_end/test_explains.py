@@ -73,7 +73,7 @@ def test_a_lost_learner_is_in_the_summary_and_the_run_can_be_resumed_with_it(tre
     summary = (experiment / "log" / "summary.txt").read_text()
     computed = {int(name): int(number) for name, number in re.findall(r"│ +(\d) │ +(\d+) │ +[\d.]+ % │", summary)}
     sights = Counter(
-        sight.learner for sight in read_seen(experiment / "seen", load(latest(experiment)).manifest.standing)
+        sight.learner for sight in read_seen(experiment / "seen", load(latest(experiment)).manifest.position)
     )
     assert computed[1] == 4
     assert {name: computed[name] - sights[name] in (0, 1) for name in computed} == {0: True, 1: True}, summary

@@ -78,7 +78,7 @@ def audited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Counter
     monkeypatch.chdir(folder)  # the recipe's paths are relative to where it was used
     said: list[str] = []
     audit(Path("exp/songs"), said.append, Console(file=io.StringIO()))
-    end = read_manifest(latest(Path("exp/songs"))).standing
+    end = read_manifest(latest(Path("exp/songs"))).position
     return said[-1], Counter(sight.learner for sight in read_seen(Path("exp/songs/seen"), end))
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_learners_joined_can_be_gone_on_with(
     )  # fmt: skip
     run.until_joined(7)
     run.end()
-    position = read_manifest(latest(tmp_path / "exp" / "songs")).position
+    position = read_manifest(latest(tmp_path / "exp" / "songs")).next_ticket
     resumed = starling(
         tmp_path, "train", "exp/songs/config.yaml", "resume=exp/songs", "learners=4", "strategy=adpsgd", "faults=[]",
         f"budget.epochs={position.epoch + 2}",

@@ -73,7 +73,7 @@ def test_a_run_that_lost_a_learner_and_goes_on_with_fewer_sees_everything_once(
     ]  # fmt: skip
     code, message = lose_one_of_three(command, tmp_path)
     assert code == 3, message
-    position = load(latest(tmp_path / "exp" / "songs")).manifest.position
+    position = load(latest(tmp_path / "exp" / "songs")).manifest.next_ticket
     resumed = starling(
         tmp_path, "train", "exp/songs/config.yaml", "resume=exp/songs", "learners=2", "strategy=delay-by-one",
         f"budget.epochs={position.epoch + 2}",
@@ -115,17 +115,17 @@ def test_mini_batches_loaded_ahead_when_the_time_is_up_are_given_out_again(
             f"budget.minutes={minutes}",
         )  # fmt: skip
         assert first.returncode == 0, first.stderr
-        standing = load(latest(tmp_path / "exp" / "songs")).manifest.standing
-        if standing.unfinished:
+        position = load(latest(tmp_path / "exp" / "songs")).manifest.position
+        if position.outstanding:
             break
-    assert standing.unfinished
-    assert f"but for {len(standing.unfinished)} that a resume computes first" in audited(tmp_path, monkeypatch)
+    assert position.outstanding
+    assert f"but for {len(position.outstanding)} that a resume computes first" in audited(tmp_path, monkeypatch)
     second = starling(
         tmp_path, "train", "exp/songs/config.yaml", "resume=exp/songs", "learners=1",
-        f"budget.epochs={standing.position.epoch + 1}", "budget.minutes=null",
+        f"budget.epochs={position.next_ticket.epoch + 1}", "budget.minutes=null",
     )  # fmt: skip
     assert second.returncode == 0, second.stderr
-    whole = standing.position.epoch + 1
+    whole = position.next_ticket.epoch + 1
     assert re.search(
         rf"{whole} of {whole} whole epochs saw each of \d+ utterances exactly once", audited(tmp_path, monkeypatch)
     )

@@ -62,8 +62,8 @@ def test_a_run_stopped_by_a_signal_and_resumed_ends_in_the_bits_of_one_that_was_
     saved = re.search(rf"error: stopped by {number.name}, saved (\S+)\n", message)
     assert saved is not None, message
     assert (tmp_path / saved[1]) == latest(tmp_path / "exp" / "stopped")
-    before = load(tmp_path / saved[1]).manifest.standing
-    assert before.position.epoch < EPOCHS
+    before = load(tmp_path / saved[1]).manifest.position
+    assert before.next_ticket.epoch < EPOCHS
     resumed(message, tmp_path)
     straight = starling(tmp_path, "train", recipe, *choice, "name=straight")
     assert straight.returncode == 0, straight.stderr
@@ -97,10 +97,10 @@ def test_a_run_stopped_by_a_signal_and_resumed_sees_everything_once(
     saved = re.search(r"error: stopped by SIGTERM, saved (\S+)\n", message)
     assert saved is not None, message
     assert "Traceback" not in message
-    standing = load(tmp_path / saved[1]).manifest.standing
-    assert not standing.unfinished
+    position = load(tmp_path / saved[1]).manifest.position
+    assert not position.outstanding
     assert tmp_path / saved[1] == latest(tmp_path / "exp" / "songs")
-    epochs = standing.position.epoch + 2
+    epochs = position.next_ticket.epoch + 2
     resumed(message, tmp_path, f"budget.epochs={epochs}")
     assert f"{epochs} of {epochs} whole epochs saw each of" in audited(tmp_path, monkeypatch)
 
@@ -131,7 +131,9 @@ def test_learners_of_torchrun_save_and_end_when_it_is_asked_to_stop(
     assert message.count(f"error: stopped by {number.name}, saved ") == 2, message
     assert "%WER" not in message
     assert not any(learner.is_running() for learner in learners)
-    resumed(message, tmp_path, f"budget.epochs={load(latest(tmp_path / 'exp' / 'songs')).manifest.position.epoch + 1}")
+    resumed(
+        message, tmp_path, f"budget.epochs={load(latest(tmp_path / 'exp' / 'songs')).manifest.next_ticket.epoch + 1}"
+    )
 
 
 def test_a_simulation_that_is_stopped_leaves_nothing_half_written(tree: Tree, tmp_path: Path) -> None:

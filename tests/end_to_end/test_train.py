@@ -73,7 +73,7 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
     assert {path.name for path in (experiment / "tensorboard").iterdir()} == {
         "consensus", "learner-0", "learner-1", "valid",
     }  # fmt: skip
-    assert load(latest(experiment)).manifest.position.epoch == 25
+    assert load(latest(experiment)).manifest.next_ticket.epoch == 25
     assert starling(tmp_path, "evaluate", "exp/songs", "--best").stdout.splitlines()[0] == "test"
 
     again = starling(tmp_path, "evaluate", "exp/songs", "--set", "test")
@@ -155,7 +155,7 @@ def test_faults_on_purpose_happen_and_are_borne(tree: Tree, tmp_path: Path) -> N
     assert re.search(r"songs ended without learner 2: learner 2 was killed by SIGKILL while", run.stderr)
     logs = "".join(path.read_text() for path in (tmp_path / "exp" / "songs" / "log").glob("learner-[01].log"))
     assert logs.count("1 gradients not finite and left out") == 1
-    assert load(latest(tmp_path / "exp" / "songs")).manifest.standing.num_done >= 60
+    assert load(latest(tmp_path / "exp" / "songs")).manifest.position.num_done >= 60
 
 
 def test_faults_of_learners_that_are_not_there_are_refused(tree: Tree, tmp_path: Path) -> None:
@@ -198,10 +198,10 @@ def test_a_run_that_lost_a_learner_says_who_and_can_be_resumed(tree: Tree, tmp_p
     hint = re.search(r"resume with: starling train (\S+) (resume=\S+)", message)
     assert hint is not None
     assert not any(victim.is_running() for victim in victims)
-    before = load(latest(tmp_path / "exp" / "songs")).manifest.position.epoch
+    before = load(latest(tmp_path / "exp" / "songs")).manifest.next_ticket.epoch
     resumed = starling(tmp_path, "train", *hint.groups(), f"budget.epochs={before + 1}")
     assert resumed.returncode == 0, resumed.stderr
-    assert load(latest(tmp_path / "exp" / "songs")).manifest.position.epoch == before + 1
+    assert load(latest(tmp_path / "exp" / "songs")).manifest.next_ticket.epoch == before + 1
 
 
 @pytest.mark.soak

@@ -13,9 +13,9 @@ from torch.distributed import DistStoreError, HashStore
 
 from starling.budget import Budget
 from starling.engines.processes import checkpoint_barrier as agreed_marks
-from starling.engines.processes.checkpoint_barrier import AgreedMarks, Wishes
-from starling.training.tickets import Mark, Marks, TeamTickets
-from starling.workload import Standing
+from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, Wishes
+from starling.training.tickets import Mark, Marks, SyncGroupTickets
+from starling.workload import Position
 from tests.contract.problems import TinyRegression
 
 PATIENCE = 30.0
@@ -45,7 +45,8 @@ class Group:
         self.wishes = [Wishes(minutes) for _ in range(world)]
         self.known: list[list[tuple[int, int]]] = [[] for _ in range(world)]
         self.parts = [
-            AgreedMarks(store, rank, world, self.wishes[rank], self._note(rank), PATIENCE) for rank in range(world)
+            CheckpointBarrier(store, rank, world, self.wishes[rank], self._note(rank), PATIENCE)
+            for rank in range(world)
         ]
 
     def _note(self, rank: int) -> Any:
@@ -184,7 +185,7 @@ def test_who_waits_for_a_mark_in_vain_says_so() -> None:
     """A learner whose thread never answers is not waited for longer than the time-out."""
     store, wishes = HashStore(), Wishes()
     wishes.stop(15)
-    part = AgreedMarks(store, 0, 2, wishes, lambda mark, number: None, 0.2)
+    part = CheckpointBarrier(store, 0, 2, wishes, lambda mark, number: None, 0.2)
     part.start()
     deadline = time.monotonic() + PATIENCE
     with pytest.raises(DistStoreError, match="no mark was agreed on"):
@@ -196,7 +197,7 @@ def test_who_waits_for_a_mark_in_vain_says_so() -> None:
 
 def test_without_wishes_nothing_is_asked() -> None:
     """No thread, and nothing to wait for."""
-    part = AgreedMarks(HashStore(), 0, 2, None, lambda mark, number: None)
+    part = CheckpointBarrier(HashStore(), 0, 2, None, lambda mark, number: None)
     part.start()
     assert not part.is_alive()
     part.reach(5, stop_waiting)
@@ -204,8 +205,8 @@ def test_without_wishes_nothing_is_asked() -> None:
     part.close()
 
 
-def tickets(num_steps: int = 100, team_size: int = 2) -> TeamTickets:
-    return TeamTickets(TinyRegression(batches=12), Standing(), Budget(steps=num_steps), team_size)
+def tickets(num_steps: int = 100, sync_group_size: int = 2) -> SyncGroupTickets:
+    return SyncGroupTickets(TinyRegression(batches=12), Position(), Budget(steps=num_steps), sync_group_size)
 
 
 def test_a_mark_that_was_agreed_on_is_one_like_any_other() -> None:

@@ -56,7 +56,7 @@ def test_a_step_that_is_left_out_changes_nothing() -> None:
     (one,) = run("allreduce", world=1, steps=1)[0].states
     (two,) = run("allreduce", NotFinite(nan=0, at_step=2), world=1, steps=2)[0].states
     assert torch.equal(one.weights, two.weights)
-    assert two.standing.num_done == 2
+    assert two.position.num_done == 2
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "allreduce", "parameter-server"])

@@ -20,8 +20,8 @@ from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.training.stragglers import Stragglers
-from starling.training.tickets import DoneTickets, Marks, TeamTickets
-from starling.workload import Standing, Ticket, Workload
+from starling.training.tickets import DoneTickets, Marks, SyncGroupTickets
+from starling.workload import Position, Ticket, Workload
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression
 
@@ -68,30 +68,30 @@ def test_what_is_done_and_what_is_unfinished_are_all_tickets_before_the_position
 ) -> None:
     """Whatever teams take turns, however many portions each is given, and whichever of them it leaves undone."""
     workload = Uneven(lengths)
-    standing, done = Standing(), Counter[Ticket]()
-    for team_size, num_portions, random in runs:
-        tickets = TeamTickets(workload, standing, UNLIMITED, team_size)
+    position, done = Position(), Counter[Ticket]()
+    for sync_group_size, num_portions, random in runs:
+        tickets = SyncGroupTickets(workload, position, UNLIMITED, sync_group_size)
         undone = {number for number in range(num_portions) if random.random() < 0.3}  # type: ignore[attr-defined]
         for number in range(num_portions):
-            portion = [tickets.ticket(number, member) for member in range(team_size)]
+            portion = [tickets.ticket(number, member) for member in range(sync_group_size)]
             assert all(tickets.number_of(ticket) == number for ticket in portion)
             if number not in undone:
                 done.update(portion)
-        standing = tickets.standing(num_portions, undone)
-        everything = workload.tickets_before(standing.position)
-        assert set(done) | set(standing.unfinished) == everything
-        assert len(done) + len(standing.unfinished) == len(everything)
+        position = tickets.position(num_portions, undone)
+        everything = workload.tickets_before(position.next_ticket)
+        assert set(done) | set(position.outstanding) == everything
+        assert len(done) + len(position.outstanding) == len(everything)
         assert set(done.values()) <= {1}
-        assert standing.num_done == len(done)
+        assert position.num_done == len(done)
 
 
 @given(lengths, st.integers(1, 7), st.one_of(st.none(), st.integers(1, 20)), st.integers(1, 40), st.data())
 def test_marks_are_the_same_for_everybody(
-    lengths: list[int], team_size: int, every: int | None, num_portions: int, data: st.DataObject
+    lengths: list[int], sync_group_size: int, every: int | None, num_portions: int, data: st.DataObject
 ) -> None:
     """A learner that claims few portions passes the same marks as one that claims them all; each epoch ends once, and
     a portion before its end is the last that begins in it."""
-    tickets = TeamTickets(Uneven(lengths), Standing(), UNLIMITED, team_size)
+    tickets = SyncGroupTickets(Uneven(lengths), Position(), UNLIMITED, sync_group_size)
     claimed = [*sorted(data.draw(st.sets(st.integers(0, num_portions - 1)))), num_portions]
     diligent, lazy = Marks(tickets, every), Marks(tickets, every)
     marks = [mark for number in range(num_portions + 1) for mark in diligent.until(number)]
@@ -103,45 +103,45 @@ def test_marks_are_the_same_for_everybody(
             tickets.ticket(mark.number - 1).epoch <= epoch < tickets.ticket(mark.number).epoch for epoch in mark.ended
         )
     if every is not None:
-        steps = [mark.number * team_size for mark in marks]
+        steps = [mark.number * sync_group_size for mark in marks]
         assert all(
-            any(k * every <= step < k * every + team_size for step in steps)
-            for k in range(1, num_portions * team_size // every + 1)
+            any(k * every <= step < k * every + sync_group_size for step in steps)
+            for k in range(1, num_portions * sync_group_size // every + 1)
         )
 
 
 @settings(deadline=None)
 @given(st.permutations(range(30)), st.integers(0, 40), st.lists(st.integers(0, 9), unique=True))
 def test_done_tickets_are_a_set_that_keeps_only_what_is_not_contiguous(
-    order: list[int], first: int, unfinished: list[int]
+    order: list[int], first: int, outstanding: list[int]
 ) -> None:
     """In whatever order they are done, 10,000 of them in a row, and some from before the position."""
-    start = Standing(Ticket(0, first + 10, first + 10), tuple(Ticket(0, step, step) for step in sorted(unfinished)))
+    start = Position(Ticket(0, first + 10, first + 10), tuple(Ticket(0, step, step) for step in sorted(outstanding)))
     done, expected = DoneTickets(start), set[int]()
-    for step in [*unfinished, *(first + 10 + each for each in order)]:
+    for step in [*outstanding, *(first + 10 + each for each in order)]:
         done.add(step)
         expected.add(step)
         assert set(done) == expected and len(done) == len(expected) and step in done
         assert all((step in done) == (step in expected) for step in range(100))
     for step in range(first + 40, first + 10_040):
         done.add(step)
-    assert done.num_kept == len(unfinished) and len(done) == len(unfinished) + 10_030
+    assert done.num_kept == len(outstanding) and len(done) == len(outstanding) + 10_030
 
 
 def test_passing_marks_costs_about_the_same_however_many_portions_others_have_claimed_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A learner among thousands has one in thousands of the portions. The agreed marks behind it are forgotten."""
-    tickets, num_looks = TeamTickets(Uneven([1 << 30]), Standing(), UNLIMITED, 1), 0
+    tickets, num_looks = SyncGroupTickets(Uneven([1 << 30]), Position(), UNLIMITED, 1), 0
     marks = Marks(tickets, every=400_000)
-    look = TeamTickets.ticket
+    look = SyncGroupTickets.ticket
 
-    def counted(self: TeamTickets, number: int, member: int = 0) -> Ticket:
+    def counted(self: SyncGroupTickets, number: int, member: int = 0) -> Ticket:
         nonlocal num_looks
         num_looks += 1
         return look(self, number, member)
 
-    monkeypatch.setattr(TeamTickets, "ticket", counted)
+    monkeypatch.setattr(SyncGroupTickets, "ticket", counted)
     for number in range(0, 1_000_000, 10_000):
         marks.add(number + 5)
     found = [mark.number for mark in marks.until(1_000_000)]
@@ -155,16 +155,16 @@ class Ledger(Silence):
     """Remembers who computed what, and what every learner kept at each mark."""
 
     seen: list[tuple[int, Ticket]] = field(default_factory=list)
-    kept: dict[Standing, dict[int, LearnerState]] = field(default_factory=dict)
+    kept: dict[Position, dict[int, LearnerState]] = field(default_factory=dict)
 
     def on_step(self, report: StepReport) -> None:
         self.seen.append((report.rank, report.ticket))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self.kept.setdefault(state.standing, {})[state.rank] = state
+        self.kept.setdefault(state.position, {})[state.rank] = state
 
     def on_mark(self, state: LearnerState) -> None:
-        self.kept.setdefault(state.standing, {})[state.rank] = state
+        self.kept.setdefault(state.position, {})[state.rank] = state
 
 
 @dataclass(frozen=True)
@@ -214,34 +214,36 @@ def test_every_mini_batch_counts_exactly_once(lengths: list[int], runs: list[Run
     from any mark, and another number of learners each time."""
     workload = Uneven(lengths)
     cluster = Cluster(compute=ComputeModel(seconds=1.0), link=LinkModel(latency=1e-3, bandwidth=1e9))
-    standing, states, minutes = Standing(), None, 0.0
+    position, states, minutes = Position(), None, 0.0
     counted: list[Ticket] = []
     for run in runs:
         ledger = Ledger()
         start = states and [
-            LearnerState(rank, run.learners, standing, minutes, state.weights, state.buffers, state.optimizer)
+            LearnerState(rank, run.learners, position, minutes, state.weights, state.buffers, state.optimizer)
             for rank in range(run.learners)
             for state in [states[rank % len(states)]]
         ]
         outcome = VirtualEngine(
-            run.job(workload, standing.num_done, minutes), run.learners, cluster, ledger, start or None
+            run.job(workload, position.num_done, minutes), run.learners, cluster, ledger, start or None
         ).run()
-        end = outcome.states[0].standing
-        assert {state.standing for state in outcome.states} == {end}
+        end = outcome.states[0].position
+        assert {state.position for state in outcome.states} == {end}
         whole = [kept for kept, by in sorted(ledger.kept.items(), key=_age) if len(by) == run.learners]
         if run.dies and len(whole) > 1:
             end = whole[-2]
             states = list(ledger.kept[end].values())
         else:
             states = outcome.states
-        lost = set(workload.tickets_before(outcome.states[0].standing.position)) - workload.tickets_before(end.position)
-        lost |= set(end.unfinished)
+        lost = set(workload.tickets_before(outcome.states[0].position.next_ticket)) - workload.tickets_before(
+            end.next_ticket
+        )
+        lost |= set(end.outstanding)
         counted += [ticket for _, ticket in ledger.seen if ticket not in lost]
-        standing, minutes = end, max(state.minutes for state in states)
-        assert Counter(counted) == Counter(workload.tickets_before(standing.position) - set(standing.unfinished))
+        position, minutes = end, max(state.minutes for state in states)
+        assert Counter(counted) == Counter(workload.tickets_before(position.next_ticket) - set(position.outstanding))
 
 
-def _age(kept: tuple[Standing, object]) -> int:
+def _age(kept: tuple[Position, object]) -> int:
     return kept[0].num_done
 
 
@@ -277,10 +279,10 @@ def test_a_run_that_goes_on_from_a_mark_inside_an_epoch_ends_in_the_same_bits(st
 
     whole = Copies()
     expected = run(None, whole)
-    inside = [standing for standing in whole.kept if standing.position.index > 0 and standing.num_done < 27]
+    inside = [position for position in whole.kept if position.next_ticket.index > 0 and position.num_done < 27]
     assert len(inside) >= 3
-    for standing in inside:
-        states = [whole.kept[standing][rank] for rank in range(learners)]
+    for position in inside:
+        states = [whole.kept[position][rank] for rank in range(learners)]
         for found, weights in zip(run(states, Ledger()), expected, strict=True):
             assert torch.equal(found, weights)
 

@@ -22,10 +22,10 @@ from starling.engines.processes.transfer import share_state
 from starling.errors import PeerLost
 from starling.strategies import find_strategy
 from starling.training.job import Job
-from starling.training.membership import Membership, View, ViewChanged
+from starling.training.membership import Membership, MembershipChanged, MembershipFeed
 from starling.training.succession import Past, Plan
-from starling.training.tickets import TicketSequence, standing_after
-from starling.workload import Standing, Ticket
+from starling.training.tickets import TicketSequence, position_after
+from starling.workload import Position, Ticket
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
 
@@ -36,14 +36,14 @@ WORKLOAD = TinyRegression(batches=5)
 def test_what_is_not_done_is_given_out_again(position: int, undone: set[int], done: set[int]) -> None:
     """By a naive count: all that is done is done once, and a run from there does the rest of the stream."""
     sequence = TicketSequence(WORKLOAD, Ticket(0, 0, 0))
-    start = Standing(sequence[position], tuple(sequence[step] for step in sorted(undone) if step < position))
+    start = Position(sequence[position], tuple(sequence[step] for step in sorted(undone) if step < position))
     done = {step for step in done if step >= position or step in undone}
-    after = standing_after(start, WORKLOAD, done)
+    after = position_after(start, WORKLOAD, done)
     before = {step for step in range(position) if step not in undone}
-    reached = set(range(after.position.step)) - {ticket.step for ticket in after.unfinished}
+    reached = set(range(after.next_ticket.step)) - {ticket.step for ticket in after.outstanding}
     assert reached == before | done
-    assert after.position == sequence[after.position.step]
-    assert list(after.unfinished) == [sequence[ticket.step] for ticket in after.unfinished]
+    assert after.next_ticket == sequence[after.next_ticket.step]
+    assert list(after.outstanding) == [sequence[ticket.step] for ticket in after.outstanding]
 
 
 def job(strategy: str) -> Job:
@@ -55,13 +55,13 @@ def agreed(strategy: str, pasts: list[Past], noted: dict[int, list[int]], world:
     """What the members of view 1 agree on when those of view 0 had noted some tickets as done."""
     root = HashStore()
     before = PrefixStore("view/0", root)
-    regroup.begin(before, 0, Plan(world, Standing(), 1.0))
+    regroup.begin(before, 0, Plan(world, Position(), 1.0))
     sequence = TicketSequence(WORKLOAD, Ticket(0, 0, 0))
     for rank, steps in noted.items():
         notes = regroup.DoneNotes(before, rank, world)
         for step in steps:
             notes.add(sequence[step])
-    view = View(1, tuple(range(len(pasts))))
+    view = Membership(1, tuple(range(len(pasts))))
     plans: list[Plan | None] = [None] * len(pasts)
     makers: list[Plan] = []
 
@@ -85,9 +85,9 @@ def test_notes_of_done_tickets_do_not_grow_with_their_number_and_are_read_as_the
 ) -> None:
     """By learners of any speeds, also those that begin with what an earlier run left unfinished."""
     store, world = HashStore(), len(speeds)
-    start = Standing(Ticket(0, 50, 50), tuple(Ticket(0, step, step) for step in range(7, 7 + num_unfinished)))
+    start = Position(Ticket(0, 50, 50), tuple(Ticket(0, step, step) for step in range(7, 7 + num_unfinished)))
     notes = [regroup.DoneNotes(store, rank, world) for rank in range(world)]
-    given = [*(ticket.step for ticket in start.unfinished), *range(50, 50 + random.randint(0, 4000))]
+    given = [*(ticket.step for ticket in start.outstanding), *range(50, 50 + random.randint(0, 4000))]
     done, under_way, most = set[int](), dict[int, int](), 0
     for step in given:  # whoever is free does what it has, and takes the next
         (rank,) = random.choices(range(world), speeds)
@@ -103,14 +103,14 @@ def test_notes_of_done_tickets_do_not_grow_with_their_number_and_are_read_as_the
 def test_what_a_lost_learner_had_done_counts() -> None:
     """Each of asynchronous learners keeps its own weights; the notes of all three are read."""
     (plan, _) = agreed("adpsgd", [Past(0, 2, 3.0), Past(0, 1, 2.0)], {0: [0, 3], 1: [2], 2: [1, 6]})
-    assert plan.standing == Standing(Ticket(1, 2, 7), (Ticket(0, 4, 4), Ticket(1, 0, 5)))
+    assert plan.position == Position(Ticket(1, 2, 7), (Ticket(0, 4, 4), Ticket(1, 0, 5)))
     assert (plan.source, plan.takers, plan.minutes, plan.world) == (None, (), 3.0, 2)
 
 
 def test_where_there_is_one_model_the_newest_of_those_left_counts() -> None:
     """Who had come a step less far takes its state; a step that only the lost one had made is made again."""
     (plan, _) = agreed("allreduce", [Past(0, 1), Past(0, 2)], {0: [0], 1: [1, 4], 2: [2, 5, 8]})
-    assert plan.standing == Standing(Ticket(1, 1, 6))
+    assert plan.position == Position(Ticket(1, 1, 6))
     assert (plan.source, plan.takers) == (1, (0,))
 
 
@@ -123,21 +123,21 @@ def test_who_is_new_takes_the_state_of_a_neighbour() -> None:
 def test_nobody_goes_on_from_nothing() -> None:
     """Were all that had begun lost, it would be a new run."""
     with pytest.raises(PeerLost, match="before anybody had begun"):
-        regroup.agree(HashStore(), View(1, (4,)), 0, Past(), job("adpsgd"), 5.0, lambda: None, lambda plan: None)
+        regroup.agree(HashStore(), Membership(1, (4,)), 0, Past(), job("adpsgd"), 5.0, lambda: None, lambda plan: None)
 
 
 def test_a_plan_is_written_and_read() -> None:
     """The same comes back."""
-    plan = Plan(3, Standing(Ticket(1, 2, 7), (Ticket(0, 4, 4),)), 1.5, 1, (0, 2))
+    plan = Plan(3, Position(Ticket(1, 2, 7), (Ticket(0, 4, 4),)), 1.5, 1, (0, 2))
     assert Plan.decode(plan.encode()) == plan
 
 
 def test_a_membership_tells_of_newer_views_only_and_at_once() -> None:
     """Whoever listens late hears of the view that has come meanwhile."""
-    first, second, third = (View(number, (0, 1)) for number in range(3))
-    membership = Membership(0, first, is_watched=True)
+    first, second, third = (Membership(number, (0, 1)) for number in range(3))
+    membership = MembershipFeed(0, first, is_watched=True)
     assert membership.beyond(first, within=0.0) is None
-    heard: list[View] = []
+    heard: list[Membership] = []
     with membership.telling(first, heard.append):
         membership.announce(second)
         membership.announce(second)
@@ -146,7 +146,7 @@ def test_a_membership_tells_of_newer_views_only_and_at_once() -> None:
         pass
     assert heard == [second, third]
     assert membership.beyond(first, within=0.0) == third
-    assert Membership(0, first).beyond(first, within=100.0) is None  # nobody watches: nobody is waited for
+    assert MembershipFeed(0, first).beyond(first, within=100.0) is None  # nobody watches: nobody is waited for
 
 
 def test_connections_made_in_between_are_cut_and_no_others() -> None:
@@ -195,7 +195,7 @@ def test_a_state_that_is_shared_arrives_whole(make: Callable[..., torch.optim.Op
         optimizer.step()
     weights = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
     buffers = dict(model.named_buffers())
-    state = LearnerState(0, 1, Standing(), 2.0, weights, buffers, optimizer.state_dict())
+    state = LearnerState(0, 1, Position(), 2.0, weights, buffers, optimizer.state_dict())
     received = share_state(state, 0)
     assert torch.equal(received.weights, weights)
     assert all(torch.equal(received.buffers[name], buffer) for name, buffer in buffers.items())
@@ -208,6 +208,6 @@ def test_a_state_that_is_shared_arrives_whole(make: Callable[..., torch.optim.Op
 
 def test_a_change_carries_its_view() -> None:
     """And says why."""
-    view = View(3, (0, 2), "learner 1 was killed")
-    assert ViewChanged(view).view is view
-    assert str(ViewChanged(view)) == "learner 1 was killed"
+    view = Membership(3, (0, 2), "learner 1 was killed")
+    assert MembershipChanged(view).view is view
+    assert str(MembershipChanged(view)) == "learner 1 was killed"

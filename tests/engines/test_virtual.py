@@ -11,7 +11,7 @@ import torch
 from starling.budget import Budget
 from starling.engines.virtual.cluster import Cluster, ComputeModel, ComputeTimes, LinkModel
 from starling.engines.virtual.engine import Outcome, VirtualEngine
-from starling.engines.virtual.membership import VirtualView
+from starling.engines.virtual.membership import VirtualMembership
 from starling.errors import CheckpointError, DataError, Deadlock, NonFiniteError, ProtocolError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
@@ -53,14 +53,14 @@ def test_what_a_run_remembers_of_its_tickets_does_not_grow_with_their_number(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only claims that others of a team have still to make, and tickets that are done while an earlier one is not."""
-    ends: list[VirtualView] = []
-    finish = VirtualView.finish
+    ends: list[VirtualMembership] = []
+    finish = VirtualMembership.finish
 
-    def noting(self: VirtualView) -> Any:
+    def noting(self: VirtualMembership) -> Any:
         ends.append(self)
         return finish(self)
 
-    monkeypatch.setattr(VirtualView, "finish", noting)
+    monkeypatch.setattr(VirtualMembership, "finish", noting)
     run(strategy, 4, Budget(steps=200, minutes=1000.0), UNEQUAL, stragglers=Stragglers(slow={1: 1.5}))
     (end,) = ends
     assert len(end.noted) >= 200
@@ -297,7 +297,7 @@ def test_minutes_are_simulated_minutes_and_agreed_upon() -> None:
     cluster = Cluster(compute=ComputeModel(distribution="uniform", seconds=1.0, spread=0.5))
     outcome = run("delay-by-one", 4, Budget(minutes=1.0), cluster, stragglers=Stragglers())
     assert 60.0 <= outcome.seconds < 63.0
-    assert len({state.standing for state in outcome.states}) == 1
+    assert len({state.position for state in outcome.states}) == 1
 
 
 @pytest.mark.parametrize("distribution", ["constant", "uniform", "log-normal"])

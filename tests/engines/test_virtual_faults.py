@@ -14,9 +14,9 @@ from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import PeerLost
 from starling.training.faults import Fault, Join, Kill, Pause, Split
 from starling.training.job import EpochReport, Job, Silence, StepReport
-from starling.training.membership import Unmoved, View
+from starling.training.membership import IgnoreMembership, Membership
 from starling.training.stragglers import Stragglers
-from starling.workload import Standing, Ticket
+from starling.workload import Position, Ticket
 from tests.contract.cases import CHOICES, sgd
 from tests.contract.problems import TinyRegression
 from tests.engines.hashing import printed_under_another_hash
@@ -29,10 +29,10 @@ SERVED = tuple(name for name in CHOICES if name.startswith("server"))
 
 
 @dataclass
-class Record(Silence, Unmoved):
+class Record(Silence, IgnoreMembership):
     """Who computed what since each beginning, as an experiment's folder keeps it."""
 
-    begun: list[Standing] = field(default_factory=lambda: [Standing()])
+    begun: list[Position] = field(default_factory=lambda: [Position()])
     seen: list[list[StepReport]] = field(default_factory=lambda: [[]])
     distances: list[float] = field(default_factory=list)
     members: list[tuple[int, ...]] = field(default_factory=list)
@@ -44,12 +44,12 @@ class Record(Silence, Unmoved):
         if report.consensus_distance is not None:
             self.distances.append(report.consensus_distance)
 
-    def begin(self, view: View, standing: Standing, is_first: bool) -> None:
-        self.begun.append(standing)
+    def begin(self, view: Membership, position: Position, is_first: bool) -> None:
+        self.begun.append(position)
         self.seen.append([])
         self.members.append(view.members)
 
-    def counted(self, end: Standing) -> Counter[Ticket]:
+    def counted(self, end: Position) -> Counter[Ticket]:
         """How often each mini-batch counts in the end: what a later beginning gave out again does not."""
         counts: Counter[Ticket] = Counter()
         for reports, until in zip(self.seen, [*self.begun[1:], end], strict=True):
@@ -57,8 +57,8 @@ class Record(Silence, Unmoved):
         return counts
 
 
-def _is_before(ticket: Ticket, standing: Standing) -> bool:
-    return ticket.step < standing.position.step and ticket.step not in {each.step for each in standing.unfinished}
+def _is_before(ticket: Ticket, position: Position) -> bool:
+    return ticket.step < position.next_ticket.step and ticket.step not in {each.step for each in position.outstanding}
 
 
 def run(
@@ -90,9 +90,9 @@ def run(
 def check(outcome: Outcome, record: Record, steps: int = STEPS) -> None:
     """All that are left agree that the whole budget was done, each mini-batch of it once, and their weights are
     numbers."""
-    (end,) = {state.standing for state in outcome.states}
+    (end,) = {state.position for state in outcome.states}
     assert steps <= end.num_done < steps + 2 * WORLD
-    assert all(ticket.step >= steps for ticket in end.unfinished)
+    assert all(ticket.step >= steps for ticket in end.outstanding)
     counted = record.counted(end)
     assert set(counted.values()) == {1}
     assert len(counted) == end.num_done
@@ -172,11 +172,11 @@ def test_survivors_in_step_end_in_the_bits_of_a_resume_with_fewer() -> None:
     """A killed learner's mini-batch is given to the others: the same as a run that was stopped there and gone on with
     by three."""
     lost, record = run("allreduce", Kill(kill=3, at_step=3), cluster=EQUAL)
-    assert record.begun[1] == Standing(Ticket(0, 8, 8))
+    assert record.begun[1] == Position(Ticket(0, 8, 8))
     first, _ = run("allreduce", cluster=EQUAL, steps=8)
     resumed, _ = run("allreduce", cluster=EQUAL, world=3, start=[replace(state, world=3) for state in first.states[:3]])
     assert all(torch.equal(one.weights, two.weights) for one, two in zip(lost.states, resumed.states, strict=True))
-    assert lost.states[0].standing == resumed.states[0].standing
+    assert lost.states[0].position == resumed.states[0].position
 
 
 def test_a_loss_costs_the_others_one_short_pause() -> None:

@@ -19,7 +19,7 @@ from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_membership, find_place, joins
 from starling.strategies import find_strategy
 from starling.training.job import Job
-from starling.training.membership import Membership, View
+from starling.training.membership import Membership, MembershipFeed
 from starling.workload import Ticket
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression
@@ -54,11 +54,11 @@ class Dying(Unhurried):
         return super().load(ticket)
 
 
-def await_word(membership: Membership, word: Path, link: Link) -> None:
+def await_word(membership: MembershipFeed, word: Path, link: Link) -> None:
     """Be ready only when there is a file."""
     first_view = membership.first_view
 
-    def late() -> View:
+    def late() -> Membership:
         link.send({"waits": True})
         while not word.exists():
             time.sleep(0.001)
@@ -100,7 +100,7 @@ def main(mode: str, hurry: Path, link: Link | None) -> None:
         membership=membership,
     )
     if link is not None:
-        link.send({"left": True} if state is None else {"num_done": state.standing.num_done})
+        link.send({"left": True} if state is None else {"num_done": state.position.num_done})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_membership, find_place
 from starling.strategies import find_strategy
 from starling.training.job import EpochReport, Job, StepReport
-from starling.training.membership import Membership
+from starling.training.membership import MembershipFeed
 from starling.workload import Ticket
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression
@@ -65,7 +65,7 @@ class Failing(TinyRegression):
         return list(super().load(ticket))
 
 
-def die_in_the_next_view(membership: Membership) -> None:
+def die_in_the_next_view(membership: MembershipFeed) -> None:
     """Be killed where this learner is connected to the others, and they are linked for the second view."""
     links = peers.Links
 
@@ -109,7 +109,7 @@ def main(mode: str, link: Link | None) -> None:
         membership=membership,
     )
     if link is not None and trouble in ("ends", "between"):
-        link.send({"left": True} if state is None else {"num_done": state.standing.num_done})
+        link.send({"left": True} if state is None else {"num_done": state.position.num_done})
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class Counter:
             self._link.send({"doing": f"step {report.ticket.step}", "step": report.ticket.step})
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        if self._dies_at_the_end and state.standing.num_done >= NUM_STEPS:
+        if self._dies_at_the_end and state.position.num_done >= NUM_STEPS:
             if self._link:
                 self._link.send({"dies": True})
             os.kill(os.getpid(), signal.SIGKILL)
@@ -98,7 +98,7 @@ def main(name: str, trouble: str, link: Link | None) -> None:
     )
     membership = find_membership(place, link)
     state = run_learner(job, place, torch.device("cpu"), "same", counter, timeout_seconds=30, membership=membership)
-    num_done = -1 if state is None else state.standing.num_done
+    num_done = -1 if state is None else state.position.num_done
     sys.stdout.write(json.dumps({"steps": counter.num_steps, "num_done": num_done}) + "\n")
     if link is not None:
         link.send({"num_done": num_done})

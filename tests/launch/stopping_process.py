@@ -135,13 +135,13 @@ def main(run: Run, link: Link | None) -> None:
             regrouping,
             wishes,
         )
-    standing = state.standing if state is not None else None
+    position = state.position if state is not None else None
     noted = {
         "seen": keeping.seen,
         "steps_at": keeping.steps_at,
         "marks_at": keeping.marks_at,
-        "num_done": standing.num_done if standing else None,
-        "unfinished": [ticket.step for ticket in standing.unfinished] if standing else None,
+        "num_done": position.num_done if position else None,
+        "outstanding": [ticket.step for ticket in position.outstanding] if position else None,
         "stopped_by": wishes.stopped_by,
     }
     (folder.path / f"noted-{place.rank}.json").write_text(json.dumps(noted), encoding="utf-8")

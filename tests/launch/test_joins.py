@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.launch.link import Message
-from starling.launch.newcomers import Changes
 from starling.launch.requests import Answer, Request, answered, ask, taking_requests, who_takes
 from starling.launch.watch import Loss
 from starling.strategies import find_strategy

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.processes.handshake import Greeting, greet
+from starling.engines.processes.handshake import Handshake, shake_hands
 from starling.errors import PeerLost, ProtocolError
 from starling.launch.launcher import Loss, launch
 from starling.launch.rendezvous import find_place
@@ -186,7 +186,7 @@ def test_a_taken_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             find_place(timeout_seconds=5.0)
 
 
-MINE = Greeting(
+MINE = Handshake(
     world=2,
     strategy="allreduce",
     num_parameters=29,
@@ -213,9 +213,9 @@ def test_whatever_differs_is_refused_by_both_with_both_values(field: str, theirs
     assert {field} < asdict(MINE).keys()
     store, errors = HashStore(), {}
 
-    def meet(rank: int, greeting: Greeting) -> None:
+    def meet(rank: int, greeting: Handshake) -> None:
         try:
-            greet(store, rank, greeting, 20.0)
+            shake_hands(store, rank, greeting, 20.0)
         except ProtocolError as error:
             errors[rank] = str(error)
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.processes.handshake import Greeting, greet
+from starling.engines.processes.handshake import Handshake, shake_hands
 from starling.engines.processes.run_token import VARIABLE, new_token, sign, verified
 from starling.errors import PeerLost, ProtocolError
 from starling.launch.launcher import launch
 from starling.launch.rendezvous import find_place
 
-MINE = Greeting(world=2, strategy="allreduce", num_parameters=3, dtype="torch.float32", configuration="same")
+MINE = Handshake(world=2, strategy="allreduce", num_parameters=3, dtype="torch.float32", configuration="same")
 
 
 def test_a_learner_with_another_token_is_refused_and_no_token_is_shown(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_stranger_is_refused_before_anything_it_says_is_read(message: bytes, m
     store = HashStore()
     store.set("greeting/1", message)
     with pytest.raises(ProtocolError, match="run token"):
-        greet(store, 0, MINE, timeout_seconds=5)
+        shake_hands(store, 0, MINE, timeout_seconds=5)
 
 
 def test_a_greeting_cannot_be_repeated_under_another_rank_or_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_token_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, token)
     store = HashStore()
     with pytest.raises(PeerLost):
-        greet(store, 0, MINE, timeout_seconds=0.1)
+        shake_hands(store, 0, MINE, timeout_seconds=0.1)
     said = store.get("greeting/0")
     assert b"allreduce" in said and token.encode() not in said
 

@@ -63,7 +63,7 @@ def assert_seen_once(runs: list[Run], world: int) -> None:
     assert set(seen.values()) == {1}
     for each in noted(runs[-1], world):
         assert each["num_done"] == len(seen)
-        assert sorted(seen) + each["unfinished"] == list(range(len(seen)))
+        assert sorted(seen) + each["outstanding"] == list(range(len(seen)))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_learners_in_step_that_stop_and_go_on_end_in_the_same_bits(
     stopped = run_for(tmp_path, "stopped", signals={world - 1: number}, **how)
     stop_by_themselves(stopped, world, 128 + number)
     done = noted(stopped, world)[0]["num_done"]
-    assert 100 <= done == load(newest(stopped)).manifest.standing.num_done
+    assert 100 <= done == load(newest(stopped)).manifest.position.num_done
     resumed = run_for(tmp_path, "resumed", resume=str(newest(stopped)), steps=done + 30 * world, **how)
     straight = run_for(tmp_path, "straight", steps=done + 30 * world, **how)
     for run in (resumed, straight):
@@ -134,10 +134,10 @@ def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path
     assert [len(each["marks_at"]) for each in noted(timed, 2)] == [len(saved) - 1] * 2
     assert len(saved) >= 4
     middle = saved[1]
-    standing = load(middle).manifest.standing
-    assert not standing.unfinished
-    assert 0 < standing.num_done < noted(timed, 2)[0]["num_done"]
-    short = run_for(tmp_path, "short", strategy="delay-by-one", steps=standing.num_done)
+    position = load(middle).manifest.position
+    assert not position.outstanding
+    assert 0 < position.num_done < noted(timed, 2)[0]["num_done"]
+    short = run_for(tmp_path, "short", strategy="delay-by-one", steps=position.num_done)
     run_learners(short.command(), 2, Path(short.folder))
     assert_same_states(middle, newest(short), 2)
 
@@ -187,7 +187,7 @@ def test_a_signal_to_the_launcher_lets_all_learners_save_and_end(
     assert stopped.value.exit_code == 128 + number
     assert stopped.value.has_saved
     assert_seen_once([run], 2)
-    assert load(newest(run)).manifest.standing.num_done == noted(run, 2)[0]["num_done"]
+    assert load(newest(run)).manifest.position.num_done == noted(run, 2)[0]["num_done"]
     assert not list(own_learners())
 
 
@@ -211,7 +211,7 @@ def test_a_signal_to_the_learners_stops_all_of_them_as_one_to_the_launcher_does(
         )
     assert when.is_done
     assert_seen_once([run], 2)
-    assert load(newest(run)).manifest.standing.num_done == noted(run, 2)[0]["num_done"]
+    assert load(newest(run)).manifest.position.num_done == noted(run, 2)[0]["num_done"]
     assert not list(own_learners())
 
 
@@ -231,10 +231,10 @@ def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(st
     assert when.is_done
     assert [loss.learner for loss in losses] == [2]
     ends = noted(run, 2)
-    standing = load(newest(run)).manifest.standing
-    assert {each["num_done"] for each in ends} == {standing.num_done}
+    position = load(newest(run)).manifest.position
+    assert {each["num_done"] for each in ends} == {position.num_done}
     assert load(newest(run)).manifest.world == 2
-    resumed = run_for(tmp_path, "resumed", strategy=strategy, resume=str(newest(run)), steps=standing.num_done + 20)
+    resumed = run_for(tmp_path, "resumed", strategy=strategy, resume=str(newest(run)), steps=position.num_done + 20)
     run_learners(resumed.command(), 2, Path(resumed.folder))
     assert not list(own_learners())
 

@@ -23,7 +23,7 @@ from starling.runs.experiment.folder import (
 )
 from starling.runs.recipe.recipe import Recipe, check_recipe, fingerprints, load_recipe
 from starling.runs.train import resumable
-from starling.workload import Standing, Ticket
+from starling.workload import Position, Ticket
 from tests.mounts import run_with
 
 Tree = dict[str, Any]
@@ -48,10 +48,10 @@ def save(recipe: Recipe, position: Ticket, world: int = 2, weight: float = 0.0) 
         arrive,
         lambda folder, weights, buffers: folder.mkdir(),
         fingerprints(recipe),
-        team_size=recipe.team_size,
+        sync_group_size=recipe.sync_group_size,
     )
     for rank in range(world):
-        writer.save(LearnerState(rank, world, Standing(position), 0.0, torch.full((3,), weight), {}, {}))
+        writer.save(LearnerState(rank, world, Position(position), 0.0, torch.full((3,), weight), {}, {}))
 
 
 def test_the_resolved_recipe_is_in_the_folder(tree: Tree) -> None:
@@ -158,7 +158,7 @@ def test_learners_and_the_strategy_may_change_in_mid_epoch(tree: Tree, change: T
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 3, 11))
     resumed = resolve_resume(check_recipe({**tree, "resume": str(recipe.folder), **change}, "r.yaml"))
-    assert load(resumed.resume).manifest.position.index == 3
+    assert load(resumed.resume).manifest.next_ticket.index == 3
 
 
 def test_the_budget_and_the_learning_rate_may_change_in_a_resume(tree: Tree) -> None:

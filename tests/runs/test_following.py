@@ -14,10 +14,10 @@ from starling.errors import ConfigError, DataError, NonFiniteError
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import begin_segment
 from starling.runs.following import Following, read_record
+from starling.runs.heartbeat import Heartbeat, giving
 from starling.runs.recipe.recipe import Recipe, check_recipe
-from starling.runs.sign_of_life import SignOfLife, giving
 from starling.runs.status import is_alive, read_status
-from starling.workload import Standing, Ticket
+from starling.workload import Position, Ticket
 from tests.engines.test_waits import Clock
 
 Tree = dict[str, Any]
@@ -32,7 +32,7 @@ def recipe(tree: Tree) -> Recipe:
 def folder(recipe: Recipe) -> ExperimentFolder:
     """An experiment that is set up, and did not run."""
     folder = ExperimentFolder(recipe.folder)
-    begin_segment(folder.seen, Standing())
+    begin_segment(folder.seen, Position())
     folder.config.write_text("name: songs\n")
     return folder
 
@@ -114,10 +114,10 @@ def test_an_experiment_that_never_ran_has_no_status(folder: ExperimentFolder) ->
 
 def test_the_record_of_a_run_is_that_behind_its_start(folder: ExperimentFolder) -> None:
     """Earlier runs do not count; what was given out again and skipped does, and a line that was cut does not."""
-    first, second = folder.seen / "from-00000000", begin_segment(folder.seen, Standing(Ticket(1, 0, 4)))
+    first, second = folder.seen / "from-00000000", begin_segment(folder.seen, Position(Ticket(1, 0, 4)))
     (first / "learner-0.tsv").write_text("header\n" + "1\t1\t0\n" * 4)
     (second / "learner-0.tsv").write_text("header\n" + "2\t1\t4\n" * 3 + "2\t")
-    third = begin_segment(folder.seen, Standing(Ticket(1, 3, 7), (Ticket(1, 1, 5), Ticket(1, 2, 6))))
+    third = begin_segment(folder.seen, Position(Ticket(1, 3, 7), (Ticket(1, 1, 5), Ticket(1, 2, 6))))
     (third / "learner-0.tsv").write_text("header\n")
     (third / "learner-3.tsv").write_text("header\n2\t2\t5\n2\t3\t6\n")
     (third / "skipped-3.tsv").write_text("header\n2\tu1\tsilent\n")
@@ -130,7 +130,7 @@ def test_a_learner_writes_what_it_knows_into_its_own_log_and_not_too_often() -> 
     """Once, again when the wait has doubled, and when it is over; that it stood still itself is no wait."""
     clock, lines = Clock(), list[str]()
     waits = Waits(clock)
-    sign = SignOfLife(3, lines.append, 10.0, waits, clock)
+    sign = Heartbeat(3, lines.append, 10.0, waits, clock)
 
     def go_on(seconds: float) -> None:
         for _ in range(int(seconds / 0.5)):
@@ -155,7 +155,7 @@ def test_without_a_launcher_the_learner_looks_at_itself() -> None:
     """Under torchrun its log is all there is; the sign of life is given in a thread, and ends with the context."""
     looked: list[float] = []
 
-    class Looking(SignOfLife):
+    class Looking(Heartbeat):
         def beat(self) -> dict[str, Any]:
             looked.append(0.0)
             return super().beat()

@@ -184,13 +184,13 @@ def test_a_strategy_that_does_not_fit_the_learners_is_one_problem_among_others(t
 
 
 @pytest.mark.parametrize(
-    ("strategy", "team_size"),
+    ("strategy", "sync_group_size"),
     [("allreduce", 4), ("adpsgd", 1), ({"name": "hadpsgd", "per_node": 2}, 2)],
     ids=["all", "alone", "a super-learner"],
 )
-def test_the_strategy_says_who_claims_together(tree: Tree, strategy: object, team_size: int) -> None:
+def test_the_strategy_says_who_claims_together(tree: Tree, strategy: object, sync_group_size: int) -> None:
     """All learners of a synchronous strategy, one super-learner's, or each for itself."""
-    assert check_recipe({**tree, "learners": 4, "strategy": strategy}, "r.yaml").team_size == team_size
+    assert check_recipe({**tree, "learners": 4, "strategy": strategy}, "r.yaml").sync_group_size == sync_group_size
 
 
 def test_another_number_of_learners_is_checked_instead_of_the_first(tree: Tree, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from starling.runs.recipe.recipe import check_recipe, fingerprints
 from starling.runs.setup import make_ready
 from starling.runs.simulate import simulate
 from starling.speech.store import SpeechSet
-from starling.workload import Standing, Ticket
+from starling.workload import Position, Ticket
 from tests.report.steps import step
 from tests.runs.conftest import Tree
 
@@ -41,10 +41,10 @@ def test_an_audit_shows_who_saw_how_much(tree: Tree) -> None:
     table, verdict = audited(experiment)
     assert verdict.endswith("2 of 2 whole epochs saw each of 24 utterances exactly once")
     assert "by 0" in table and "by 1" in table
-    end = load(latest(experiment)).manifest.standing
+    end = load(latest(experiment)).manifest.position
     sights = list(read_seen(experiment / "seen", end))
     assert {sight.learner for sight in sights} == {0, 1}
-    assert sorted(sight.ticket.step for sight in sights) == list(range(end.position.step))
+    assert sorted(sight.ticket.step for sight in sights) == list(range(end.next_ticket.step))
 
 
 def test_an_audit_of_a_mixture_tells_the_passes_over_each_domain(tree: Tree) -> None:
@@ -92,13 +92,13 @@ def test_a_line_that_was_cut_where_its_learner_was_killed_is_not_read(tree: Tree
 
 def test_a_resume_drops_what_is_not_in_its_checkpoint(tmp_path: Path) -> None:
     """What was seen behind it, and what its checkpoint lists as not done; what lay before stays."""
-    first = begin_segment(tmp_path, Standing())
+    first = begin_segment(tmp_path, Position())
     (first / "learner-0.tsv").write_text("epoch\n" + "".join(f"1\t{step + 1}\t{step}\tu{step}\n" for step in range(9)))
-    second = begin_segment(tmp_path, Standing(Ticket(0, 5, 5), (Ticket(0, 3, 3),)))
+    second = begin_segment(tmp_path, Position(Ticket(0, 5, 5), (Ticket(0, 3, 3),)))
     (second / "learner-0.tsv").write_text("epoch\n1\t4\t3\tu3\n1\t6\t5\tu5\n")
-    end = Standing(Ticket(0, 6, 6))
+    end = Position(Ticket(0, 6, 6))
     assert sorted(sight.ticket.step for sight in read_seen(tmp_path, end)) == [0, 1, 2, 3, 4, 5]
-    again = begin_segment(tmp_path, Standing(Ticket(0, 5, 5), (Ticket(0, 3, 3),)))
+    again = begin_segment(tmp_path, Position(Ticket(0, 5, 5), (Ticket(0, 3, 3),)))
     assert again == second and not (again / "learner-0.tsv").exists()
     assert [path.name for path in segments(tmp_path)] == ["from-00000000", "from-00000004"]
 
@@ -160,9 +160,9 @@ def test_what_to_do_about_bad_utterances_may_change_in_a_resume(tree: Tree) -> N
 
 def test_utterances_skipped_before_a_resume_count(tmp_path: Path) -> None:
     """An epoch that is resumed has no more of them to spare than one that is not."""
-    first = begin_segment(tmp_path, Standing())
+    first = begin_segment(tmp_path, Position())
     (first / "skipped-0.tsv").write_text("epoch\tid\treason\n1\ta\tno\n1\tb\tno\n2\ta\tno\n")
-    seen = Seen(begin_segment(tmp_path, Standing(Ticket(0, 5, 5))), counter(), 2, print)
+    seen = Seen(begin_segment(tmp_path, Position(Ticket(0, 5, 5))), counter(), 2, print)
     with pytest.raises(DataError, match="3 utterances of epoch 1 could not be used, the last one c"):
         seen.on_step(replace(step(0, frames=10), ticket=Ticket(0, 5, 5), skipped=(("c", "cut short"),)))
     seen.close()

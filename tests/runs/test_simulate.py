@@ -98,7 +98,7 @@ def test_an_asynchronous_simulation_reports_rounds_staleness_and_distance(tree: 
     curves = EventAccumulator(str(experiment / "tensorboard" / "learner-0")).Reload()
     (drawn,) = curves.Scalars("consensus/distance")
     manifest = load(latest(experiment)).manifest
-    assert (drawn.step, manifest.team_size) == (manifest.position.step, 1)
+    assert (drawn.step, manifest.sync_group_size) == (manifest.next_ticket.step, 1)
     assert drawn.value > 0.0
     assert manifest.consensus_distance is not None and manifest.consensus_distance > 0.0
 

@@ -20,7 +20,7 @@ from starling.runs.validate import Choice, Validation, best_model, model_writer
 from starling.speech.models import count_parameters
 from starling.speech.recogniser import Recogniser
 from starling.training.job import EpochReport, Spent
-from starling.workload import Standing, Ticket
+from starling.workload import Position, Ticket
 
 Tree = dict[str, Any]
 
@@ -43,7 +43,7 @@ def test_a_score_says_after_how_much_training(
     folder = make_ready(recipe, lambda line: None)
     weights = torch.zeros(count_parameters(Recogniser.load(folder.initial).model))
     writer = CheckpointWriter(folder.checkpoints, lambda name: 1, ModelWriter(folder.initial), fingerprints(recipe))
-    saved = writer.save(LearnerState(0, 1, Standing(position), 0.0, weights, {}, {}, epochs_ended=epochs))
+    saved = writer.save(LearnerState(0, 1, Position(position), 0.0, weights, {}, {}, epochs_ended=epochs))
     assert saved is not None
     said: list[str] = []
     with Validation(recipe, folder, said.append) as validation:
@@ -56,7 +56,7 @@ def write(folder: ExperimentFolder, epoch: int) -> Path:
     weights = torch.zeros(count_parameters(Recogniser.load(folder.initial).model))
     writer = model_writer(folder, lambda name: 1, ModelWriter(folder.initial), 1)
     saved = writer.save(
-        LearnerState(0, 1, Standing(Ticket(epoch, 0, 4 * epoch)), 0.0, weights, {}, {}, epochs_ended=epoch)
+        LearnerState(0, 1, Position(Ticket(epoch, 0, 4 * epoch)), 0.0, weights, {}, {}, epochs_ended=epoch)
     )
     assert saved is not None
     return saved.folder

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from starling.checkpoint.files import check_plain, read_json, sha256
 from starling.configuration import Config
 from starling.errors import CheckpointError
-from starling.workload import Standing, Ticket
+from starling.workload import Position, Ticket
 
 FORMAT = 5
 """2 added `team_size` and `consensus_distance`, 3 what learners keep of the model (`shards`), 4 `unfinished` and
@@ -29,7 +29,7 @@ class FileEntry(Config):
     sha256: str
 
 
-class Position(Config):
+class TicketRecord(Config):
     """A ticket."""
 
     epoch: int = Field(ge=0)
@@ -57,11 +57,11 @@ class Manifest(Config):
     """How many learners trained."""
     learners: int = Field(ge=0)
     """How many of them have their own state here: all, or none."""
-    team_size: int | None = Field(default=None, ge=1)
+    sync_group_size: int | None = Field(default=None, ge=1)
     """How many of them claimed mini-batches together; None: all."""
-    position: Position
+    next_ticket: TicketRecord
     """The first ticket that nobody had claimed."""
-    unfinished: tuple[Position, ...] = ()
+    outstanding: tuple[TicketRecord, ...] = ()
     """Tickets that somebody had claimed and not done."""
     epochs_ended: int | None = Field(default=None, ge=0)
     """How many epochs had ended, if this is the end of one."""
@@ -90,19 +90,19 @@ class Manifest(Config):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
-    def standing(self) -> Standing:
+    def position(self) -> Position:
         """What all learners together had done."""
-        return Standing(self.position.ticket, tuple(each.ticket for each in self.unfinished))
+        return Position(self.next_ticket.ticket, tuple(each.ticket for each in self.outstanding))
 
 
 _NAME = re.compile(r"step-(\d+)(?:\+(\d+))?")
 
 
-def checkpoint_name(standing: Standing) -> str:
+def checkpoint_name(position: Position) -> str:
     """The folder of a checkpoint: after how many mini-batches, and beyond how many unfinished ones. Two that differ in
     what is done never share a name, so that learners which are on different ones do not complete each other's."""
-    beyond = f"+{len(standing.unfinished)}" if standing.unfinished else ""
-    return f"step-{standing.num_done:08d}{beyond}"
+    beyond = f"+{len(position.outstanding)}" if position.outstanding else ""
+    return f"step-{position.num_done:08d}{beyond}"
 
 
 def age(name: str) -> tuple[int, int] | None:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from starling.checkpoint.encoding import decode_state
 from starling.checkpoint.files import read_json, read_tensors
-from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, Position, age, read_manifest, verify
+from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, TicketRecord, age, read_manifest, verify
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.consensus import consensus
 from starling.errors import CheckpointError
-from starling.workload import Standing
+from starling.workload import Position
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Checkpoint:
             return LearnerState(
                 rank=scalars["rank"],
                 world=scalars["world"],
-                standing=Standing(
-                    Position.model_validate(scalars["position"]).ticket,
-                    tuple(Position.model_validate(each).ticket for each in scalars.get("unfinished", [])),
+                position=Position(
+                    TicketRecord.model_validate(scalars["next_ticket"]).ticket,
+                    tuple(TicketRecord.model_validate(each).ticket for each in scalars.get("outstanding", [])),
                 ),
                 minutes=float(scalars["minutes"]),
                 weights=_flat(tensors["weights"]),

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from starling.workload import Standing
+from starling.workload import Position
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LearnerState:
 
     rank: int
     world: int
-    standing: Standing
+    position: Position
     """What all learners together have done when this learner is as it is here."""
     minutes: float
     """Time spent training, on the engine's clock."""

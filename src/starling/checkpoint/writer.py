@@ -34,7 +34,7 @@ from starling.checkpoint.files import (
     write_tensors,
     writing,
 )
-from starling.checkpoint.manifest import MANIFEST, MODEL, Listing, Manifest, Position, checkpoint_name
+from starling.checkpoint.manifest import MANIFEST, MODEL, Listing, Manifest, TicketRecord, checkpoint_name
 from starling.checkpoint.reader import Checkpoint, load
 from starling.checkpoint.retention import surplus
 from starling.checkpoint.state import LearnerState, ShardState
@@ -76,21 +76,21 @@ class CheckpointWriter:
         write_model: WriteModel,
         fingerprints: dict[str, str],
         keep: int = 2,
-        team_size: int | None = None,
+        sync_group_size: int | None = None,
     ) -> None:
         self.folder = folder
         self._arrive = arrive
         self._write_model = write_model
         self._fingerprints = fingerprints
         self._keep = keep
-        self._team_size = team_size
+        self._team_size = sync_group_size
 
     def save(self, state: LearnerState) -> Checkpoint | None:
         """Write this learner's part; the checkpoint if that completed it, None otherwise.
 
         A checkpoint that is already there, because a resumed run had nothing to add, is left as it is.
         """
-        final = self.folder / checkpoint_name(state.standing)
+        final = self.folder / checkpoint_name(state.position)
         if final.exists():
             return None
         partial = partial_folder(final)
@@ -106,7 +106,7 @@ class CheckpointWriter:
 
     def save_consensus(self, states: Sequence[LearnerState]) -> Checkpoint:
         """Write the consensus model of `states` alone, for use but not for resuming."""
-        final = self.folder / checkpoint_name(states[0].standing)
+        final = self.folder / checkpoint_name(states[0].position)
         if final.exists():
             return load(final)
         partial = partial_folder(final)
@@ -149,15 +149,15 @@ class CheckpointWriter:
         distance: float,
         is_finite: bool,
     ) -> Checkpoint:
-        standing = state.standing
+        position = state.position
         manifest = Manifest(
             starling=version("starling-asr"),
             fingerprints=self._fingerprints,
             world=state.world,
             learners=num_learners,
-            team_size=self._team_size,
-            position=Position.of(standing.position),
-            unfinished=tuple(Position.of(ticket) for ticket in standing.unfinished),
+            sync_group_size=self._team_size,
+            next_ticket=TicketRecord.of(position.next_ticket),
+            outstanding=tuple(TicketRecord.of(ticket) for ticket in position.outstanding),
             epochs_ended=state.epochs_ended,
             minutes=minutes,
             consensus_distance=distance if math.isfinite(distance) else None,
@@ -174,12 +174,12 @@ class CheckpointWriter:
 def write_learner(folder: Path, state: LearnerState) -> None:
     """Write one learner's state as `learner-<rank>.safetensors` and `learner-<rank>.json`."""
     tensors = {"weights": state.weights} | {f"buffer.{name}": buffer for name, buffer in state.buffers.items()}
-    standing = state.standing
+    position = state.position
     scalars = {
         "rank": state.rank,
         "world": state.world,
-        "position": Position.of(standing.position).model_dump(),
-        "unfinished": [Position.of(ticket).model_dump() for ticket in standing.unfinished],
+        "next_ticket": TicketRecord.of(position.next_ticket).model_dump(),
+        "outstanding": [TicketRecord.of(ticket).model_dump() for ticket in position.outstanding],
         "minutes": state.minutes,
         "optimizer": encode_state(state.optimizer, "optimizer", tensors),
         "is_worker": state.is_worker,

@@ -66,7 +66,7 @@ def join(
         )
     else:
         place = _meet(timeout_seconds)
-    chosen.team_size(checked, place.world)
+    chosen.sync_group_size(checked, place.world)
     return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds, most_not_finite)
 
 

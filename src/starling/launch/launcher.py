@@ -19,7 +19,7 @@ from types import FrameType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.engines.processes import run_token
-from starling.launch.newcomers import Changes, Newcomers
+from starling.launch.joiners import Changes, Joiners
 from starling.launch.process import Process, Seconds, end, signal_group, start
 from starling.launch.watch import Loss, OnMessage, Watch
 
@@ -71,8 +71,8 @@ def launch(
 
             for rank in range(world):
                 begin(rank, joins=False)
-            newcomers = Newcomers(changes, processes, begin)
-            watch = Watch(processes, on_message, on_loss, silence_seconds, received, changes, newcomers)
+            joiners = Joiners(changes, processes, begin)
+            watch = Watch(processes, on_message, on_loss, silence_seconds, received, changes, joiners)
             watch.until_all_ended()
             return watch.losses
         finally:

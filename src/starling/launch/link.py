@@ -41,7 +41,7 @@ class Link:
         self._listening = threading.Lock()
         self._heard: list[Message] = []
         self._listeners: list[Callable[[Message], None]] = []
-        self.sign_of_life: Callable[[], Message] = dict
+        self.heartbeat: Callable[[], Message] = dict
         """What is sent every `BEAT_SECONDS`."""
         threading.Thread(target=self._watch_launcher, name="starling-link", daemon=True).start()
         threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
@@ -68,7 +68,7 @@ class Link:
         while True:
             time.sleep(BEAT_SECONDS)
             with suppress(OSError):  # the launcher is gone, or a disk is full: one more reason to go on beating
-                self.send(self.sign_of_life())
+                self.send(self.heartbeat())
 
     def _watch_launcher(self) -> None:
         with suppress(OSError), self._line.makefile("rb") as lines:

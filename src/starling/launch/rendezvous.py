@@ -11,7 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 from starling.engines.processes.learner import Place
 from starling.errors import ConfigError, ProtocolError
 from starling.launch.link import JOINS, WATCHED, Link, Message
-from starling.training.membership import Membership, View
+from starling.training.membership import Membership, MembershipFeed
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -37,12 +37,12 @@ def joins() -> bool:
     return os.environ.get(JOINS) == "1"
 
 
-def find_membership(place: Place, link: Link | None) -> Membership:
+def find_membership(place: Place, link: Link | None) -> MembershipFeed:
     """What a launcher of ours tells of the other learners; without one that watches, they are always the same."""
-    first = None if joins() else View(0, tuple(range(place.world)))
+    first = None if joins() else Membership(0, tuple(range(place.world)))
     if link is None or os.environ.get(WATCHED) != "1":
-        return Membership(place.rank, first)
-    membership = Membership(
+        return MembershipFeed(place.rank, first)
+    membership = MembershipFeed(
         place.rank,
         first,
         is_watched=True,
@@ -53,7 +53,7 @@ def find_membership(place: Place, link: Link | None) -> Membership:
 
     def hear(message: Message) -> None:
         if "view" in message:
-            membership.announce(View(message["view"], tuple(message["members"]), message["reason"]))
+            membership.announce(Membership(message["view"], tuple(message["members"]), message["reason"]))
 
     link.listen(hear)
     return membership

@@ -10,12 +10,12 @@ from typing import Any
 
 from starling import errors
 from starling.errors import ConfigError, PeerLost, StarlingError, Stopped
-from starling.launch.newcomers import Changes, Newcomers
+from starling.launch.joiners import Changes, Joiners
 from starling.launch.process import LOADING_GRACE, Process, Seconds, end_loading, signal_name
 
 CAUSE_PATIENCE: Seconds = 1.0
 """How long to look for the cause after a learner said only that it lost another."""
-NEWCOMERS_SILENCE: Seconds = 10.0
+JOINERS_SILENCE: Seconds = 10.0
 """How long a learner that joins may give no sign of life: the others wait for it, and it has nothing to lose yet."""
 ENTRY_SECONDS: Seconds = 30.0
 """How long the others wait for newcomers in the place where they meet. Who has come there may take longer: a large
@@ -46,7 +46,7 @@ class Watch:
         silence_seconds: Seconds,
         received: "list[int]",
         changes: Changes,
-        newcomers: Newcomers,
+        joiners: Joiners,
     ) -> None:
         self.losses: list[Loss] = []
         self._processes = processes
@@ -55,7 +55,7 @@ class Watch:
         self._silence_seconds = silence_seconds
         self._received = received
         self._changes = changes
-        self._newcomers = newcomers
+        self._joiners = joiners
         self._view = 0
         self._members = tuple(process.rank for process in processes)
         self._all_here: float | None = None
@@ -85,7 +85,7 @@ class Watch:
         failed = [process for process in self._counted() if process.popen.poll()]
         if failed:
             raise _cause(failed)
-        self._newcomers.close(self._members)
+        self._joiners.close(self._members)
         if number := self._signal():
             raise Stopped(f"stopped by {signal_name(number)}", number, has_saved=True)
 
@@ -107,7 +107,7 @@ class Watch:
 
     def _counted(self) -> list[Process]:
         """All who compute, or end: neither those whose loss was borne, nor those who have not joined yet."""
-        return [each for each in self._processes if not each.is_out and each not in self._newcomers]
+        return [each for each in self._processes if not each.is_out and each not in self._joiners]
 
     def _with_names(self, names: Collection[int]) -> list[Process]:
         """The processes of the members of a view that have these names."""
@@ -118,18 +118,18 @@ class Watch:
         ended = [
             process
             for process in self._processes
-            if not process.is_running and (not process.is_out or process in self._newcomers)
+            if not process.is_running and (not process.is_out or process in self._joiners)
         ]
         while ended and _read(selector, self._on_message, timeout=0.0):  # what they said last
             pass
-        failed = [process for process in ended if process.popen.poll() and process not in self._newcomers]
+        failed = [process for process in ended if process.popen.poll() and process not in self._joiners]
         if failed and (
             self._on_loss is None
             or not all(process.was_killed for process in failed)
             or any(process.view < 0 for process in self._counted())  # they have not all met yet
         ):
             return False
-        never_came = self._newcomers.settle(self._members, ended)
+        never_came = self._joiners.settle(self._members, ended)
         if failed or never_came:
             return self._go_on_without(failed, never_came)
         return True
@@ -137,7 +137,7 @@ class Watch:
     def _go_on_without(self, failed: list[Process], never_came: list[int]) -> bool:
         """Tell the others the next view, without some; whether there are others."""
         before, reasons = self._members, [process.death() for process in failed]
-        joining = {process.rank for process in self._newcomers.joining(before)}
+        joining = {process.rank for process in self._joiners.joining(before)}
         reason = "; ".join([*reasons, *(f"learner {name} did not join" for name in never_came)])
         lost = [*(process.rank for process in failed), *never_came]
         with_state = [each.rank for each in self._with_names(before) if each.view >= 0 and each not in failed]
@@ -155,7 +155,7 @@ class Watch:
             self.losses.append(Loss(process.rank, why))
             if self._on_loss is not None:
                 self._on_loss(self.losses[-1])
-        self._newcomers.leave_out_the_stranded(self._members)
+        self._joiners.leave_out_the_stranded(self._members)
         self._replace([name for name in before if name not in {*members, *never_came, *joining}], failed)
         return True
 
@@ -168,7 +168,7 @@ class Watch:
             self._changes.say(f"learner {process.rank} had computed nothing since it joined, and is not started again")
         if not idle and gone:
             self._changes.say(f"learner {', '.join(map(str, gone))}: started again")
-            self._newcomers.want(gone)
+            self._joiners.want(gone)
 
     def _let_in(self, selector: selectors.BaseSelector) -> None:
         """Start those who are wanted, and let those join who are ready, unless the others are just changing views."""
@@ -176,11 +176,11 @@ class Watch:
             return
         here = self._with_names(self._members)
         is_ending = any(not process.is_running for process in here)
-        for process in self._newcomers.tend(self._members, is_ending):
+        for process in self._joiners.tend(self._members, is_ending):
             selector.register(process.line, selectors.EVENT_READ, process)
         if is_ending or any(process.view < self._view for process in here):
             return
-        names, members = self._newcomers.ready(self._members)
+        names, members = self._joiners.ready(self._members)
         if names:
             self._announce(members, f"learner {', '.join(map(str, names))} joined")
 
@@ -195,11 +195,11 @@ class Watch:
     def _end_the_silent(self) -> None:
         """Kill who gives no sign of life for too long, and newcomers whom the others wait for in vain."""
         now = time.monotonic()
-        joining = self._newcomers.joining(self._members)
+        joining = self._joiners.joining(self._members)
         for process in self._counted():  # before learners have met, they load libraries, and wait for each other
             if process.is_running and process.view >= 0 and now - process.heard > self._silence_seconds:
                 _kill(process, now - process.heard)
-        for process in self._newcomers.waiting(self._members):
+        for process in self._joiners.waiting(self._members):
             if process.is_running and now - process.heard > self._silence_seconds:
                 _kill(process, now - process.heard)
         others = [each for each in self._with_names(self._members) if each not in joining]
@@ -210,7 +210,7 @@ class Watch:
         for process in joining:
             patience = ENTRY_SECONDS if process.arrived < self._view else max(ENTRY_SECONDS, self._silence_seconds)
             is_late = self._all_here is not None and now - self._all_here > patience
-            if process.is_running and (is_late or now - process.heard > min(NEWCOMERS_SILENCE, self._silence_seconds)):
+            if process.is_running and (is_late or now - process.heard > min(JOINERS_SILENCE, self._silence_seconds)):
                 _kill(process, now - process.heard)
 
 

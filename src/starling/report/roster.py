@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from starling.engines.processes.stalls import LongWait
+from starling.engines.processes.stalls import Stall
 
 Seconds = float
 SILENT_SECONDS = 3.0
@@ -27,7 +27,7 @@ class Known:
     num_before: int = 0
     """Those of them that it had computed when it was lost, before it came again."""
     loss: float | None = None
-    wait: LongWait | None = None
+    wait: Stall | None = None
     waits_since: float = 0.0
     view: int = -1
     """The view of who is there that it was in last; -1 before all have met."""
@@ -128,7 +128,7 @@ class Roster:
     def _beat(self, known: Known, beat: Mapping[str, Any], now: float) -> None:
         known.num_steps = known.num_before + beat["steps"]
         told = beat["wait"]
-        known.wait = None if told is None else LongWait(**{**told, "whom": tuple(told["whom"])})
+        known.wait = None if told is None else Stall(**{**told, "whom": tuple(told["whom"])})
         if known.wait is not None:
             known.waits_since = now - known.wait.seconds
 

@@ -19,7 +19,7 @@ from starling.runs.experiment.seen import Sight, read_seen, read_skipped, start_
 from starling.runs.recipe.recipe import Recipe, load_recipe
 from starling.runs.setup import load_workload
 from starling.runs.workload import SpeechWorkload
-from starling.workload import Standing, Ticket, Workload
+from starling.workload import Position, Ticket, Workload
 
 SHOWN = 5
 """Utterances that a message names; of more, it gives the number."""
@@ -53,7 +53,7 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
     if not folder.config.is_file():
         raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
     recipe = load_recipe(folder.config)
-    end = read_manifest(latest(experiment)).standing
+    end = read_manifest(latest(experiment)).position
     workload = load_workload(recipe, folder)
     epochs = collect(read_seen(folder.seen, end), workload, read_skipped(folder.seen))
     begin = start_of_record(folder.seen)
@@ -96,14 +96,14 @@ def planned(workload: SpeechWorkload, ticket: Ticket) -> Counter[str]:
     return Counter(workload.speech_set.id(int(workload.utterances[index])) for index in indices)
 
 
-def problems_of(epochs: list[EpochAudit], workload: Workload[Any], begin: Standing, end: Standing) -> list[str]:
+def problems_of(epochs: list[EpochAudit], workload: Workload[Any], begin: Position, end: Position) -> list[str]:
     """What was seen twice, or not at all though it should have been between two standings; nothing if all is well."""
     problems = []
     known = {each.epoch: each for each in epochs}
-    before, undone = ({(ticket.epoch, ticket.index) for ticket in standing.unfinished} for standing in (begin, end))
-    for epoch in range(begin.position.epoch, end.position.epoch + 1):
-        last = end.position.index if epoch == end.position.epoch else workload.num_batches(epoch)
-        first = begin.position.index if epoch == begin.position.epoch else 0
+    before, undone = ({(ticket.epoch, ticket.index) for ticket in position.outstanding} for position in (begin, end))
+    for epoch in range(begin.next_ticket.epoch, end.next_ticket.epoch + 1):
+        last = end.next_ticket.index if epoch == end.next_ticket.epoch else workload.num_batches(epoch)
+        first = begin.next_ticket.index if epoch == begin.next_ticket.epoch else 0
         due = {index for index in range(first, last) if (epoch, index) not in undone}
         due |= {index for number, index in before - undone if number == epoch}
         seen = known[epoch].batches if epoch in known else Counter[int]()
@@ -140,10 +140,10 @@ def _table(epochs: list[EpochAudit]) -> Table:
     return table
 
 
-def _verdict(epochs: list[EpochAudit], end: Standing, seen: str) -> str:
-    line = f"every mini-batch before number {end.position.step + 1} was computed once"
-    if end.unfinished:
-        line += f", but for {len(end.unfinished)} that a resume computes first"
+def _verdict(epochs: list[EpochAudit], end: Position, seen: str) -> str:
+    line = f"every mini-batch before number {end.next_ticket.step + 1} was computed once"
+    if end.outstanding:
+        line += f", but for {len(end.outstanding)} that a resume computes first"
     return f"{line}; {seen}"
 
 

@@ -12,9 +12,9 @@ from typing import Any, Self
 from rich.console import Console
 
 from starling.errors import DataError, StarlingError
-from starling.report.hang import Hangs
 from starling.report.progress import say_on
 from starling.report.roster import Roster
+from starling.report.stalls import Stalls
 from starling.report.status import Status, learners_of
 from starling.report.summary import Record, summarise
 from starling.runs.experiment.folder import ExperimentFolder
@@ -41,7 +41,7 @@ class Following:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._roster = Roster(recipe.learners)
-        self._hangs = Hangs(
+        self._stalls = Stalls(
             self._roster, lambda name: f"{folder.log}/learner-{name}.log", recipe.engine.explain_seconds
         )
         self._began = time.time()
@@ -105,7 +105,7 @@ class Following:
     def _look_again_and_again(self) -> None:
         while not self._is_over.wait(LOOK_SECONDS):
             with self._lock:
-                lines = self._hangs.look()
+                lines = self._stalls.look()
             for line in lines:
                 self._say(line)
             self._write()
@@ -145,7 +145,7 @@ class Following:
         title = f"{self._recipe.name}, {self._recipe.strategy.name}: {how}, after {took:.0f} s"
         with self._lock:
             record = self._record()
-            summary = summarise(title, roster, record, self._hangs.ended, str(self._folder.path))
+            summary = summarise(title, roster, record, self._stalls.ended, str(self._folder.path))
         self._console.print(summary, markup=False, highlight=False)
         path = self._folder.log / "summary.txt"
         try:
@@ -188,7 +188,7 @@ def read_record(seen: Path, first_segment: str) -> Record:
 
 def _given_again(segment: Path) -> int:
     try:
-        return len(start_of(segment).unfinished)
+        return len(start_of(segment).outstanding)
     except DataError:
         return 0
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from starling.errors import ConfigError, PeerLost
-from starling.launch.newcomers import Changes
+from starling.launch.joiners import Changes
 from starling.launch.requests import Answer, Request, Requests, answered, ask, who_takes, withdraw
 from starling.report.progress import Display, Say
 from starling.runs.experiment.folder import ExperimentFolder

@@ -16,7 +16,7 @@ from starling.report.lines import epoch_line, progress_line
 from starling.report.meter import EpochEnd, Meter, Snapshot
 from starling.report.progress import Display
 from starling.training.job import EpochReport, Observer, StepReport
-from starling.workload import Standing
+from starling.workload import Position
 
 Message = dict[str, Any]
 SEND_EVERY = 0.2  # seconds between two messages to the launcher
@@ -50,7 +50,7 @@ class Metered:
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self._pass_on(report.rank)
-        self._listener.epoch(EpochEnd.of(report, self._world, state.standing.num_done))
+        self._listener.epoch(EpochEnd.of(report, self._world, state.position.num_done))
 
     def on_mark(self, state: LearnerState) -> None: ...
 
@@ -145,7 +145,7 @@ class Saver:
         self._model_writer = model_writer
         self._tell = tell
         self._make_curves = make_curves
-        self._last: Standing | None = None
+        self._last: Position | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -179,15 +179,15 @@ class Saver:
         self._save(state, "mark")
 
     def _save(self, state: LearnerState, moment: str) -> None:
-        if state.standing == self._last:
+        if state.position == self._last:
             return  # several epochs ended at once
-        self._last = state.standing
+        self._last = state.position
         self._background.save(state, lambda checkpoint: self._completed(checkpoint, moment))
 
     def _save_model(self, state: LearnerState) -> None:
-        if state.standing == self._last:
+        if state.position == self._last:
             return
-        self._last = state.standing
+        self._last = state.position
         shards = tuple(replace(shard, optimizer={}) for shard in state.shards)
         slim = replace(state, optimizer={}, shards=shards)
         self._background.save(slim, self._completed_model, self._model_writer)
@@ -205,7 +205,7 @@ class Saver:
         distance = checkpoint.manifest.consensus_distance
         if distance is not None:
             curves = self._make_curves()
-            curves.consensus_distance(distance, checkpoint.manifest.standing.num_done)
+            curves.consensus_distance(distance, checkpoint.manifest.position.num_done)
             curves.close()
 
 

@@ -10,8 +10,8 @@ from starling.errors import PeerLost
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import Seen, begin_segment, segments
 from starling.runs.observers import Message, Saver
-from starling.training.membership import Unmoved, View
-from starling.workload import Standing
+from starling.training.membership import IgnoreMembership, Membership
+from starling.workload import Position
 
 
 class Regrouping:
@@ -53,15 +53,15 @@ class Regrouping:
         if self._seen is not None:
             self._seen.close()
 
-    def begin(self, view: View, standing: Standing, is_first: bool) -> None:
+    def begin(self, view: Membership, position: Position, is_first: bool) -> None:
         if view.number == 0:
             return
         self._view = view.number
         if is_first:
             remove_partial(self._folder.checkpoints)
             remove_partial(self._folder.validation)
-            begin_segment(self._folder.seen, standing)
-            self._tell({"say": _told(view, standing)})
+            begin_segment(self._folder.seen, position)
+            self._tell({"say": _told(view, position)})
         if self._seen is not None:
             self._seen.go_on_in(segments(self._folder.seen)[-1])
 
@@ -70,10 +70,10 @@ class Regrouping:
             self._saver.close()
 
     def _key(self, name: str) -> str:
-        return f"{View(self._view, ()).key}/{name}"
+        return f"{Membership(self._view, ()).key}/{name}"
 
 
-class InOneProcess(Unmoved):
+class InOneProcess(IgnoreMembership):
     """The same where all learners are in one process, which saves nothing before the end."""
 
     def __init__(self, folder: ExperimentFolder, seen: Seen, say: Callable[[str], None]) -> None:
@@ -84,14 +84,14 @@ class InOneProcess(Unmoved):
     def pause(self) -> None:
         self._seen.close()
 
-    def begin(self, view: View, standing: Standing, is_first: bool) -> None:
-        self._seen.go_on_in(begin_segment(self._folder.seen, standing))
-        self._say(f"{view.reason}; {_told(view, standing)}")
+    def begin(self, view: Membership, position: Position, is_first: bool) -> None:
+        self._seen.go_on_in(begin_segment(self._folder.seen, position))
+        self._say(f"{view.reason}; {_told(view, position)}")
 
 
-def _told(view: View, standing: Standing) -> str:
+def _told(view: Membership, position: Position) -> str:
     learners = ", ".join(map(str, view.members))
-    line = f"learners {learners} go on behind {standing.num_done} mini-batches"
-    if standing.unfinished:
-        line += f"; {len(standing.unfinished)} that others had begun are given out again"
+    line = f"learners {learners} go on behind {position.num_done} mini-batches"
+    if position.outstanding:
+        line += f"; {len(position.outstanding)} that others had begun are given out again"
     return line

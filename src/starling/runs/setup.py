@@ -68,7 +68,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     _leave_out_too_short(recipe, train, recogniser, folder.too_short, say)
     recogniser.save(folder.initial)
     workload = load_workload(recipe, folder)
-    _check_share(len(workload.utterances), recipe.team_size)
+    _check_share(len(workload.utterances), recipe.sync_group_size)
     for line in describe_shares(recipe, workload.speech_set, workload.utterances):
         say(line)
     if change := schedule_change(recipe, workload):
@@ -81,14 +81,14 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
         f"up to {seconds:g} s of audio in the first epoch; {recipe.num_workers} {learners} take "
         f"{seconds * recipe.num_workers:g} s at a time"
     )
-    if recipe.team_size == 1 and batches < recipe.num_workers:
+    if recipe.sync_group_size == 1 and batches < recipe.num_workers:
         say(
             f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so that some have none: "
             "lower batches.max_duration, or use fewer learners"
         )
-    if batches < recipe.team_size:
+    if batches < recipe.sync_group_size:
         say(
-            f"warning: an epoch has {batches} mini-batches for {recipe.team_size} learners that step together, so that "
+            f"warning: an epoch has {batches} mini-batches for {recipe.sync_group_size} learners that step together: "
             "one step takes mini-batches of several epochs: lower batches.max_duration, or use fewer learners"
         )
 
@@ -100,8 +100,8 @@ def schedule_change(recipe: Recipe, workload: SpeechWorkload) -> str | None:
         return None
     before, now = (each.optimizer.schedule.budget or each.budget for each in (earlier, recipe))
     manifest = read_manifest(recipe.resume)
-    done = manifest.standing.num_done
-    epochs = TicketSequence(workload, manifest.standing.position).epochs_before(done)
+    done = manifest.position.num_done
+    epochs = TicketSequence(workload, manifest.position.next_ticket).epochs_before(done)
     progress = Spent(done, epochs, manifest.minutes)
     old, new = (each.optimizer.lr * each.optimizer.schedule.at(progress, each.budget) for each in (earlier, recipe))
     if before == now or math.isclose(old, new):
@@ -115,11 +115,11 @@ def schedule_change(recipe: Recipe, workload: SpeechWorkload) -> str | None:
     )
 
 
-def _check_share(count: int, team_size: int) -> None:
+def _check_share(count: int, sync_group_size: int) -> None:
     """DataError when so many utterances are too few for so many learners that step together."""
-    if count < max(1, team_size):
+    if count < max(1, sync_group_size):
         raise DataError(
-            f"{count} utterances cannot be shared by {team_size} learners that step together: "
+            f"{count} utterances cannot be shared by {sync_group_size} learners that step together: "
             f"use at most {count} learners or a larger training set"
         )
 

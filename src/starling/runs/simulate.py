@@ -79,7 +79,7 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
         ModelWriter(folder.initial),
         fingerprints(recipe),
         recipe.checkpoints.keep,
-        recipe.team_size,
+        recipe.sync_group_size,
     )
     writer.save_consensus(outcome.states)
     evaluate(folder.path, None, tell, console)

@@ -27,6 +27,7 @@ from starling.runs.evaluate import evaluate
 from starling.runs.experiment.folder import ExperimentFolder, resolve_resume
 from starling.runs.experiment.seen import Seen, segments
 from starling.runs.following import Following
+from starling.runs.heartbeat import Heartbeat, giving
 from starling.runs.job import ModelWriter, cores_here, make_job, most_skipped, use_threads
 from starling.runs.join import changes
 from starling.runs.observers import (
@@ -45,7 +46,6 @@ from starling.runs.observers import (
 from starling.runs.recipe.recipe import Recipe, fingerprints, recipe_digest
 from starling.runs.regrouping import Regrouping
 from starling.runs.setup import make_ready
-from starling.runs.sign_of_life import SignOfLife, giving
 from starling.runs.validate import Choice, Validation, model_writer
 from starling.training.faults import only_simulated
 
@@ -203,7 +203,7 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         write_model,
         fingerprints(recipe),
         recipe.checkpoints.keep,
-        recipe.team_size,
+        recipe.sync_group_size,
     )
     validates = link is not None and recipe.validate_every is not None and recipe.data.valid is not None
     saver = Saver(
@@ -211,7 +211,7 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         tell,
         lambda: Curves(folder.tensorboard / "consensus"),
         Choice(recipe.checkpoints.epochs, recipe.validate_every if validates else None, folder, regrouping.agree),
-        model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), write_model, recipe.team_size),
+        model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), write_model, recipe.sync_group_size),
     )
     job = make_job(recipe, folder, place.local_world)
     seen = Seen(
@@ -226,7 +226,7 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
     if link is not None:
         listeners.append(Metered(Messages(tell), world, SEND_EVERY))
     start = load(recipe.resume).start(place.rank, place.world) if recipe.resume and not joins() else None
-    sign = SignOfLife(place.rank, say_on(Console(file=sys.stdout)), recipe.engine.explain_seconds)
+    sign = Heartbeat(place.rank, say_on(Console(file=sys.stdout)), recipe.engine.explain_seconds)
     try:
         with giving(sign, link), wishes_of(link, recipe.checkpoints.minutes) as wishes, saver:
             run_learner(

@@ -73,10 +73,10 @@ class Choice:
 
 
 def model_writer(
-    folder: ExperimentFolder, arrive: Callable[[str], int], write_model: WriteModel, team_size: int
+    folder: ExperimentFolder, arrive: Callable[[str], int], write_model: WriteModel, sync_group_size: int
 ) -> CheckpointWriter:
     """Writes models to be scored, which stay until the launcher has done so."""
-    return CheckpointWriter(folder.validation, arrive, write_model, {}, keep=1000, team_size=team_size)
+    return CheckpointWriter(folder.validation, arrive, write_model, {}, keep=1000, sync_group_size=sync_group_size)
 
 
 def best_model(folder: ExperimentFolder) -> Path | None:
@@ -143,7 +143,7 @@ class Validation:
     def _score(self, folder: Path, every: int, name: str) -> None:
         torch.set_num_threads(1)
         checkpoint = Checkpoint(folder, read_manifest(folder))
-        epochs, steps = checkpoint.manifest.epochs_ended, checkpoint.manifest.standing.num_done
+        epochs, steps = checkpoint.manifest.epochs_ended, checkpoint.manifest.position.num_done
         if epochs is not None and epochs % every != 0:  # None: the budget ended in the middle of an epoch
             return
         recogniser = Recogniser.load(checkpoint.model_folder)

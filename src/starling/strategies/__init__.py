@@ -117,7 +117,7 @@ def _under_hybrid(options: ServerOptions) -> bool:
 
 
 @dataclass(frozen=True)
-class Teams:
+class SyncGroups:
     """Who claims together: the first `num_workers` learners, in teams of `size`. The others claim nothing."""
 
     num_workers: int
@@ -139,7 +139,7 @@ class Strategy:
     summary: str
     run: Callable[..., Coroutine[Any, Any, None]]
     """`run(learner)`, or `run(learner, options)` of a strategy that has options: its text, as a coroutine."""
-    team_size: TeamSize = _everybody
+    sync_group_size: TeamSize = _everybody
     """A team claims a mini-batch for each of its learners at once, and they compute in step. All learners are the team
     of a synchronous strategy; each learner is its own where nobody waits for anybody."""
     options: type[Config] = NoOptions
@@ -156,9 +156,9 @@ class Strategy:
     averages_gradients: Callable[[Any], bool] = _never
     """From the options to whether a step is made with the mean gradient of a team."""
 
-    def teams(self, options: Config, world: int) -> Teams:
+    def sync_groups(self, options: Config, world: int) -> SyncGroups:
         """Which of `world` learners claim together; ConfigError when the options do not fit so many."""
-        return Teams(self.num_workers(options, world), self.team_size(options, world))
+        return SyncGroups(self.num_workers(options, world), self.sync_group_size(options, world))
 
     def successors(
         self, options: Config, members: Sequence[int], lost: Collection[int], came: Sequence[int] = ()
@@ -173,7 +173,7 @@ class Strategy:
         going_on = [members[rank] for rank in ranks]
         num_workers = self.num_workers(options, len(going_on))
         following = (*going_on[:num_workers], *came, *going_on[num_workers:])
-        self.teams(options, len(following))
+        self.sync_groups(options, len(following))
         return following
 
     def weighting_problem(self, options: Config, weighting: Weighting) -> str | None:

@@ -42,9 +42,9 @@ async def hogwild(me: Learner, options: HogwildOptions) -> None:
                 continue
             gradient = gradient.cpu()
             for part, when in zip(shared, read_at, strict=True):
-                await part.step(gradient[part.piece], me.stamp, [when])
+                await part.step(gradient[part.piece], me.step_metadata, [when])
     for peer in range(me.world):  # everybody has made its last step
         if peer != me.rank:
-            await me.exchange(peer, me.stamp, tag=0)
+            await me.exchange(peer, me.step_metadata, tag=0)
     for part in shared:
         me.replace(await part.read(), part.piece)

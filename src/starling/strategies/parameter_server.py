@@ -130,7 +130,7 @@ class Remote:
         self._sending.append(self._me.send(self._rank, gradient[self._piece], GRADIENT))
 
     def _tell(self, what: float, age: Tensor) -> None:
-        words = torch.cat([torch.tensor([what], dtype=torch.float64), age, self._me.stamp])
+        words = torch.cat([torch.tensor([what], dtype=torch.float64), age, self._me.step_metadata])
         self._sending.append(self._me.send(self._rank, words, REQUEST))
 
     async def settle(self) -> None:

@@ -83,7 +83,7 @@ class Server:
     async def serve(self) -> None:
         """Until all workers have left and have the last weights."""
         me, like = self._me, torch.empty(self._shard.piece.stop - self._shard.piece.start, dtype=self._me.weights.dtype)
-        request = torch.empty(2 + len(me.stamp), dtype=torch.float64)
+        request = torch.empty(2 + len(me.step_metadata), dtype=torch.float64)
         expected: dict[int, Handle[Tensor]] = {w: me.receive(w, request, REQUEST) for w in self._workers}
         pushing: dict[int, Tensor] = {}
         replies: dict[int, list[Handle[None]]] = {worker: [] for worker in self._workers}
@@ -138,7 +138,7 @@ class Server:
     async def _step(self) -> None:
         """Make a step with the gradients held, summed in the order of ranks."""
         held, self._held = sorted(self._held, key=lambda each: each[0]), []
-        stamp = self._newest(held)
+        step_metadata = self._newest(held)
         total = held[0][2]
         for _, _, gradient in held[1:]:
             total.add_(gradient)
@@ -147,7 +147,7 @@ class Server:
         read_at = [int(request[1]) for _, request, _ in held]
         staleness = self._shard.num_steps - sum(read_at) / len(read_at)
         scale = 1.0 / max(1.0, staleness) if self._options.scale_by_staleness else 1.0
-        await self._shard.step(total, stamp, read_at, scale)
+        await self._shard.step(total, step_metadata, read_at, scale)
 
     @staticmethod
     def _newest(held: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:

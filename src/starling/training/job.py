@@ -12,7 +12,7 @@ from starling.budget import Budget, Schedule
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.errors import ConfigError
-from starling.strategies import NoOptions, Strategy, Teams
+from starling.strategies import NoOptions, Strategy, SyncGroups
 from starling.training.faults import Fault
 from starling.training.stragglers import Stragglers
 from starling.workload import Ticket, Weighting, Workload
@@ -52,13 +52,13 @@ class Job:
         if problem := self.strategy.weighting_problem(self.options, self.weighting):
             raise ConfigError(f"weighting: {problem}")
 
-    def team_size(self, world: int) -> int:
+    def sync_group_size(self, world: int) -> int:
         """How many of `world` learners claim together; ConfigError when the strategy's options do not fit."""
-        return self.strategy.team_size(self.options, world)
+        return self.strategy.sync_group_size(self.options, world)
 
-    def teams(self, world: int) -> Teams:
+    def sync_groups(self, world: int) -> SyncGroups:
         """Which of `world` learners claim together; ConfigError when the strategy's options do not fit."""
-        return self.strategy.teams(self.options, world)
+        return self.strategy.sync_groups(self.options, world)
 
 
 @dataclass(frozen=True)

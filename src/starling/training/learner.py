@@ -23,8 +23,8 @@ from starling.training.loading import Loaded
 from starling.training.replica import Replica
 from starling.training.replica_learner import ReplicaLearner
 from starling.training.stragglers import Delays
-from starling.training.tickets import Marks, TeamTickets
-from starling.workload import Examples, Standing, Ticket
+from starling.training.tickets import Marks, SyncGroupTickets
+from starling.workload import Examples, Position, Ticket
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class TrainingLearner(ReplicaLearner):
     def __init__(
         self, job: Job, rank: int, world: int, replica: Replica, observer: Observer, start: LearnerState | None
     ) -> None:
-        super().__init__(rank, world, job.seed, job.teams(world), replica)
+        super().__init__(rank, world, job.seed, job.sync_groups(world), replica)
         self.job = job
-        self.tickets = TeamTickets(
-            job.workload, start.standing if start else Standing(), job.budget, job.team_size(world)
+        self.tickets = SyncGroupTickets(
+            job.workload, start.position if start else Position(), job.budget, job.sync_group_size(world)
         )
         self.marks = Marks(self.tickets, job.checkpoint_every)
         self.num_claimed = 0  # portions that this learner's team has claimed
@@ -99,15 +99,15 @@ class TrainingLearner(ReplicaLearner):
         """(1/L) sum_l |w_l - mean|^2, if the engine knows it."""
 
     @property
-    def stamp(self) -> Tensor:
+    def step_metadata(self) -> Tensor:
         return torch.tensor([self._factor, self._portion], dtype=torch.float64)
 
     @property
     def num_gradients(self) -> int:
         return self.num_claimed
 
-    def set_rates(self, optimizer: Optimizer, peaks: Sequence[float], stamp: Tensor, scale: float) -> None:
-        factor, portion = stamp.tolist()
+    def set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
+        factor, portion = step_metadata.tolist()
         if not self.is_worker:  # nothing else tells it how far the run has come
             self._pass_marks(int(portion))
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -186,12 +186,12 @@ class TrainingLearner(ReplicaLearner):
         self.marks.end_at(num_portions)
         self._run_end = num_portions
         self._pass_marks(min([num_portions, *undone]))
-        state = self.state(self.tickets.standing(num_portions, undone))
+        state = self.state(self.tickets.position(num_portions, undone))
         if undone or self._last_end != num_portions:
             self._end_epoch(self.marks.epoch, state, is_last=True)
         return state
 
-    def state(self, standing: Standing, epochs_ended: int | None = None) -> LearnerState:
+    def state(self, position: Position, epochs_ended: int | None = None) -> LearnerState:
         """What this learner needs to go on from `standing` later; valid between two mini-batches."""
         weights, shards = self.replica.on_host(), tuple(shard.state() for shard in self.shards)
         if shards:
@@ -201,7 +201,7 @@ class TrainingLearner(ReplicaLearner):
         return LearnerState(
             rank=self._rank,
             world=self._world,
-            standing=standing,
+            position=position,
             epochs_ended=epochs_ended,
             minutes=self._minutes_before + self.now() / 60.0,
             weights=weights,
@@ -214,11 +214,11 @@ class TrainingLearner(ReplicaLearner):
     def _pass_marks(self, portion: int) -> None:
         """Pass the marks up to a portion; a slow learner may have had no mini-batch between some of them."""
         for mark in self.marks.until(portion):
-            standing = self.tickets.standing(mark.number)
+            position = self.tickets.position(mark.number)
             if not mark.ended:
-                self._observer.on_mark(self.state(standing))
+                self._observer.on_mark(self.state(position))
                 continue
-            state = self.state(standing, epochs_ended=mark.ended[-1] + 1)
+            state = self.state(position, epochs_ended=mark.ended[-1] + 1)
             for epoch in mark.ended:
                 self._end_epoch(epoch, state, is_last=mark.number == self._run_end)
             self._last_end = mark.number
@@ -271,7 +271,7 @@ class TrainingLearner(ReplicaLearner):
         weights = [self.job.workload.weight(examples) for examples in batch]
         parts = [place for place, weight in enumerate(weights) if weight > 0.0] or [0]
         shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
-        total, whole, factor = 0.0, sum(shares), self._factor_in_team()
+        total, whole, factor = 0.0, sum(shares), self._factor_in_sync_group()
         for fault in self.faults.next():
             if isinstance(fault, NotFinite):
                 whole = math.nan
@@ -293,22 +293,22 @@ class TrainingLearner(ReplicaLearner):
             total += share * float(loss.detach())
         return total / whole
 
-    def _factor_in_team(self) -> float:
+    def _factor_in_sync_group(self) -> float:
         """What this learner's gradient is multiplied by, so that the team's plain mean is the weighted one.
 
         Every member knows which tickets the others have, and their sizes from the plan: none has to be sent.
         """
         unit = self.job.weighting
-        if unit == "batches" or len(self.team) == 1:
+        if unit == "batches" or len(self.sync_group) == 1:
             return 1.0
-        tickets = [self._ticket_of(self._portion, member) for member in range(len(self.team))]
+        tickets = [self._ticket_of(self._portion, member) for member in range(len(self.sync_group))]
         sizes = [self.job.workload.planned_size(ticket, unit) for ticket in tickets]
         whole = sum(sizes)
-        return len(sizes) * sizes[self.place_in_team] / whole if whole else 1.0
+        return len(sizes) * sizes[self.place_in_sync_group] / whole if whole else 1.0
 
     def _ticket_of(self, portion: int, member: int) -> Ticket:
         """The ticket of a member of this team, with the part of the data that this member sees."""
-        part = (self.team.start + member) % self.job.workload.num_parts
+        part = (self.sync_group.start + member) % self.job.workload.num_parts
         return replace(self.tickets.ticket(portion, member), part=part)
 
     def _leave_out_unused(self, flat: FlatModel, used: set[int], reached: set[int], must_reach_all: bool) -> None:

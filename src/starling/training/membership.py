@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from starling.workload import Standing
+from starling.workload import Position
 
 
 @dataclass(frozen=True)
-class View:
+class Membership:
     """The learners of a run from one change to the next."""
 
     number: int
@@ -30,18 +30,18 @@ class View:
         return f"view/{self.number}"
 
 
-_NONE = View(-1, ())
+_NONE = Membership(-1, ())
 
 
-class ViewChanged(Exception):  # noqa: N818 - it is no error
+class MembershipChanged(Exception):  # noqa: N818 - it is no error
     """Ends what a learner does in a view that is over."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: Membership) -> None:
         super().__init__(view.reason)
         self.view = view
 
 
-class Membership:
+class MembershipFeed:
     """The views that one learner hears of, by any thread.
 
     Where nobody watches (`is_watched` False), the first view is the only one, and who loses another learner fails.
@@ -51,10 +51,10 @@ class Membership:
     def __init__(
         self,
         name: int,
-        first: View | None,
+        first: Membership | None,
         is_watched: bool = False,
-        on_enter: Callable[[View], None] = lambda view: None,
-        on_arrive: Callable[[View], None] = lambda view: None,
+        on_enter: Callable[[Membership], None] = lambda view: None,
+        on_arrive: Callable[[Membership], None] = lambda view: None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
@@ -66,14 +66,14 @@ class Membership:
         self._on_ready = on_ready
         self._latest = first or _NONE
         self._changed = threading.Condition()
-        self._on_change: Callable[[View], None] = lambda view: None
+        self._on_change: Callable[[Membership], None] = lambda view: None
 
     @property
-    def latest(self) -> View:
+    def latest(self) -> Membership:
         """The newest view."""
         return self._latest
 
-    def first_view(self) -> View:
+    def first_view(self) -> Membership:
         """The view to begin in. Who is new says that it is ready, and waits until the others expect it."""
         if self.is_new:
             self._on_ready()
@@ -81,15 +81,15 @@ class Membership:
                 self._changed.wait_for(lambda: self._latest.number >= 0)
         return self._latest
 
-    def arrive(self, view: View) -> None:
+    def arrive(self, view: Membership) -> None:
         """This learner is about to meet the other members of a view. Who watches is told by `on_arrive`."""
         self._on_arrive(view)
 
-    def enter(self, view: View) -> None:
+    def enter(self, view: Membership) -> None:
         """This learner has met the other members of a view. Who watches is told by `on_enter`."""
         self._on_enter(view)
 
-    def announce(self, view: View) -> None:
+    def announce(self, view: Membership) -> None:
         """There is a new view. Called by who listens to the launcher, in any thread."""
         with self._changed:
             if view.number <= self._latest.number:
@@ -98,14 +98,14 @@ class Membership:
             self._changed.notify_all()
             self._on_change(view)
 
-    def beyond(self, view: View, within: float) -> View | None:
+    def beyond(self, view: Membership, within: float) -> Membership | None:
         """A later view, as soon as there is one; None if none comes within so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._latest.number > view.number, within if self.is_watched else 0.0)
             return self._latest if self._latest.number > view.number else None
 
     @contextmanager
-    def telling(self, view: View, on_change: Callable[[View], None]) -> Generator[None, None, None]:
+    def telling(self, view: Membership, on_change: Callable[[Membership], None]) -> Generator[None, None, None]:
         """Call `on_change`, in any thread, as soon as there is a view beyond `view`, while the context lasts."""
         with self._changed:
             self._on_change = on_change
@@ -118,24 +118,24 @@ class Membership:
                 self._on_change = lambda view: None
 
 
-class Views(Protocol):
+class MembershipObserver(Protocol):
     """Who wants to know, in each learner, that others were lost or came."""
 
     def pause(self) -> None:
         """This learner leaves a view. What was begun for it is to be finished, or left, before this returns."""
 
-    def begin(self, view: View, standing: Standing, is_first: bool) -> None:
+    def begin(self, view: Membership, position: Position, is_first: bool) -> None:
         """A view begins, with what all have done together. Where `is_first`, before the others go on."""
 
     def end(self) -> None:
         """All is done. What others must be able to rely on when they hear of it is to be done before this returns."""
 
 
-class Unmoved:
+class IgnoreMembership:
     """Does not care who is there."""
 
     def pause(self) -> None: ...
 
-    def begin(self, view: View, standing: Standing, is_first: bool) -> None: ...
+    def begin(self, view: Membership, position: Position, is_first: bool) -> None: ...
 
     def end(self) -> None: ...

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from starling.checkpoint.state import ShardState
 from starling.errors import CheckpointError, ProtocolError
 from starling.learner import Handle, Learner, Shard
-from starling.strategies import Teams
+from starling.strategies import SyncGroups
 from starling.training.job import Averaging, Spent
 from starling.training.replica import Replica
 from starling.training.shards import HeldShard, check_piece, host_copy
@@ -24,17 +24,17 @@ T = TypeVar("T")
 class ReplicaLearner(Learner):
     """A learner with weights and an optimizer of its own, and a team: the learners that claim together with it."""
 
-    def __init__(self, rank: int, world: int, seed: int, teams: Teams, replica: Replica) -> None:
+    def __init__(self, rank: int, world: int, seed: int, sync_groups: SyncGroups, replica: Replica) -> None:
         self.replica = replica
-        self.teams = teams
+        self.sync_groups = sync_groups
         self.counting = threading.Lock()  # between the background, which counts, and the end of an epoch
         self.shards: list[HeldShard] = []
         self.saved_shards: dict[tuple[int, int], ShardState] = {}
         """What a checkpoint holds of the model, by place."""
         self.spent = Spent()
         self.averaging = Averaging()
-        self.team = teams.of(rank)
-        self.is_worker = rank < teams.num_workers
+        self.sync_group = sync_groups.of(rank)
+        self.is_worker = rank < sync_groups.num_workers
         self._rank, self._world, self._seed = rank, world, seed
         self._gradient_version = 0  # of the weights, when the gradient under way began
 
@@ -55,9 +55,9 @@ class ReplicaLearner(Learner):
         return self.replica.weights
 
     @property
-    def place_in_team(self) -> int:
+    def place_in_sync_group(self) -> int:
         """This learner's place in its team, from 0."""
-        return self._rank - self.team.start
+        return self._rank - self.sync_group.start
 
     @property
     def version(self) -> int:
@@ -108,7 +108,7 @@ class ReplicaLearner(Learner):
         """Start doing something that goes over `num_bytes` of host memory so many times."""
 
     @abstractmethod
-    def set_rates(self, optimizer: Optimizer, peaks: Sequence[float], stamp: Tensor, scale: float) -> None:
+    def set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
         """Set the learning rates of a shard's optimizer, which began with `peaks`, to `scale` times those of a
         `stamp`."""
 
@@ -136,10 +136,10 @@ class ReplicaLearner(Learner):
     def check_group(self, group: Sequence[int] | None) -> Sequence[int]:
         """The learners of a mean; `ProtocolError` unless they are all of this learner's team."""
         chosen = range(self._world) if group is None else group
-        if list(chosen) != list(self.team):
+        if list(chosen) != list(self.sync_group):
             raise ProtocolError(
                 f"learner {self._rank} cannot average over learners {list(chosen)}: those that it computes in step "
-                f"with are {list(self.team)}"
+                f"with are {list(self.sync_group)}"
             )
         return chosen
 

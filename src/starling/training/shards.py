@@ -49,12 +49,12 @@ class HeldShard(Shard):
     def read(self) -> Handle[Tensor]:
         return self._learner.start_on_shard(self.weights.nbytes, 1, self.weights.clone)
 
-    def step(self, gradient: Tensor, stamp: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Handle[None]:
+    def step(self, gradient: Tensor, step_metadata: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Handle[None]:
         def do() -> None:
             with self._learner.counting:
                 for when in read_at:
                     self._learner.averaging.staleness[self.num_steps - when] += 1
-            self._learner.set_rates(self.optimizer, self._peaks, stamp, scale)
+            self._learner.set_rates(self.optimizer, self._peaks, step_metadata, scale)
             with self._lock:
                 for part, own in zip(self._parts, split(gradient, self._parts), strict=True):
                     part.grad = None if is_no_gradient(own) else own

@@ -8,9 +8,9 @@ from typing import Any
 
 from starling.errors import ConfigError, PeerLost
 from starling.training.job import Job
-from starling.training.membership import View
-from starling.training.tickets import TeamTickets, standing_after
-from starling.workload import Standing, Ticket
+from starling.training.membership import Membership
+from starling.training.tickets import SyncGroupTickets, position_after
+from starling.workload import Position, Ticket
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Plan:
     """How the members of a view begin."""
 
     world: int
-    standing: Standing
+    position: Position
     minutes: float
     """Time spent training, the same for all."""
     source: int | None = None
@@ -46,13 +46,13 @@ class Plan:
     def decode(cls, text: str | bytes) -> "Plan":
         """From what `encode` gave."""
         read: dict[str, Any] = json.loads(text)
-        standing = read.pop("standing")
-        unfinished = tuple(Ticket(**each) for each in standing["unfinished"])
+        position = read.pop("position")
+        outstanding = tuple(Ticket(**each) for each in position["outstanding"])
         takers = tuple(read.pop("takers"))
-        return cls(standing=Standing(Ticket(**standing["position"]), unfinished), takers=takers, **read)
+        return cls(position=Position(Ticket(**position["next_ticket"]), outstanding), takers=takers, **read)
 
 
-def who_goes_on(job: Job, view: View, change: View, is_ordered: bool = False) -> View:
+def next_membership(job: Job, view: Membership, change: Membership, is_ordered: bool = False) -> Membership:
     """The view that follows another when `change` says who lives: those of them whom the strategy can go on with.
 
     Their ranks are as `Strategy.successors` has it, or as `change` has it where `is_ordered`: somebody has computed
@@ -67,7 +67,7 @@ def who_goes_on(job: Job, view: View, change: View, is_ordered: bool = False) ->
         ranks = job.strategy.survivors(job.options, len(view.members), [view.members.index(name) for name in lost])
         leaving = set(view.members) - {view.members[rank] for rank in ranks}
         members = tuple(name for name in change.members if name not in leaving)
-        job.teams(len(members))
+        job.sync_groups(len(members))
     except (ConfigError, PeerLost) as error:
         raise PeerLost(f"{change.reason}; {job.strategy.name} cannot go on without: {error}") from error
     return replace(change, members=members)
@@ -88,7 +88,7 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_noted: Calla
     takers = tuple(rank for rank, is_current in enumerate(current) if not is_current)
     return Plan(
         world=len(members),
-        standing=standing_after(before.standing, job.workload, done),
+        position=position_after(before.position, job.workload, done),
         minutes=max(each.minutes for each in members),
         source=newest if takers else None,
         takers=takers,
@@ -105,5 +105,5 @@ def first_with_a_state(members: Sequence[Past]) -> int:
 
 def _done_by_all(before: Plan, num_portions: int, job: Job) -> set[int]:
     """The tickets of a view's first portions, which all learners have computed."""
-    tickets = TeamTickets(job.workload, before.standing, job.budget, before.world)
+    tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world)
     return {tickets.ticket(*each).step for each in product(range(num_portions), range(before.world))}

@@ -13,7 +13,7 @@ from typing import Any
 
 from starling.budget import Budget, Progress
 from starling.errors import DataError
-from starling.workload import Standing, Ticket, Workload
+from starling.workload import Position, Ticket, Workload
 
 
 class TicketSequence:
@@ -48,20 +48,20 @@ class TicketSequence:
         return self._first_epoch + len(self._first_steps) - 1
 
 
-def standing_after(start: Standing, workload: Workload[Any], done: Collection[int]) -> Standing:
+def position_after(start: Position, workload: Workload[Any], done: Collection[int]) -> Position:
     """How far a run has come that began at `start` when the tickets with these numbers are done."""
-    sequence = TicketSequence(workload, start.position)
-    first, beyond = start.position.step, max([start.position.step, *(step + 1 for step in done)])
-    handed_out = [*start.unfinished, *(sequence[step] for step in range(first, beyond))]
-    return Standing(sequence[beyond], tuple(ticket for ticket in handed_out if ticket.step not in done))
+    sequence = TicketSequence(workload, start.next_ticket)
+    first, beyond = start.next_ticket.step, max([start.next_ticket.step, *(step + 1 for step in done)])
+    handed_out = [*start.outstanding, *(sequence[step] for step in range(first, beyond))]
+    return Position(sequence[beyond], tuple(ticket for ticket in handed_out if ticket.step not in done))
 
 
 class DoneTickets(Collection[int]):
     """The numbers of the tickets that are done, of those from a standing on. Takes as much memory as tickets are
     between the first that is not done and the last that is."""
 
-    def __init__(self, start: Standing) -> None:
-        self._first = self._below = start.position.step  # all from the first to below this are done
+    def __init__(self, start: Position) -> None:
+        self._first = self._below = start.next_ticket.step  # all from the first to below this are done
         self._others: set[int] = set()
 
     def add(self, step: int) -> None:
@@ -87,19 +87,19 @@ class DoneTickets(Collection[int]):
         return len(self._others) + self._below - self._first
 
 
-class TeamTickets:
+class SyncGroupTickets:
     """The tickets of a run in portions, one ticket for each learner of a team.
 
     The budget in steps and epochs is checked at the beginning of each portion, so that a team ends together without a
     word; the last portion is a whole one. Minutes are the engine's to check.
     """
 
-    def __init__(self, workload: Workload[Any], start: Standing, budget: Budget, team_size: int) -> None:
-        self.sequence = TicketSequence(workload, start.position)
+    def __init__(self, workload: Workload[Any], start: Position, budget: Budget, sync_group_size: int) -> None:
+        self.sequence = TicketSequence(workload, start.next_ticket)
         self._start = start
         self._budget = budget
-        self._team_size = team_size
-        self._places = {ticket.step: place for place, ticket in enumerate(start.unfinished)}
+        self._team_size = sync_group_size
+        self._places = {ticket.step: place for place, ticket in enumerate(start.outstanding)}
         self._end: int | None = None
 
     def end_at(self, number: int) -> None:
@@ -109,24 +109,24 @@ class TeamTickets:
     def ticket(self, number: int, member: int = 0) -> Ticket:
         """The ticket of a `member` (its place in the team) in portion `number`."""
         place = number * self._team_size + member
-        unfinished = self._start.unfinished
-        if place < len(unfinished):
-            return unfinished[place]
-        return self.sequence[self._start.position.step + place - len(unfinished)]
+        outstanding = self._start.outstanding
+        if place < len(outstanding):
+            return outstanding[place]
+        return self.sequence[self._start.next_ticket.step + place - len(outstanding)]
 
     def number_of(self, ticket: Ticket) -> int:
         """The portion that a ticket is in."""
-        place = self._places.get(ticket.step, ticket.step - self._start.position.step + len(self._start.unfinished))
+        place = self._places.get(ticket.step, ticket.step - self._start.next_ticket.step + len(self._start.outstanding))
         return place // self._team_size
 
-    def standing(self, number: int, undone: Iterable[int] = ()) -> Standing:
+    def position(self, number: int, undone: Iterable[int] = ()) -> Position:
         """How far the run has come when the portions below `number` are done, except for `undone` ones."""
         num_given = number * self._team_size
-        unfinished = self._start.unfinished
+        outstanding = self._start.outstanding
         returned = [self.ticket(each, member) for each in sorted(undone) for member in range(self._team_size)]
-        return Standing(
-            self.sequence[self._start.position.step + max(0, num_given - len(unfinished))],
-            tuple(sorted((*returned, *unfinished[num_given:]), key=lambda ticket: ticket.step)),
+        return Position(
+            self.sequence[self._start.next_ticket.step + max(0, num_given - len(outstanding))],
+            tuple(sorted((*returned, *outstanding[num_given:]), key=lambda ticket: ticket.step)),
         )
 
     def num_before(self, number: int) -> int:
@@ -183,7 +183,7 @@ class Marks:
     before it are done by then, and in step no other; asynchronous learners also have what they got from others by then.
     """
 
-    def __init__(self, tickets: TeamTickets, every: int | None = None) -> None:
+    def __init__(self, tickets: SyncGroupTickets, every: int | None = None) -> None:
         self._tickets = tickets
         self._every = every
         self._agreed: set[int] = set()

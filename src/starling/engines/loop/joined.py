@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from starling.configuration import Config
 from starling.engines.loop.learner import DropInLearner
 from starling.engines.loop.replica import LoopReplica
-from starling.engines.processes.handshake import Greeting, greet, part
+from starling.engines.processes.handshake import Handshake, part, shake_hands
 from starling.engines.processes.learner import process_group
 from starling.engines.processes.peers import Place
 from starling.errors import ConfigError, ProtocolError
@@ -69,28 +69,28 @@ class JoinedLearner:
         most_not_finite: int,
     ) -> None:
         """Meet the others. Raises as `starling.join` says."""
-        teams = strategy.teams(options, place.world)
-        if teams.num_workers < place.world:
+        sync_groups = strategy.sync_groups(options, place.world)
+        if sync_groups.num_workers < place.world:
             raise ConfigError(
-                f"strategy.servers: own would leave {place.world - teams.num_workers} of {place.world} processes "
+                f"strategy.servers: own would leave {place.world - sync_groups.num_workers} of {place.world} processes "
                 "without a loop; in your own loop servers run beside it (servers='beside')"
             )
-        is_shared = teams.size == place.world
+        is_shared = sync_groups.size == place.world
         replica = LoopReplica(model, optimizer, is_shared)
         self._place, self._timeout_seconds = place, timeout_seconds
         self._connections = ExitStack()
         self._is_closed = False
         if place.world > 1:
-            mine = Greeting(
+            mine = Handshake(
                 world=place.world,
                 strategy=strategy.name,
                 num_parameters=len(replica.weights),
                 dtype=str(replica.weights.dtype),
                 configuration=f"{options.model_dump_json()}, seed {seed}, model {_digest(model)}, "
                 f"{len(optimizer.param_groups)} parameter groups",
-                **Greeting.of_versions(),
+                **Handshake.of_versions(),
             )
-            greet(place.store, place.rank, mine, timeout_seconds)
+            shake_hands(place.store, place.rank, mine, timeout_seconds)
             self._connections.enter_context(process_group(place, replica.weights.device, timeout_seconds))
         self._learner = DropInLearner(place, strategy, options, replica, seed, timeout_seconds, most_not_finite)
         atexit.register(self._at_exit)

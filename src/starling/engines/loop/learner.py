@@ -49,7 +49,7 @@ class DropInLearner(PeerLearner):
         timeout_seconds: float,
         most_not_finite: int,
     ) -> None:
-        super().__init__(place.rank, place.world, seed, strategy.teams(options, place.world), replica)
+        super().__init__(place.rank, place.world, seed, strategy.sync_groups(options, place.world), replica)
         self.num_steps = 0
         self.num_skipped = 0
         """Gradients that were not finite, and so made no optimizer step."""
@@ -66,7 +66,7 @@ class DropInLearner(PeerLearner):
         self._all_closed = threading.Event()
         self._coroutine = strategy.start(self, options)
         device = replica.weights.device
-        is_whole = len(self.team) == place.world  # then nothing but the loop's own thread makes means
+        is_whole = len(self.sync_group) == place.world  # then nothing but the loop's own thread makes means
         self.meet(place, device, has_own_device(place, device) and is_whole, timeout_seconds)
         self._attendant = self._make_attendant() if place.world > 1 else None
         if place.world > 1:
@@ -83,7 +83,7 @@ class DropInLearner(PeerLearner):
     # what the strategy asks for
 
     @property
-    def stamp(self) -> Tensor:
+    def step_metadata(self) -> Tensor:
         rates = [float(group["lr"]) for group in self.replica.optimizer.param_groups]
         if len(rates) != self._num_groups:
             raise ProtocolError(
@@ -96,8 +96,8 @@ class DropInLearner(PeerLearner):
     def num_gradients(self) -> int:
         return self._steps_begun
 
-    def set_rates(self, optimizer: Optimizer, peaks: Sequence[float], stamp: Tensor, scale: float) -> None:
-        for group, rate in zip(optimizer.param_groups, stamp.tolist(), strict=True):
+    def set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
+        for group, rate in zip(optimizer.param_groups, step_metadata.tolist(), strict=True):
             group["lr"] = rate * scale
 
     def claim(self) -> bool:
@@ -114,7 +114,7 @@ class DropInLearner(PeerLearner):
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
         if isinstance(of, LoopGradient):
             self.check_group(group)
-            if len(self.team) == 1:
+            if len(self.sync_group) == 1:
                 return of
             if not of.is_supplied:
                 return MeanOfGradient(of, lambda gradient: super(DropInLearner, self).mean(gradient, group))
@@ -403,7 +403,7 @@ class DropInLearner(PeerLearner):
                 lost = self._lost_ones(None)
                 self.fail(PeerLost(f"learner {self._rank} lost {lost}, {self._whereabouts()}: {why}"))
         for rank, steps in list(attendant.finished.items()):
-            if rank in self.team and (
+            if rank in self.sync_group and (
                 steps < self._steps_begun or (self._rank in attendant.finished and steps != self._steps_begun)
             ):
                 done = "has closed after" if self._is_over else "is in step"

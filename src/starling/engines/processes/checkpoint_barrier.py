@@ -69,7 +69,7 @@ class _Over(Exception):  # noqa: N818 - it is no error
     """Ends the thread of a view that is over."""
 
 
-class AgreedMarks(threading.Thread):
+class CheckpointBarrier(threading.Thread):
     """One learner's part in the marks of a view, in which it is number `rank` of `world`.
 
     `on_mark` is called with the number of each new mark, the first portion behind it, and the signal to stop there or

@@ -39,7 +39,7 @@ def do_nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Greeting:
+class Handshake:
     """What must be the same on all learners."""
 
     world: int
@@ -88,8 +88,8 @@ def await_keys(
                 wait.whom, asked = tuple(absent), now + pause
 
 
-def greet(
-    store: Store, rank: int, mine: Greeting, timeout_seconds: float, look_around: Callable[[], None] = do_nothing
+def shake_hands(
+    store: Store, rank: int, mine: Handshake, timeout_seconds: float, look_around: Callable[[], None] = do_nothing
 ) -> None:
     """Tell the others who I am and compare. `ProtocolError` names the first that differs, `PeerLost` who is missing."""
     key = "greeting/{}".format
@@ -109,14 +109,14 @@ def greet(
         _compare(rank, other, mine, json.loads(verified(rank, other, store.get(key(other)))))
 
 
-def check_alike(store: Store, name: int, mine: Greeting) -> None:
+def check_alike(store: Store, name: int, mine: Handshake) -> None:
     """Compare with what learner 0 said when the run began, but for the number of learners: who is new finds out before
     it is expected that the others would refuse it. Raises ProtocolError."""
     theirs = json.loads(verified(name, 0, store.get("greeting/0")))
     _compare(name, 0, mine, theirs | {"world": mine.world})
 
 
-def _compare(rank: int, other: int, mine: Greeting, theirs: dict[str, Any]) -> None:
+def _compare(rank: int, other: int, mine: Handshake, theirs: dict[str, Any]) -> None:
     for name, value in asdict(mine).items():
         if theirs.get(name) != value:
             raise ProtocolError(

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes import nccl, peers
-from starling.engines.processes.checkpoint_barrier import AgreedMarks, Wishes
+from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, Wishes
 from starling.engines.processes.communication import ReducingModel
 from starling.engines.processes.handshake import await_keys, do_nothing, silent_learners
 from starling.engines.processes.peers import GradientHandle, PeerLearner, Place
@@ -34,7 +34,7 @@ from starling.training.flat import FlatModel
 from starling.training.job import Job, Observer
 from starling.training.learner import TrainingLearner
 from starling.training.loading import Loaded, Loader, Lookahead
-from starling.training.membership import Membership, View, ViewChanged
+from starling.training.membership import Membership, MembershipChanged, MembershipFeed
 from starling.training.replica import Replica
 from starling.training.stragglers import Stragglers
 from starling.training.succession import Past
@@ -60,8 +60,8 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         start: LearnerState | None,
         timeout_seconds: float,
         loader: Loader,
-        membership: Membership,
-        view: View,
+        membership: MembershipFeed,
+        view: Membership,
         wishes: Wishes | None = None,
         look_around: Callable[[], None] = do_nothing,
     ) -> None:
@@ -72,11 +72,11 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         device = flat.weights.device
         self.meet(place, device, has_own_device(place, device), timeout_seconds, look_around)
         self.view = view
-        self._agreed = AgreedMarks(place.store, place.rank, place.world, wishes, self._mark_at, timeout_seconds)
+        self._agreed = CheckpointBarrier(place.store, place.rank, place.world, wishes, self._mark_at, timeout_seconds)
         self._membership = membership
         # where learners have one model, how many mini-batches they have done says which
         is_noting = membership.is_watched and not job.strategy.has_one_model
-        self._notes = DoneNotes(place.store, place.rank, self.teams.num_workers) if is_noting else None
+        self._notes = DoneNotes(place.store, place.rank, self.sync_groups.num_workers) if is_noting else None
         self._flat = flat
         self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
         self._reducing: dict[bool, ReducingModel] = {}  # by whether it is the model elsewhere
@@ -171,7 +171,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
     def _look_for_change(self, error: Exception) -> None:
         self._release.check()
         if change := self._membership.beyond(self.view, CAUSE_SECONDS):
-            raise ViewChanged(change) from error
+            raise MembershipChanged(change) from error
 
     def _suffer(self, fault: Fault) -> None:
         if isinstance(fault, Pause):
@@ -181,7 +181,7 @@ class ProcessLearner(PeerLearner, TrainingLearner):
 
     def _gradient(self, flat: FlatModel, reduced: bool) -> Tensor:
         begin = self.now()
-        if not reduced or len(self.team) == 1:
+        if not reduced or len(self.sync_group) == 1:
             loss = self.compute_gradient(flat.model, flat)
         else:
             self._count_mean(flat.gradients.nbytes)
@@ -206,7 +206,9 @@ class ProcessLearner(PeerLearner, TrainingLearner):
         return flat.gradients
 
     def _whereabouts(self) -> str:
-        return f"round {self.num_claimed}" if len(self.team) == self._world else f"after {self.num_claimed} claims"
+        return (
+            f"round {self.num_claimed}" if len(self.sync_group) == self._world else f"after {self.num_claimed} claims"
+        )
 
     def _mine(self) -> Iterator[Ticket]:
         """This learner's tickets, as they are drawn."""
@@ -216,19 +218,19 @@ class ProcessLearner(PeerLearner, TrainingLearner):
                 return
             self._drawn_ahead.add(number)
             self._newest_drawn = number
-            yield replace(self.tickets.ticket(number, self.place_in_team), part=self.part)
+            yield replace(self.tickets.ticket(number, self.place_in_sync_group), part=self.part)
 
     def _draws(self) -> Iterator[int]:
         """The numbers of the portions of tickets that this learner's team gets, one after the other."""
-        if len(self.team) == self._world:
+        if len(self.sync_group) == self._world:
             yield from count()
         store, key = self.place.store, self._claim_key
         for claim in count():
             self._num_draws = claim + 1
-            if len(self.team) == 1:
+            if len(self.sync_group) == 1:
                 yield store.add("claims", 1) - 1
                 continue
-            if self.place_in_team == 0:
+            if self.place_in_sync_group == 0:
                 number = store.add("claims", 1) - 1
                 store.set(key(claim), str(number))
                 store.delete_key(key(claim - KEPT_CLAIMS))
@@ -236,13 +238,13 @@ class ProcessLearner(PeerLearner, TrainingLearner):
 
     def _claim_key(self, claim: int) -> str:
         """Where the first learner of a team of several notes which portion the team gets at a claim."""
-        return f"claims/{self.team.start}/{claim}"
+        return f"claims/{self.sync_group.start}/{claim}"
 
     def _num_ahead(self) -> int:
         """How many portions this learner may draw ahead of the one that it is about to begin."""
-        if len(self.team) == self._world:
+        if len(self.sync_group) == self._world:
             return sys.maxsize  # nobody else would take them
-        if self.place_in_team == 0:
+        if self.place_in_sync_group == 0:
             return self._lookahead.num(self.now(), self._loader.load_seconds)
         # only what the first has drawn: to wait for more would keep the team from the step that the first is in
         following = [self._claim_key(self._num_draws), self._claim_key(self._num_draws + 1)]
@@ -252,10 +254,10 @@ class ProcessLearner(PeerLearner, TrainingLearner):
     def _drawn_by_all(self) -> tuple[int, list[int]]:
         """How many portions all teams together have drawn, and those that nobody will do, because they were drawn ahead
         when the time was up; waits until everybody has made its last claim."""
-        if len(self.team) == self._world:
+        if len(self.sync_group) == self._world:
             return self.num_claimed, []
         store = self.place.store
-        undone = self._drawn_ahead if self.is_worker and self.place_in_team == 0 else ()
+        undone = self._drawn_ahead if self.is_worker and self.place_in_sync_group == 0 else ()
         store.set(f"claimed/{self._rank}", json.dumps(sorted(undone)))
         keys = [f"claimed/{rank}" for rank in range(self._world)]
         with self._naming_the_lost("waiting for the last claims"):
@@ -279,10 +281,10 @@ class ProcessLearner(PeerLearner, TrainingLearner):
 
     def _agreed_seconds(self) -> float:
         """The clock of the team's first learner, through the store."""
-        if len(self.team) == 1:
+        if len(self.sync_group) == 1:
             return self.now()
-        key = f"clock/{self.team.start}/{{}}".format
-        if self.place_in_team == 0:
+        key = f"clock/{self.sync_group.start}/{{}}".format
+        if self.place_in_sync_group == 0:
             self.place.store.set(key(self.num_claimed), repr(self.now()))
             self.place.store.delete_key(key(self.num_claimed - 2))
         return float(self._others_word(key(self.num_claimed), "agreeing on the time"))
@@ -290,7 +292,9 @@ class ProcessLearner(PeerLearner, TrainingLearner):
     def _others_word(self, key: str, what: str) -> str:
         """What another learner writes under a key."""
         with self._naming_the_lost(what):
-            await_keys(self.place.store, [key], self._timeout_seconds, self._release.check, what, [self.team.start])
+            await_keys(
+                self.place.store, [key], self._timeout_seconds, self._release.check, what, [self.sync_group.start]
+            )
             return str(self.place.store.get(key).decode())
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -312,7 +316,7 @@ def has_own_device(place: Place, device: torch.device) -> bool:
     return device.type == "cuda" and place.local_world <= torch.cuda.device_count()
 
 
-Telling = Callable[[Callable[[View], None]], AbstractContextManager[None]]
+Telling = Callable[[Callable[[Membership], None]], AbstractContextManager[None]]
 """Inside of its context, what is given to it is called when there is a later view; see `Membership.telling`."""
 
 

@@ -407,11 +407,11 @@ class SharedMean:
     later, when all have begun the one between and so have read it.
     """
 
-    def __init__(self, links: Links, rank: int, team: range, lane: int, timeout_seconds: float) -> None:
+    def __init__(self, links: Links, rank: int, sync_group: range, lane: int, timeout_seconds: float) -> None:
         self._links = links
-        self._rank, self._team, self._lane = rank, team, lane
+        self._rank, self._team, self._lane = rank, sync_group, lane
         self._timeout_seconds = timeout_seconds
-        self._places = {(each, number): links.place(each, lane, number) for each in team for number in range(2)}
+        self._places = {(each, number): links.place(each, lane, number) for each in sync_group for number in range(2)}
         self._num_begun = 0
         self._under_way: UnderWay | None = None
 

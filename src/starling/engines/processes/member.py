@@ -13,7 +13,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.processes import regroup
 from starling.engines.processes.checkpoint_barrier import Wishes
 from starling.engines.processes.communication import ConnectionFailed
-from starling.engines.processes.handshake import Greeting, check_alike, greet, part
+from starling.engines.processes.handshake import Handshake, check_alike, part, shake_hands
 from starling.engines.processes.learner import ProcessLearner, process_group
 from starling.engines.processes.peers import Place
 from starling.engines.processes.regroup import LookAround
@@ -26,10 +26,16 @@ from starling.training.flat import FlatModel
 from starling.training.job import Job, Named, Observer
 from starling.training.learner import Tally
 from starling.training.loading import Loader
-from starling.training.membership import Membership, Unmoved, View, ViewChanged, Views
+from starling.training.membership import (
+    IgnoreMembership,
+    Membership,
+    MembershipChanged,
+    MembershipFeed,
+    MembershipObserver,
+)
 from starling.training.stragglers import Delays
-from starling.training.succession import Past, Plan, who_goes_on
-from starling.workload import Standing, Ticket
+from starling.training.succession import Past, Plan, next_membership
+from starling.workload import Position, Ticket
 
 _OUTCOME, _OVER, _CHANGED = "outcome", "over", "changed"
 REGROUP_SECONDS = 20.0
@@ -44,8 +50,8 @@ def run_learner(
     observer: Observer,
     start: LearnerState | None = None,
     timeout_seconds: float = 600.0,
-    membership: Membership | None = None,
-    views: Views | None = None,
+    membership: MembershipFeed | None = None,
+    views: MembershipObserver | None = None,
     wishes: Wishes | None = None,
 ) -> LearnerState | None:
     """Be the learner at `place` from greeting to end, and return the state it ends in; None if it had to leave before.
@@ -65,8 +71,8 @@ def run_learner(
             Named(observer, place.rank),
             timeout_seconds,
             loader,
-            membership or Membership(place.rank, View(0, tuple(range(place.world)))),
-            views or Unmoved(),
+            membership or MembershipFeed(place.rank, Membership(0, tuple(range(place.world)))),
+            views or IgnoreMembership(),
             wishes,
         )
         return member.run(start)
@@ -91,8 +97,8 @@ class _Member:
     observer: Observer
     timeout_seconds: float
     loader: Loader
-    membership: Membership
-    views: Views
+    membership: MembershipFeed
+    views: MembershipObserver
     wishes: Wishes | None = None
     learner: ProcessLearner | None = None
     delays: Delays | None = None
@@ -114,22 +120,22 @@ class _Member:
                 change = self._what_changed(view, error)
             past, start = self._leave(past, start)
             try:
-                view = who_goes_on(self.job, view, change, is_ordered=True)
+                view = next_membership(self.job, view, change, is_ordered=True)
             except PeerLost:
                 end_with_threads(PeerLost.exit_code)
                 raise
             if self.membership.name not in view.members:
                 return None
 
-    def _first_view(self) -> View:
+    def _first_view(self) -> Membership:
         if self.membership.is_new:
-            check_alike(PrefixStore(View(0, ()).key, self.place.store), self.membership.name, self._greeting(0))
+            check_alike(PrefixStore(Membership(0, ()).key, self.place.store), self.membership.name, self._handshake(0))
             warm_up(self.job, self.flat)
         return self.membership.first_view()
 
-    def _what_changed(self, view: View, error: Exception) -> View:
+    def _what_changed(self, view: Membership, error: Exception) -> Membership:
         """The view beyond this one; if there is none, `error` is raised."""
-        if isinstance(error, ViewChanged):
+        if isinstance(error, MembershipChanged):
             return self.membership.latest
         is_loss = isinstance(error, PeerLost | ConnectionFailed | DistError)
         if is_loss and (change := self.membership.beyond(view, REGROUP_SECONDS)):
@@ -142,13 +148,13 @@ class _Member:
         """Let go of the view that is over; what this learner has, and its own state."""
         if self.learner is not None:
             self.learner.leave()  # first: its background changes what it has
-            past, start, self.tally = self.learner.past(), self.learner.state(Standing()).copy(), self.learner.tally()
+            past, start, self.tally = self.learner.past(), self.learner.state(Position()).copy(), self.learner.tally()
             self.learner = None
             gc.collect()  # of the reducers of gradients that were between this view's learners
         self.views.pause()
         return past, start
 
-    def _be_in(self, view: View, past: Past, start: LearnerState | None) -> LearnerState:
+    def _be_in(self, view: Membership, past: Past, start: LearnerState | None) -> LearnerState:
         rank, world = view.members.index(self.membership.name), len(view.members)
         WAITS.among(rank, view.members)
         store = PrefixStore(view.key, self.place.store)
@@ -159,14 +165,14 @@ class _Member:
 
         def look_around() -> None:
             if self.membership.latest.number > view.number:
-                raise ViewChanged(self.membership.latest)
+                raise MembershipChanged(self.membership.latest)
 
-        greet(store, rank, self._greeting(world), seconds, look_around)
+        shake_hands(store, rank, self._handshake(world), seconds, look_around)
         if is_first_view:
-            standing = start.standing if start else Standing()
-            plan = Plan(world, standing, start.minutes if start else 0.0)
+            position = start.position if start else Position()
+            plan = Plan(world, position, start.minutes if start else 0.0)
             regroup.begin(store, rank, plan)
-            self.views.begin(view, standing, rank == 0)
+            self.views.begin(view, position, rank == 0)
         else:
             plan = self._agree(view, rank, past, seconds, look_around)
         self.has_met = True
@@ -182,8 +188,8 @@ class _Member:
                 connections.note()
                 self.membership.enter(view)
 
-                def end_view(change: View) -> None:  # called by another thread
-                    learner.fail(ViewChanged(change))
+                def end_view(change: Membership) -> None:  # called by another thread
+                    learner.fail(MembershipChanged(change))
                     connections.cut()
 
                 with self.membership.telling(view, end_view), learner.agreeing():
@@ -195,18 +201,18 @@ class _Member:
                 connections.cut()  # no thread is to wait for those who are still there
                 raise
 
-    def _part(self, view: View, store: Store, rank: int, look_around: LookAround) -> None:
+    def _part(self, view: Membership, store: Store, rank: int, look_around: LookAround) -> None:
         """Part from the others, unless some of them go on to the next view: then all do."""
         try:
             part(store, rank, len(view.members), self.timeout_seconds, look_around)
             wanted = _OVER
-        except ViewChanged:
+        except MembershipChanged:
             wanted = _CHANGED
         if self.membership.is_watched and store.compare_set(_OUTCOME, "", wanted).decode() == _CHANGED:
-            raise ViewChanged(self.membership.beyond(view, REGROUP_SECONDS) or self.membership.latest)
+            raise MembershipChanged(self.membership.beyond(view, REGROUP_SECONDS) or self.membership.latest)
 
     def _make_learner(
-        self, place: Place, start: LearnerState | None, view: View, look_around: LookAround
+        self, place: Place, start: LearnerState | None, view: Membership, look_around: LookAround
     ) -> ProcessLearner:
         learner = ProcessLearner(
             self.job,
@@ -229,23 +235,23 @@ class _Member:
         learner.faults = self.faults = self.faults or FaultsOf(() if self.membership.is_new else self.job.faults, name)
         return learner
 
-    def _agree(self, view: View, rank: int, past: Past, seconds: float, look_around: LookAround) -> Plan:
+    def _agree(self, view: Membership, rank: int, past: Past, seconds: float, look_around: LookAround) -> Plan:
         told: list[Plan] = []
 
         def tell(plan: Plan) -> None:
-            self.views.begin(view, plan.standing, True)
+            self.views.begin(view, plan.position, True)
             told.append(plan)
 
         plan = regroup.agree(self.place.store, view, rank, past, self.job, seconds, look_around, tell)
         if not told:
-            self.views.begin(view, plan.standing, False)
+            self.views.begin(view, plan.position, False)
         return plan
 
     def _start(self, own: LearnerState | None, place: Place, plan: Plan) -> LearnerState:
         """The state with which this learner begins a view."""
         rank, world = place.rank, place.world
         state = own or self._blank(place)
-        state = replace(state, rank=rank, world=world, standing=plan.standing, minutes=plan.minutes, epochs_ended=None)
+        state = replace(state, rank=rank, world=world, position=plan.position, minutes=plan.minutes, epochs_ended=None)
         if plan.source is None:
             return state
         shared = share_state(state, plan.source)
@@ -253,14 +259,14 @@ class _Member:
 
     def _blank(self, place: Place) -> LearnerState:
         """What a learner has that is new here: nothing of its own."""
-        return LearnerState(place.rank, place.world, Standing(), 0.0, self.flat.weights.detach().cpu(), {}, {})
+        return LearnerState(place.rank, place.world, Position(), 0.0, self.flat.weights.detach().cpu(), {}, {})
 
-    def _greeting(self, world: int) -> Greeting:
-        return Greeting(
+    def _handshake(self, world: int) -> Handshake:
+        return Handshake(
             world=world,
             strategy=self.job.strategy.name,
             num_parameters=self.flat.num_parameters,
             dtype=str(self.flat.weights.dtype),
             configuration=self.digest,
-            **Greeting.of_versions(),
+            **Handshake.of_versions(),
         )

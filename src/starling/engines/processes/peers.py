@@ -167,8 +167,12 @@ class PeerLearner(ReplicaLearner):
         self._links = self._make_links(look_around) if device.type == "cpu" else None
         self._rounds = Rounds(self._make_board())
         self._ordered, self._ordered_behind = (self._make_means(lane, timeout) for lane in range(2))
-        self._device_groups = [self._team_group(DEVICE_BACKEND, timeout) for _ in range(2)] if by_nccl else []
-        self._reducing_group = None if len(self.team) == place.world else self._team_group("gloo", timeout)
+        self._device_groups = (
+            [self._new_group_of_sync_group(DEVICE_BACKEND, timeout) for _ in range(2)] if by_nccl else []
+        )
+        self._reducing_group = (
+            None if len(self.sync_group) == place.world else self._new_group_of_sync_group("gloo", timeout)
+        )
         if by_nccl:
             self._reducing_group = self._device_groups[False]
 
@@ -186,7 +190,7 @@ class PeerLearner(ReplicaLearner):
             return ProcessHandle(lambda: self.mean(of.result(), group).result())
         self.check_mean(of)
         self._count_mean(of.nbytes)
-        if len(self.team) == 1:
+        if len(self.sync_group) == 1:
             alone = of.clone()
             return ProcessHandle(lambda: alone)
         is_behind = threading.current_thread() is self._background
@@ -202,7 +206,7 @@ class PeerLearner(ReplicaLearner):
             def reduced() -> Tensor:
                 # NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes
                 self._wait_for(A_MEAN, wait, in_this_thread=True)
-                return vector.div_(len(self.team))
+                return vector.div_(len(self.sync_group))
 
             return ProcessHandle(reduced)
         means = self._ordered_behind if is_behind else self._ordered
@@ -392,7 +396,9 @@ class PeerLearner(ReplicaLearner):
         """`model`, whose gradients are averaged over the team while backward runs."""
         with self._naming_the_lost("the mean of a gradient"):
             reducing = ReducingModel(model, self._reducing_group)
-        reducing.model.register_forward_hook(lambda *_: WAITS.begin("the mean of a gradient", self.team, is_group=True))
+        reducing.model.register_forward_hook(
+            lambda *_: WAITS.begin("the mean of a gradient", self.sync_group, is_group=True)
+        )
         return reducing
 
     def _step(self, gradient: Tensor) -> None:
@@ -444,26 +450,26 @@ class PeerLearner(ReplicaLearner):
 
     def _make_means(self, lane: int, timeout: timedelta) -> OrderedMean | SharedMean:
         """Means of a thread of its own: two threads in one group would have no common order."""
-        size = self.teams.size
-        teams = [range(first, first + size) for first in range(0, self.teams.num_workers, size)]
-        if self._links is not None and size > 1 and all(self._links.join(each) for each in teams):
+        size = self.sync_groups.size
+        sync_groups = [range(first, first + size) for first in range(0, self.sync_groups.num_workers, size)]
+        if self._links is not None and size > 1 and all(self._links.join(each) for each in sync_groups):
             if self.is_worker:
-                return SharedMean(self._links, self._rank, self.team, lane, self._timeout_seconds)
+                return SharedMean(self._links, self._rank, self.sync_group, lane, self._timeout_seconds)
             return OrderedMean(None, 1)
-        return OrderedMean(self._team_group("gloo", timeout), len(self.team))
+        return OrderedMean(self._new_group_of_sync_group("gloo", timeout), len(self.sync_group))
 
     def _count_mean(self, num_bytes: int) -> None:
         """Count what a mean over the team sends."""
-        self.averaging.bytes_sent += 2 * (len(self.team) - 1) * num_bytes // len(self.team)
+        self.averaging.bytes_sent += 2 * (len(self.sync_group) - 1) * num_bytes // len(self.sync_group)
 
-    def _team_group(self, backend: str, timeout: timedelta) -> ProcessGroup | None:
+    def _new_group_of_sync_group(self, backend: str, timeout: timedelta) -> ProcessGroup | None:
         """A group of this learner's team; every process makes those of all teams, in one order."""
         # a new group would not take over the time-out of the default one, but wait for half an hour
-        size, mine = self.teams.size, None
-        for first in range(0, self.teams.num_workers if size > 1 else 0, size):
+        size, mine = self.sync_groups.size, None
+        for first in range(0, self.sync_groups.num_workers if size > 1 else 0, size):
             with communicating():
                 group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
-            mine = group if first == self.team.start else mine
+            mine = group if first == self.sync_group.start else mine
         if mine is not None and backend == DEVICE_BACKEND:
             with communicating():
                 nccl.connect(mine, self._device)
@@ -474,7 +480,7 @@ class PeerLearner(ReplicaLearner):
         begin = self.now()
         is_behind = threading.current_thread() is self._background
         is_mean = what == A_MEAN
-        whom = self.team if is_mean else () if peer is None else [peer]
+        whom = self.sync_group if is_mean else () if peer is None else [peer]
         with self._naming_the_lost(what, peer), WAITS.waiting(what, whom, is_group=is_mean):
             if self._may_be_released(is_behind) and not in_this_thread:
                 result = self._release.wait(self._waiters[is_behind].submit(wait))

@@ -17,9 +17,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.engines.processes.handshake import await_keys
 from starling.training.job import Job
-from starling.training.membership import View
+from starling.training.membership import Membership
 from starling.training.succession import Past, Plan, first_with_a_state, plan_after
-from starling.workload import Standing, Ticket
+from starling.workload import Position, Ticket
 
 LookAround = Callable[[], None]
 _PLAN, _CAME = "plan", "came/{}"
@@ -70,17 +70,17 @@ class DoneNotes:
             self._chunks.popleft()
 
 
-def noted(store: Store, world: int, start: Standing) -> set[int]:
+def noted(store: Store, world: int, start: Position) -> set[int]:
     """The tickets that the learners of a view, which began at `start`, have noted as done."""
     return {step for rank in range(world) for step in _noted_by(store, rank, start)}
 
 
-def _noted_by(store: Store, rank: int, start: Standing) -> set[int]:
+def _noted_by(store: Store, rank: int, start: Position) -> set[int]:
     """What learner `rank` has noted, and what was done where it has removed notes."""
     key = _KEPT.format(rank)
     kept = store.get(key) if store.check([key]) else b"0 0"
     chunk, below = (int(each) for each in kept.split())
-    found = {*range(start.position.step, below), *(each.step for each in start.unfinished if each.step < below)}
+    found = {*range(start.next_ticket.step, below), *(each.step for each in start.outstanding if each.step < below)}
     while store.check([_DONE.format(rank, chunk)]):
         found.update(int(step) for step in store.get(_DONE.format(rank, chunk)).split())
         chunk += 1
@@ -90,7 +90,7 @@ def _noted_by(store: Store, rank: int, start: Standing) -> set[int]:
 
 def agree(
     root: Store,
-    view: View,
+    view: Membership,
     rank: int,
     past: Past,
     job: Job,
@@ -114,6 +114,6 @@ def agree(
 
 def _plan(root: Store, members: Sequence[Past], job: Job) -> Plan:
     last = max(each.view for each in members if each.view is not None)
-    store = PrefixStore(View(last, ()).key, root)
+    store = PrefixStore(Membership(last, ()).key, root)
     before = Plan.decode(store.get(_PLAN))
-    return plan_after(before, members, job, lambda: noted(store, before.world, before.standing))
+    return plan_after(before, members, job, lambda: noted(store, before.world, before.position))

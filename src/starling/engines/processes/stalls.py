@@ -41,7 +41,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class LongWait:
+class Stall:
     """A wait that goes on, as it can be told to others."""
 
     what: str
@@ -95,7 +95,7 @@ class Waits:
         for wait in list(self.open.values()):
             wait.since = min(now, wait.since + seconds)
 
-    def longest(self, than: Seconds = 0.0) -> LongWait | None:
+    def longest(self, than: Seconds = 0.0) -> Stall | None:
         """The wait that says most about why this learner stands still, if any has lasted for so long.
 
         One of the training comes before one behind it, but who waits for its own background waits for whom that does.
@@ -108,7 +108,7 @@ class Waits:
             return None
         own = [each for each in waits if not each.is_behind]
         cycles = list(self._cycles[_kind(wait.what)])
-        return LongWait(
+        return Stall(
             what=wait.what,
             whom=tuple(self._name(rank) for rank in wait.whom if rank != self._own_rank),
             is_group=wait.is_group,

@@ -19,16 +19,16 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.cluster import Cluster, ComputeTimes
 from starling.engines.virtual.faults import VirtualFaults, VirtualLoss
 from starling.engines.virtual.learner import Life, VirtualLearner
-from starling.engines.virtual.membership import Failed, VirtualView
+from starling.engines.virtual.membership import Failed, VirtualMembership
 from starling.errors import PeerLost
 from starling.training.faults import FaultsOf
 from starling.training.flat import FlatModel
 from starling.training.job import Job, Observer, Silence
 from starling.training.loading import Loader
-from starling.training.membership import Unmoved, View, Views
+from starling.training.membership import IgnoreMembership, Membership, MembershipObserver
 from starling.training.stragglers import Delays
-from starling.training.succession import Plan, plan_after, who_goes_on
-from starling.workload import Standing
+from starling.training.succession import Plan, next_membership, plan_after
+from starling.workload import Position
 
 __all__ = ["Outcome", "VirtualEngine", "VirtualLearner", "VirtualLoss"]
 
@@ -66,7 +66,7 @@ class VirtualEngine:
         start: Sequence[LearnerState] | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - devices are values
         bears_losses: bool = True,
-        views: Views | None = None,
+        views: MembershipObserver | None = None,
     ) -> None:
         self.job = job
         self.cluster = cluster or Cluster()
@@ -83,12 +83,14 @@ class VirtualEngine:
         self._hash = hashlib.sha256()
         self._observer = observer or Silence()
         self._bears_losses = bears_losses
-        self._views = views or Unmoved()
+        self._views = views or IgnoreMembership()
         self.faults = VirtualFaults(self, job.faults)
         for rank in range(world):
             self.bring_to_life(rank).state = start[rank] if start else None
-        standing, minutes = (start[0].standing, start[0].minutes) if start else (Standing(), 0.0)
-        self.view = self._make_view(View(0, tuple(range(world))), Plan(world, standing, minutes), list(start or ()))
+        position, minutes = (start[0].position, start[0].minutes) if start else (Position(), 0.0)
+        self.view = self._make_view(
+            Membership(0, tuple(range(world))), Plan(world, position, minutes), list(start or ())
+        )
 
     def run(self) -> Outcome:
         """Let everything happen. Raises what a learner raised, `Deadlock`, and `PeerLost` when nobody can go on."""
@@ -126,9 +128,9 @@ class VirtualEngine:
         )
         return self.lives[name]
 
-    def _make_view(self, view: View, plan: Plan, states: list[LearnerState]) -> VirtualView:
+    def _make_view(self, view: Membership, plan: Plan, states: list[LearnerState]) -> VirtualMembership:
         lives = [self.lives[name] for name in view.members]
-        made = VirtualView(self, view, plan, lives, states or [None] * len(lives), self._observer)
+        made = VirtualMembership(self, view, plan, lives, states or [None] * len(lives), self._observer)
         for learner in made.learners:
             if learner.life.tally is not None:
                 learner.count_on(learner.life.tally)
@@ -147,25 +149,25 @@ class VirtualEngine:
         for learner in before.learners:
             life = learner.life
             if not life.is_dead:
-                life.past, life.tally, life.state = learner.past(), learner.tally(), learner.state(Standing()).copy()
+                life.past, life.tally, life.state = learner.past(), learner.tally(), learner.state(Position()).copy()
         self._views.pause()
         self._wait_for(self.environment.timeout(self.cluster.watch.regroup))
         living = tuple(sorted(name for name, life in self.lives.items() if not life.is_dead))
-        change = View(before.view.number + 1, living, "; ".join(before.reasons))
+        change = Membership(before.view.number + 1, living, "; ".join(before.reasons))
         if not self._bears_losses:
             raise PeerLost(change.reason)
-        view = who_goes_on(self.job, before.view, change)
+        view = next_membership(self.job, before.view, change)
         for name in set(living) - set(view.members):
             self.lives[name].death = "left with its super-learner"
         pasts = [self.lives[name].past for name in view.members]
         plan = plan_after(before.plan, pasts, self.job, lambda: before.noted)
         self.view = self._make_view(view, plan, self._starts(view, plan))
-        self._views.begin(view, plan.standing, True)
+        self._views.begin(view, plan.position, True)
 
-    def _starts(self, view: View, plan: Plan) -> list[LearnerState]:
+    def _starts(self, view: Membership, plan: Plan) -> list[LearnerState]:
         """The states with which the members of a view begin; who is to takes that of another."""
         states = [self.lives[name].state for name in view.members]
-        nothing = LearnerState(0, plan.world, Standing(), 0.0, torch.empty(0), {}, {})  # who has none is a taker
+        nothing = LearnerState(0, plan.world, Position(), 0.0, torch.empty(0), {}, {})  # who has none is a taker
         found = [state or nothing for state in states]
         if plan.source is not None:
             source = found[plan.source]
@@ -175,6 +177,6 @@ class VirtualEngine:
                     found[rank], weights=theirs.weights, buffers=theirs.buffers, optimizer=theirs.optimizer
                 )
         return [
-            replace(state, rank=rank, world=plan.world, standing=plan.standing, minutes=plan.minutes, epochs_ended=None)
+            replace(state, rank=rank, world=plan.world, position=plan.position, minutes=plan.minutes, epochs_ended=None)
             for rank, state in enumerate(found)
         ]

@@ -25,7 +25,7 @@ from starling.training.succession import Past
 from starling.workload import Ticket
 
 if TYPE_CHECKING:
-    from starling.engines.virtual.membership import VirtualView
+    from starling.engines.virtual.membership import VirtualMembership
 
 T = TypeVar("T")
 FOREGROUND, BACKGROUND = "", "'s background"
@@ -59,7 +59,7 @@ class VirtualLearner(TrainingLearner):
 
     def __init__(
         self,
-        view: "VirtualView",
+        view: "VirtualMembership",
         life: Life,
         rank: int,
         replica: Replica,
@@ -94,13 +94,13 @@ class VirtualLearner(TrainingLearner):
         return Past(self._view.view.number, self.num_done, self._minutes_before + self.now() / 60.0)
 
     def _agreed_seconds(self) -> float:
-        return self._view.agreed_seconds(self.team.start, self.num_claimed)
+        return self._view.agreed_seconds(self.sync_group.start, self.num_claimed)
 
     def _next_batch(self) -> Loaded | None:
-        number = self._view.draw(self.team.start, self.num_claimed)
+        number = self._view.draw(self.sync_group.start, self.num_claimed)
         if self.tickets.is_beyond(number):
             return None
-        return self._view.take(replace(self.tickets.ticket(number, self.place_in_team), part=self.part))
+        return self._view.take(replace(self.tickets.ticket(number, self.place_in_sync_group), part=self.part))
 
     def _note_done(self, ticket: Ticket) -> None:
         self._view.noted.add(ticket.step)
@@ -115,7 +115,7 @@ class VirtualLearner(TrainingLearner):
     def claim(self) -> bool:
         self._view.check()
         claimed = super().claim()
-        step = self._claimed()[0].step - self.place_in_team + len(self.team) if claimed else -1
+        step = self._claimed()[0].step - self.place_in_sync_group + len(self.sync_group) if claimed else -1
         self._view.record(self._rank, "claim", struct.pack("<q", step))
         return claimed
 

@@ -22,11 +22,11 @@ from starling.errors import Deadlock, ProtocolError
 from starling.training.flat import split
 from starling.training.job import Observer
 from starling.training.loading import Loaded
-from starling.training.membership import View, ViewChanged
+from starling.training.membership import Membership, MembershipChanged
 from starling.training.replica import Replica
 from starling.training.shards import HeldShard, host_copy
 from starling.training.succession import Plan
-from starling.training.tickets import DoneTickets, TeamTickets
+from starling.training.tickets import DoneTickets, SyncGroupTickets
 from starling.workload import Ticket
 
 if TYPE_CHECKING:
@@ -58,31 +58,33 @@ class _Activity:
     waits_for: VirtualHandle[Any] | None = None
 
 
-class TeamWords(Generic[T]):
+class SyncGroupWords(Generic[T]):
     """What the first member of a team finds at a claim is what all of its `size` members get, each once."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._words: dict[tuple[int, int], tuple[T, int]] = {}
 
-    def of(self, team: int, claim: int, find: Callable[[], T]) -> T:
+    def of(self, sync_group: int, claim: int, find: Callable[[], T]) -> T:
         """What a member gets that has come to its claim of this number; forgotten when all have come to it."""
-        word, num_to_come = self._words.pop((team, claim)) if (team, claim) in self._words else (find(), self._size)
+        word, num_to_come = (
+            self._words.pop((sync_group, claim)) if (sync_group, claim) in self._words else (find(), self._size)
+        )
         if num_to_come > 1:
-            self._words[team, claim] = word, num_to_come - 1
+            self._words[sync_group, claim] = word, num_to_come - 1
         return word
 
     def __len__(self) -> int:
         return len(self._words)
 
 
-class VirtualView:
+class VirtualMembership:
     """The learners of a `view`, by rank, that begin as `plan` says, each from its own state in `starts`."""
 
     def __init__(
         self,
         engine: "VirtualEngine",
-        view: View,
+        view: Membership,
         plan: Plan,
         lives: Sequence[Life],
         starts: Sequence[LearnerState | None],
@@ -97,18 +99,18 @@ class VirtualView:
         """Happens when all have left, or are done."""
         self.reasons: list[str] = []
         """Why it is over before all are done."""
-        self.noted = DoneTickets(plan.standing)
+        self.noted = DoneTickets(plan.position)
         self._engine = engine
         self._begun = float(self.environment.now)
         self._activities: dict[tuple[int, str], _Activity] = {}
         self._driven: Life | None = None
         self._num_drawn = 0  # portions that all teams together have drawn
         self._shared: tuple[Tensor, Tensor] | None = None
-        team_size = self.job.team_size(self.world)
-        self._draws: TeamWords[int] = TeamWords(team_size)
-        self._agreed_seconds: TeamWords[float] = TeamWords(team_size)
-        self._tickets = TeamTickets(self.job.workload, plan.standing, self.job.budget, team_size)
-        self._batches = engine.loader.load(self._tickets.take(count(), members=range(team_size)))
+        sync_group_size = self.job.sync_group_size(self.world)
+        self._draws: SyncGroupWords[int] = SyncGroupWords(sync_group_size)
+        self._agreed_seconds: SyncGroupWords[float] = SyncGroupWords(sync_group_size)
+        self._tickets = SyncGroupTickets(self.job.workload, plan.position, self.job.budget, sync_group_size)
+        self._batches = engine.loader.load(self._tickets.take(count(), members=range(sync_group_size)))
         self._loaded: dict[int, Loaded] = {}
         self.rounds = VirtualRounds(self.environment, self.world)
         self.network = Network(
@@ -142,7 +144,7 @@ class VirtualView:
     def check(self) -> None:
         """Raise ViewChanged where this view is over."""
         if self.reasons:
-            raise ViewChanged(self.view)
+            raise MembershipChanged(self.view)
 
     def end_of(self, life: Life) -> None:
         """A learner has died: whatever it does ends here."""
@@ -176,17 +178,17 @@ class VirtualView:
         num_portions = self._tickets.handed_out(self._num_drawn)
         return [learner.finish(num_portions) for learner in self.learners]
 
-    def draw(self, team: int, claim: int) -> int:
+    def draw(self, sync_group: int, claim: int) -> int:
         """The number of the tickets that a team gets at its claim of this number: the next that nobody has."""
-        return self._draws.of(team, claim, self._next_number)
+        return self._draws.of(sync_group, claim, self._next_number)
 
     def _next_number(self) -> int:
         self._num_drawn += 1
         return self._num_drawn - 1
 
-    def agreed_seconds(self, team: int, claim: int) -> float:
+    def agreed_seconds(self, sync_group: int, claim: int) -> float:
         """`now()` of the first of a team that makes its claim of this number."""
-        return self._agreed_seconds.of(team, claim, self.now)
+        return self._agreed_seconds.of(sync_group, claim, self.now)
 
     def take(self, ticket: Ticket) -> Loaded:
         """A ticket with its mini-batch. Those of undivided data are loaded in order and kept until taken."""
@@ -249,7 +251,7 @@ class VirtualView:
             if kind == FOREGROUND:
                 learner.is_finished = True
                 self.rounds.finish()
-        except (ViewChanged, Killed, simpy.Interrupt):
+        except (MembershipChanged, Killed, simpy.Interrupt):
             self._left(learner, kind)
         except Exception as error:
             raise Failed(error) from error

@@ -32,7 +32,7 @@ from starling.errors import CheckpointError, ConfigError, StarlingError
 from starling.runs.experiment.seen import begin_segment
 from starling.runs.recipe.recipe import Recipe, dump_recipe, fingerprints, fixed_settings, load_recipe
 from starling.speech.prepare import setting_differences
-from starling.workload import Standing
+from starling.workload import Position
 
 _OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "best", "validation", "decode", "seen", "joins")
 _OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv", "status.json")
@@ -116,10 +116,10 @@ def _changed_keys(checkpoint: Path, recipe: Recipe, sections: Sequence[str]) -> 
 
 def _check_budget(recipe: Recipe, folder: Path, manifest: Manifest) -> None:
     """Raises ConfigError when nothing of the budget is left behind a checkpoint."""
-    standing, budget = manifest.standing, recipe.budget
+    position, budget = manifest.position, recipe.budget
     reached = {"minutes": manifest.minutes}
-    if not standing.unfinished:
-        reached |= {"epochs": standing.position.epoch, "steps": standing.num_done}
+    if not position.outstanding:
+        reached |= {"epochs": position.next_ticket.epoch, "steps": position.num_done}
     for key, value in reached.items():
         limit = getattr(budget, key)
         if limit is not None and value >= limit:
@@ -134,7 +134,7 @@ def check_claim(recipe: Recipe) -> None:
     checkpoint can be written there."""
     if recipe.resume is None or _is_elsewhere(recipe):
         return
-    own = age(checkpoint_name(read_manifest(recipe.resume).standing))
+    own = age(checkpoint_name(read_manifest(recipe.resume).position))
     found = checkpoints_in(recipe.folder / "checkpoints")
     later = [path for path in found if own is not None and (age(path.name) or own) > own]
     if later:
@@ -190,11 +190,11 @@ def _is_elsewhere(recipe: Recipe) -> bool:
     return recipe.resume is not None and recipe.resume.resolve().parent.parent != recipe.folder.resolve()
 
 
-def _gone_on_with(recipe: Recipe) -> tuple[Standing, Path | None]:
+def _gone_on_with(recipe: Recipe) -> tuple[Position, Path | None]:
     """Where a run begins, and the record of what was seen before."""
     if recipe.resume is None:
-        return Standing(), None
-    return read_manifest(recipe.resume).standing, ExperimentFolder(recipe.resume.parent.parent).seen
+        return Position(), None
+    return read_manifest(recipe.resume).position, ExperimentFolder(recipe.resume.parent.parent).seen
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:

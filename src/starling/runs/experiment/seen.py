@@ -18,28 +18,28 @@ from typing import TextIO
 
 from pydantic import ValidationError
 
-from starling.checkpoint.manifest import Position
+from starling.checkpoint.manifest import TicketRecord
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.errors import DataError
 from starling.training.job import EpochReport, StepReport
-from starling.workload import Standing, Ticket
+from starling.workload import Position, Ticket
 
 _HEADER = "epoch\tbatch\tstep\tutterances\n"
 _SKIPPED_HEADER = "epoch\tid\treason\n"
 
 
 class _Start(Config):
-    position: Position
-    unfinished: tuple[Position, ...] = ()
+    next_ticket: TicketRecord
+    outstanding: tuple[TicketRecord, ...] = ()
 
 
-def begin_segment(folder: Path, standing: Standing, earlier: Path | None = None) -> Path:
+def begin_segment(folder: Path, position: Position, earlier: Path | None = None) -> Path:
     """The folder for what learners see from `standing` on; what an earlier run saw behind it is dropped.
 
     `earlier` is the folder of the experiment that is gone on with, if it is another: what it saw is copied.
     """
-    segment = folder / f"from-{standing.num_done:08d}"
+    segment = folder / f"from-{position.num_done:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     if earlier is not None and earlier.resolve() != folder.resolve():
         for old in segments(folder):
@@ -47,10 +47,12 @@ def begin_segment(folder: Path, standing: Standing, earlier: Path | None = None)
         for old in segments(earlier):
             shutil.copytree(old, folder / old.name)
     for old in segments(folder):
-        if _begin(old) >= standing.num_done:
+        if _begin(old) >= position.num_done:
             shutil.rmtree(old)
     segment.mkdir()
-    start = _Start(position=Position.of(standing.position), unfinished=tuple(map(Position.of, standing.unfinished)))
+    start = _Start(
+        next_ticket=TicketRecord.of(position.next_ticket), outstanding=tuple(map(TicketRecord.of, position.outstanding))
+    )
     (segment / "start.json").write_text(start.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return segment
 
@@ -165,7 +167,7 @@ class Sight:
     utterances: tuple[str, ...]
 
 
-def read_seen(folder: Path, end: Standing) -> Iterator[Sight]:
+def read_seen(folder: Path, end: Position) -> Iterator[Sight]:
     """What is in the weights of a checkpoint at `end`: every mini-batch that learners of all starts of the run
     computed, without those that a later start dropped.
 
@@ -179,10 +181,10 @@ def read_seen(folder: Path, end: Standing) -> Iterator[Sight]:
         )
     ends = [*(start_of(segment) for segment in found[1:]), end]
     for segment, until in zip(found, ends, strict=True):
-        open_steps = {ticket.step for ticket in until.unfinished}
+        open_steps = {ticket.step for ticket in until.outstanding}
         for path in sorted(segment.glob("learner-*.tsv")):
             for sight in _read(path):
-                if sight.ticket.step < until.position.step and sight.ticket.step not in open_steps:
+                if sight.ticket.step < until.next_ticket.step and sight.ticket.step not in open_steps:
                     yield sight
 
 
@@ -201,19 +203,19 @@ def _skipped_in(found: Iterable[Path]) -> dict[int, set[str]]:
     return skipped
 
 
-def start_of_record(folder: Path) -> Standing:
+def start_of_record(folder: Path) -> Position:
     """Where the record begins."""
-    return start_of(segments(folder)[0]) if segments(folder) else Standing()
+    return start_of(segments(folder)[0]) if segments(folder) else Position()
 
 
-def start_of(segment: Path) -> Standing:
+def start_of(segment: Path) -> Position:
     """Where one start of the run began. Raises DataError for a record that is missing or damaged."""
     path = segment / "start.json"
     try:
         start = _Start.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-    return Standing(start.position.ticket, tuple(each.ticket for each in start.unfinished))
+    return Position(start.next_ticket.ticket, tuple(each.ticket for each in start.outstanding))
 
 
 def _read(path: Path) -> Iterator[Sight]:

@@ -61,9 +61,9 @@ class StrategyChoice(BaseModel):
         """How many of them compute; ConfigError if the strategy's options do not fit so many."""
         return self.strategy.num_workers(self.options, learners)
 
-    def team_size(self, learners: int) -> int:
+    def sync_group_size(self, learners: int) -> int:
         """How many of them claim mini-batches together; ConfigError if the strategy's options do not fit so many."""
-        return self.strategy.team_size(self.options, learners)
+        return self.strategy.sync_group_size(self.options, learners)
 
 
 DEFAULT_STRATEGY = StrategyChoice(name="allreduce")
@@ -176,9 +176,9 @@ class Recipe(Config):
         return self.strategy.num_workers(self.learners)
 
     @property
-    def team_size(self) -> int:
+    def sync_group_size(self) -> int:
         """How many learners claim mini-batches together."""
-        return self.strategy.team_size(self.learners)
+        return self.strategy.sync_group_size(self.learners)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), learners: int | None = None) -> Recipe:
@@ -284,7 +284,7 @@ def _strategy_problems(choice: Any, learners: int | None) -> list[str]:
     try:
         strategy = StrategyChoice.model_validate(choice) if choice is not None else None
         if strategy is not None:
-            _ = strategy.options if learners is None else strategy.team_size(learners)
+            _ = strategy.options if learners is None else strategy.sync_group_size(learners)
     except ConfigError as error:
         return [str(error)]
     except ValidationError as error:

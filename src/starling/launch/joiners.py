@@ -50,7 +50,7 @@ class _Asked:
     failed: list[str] = field(default_factory=list)
 
 
-class Newcomers:
+class Joiners:
     """Those who are to join, from their being wanted until they compute or have failed.
 
     `processes` are all of the run, and `start` starts one more under a name that nobody bears.

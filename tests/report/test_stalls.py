@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from starling.report.hang import Hangs
 from starling.report.roster import Roster
+from starling.report.stalls import Stalls
 
 BEAT = 0.5
 
@@ -15,7 +15,7 @@ class Run:
     def __init__(self, world: int, long_seconds: float = 10.0) -> None:
         self.now = 1000.0
         self.roster = Roster(world, clock=lambda: self.now)
-        self.hangs = Hangs(self.roster, "log/learner-{}.log".format, long_seconds)
+        self.stalls = Stalls(self.roster, "log/learner-{}.log".format, long_seconds)
         self.waits: dict[int, dict[str, Any]] = {}
         self.silent: set[int] = set()
         self.lines: list[str] = []
@@ -46,7 +46,7 @@ class Run:
                 wait["seconds"] += BEAT
             for name in self.roster.learners.keys() - self.silent:
                 self.roster.hear(name, {"beat": {"steps": 7, "wait": self.waits.get(name)}})
-            self.lines += self.hangs.look()
+            self.lines += self.stalls.look()
         return self.lines[before:]
 
 
@@ -109,7 +109,7 @@ def test_a_wait_is_told_once_and_again_when_it_has_doubled_and_when_it_ends() ->
     ]
     del run.waits[0]
     assert run.go_on(5.0) == ["learner 0 goes on after 1 min 30 s of waiting for learner 1"]
-    assert run.hangs.ended == ["learner 0 goes on after 1 min 30 s of waiting for learner 1"]
+    assert run.stalls.ended == ["learner 0 goes on after 1 min 30 s of waiting for learner 1"]
 
 
 def test_what_is_usual_is_not_told() -> None:

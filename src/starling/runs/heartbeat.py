@@ -11,9 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 from starling.checkpoint.state import LearnerState
-from starling.engines.processes.stalls import WAITS, LongWait, Waits
+from starling.engines.processes.stalls import WAITS, Stall, Waits
 from starling.launch.link import BEAT_SECONDS, Link
-from starling.report.hang import TIMES_AS_LONG, own_line, resumed_line
+from starling.report.stalls import TIMES_AS_LONG, own_line, resumed_line
 from starling.training.job import EpochReport, StepReport
 
 Message = dict[str, Any]
@@ -23,7 +23,7 @@ STILL_SECONDS = 2.0
 """Later than this, a sign of life says that the whole process stood still."""
 
 
-class SignOfLife:
+class Heartbeat:
     """An observer that counts, and the messages made of that; `write` takes the lines for this learner's log.
 
     Waits are unusual beyond `long_seconds`.
@@ -44,7 +44,7 @@ class SignOfLife:
         self._waits = waits
         self._clock = clock
         self._last_beat = clock()
-        self._last: LongWait | None = None  # the one that was written about
+        self._last: Stall | None = None  # the one that was written about
         self._again_at = 0.0
 
     def on_step(self, report: StepReport) -> None:
@@ -65,7 +65,7 @@ class SignOfLife:
         self._log(wait)
         return {"beat": {"steps": self.num_steps, "wait": None if wait is None else asdict(wait)}}
 
-    def _log(self, wait: LongWait | None) -> None:
+    def _log(self, wait: Stall | None) -> None:
         if self._last is not None and (wait is None or wait.number != self._last.number):
             self._write(resumed_line([self._name], self._last.seconds))
             self._last = None
@@ -78,10 +78,10 @@ class SignOfLife:
 
 
 @contextmanager
-def giving(sign: SignOfLife, link: Link | None) -> Generator[None, None, None]:
+def giving(sign: Heartbeat, link: Link | None) -> Generator[None, None, None]:
     """Give this sign of life as long as the context lasts: to the launcher, or, without one, to the log alone."""
     if link is not None:
-        link.sign_of_life = sign.beat
+        link.heartbeat = sign.beat
         yield
         link.send({"doing": "ending", "ended": True, **sign.beat()})
         return

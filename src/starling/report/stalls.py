@@ -6,7 +6,7 @@ A learner knows what it waits for. In a mean nobody knows who is late: it is who
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from starling.engines.processes.stalls import LongWait
+from starling.engines.processes.stalls import Stall
 from starling.report.lines import duration
 from starling.report.roster import Known, Roster
 
@@ -33,7 +33,7 @@ class _Episode:
     """How long the wait has to be until it is told again."""
 
 
-class Hangs:
+class Stalls:
     """Tells of unusual waits: once for each, again whenever one has doubled, and one line when it ends.
 
     Unusual is more than `long_seconds`, and more than `TIMES_AS_LONG` the usual.
@@ -91,7 +91,7 @@ class Hangs:
                 first.again_at = max(first.again_at, episode.again_at)
         self._episodes = list(by_cause.values())
 
-    def _join(self, known: Known, wait: LongWait) -> None:
+    def _join(self, known: Known, wait: Stall) -> None:
         """Count a wait to those of the same kind that are told of already, or begin to tell."""
         causes = [known.name] if wait.what == DATA else _causes(_late([known.name], self._roster), self._roster)
         cause = tuple(causes) or wait.what
@@ -129,7 +129,7 @@ def explain(waiters: Sequence[int], roster: Roster, log_of: LogOf) -> str:
     return f"{line}{whom}{chain}: {told}{more}"
 
 
-def own_line(name: int, wait: LongWait) -> str:
+def own_line(name: int, wait: Stall) -> str:
     """What a learner itself can say about its wait."""
     line = f"learner {name} has waited {duration(wait.seconds)} in {wait.what}{_beside(wait)}"
     if wait.whom and not wait.what.endswith(_names(wait.whom)):
@@ -145,7 +145,7 @@ def resumed_line(names: Sequence[int], seconds: Seconds, cause: Sequence[int] = 
     return f"{_names(names)} {'goes' if len(names) == 1 else 'go'} on after {duration(seconds)} of waiting{whom}"
 
 
-def _beside(wait: LongWait) -> str:
+def _beside(wait: Stall) -> str:
     usual = f", one every {wait.usual:.2g} s until then" if wait.usual else ""
     behind = ", behind its training" if wait.is_behind else ""
     return f" ({'; '.join(filter(None, (usual[2:], behind[2:])))})" if usual or behind else ""
