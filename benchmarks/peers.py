@@ -41,9 +41,6 @@ RIVALS = {"allreduce": "ddp", "dpsgd": "decent_dp"}
 """By the column of ours that must keep up with it."""
 LEAST_RATIO, LONGEST_START = 0.97, 2.7
 STARTING = ("adpsgd", "ddp", "torchft_ddp", "decent_dp")
-TIMES_AS_LONG = 3
-"""How much longer columns in step are measured beside a slow worker: a fast one may end a step ahead of it, which is
-a twentieth of the few steps that they make in `--seconds`."""
 REPEATS = 3
 """Measurements of a column that is in no pair."""
 LAUNCH_LIMIT: Seconds = 600.0
@@ -114,8 +111,7 @@ def measure_row(size: str, slow_seconds: Seconds, given: argparse.Namespace, fol
     """All columns that were asked for; those of a bar alternate with their rival."""
 
     def case(column: str) -> Case:
-        seconds = given.seconds * (TIMES_AS_LONG if slow_seconds and COLUMNS[column].in_step else 1)
-        return Case(column, SIZES[size], slow_seconds, seconds, given.options.get(column, {}))
+        return Case(column, SIZES[size], slow_seconds, given.seconds, given.options.get(column, {}))
 
     columns = [column for column in COLUMNS if column in given.only]
     found: Cells = {}
