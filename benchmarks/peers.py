@@ -51,7 +51,8 @@ class Cell:
     """One measurement of a column in a row."""
 
     ms_per_gradient: float
-    """The mean of the workers, of the fast ones where one sleeps."""
+    """Until the last worker has made its steps, where they are in step; otherwise the mean of the workers, of the fast
+    ones where one sleeps."""
     rounds_per_gradient: float
     distance: float
     """sqrt(mean_l |w_l - mean|^2) / |mean|, with w_l the weights that worker l computes its next gradient at."""
@@ -163,11 +164,13 @@ def launched(cases: Sequence[Case], folder: Path, world: int = WORLD) -> tuple[l
         for number, case in enumerate(cases):
             if not case.seconds:
                 continue
-            counted = [measured[number] for measured in by_worker[: world - 1 if case.slow_seconds else world]]
+            measured = [each[number] for each in by_worker]
+            counted = measured[: world - 1] if case.slow_seconds else measured
+            by_step = [1000.0 * each.seconds / each.steps for each in measured]
             models = [read_weights(own / f"{number}-{rank}.bin") for rank in range(world)]
             cells.append(
                 Cell(
-                    fmean(1000.0 * each.seconds / each.steps for each in counted),
+                    max(by_step) if COLUMNS[case.column].in_step else fmean(by_step[: len(counted)]),
                     fmean(each.rounds / each.steps for each in counted),
                     relative_distance(models),
                 )
