@@ -37,8 +37,9 @@ SIZES = {"small": SMALL, "large": LARGE}
 TITLES = {"small": "13 k parameters", "large": "4 M parameters"}
 SPEEDS = {"equal": 0.0, "slow": 0.1}
 """What the last worker sleeps before each gradient."""
-RIVALS = {"allreduce": "ddp", "dpsgd": "decent_dp"}
-"""By the column of ours that must keep up with it."""
+RIVALS = {"allreduce": "ddp", "dpsgd": "decent_dp", "dpsgd_pairs": "decent_dp"}
+"""By the column of ours that must keep up with it. Decent-DP's ring exchanges with one neighbour a step, as our pairs do;
+our ring exchanges with both."""
 LEAST_RATIO, LONGEST_START = 0.97, 2.7
 STARTING = ("adpsgd", "ddp", "torchft_ddp", "decent_dp")
 REPEATS = 3
@@ -116,9 +117,10 @@ def measure_row(size: str, slow_seconds: Seconds, given: argparse.Namespace, fol
 
     columns = [column for column in COLUMNS if column in given.only]
     found: Cells = {}
-    for column, rival in RIVALS.items():
-        if column in columns and rival in columns:
-            found |= measure([column, rival], given.pairs, case, folder)
+    for rival in dict.fromkeys(RIVALS.values()):
+        ours = [column for column in columns if RIVALS.get(column) == rival]
+        if ours and rival in columns:
+            found |= measure([*ours, rival], given.pairs, case, folder)
     for column in columns:
         if column not in found:
             found |= measure([column], REPEATS, case, folder)
