@@ -1,13 +1,14 @@
-"""Acoustic models: a registry by name, presets by size, and the configuration that chooses."""
+"""Acoustic models by name, their presets by size, and the configuration that chooses."""
 
 from dataclasses import replace
-from difflib import get_close_matches
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from starling.configuration import Config
+from starling.errors import ConfigError
+from starling.registry import Registry
 from starling.speech.chance import borrowed_generators
 from starling.speech.models import deep_speech, recurrent, transformer
 from starling.speech.models.blstm import BlstmCtc
@@ -17,7 +18,7 @@ from starling.speech.models.shape import Architecture, ModelShape
 from starling.speech.models.subsampling import frames_after
 from starling.speech.models.transformer import Positions, TransformerCtc
 
-__all__ = ["MODELS", "Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters"]
+__all__ = ["MODELS", "Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters", "find_model"]
 
 MODELS = {
     "blstm": Architecture(BlstmCtc, recurrent.PRESETS),
@@ -25,15 +26,36 @@ MODELS = {
     "transformer": Architecture(TransformerCtc, transformer.PRESETS),
     "deep-speech": Architecture(DeepSpeechCtc, deep_speech.PRESETS),
 }
+"""Starling's own architectures by name."""
+
+
+def _is_architecture(found: object) -> TypeGuard[Architecture]:
+    return isinstance(found, Architecture)
+
+
+_REGISTRY = Registry(
+    MODELS, "starling.models", accepts=_is_architecture, wanted="a starling.speech.models.Architecture"
+)
+
+
+def find_model(name: str) -> Architecture:
+    """The architecture of a name: one in `MODELS`, an entry point of the group `starling.models`, or `module:name`.
+
+    Raises:
+        ConfigError: there is none; the message suggests the nearest name.
+    """
+    return _REGISTRY.find(name)
 
 
 class ModelConfig(Config):
     """Which network, and its sizes: a preset, and single sizes put in place of the preset's.
 
-    Each architecture has its own presets and sizes; one that it doesn't have is an error.
+    Each architecture has its own presets and sizes; any other is an error.
     """
 
-    name: str = Field(default="blstm", description="the architecture: blstm, lstm, transformer or deep-speech")
+    name: str = Field(
+        default="blstm", description="the architecture: blstm, lstm, transformer, deep-speech, or module:name"
+    )
     preset: str = Field(default="small", description="tiny, small, or a larger one of the architecture")
     layers: int | None = Field(default=None, ge=1, description="LSTM layers, or blocks of a transformer")
     hidden: int | None = Field(
@@ -55,27 +77,27 @@ class ModelConfig(Config):
     @field_validator("name")
     @classmethod
     def _name_is_known(cls, name: str) -> str:
-        if name not in MODELS:
-            near = get_close_matches(name, MODELS, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"{name!r} is unknown; {hint}known are {', '.join(MODELS)}")
+        try:
+            find_model(name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         return name
 
     @field_validator("preset")
     @classmethod
     def _preset_is_known(cls, preset: str, info: ValidationInfo) -> str:
         name = info.data.get("name")  # absent if it is itself an error
-        if name is not None and preset not in MODELS[name].presets:
-            raise ValueError(f"{name} has no preset {preset!r}; known are {', '.join(MODELS[name].presets)}")
+        if name is not None and preset not in (presets := find_model(name).presets):
+            raise ValueError(f"{name} has no preset {preset!r}; known are {', '.join(presets)}")
         return preset
 
     @field_validator("*")
     @classmethod
     def _size_is_one_of_the_architecture(cls, value: object, info: ValidationInfo) -> object:
         name, size = info.data.get("name"), info.field_name
-        if name is None or value is None or size in ("name", "preset") or size in MODELS[name].sizes:
+        if name is None or value is None or size in ("name", "preset") or size in (sizes := find_model(name).sizes):
             return value
-        raise ValueError(f"{name} has no such size; known are {', '.join(MODELS[name].sizes)}")
+        raise ValueError(f"{name} has no such size; known are {', '.join(sizes)}")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "ModelConfig":
@@ -86,7 +108,7 @@ class ModelConfig(Config):
     def shape(self) -> ModelShape:
         """The preset with the sizes given here put in."""
         given = self.model_dump(exclude={"name", "preset"}, exclude_none=True)
-        return replace(MODELS[self.name].presets[self.preset], **given)
+        return replace(find_model(self.name).presets[self.preset], **given)
 
     def encoder_frames(self, num_frames: int) -> int:
         """Frames in which the network emits tokens, of `num_frames` feature frames."""
@@ -100,7 +122,7 @@ def build_model(config: ModelConfig, num_features: int, vocab_size: int, seed: i
     The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).
     """
     with borrowed_generators(seed):
-        return MODELS[config.name].network(config.shape, num_features, vocab_size)
+        return find_model(config.name).network(config.shape, num_features, vocab_size)
 
 
 def count_parameters(model: nn.Module) -> int:
