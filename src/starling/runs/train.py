@@ -1,4 +1,4 @@
-"""Training with real learner processes: the one that starts them, and each of them."""
+"""Training with real learner processes: the launcher, and each of the learners."""
 
 import sys
 from contextlib import suppress
@@ -16,6 +16,7 @@ from starling.engines.processes.member import run_learner
 from starling.errors import ConfigError, StarlingError, Stopped
 from starling.launch.launcher import launch
 from starling.launch.link import Link
+from starling.launch.messages import LearnerMessage, ModelSaved, Said, Saved
 from starling.launch.process import signal_name
 from starling.launch.rendezvous import find_membership, find_place, joins
 from starling.launch.requests import taking_requests, who_takes
@@ -27,31 +28,19 @@ from starling.runs.evaluate import evaluate
 from starling.runs.experiment.folder import ExperimentFolder, resolve_resume
 from starling.runs.experiment.seen import Seen, segments
 from starling.runs.following import Following
-from starling.runs.heartbeat import Heartbeat, giving
+from starling.runs.heartbeat import HeartbeatSource, beating
 from starling.runs.job import ModelWriter, cores_here, make_job, most_skipped, use_threads
 from starling.runs.join import changes
-from starling.runs.observers import (
-    CURVES_EVERY,
-    LOG_EVERY,
-    SEND_EVERY,
-    CurvesByRank,
-    Log,
-    Message,
-    Messages,
-    Metered,
-    Saver,
-    Together,
-    show,
-)
+from starling.runs.observers import CurvesByRank, Log, Messages, Metered, Saver, Together, show
 from starling.runs.recipe.recipe import Recipe, fingerprints, recipe_digest
 from starling.runs.regrouping import Regrouping
 from starling.runs.setup import make_ready
 from starling.runs.validate import Choice, Validation, model_writer
+from starling.timeouts import CURVES_EVERY, LOG_EVERY, SEND_EVERY, SET_UP
 from starling.training.faults import only_simulated
 
 MOST_TO_A_CORE = 4
 """Learners; more is taken for a mistake."""
-_SET_UP_LIMIT = timedelta(days=2)  # preparing a large corpus may take long; a death ends the waiting sooner
 
 
 def train(recipe: Recipe, tell: Say, console: Console) -> None:
@@ -69,22 +58,26 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     command = [sys.executable, "-m", "starling", "train", str(folder.config)]
     with (
         Following(recipe, folder, console) as following,
-        Display(title, recipe.learners, console) as display,
-        Validation(recipe, folder, display.say) as validation,
+        Display(title, recipe.learners, console, following.events) as display,
+        Validation(recipe, folder, display.say, display.scored) as validation,
     ):
+        following.on_look = display.tick
+        roster = following.roster
 
-        def on_message(rank: int, message: Message) -> None:
-            following.hear(rank, message)
+        def on_message(learner_id: int, message: LearnerMessage) -> None:
             show(message, display)
-            if message.get("moment") in ("epoch", "end"):
-                validation.saved(Path(message["saved"]), is_last=message["moment"] == "end")
-            if "to_validate" in message:
-                validation.saved(Path(message["to_validate"]))
+            if isinstance(message, Saved) and message.moment != "barrier":
+                validation.saved(Path(message.folder), is_last=message.moment == "end")
+            if isinstance(message, ModelSaved):
+                validation.saved(Path(message.folder))
 
         def on_loss(loss: Loss) -> None:
-            following.lose(loss.learner, loss.reason)
-            display.say(f"{loss.reason}; the others go on without it")
-            display.lost(loss.learner)
+            display.lost(loss.learner, loss.reason)
+            display.train_with(roster.membership.members)
+
+        def on_join(learner_id: int, num_learners: int) -> None:
+            display.joined(learner_id, num_learners)
+            display.train_with(roster.membership.members)
 
         try:
             with taking_requests(folder.joins) as requests:
@@ -95,7 +88,8 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
                     on_message,
                     None if recipe.on_loss == "stop" else on_loss,
                     recipe.engine.timeout_seconds,
-                    changes(recipe, requests, display, following.leave_out),
+                    changes(recipe, requests, display.say, on_join, display.left_out),
+                    roster,
                 )
         except StarlingError as error:
             raise resumable(error, folder) from None
@@ -120,18 +114,18 @@ def crowding(learners: int, cores: int) -> str | None:
 
 
 def _check_alone(recipe: Recipe) -> None:
-    """Raises ConfigError where the experiment's folder belongs to a run that goes on: two would write into it."""
+    """Raises ConfigError if a run uses the experiment's folder already: both would write into it."""
     if who_takes(ExperimentFolder(recipe.folder).joins) is not None:
         raise ConfigError(
-            f"{recipe.folder}: a run is going on here; wait for its end, stop it, or set name to another one"
+            f"{recipe.folder}: another run writes here; wait for its end, stop it, or set name to another one"
         )
 
 
 def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Console) -> None:
     """Be one of the learners: of our own launcher if there is a `link` to it, of torchrun or Slurm otherwise.
 
-    Without a launcher of ours, learner 0 does what it would do: it makes everything ready while the others wait,
-    and scores the test sets in the end.
+    Without a launcher of ours, learner 0 takes over its work: it sets everything up while the others wait, and scores
+    the test sets in the end.
     """
     place = find_place(recipe.engine.timeout_seconds)
     if link is None:
@@ -147,7 +141,7 @@ def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Cons
 
 
 def check_engine(recipe: Recipe) -> None:
-    """Raises ConfigError for what real processes cannot be given: CUDA where there is none, some faults on purpose."""
+    """Raises ConfigError for what real processes cannot have: CUDA on a machine without it, and some faults."""
     if problems := list(only_simulated(recipe.faults)):
         raise ConfigError("\n".join(problems))
     if recipe.engine.device == "cuda" and not torch.cuda.is_available():
@@ -155,26 +149,26 @@ def check_engine(recipe: Recipe) -> None:
 
 
 def _ready(recipe: Recipe, console: Console) -> ExperimentFolder:
-    """Make everything ready in the experiment's folder."""
+    """Set up the experiment's folder."""
     with Bars(console) as bars:
         return make_ready(recipe, say_on(console), bars)
 
 
 def _agree_on_set_up(recipe: Recipe, place: Place, console: Console) -> Recipe:
-    """Learner 0 sets up; all go on from the checkpoint that it found."""
+    """Learner 0 sets up; all start from the checkpoint that it found."""
     key = "set up"
     if place.rank == 0:
         recipe = resolve_resume(recipe)
         _ready(recipe, console)
         place.store.set(key, str(recipe.resume or ""))
         return recipe
-    place.store.wait([key], _SET_UP_LIMIT)
+    place.store.wait([key], timedelta(seconds=SET_UP))
     resume = place.store.get(key).decode()
     return recipe.model_copy(update={"resume": Path(resume) if resume else None})
 
 
 def resumable(error: StarlingError, folder: ExperimentFolder) -> StarlingError:
-    """The error that ended a run, with what was saved last and how to go on from it."""
+    """The error that ended a run, with what was saved last and how to resume from it."""
     found = checkpoints_in(folder.checkpoints)
     if isinstance(error, Stopped):
         saved = "; there is no checkpoint"
@@ -187,10 +181,10 @@ def resumable(error: StarlingError, folder: ExperimentFolder) -> StarlingError:
 
 
 def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
-    """Be a learner to the end; the signal by which all were asked to end early, if they were."""
+    """Be a learner to the end; the signal by which all were asked to stop early, if they were."""
     use_threads(recipe, place.local_world)
 
-    def tell(message: Message) -> None:
+    def tell(message: LearnerMessage) -> None:
         if link is not None:
             link.send(message)
 
@@ -218,23 +212,23 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         segments(folder.seen)[-1],
         regrouping.count,
         most_skipped(recipe, job),
-        lambda line: tell({"say": line}),
+        lambda line: tell(Said(line)),
     )
     regrouping.watch(seen, saver)
-    world = max(place.world, place.rank + 1)  # who joins may be beyond those that began
+    world = max(place.world, place.rank + 1)  # a joiner's id may be beyond the first learners'
     listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
     if link is not None:
         listeners.append(Metered(Messages(tell), world, SEND_EVERY))
     start = load(recipe.resume).start(place.rank, place.world) if recipe.resume and not joins() else None
-    sign = Heartbeat(place.rank, say_on(Console(file=sys.stdout)), recipe.engine.explain_seconds)
+    heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), recipe.engine.explain_seconds)
     try:
-        with giving(sign, link), wishes_of(link, recipe.checkpoints.minutes) as wishes, saver:
+        with beating(heartbeat, link), wishes_of(link, recipe.checkpoints.minutes) as wishes, saver:
             run_learner(
                 job,
                 place,
                 choose_device(recipe.engine.device, place),
                 recipe_digest(recipe),
-                Together([sign, *listeners, seen, saver]),
+                Together([heartbeat, *listeners, seen, saver]),
                 start,
                 recipe.engine.timeout_seconds,
                 find_membership(place, link),

@@ -26,6 +26,7 @@ from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.writer import CheckpointWriter, WriteModel
 from starling.errors import StarlingError
 from starling.report.curves import Curves
+from starling.report.epochs import Score
 from starling.report.progress import Say
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.observers import Keep
@@ -93,11 +94,17 @@ class Validation:
     """
 
     def __init__(
-        self, recipe: Recipe, folder: ExperimentFolder, say: Say, clock: Callable[[], float] = time.monotonic
+        self,
+        recipe: Recipe,
+        folder: ExperimentFolder,
+        say: Say,
+        on_score: Callable[[Score], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._recipe = recipe
         self._folder = folder
         self._say = say
+        self._on_score = on_score
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starling-validation")
         self._under_way: Future[None] | None = None
@@ -150,8 +157,7 @@ class Validation:
         speech_set = SpeechSet.open(self._recipe.data.set_folder(name))
         references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
         result = score(references, recogniser.recognise(speech_set))
-        trained = f"epoch {epochs}" if epochs is not None else f"{steps} steps"
-        self._say(f"after {trained}, {name}: {result.lines()[0]}")
+        self._on_score(Score(name, result.wer, epochs, steps, result.lines()[0]))
         curves = Curves(self._folder.tensorboard / "valid")
         curves.word_error_rate(result.wer, steps)
         curves.close()
