@@ -44,21 +44,23 @@ __all__ = [
 _HOMES = {
     "STRATEGIES": "strategies",
     "Budget": "budget",
-    "Cluster": "engines.cluster",
-    "Job": "engines.job",
-    "JoinedLearner": "engines.joined",
+    "Cluster": "engines.virtual.cluster",
+    "Job": "training.job",
+    "JoinedLearner": "engines.loop.joined",
     "Learner": "learner",
-    "LoopStats": "engines.joined",
-    "Recipe": "experiment.recipe",
+    "LoopStats": "engines.loop.joined",
+    "Recipe": "runs.recipe.recipe",
     "Recogniser": "speech.recogniser",
     "Schedule": "budget",
     "StarlingError": "errors",
     "Ticket": "workload",
-    "VirtualEngine": "engines.virtual",
+    "VirtualEngine": "engines.virtual.engine",
     "Workload": "workload",
     "join": "launch.joining",
-    "load_recipe": "experiment.recipe",
+    "load_recipe": "runs.recipe.recipe",
 }
+
+_SPEECH = ("Recogniser", "Recipe", "load_recipe")
 
 if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
     import_module("starling.launch.dynamo_on_demand").postpone_dynamo()
@@ -67,6 +69,10 @@ if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'starling' has no attribute {name!r}; it has {', '.join(__all__)}")
+    if name in _SPEECH:
+        from starling.extras import require
+
+        require("speech", f"starling.{name}")
     return getattr(import_module(f"starling.{_HOMES[name]}"), name)
 
 

@@ -1,10 +1,15 @@
 """From the reports of single gradients to what people read: means over a stretch of training."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from starling.training.job import EpochReport, StepReport
+if TYPE_CHECKING:
+    from starling.training.job import EpochReport, StepReport
+
 
 Seconds = float
 FAR = 255
@@ -74,7 +79,7 @@ class EpochEnd:
     """Gradients that were left out because they were not finite."""
 
     @classmethod
-    def of(cls, report: EpochReport, world: int, step: int) -> "EpochEnd":
+    def of(cls, report: EpochReport, world: int, step: int) -> EpochEnd:
         """Of a report at the end of an epoch, `step` mini-batches of all learners after the beginning of the run."""
         spent, averaging = report.spent, report.averaging
         num_gradients = averaging.staleness.total()

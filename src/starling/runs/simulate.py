@@ -15,7 +15,7 @@ from starling.report.curves import Curves
 from starling.report.lines import duration
 from starling.report.progress import Bars, Display, Say, say_on
 from starling.runs.evaluate import evaluate
-from starling.runs.experiment.folder import resolve_resume
+from starling.runs.experiment.claim import resolve_resume
 from starling.runs.experiment.seen import Seen, counter, segments
 from starling.runs.job import ModelWriter, make_job, most_skipped
 from starling.runs.observers import CURVES_EVERY, LOG_EVERY, SEND_EVERY, CurvesByRank, Log, Metered, Together

@@ -1,16 +1,19 @@
 """Averaging with others in delta form; what the decentralised strategies share."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-import torch
 from pydantic import Field, field_validator
-from torch import Tensor
 
 from starling.configuration import Config
 from starling.learner import Learner
 from starling.topology import Topology, check_pattern
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -51,6 +54,8 @@ class Wire:
     """
 
     def __init__(self, options: MixingOptions, weights: Tensor, pieces: Sequence[slice]) -> None:
+        import torch
+
         self._dtype = torch.bfloat16 if options.wire == "bfloat16" else None
         self._errors = weights.new_zeros(pieces[-1].stop if self._dtype else 0)
 
@@ -85,6 +90,8 @@ class Mixing:
         Applied as a change, it conserves the mean of all learners whatever a gradient did to the weights meanwhile;
         writing the average itself would wipe that gradient out.
         """
+        import torch
+
         own = self._mine
         del self._mine  # a strategy may keep this longer than what it holds
         theirs = [(weight, await handle) for weight, handle in self._receiving]

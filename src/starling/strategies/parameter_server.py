@@ -1,10 +1,10 @@
 """Parameter servers: workers compute, servers keep the model."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from contextlib import suppress
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from starling.errors import ConfigError
 from starling.learner import Handle, Learner, LoopEnded
@@ -20,6 +20,9 @@ from starling.strategies.server import (
     Server,
     ServerOptions,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 async def parameter_server(me: Learner, options: ServerOptions) -> None:
@@ -58,7 +61,7 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
     await _work(me, [Remote(me, options.server(s, me.world), piece) for s, piece in enumerate(pieces)], options)
 
 
-async def _work(me: Learner, servers: Sequence["Remote"], options: ServerOptions) -> None:
+async def _work(me: Learner, servers: Sequence[Remote], options: ServerOptions) -> None:
     with suppress(LoopEnded):
         await _pull(servers, options)
         while me.claim():
@@ -85,7 +88,7 @@ async def _work(me: Learner, servers: Sequence["Remote"], options: ServerOptions
     await _pull(servers, options)
 
 
-async def _pull(servers: Sequence["Remote"], options: ServerOptions) -> None:
+async def _pull(servers: Sequence[Remote], options: ServerOptions) -> None:
     for server in servers:
         server.ask(PULL)
         if options.update == "synchronous":  # who has its turn at the first server has it at the others
@@ -99,6 +102,8 @@ class Remote:
     """A server as a worker sees it."""
 
     def __init__(self, me: Learner, rank: int, piece: slice) -> None:
+        import torch
+
         self._me, self._rank, self._piece = me, rank, piece
         self.age = torch.zeros(1, dtype=torch.float64)
         """How many steps of the server are in the weights that this worker has, `[1]`."""
@@ -130,6 +135,8 @@ class Remote:
         self._sending.append(self._me.send(self._rank, gradient[self._piece], GRADIENT))
 
     def _tell(self, what: float, age: Tensor) -> None:
+        import torch
+
         words = torch.cat([torch.tensor([what], dtype=torch.float64), age, self._me.step_metadata])
         self._sending.append(self._me.send(self._rank, words, REQUEST))
 

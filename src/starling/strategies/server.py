@@ -1,14 +1,17 @@
 """What the server of a shard does: it takes gradients, makes steps, and says who may have the weights when."""
 
-from collections.abc import Sequence
-from typing import Literal
+from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from starling.configuration import Config
 from starling.learner import Handle, Learner
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PULL, PUSH, LEAVE, NOTHING = 0.0, 1.0, 2.0, 3.0
 """What a worker asks for: weights; a step with the gradient behind the request; to leave; no step, for its mini-batch
@@ -39,7 +42,7 @@ class ServerOptions(Config):
     """Divide the learning rate of a step by the mean staleness of its gradients, where that is above 1."""
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> "ServerOptions":
+    def _makes_sense(self) -> ServerOptions:
         waits_for_nobody = self.update in ("asynchronous", "summed")
         if self.update == "summed" and self.sum is None:
             raise ValueError(
@@ -82,6 +85,8 @@ class Server:
 
     async def serve(self) -> None:
         """Until all workers have left and have the last weights."""
+        import torch
+
         me, like = self._me, torch.empty(self._shard.piece.stop - self._shard.piece.start, dtype=self._me.weights.dtype)
         request = torch.empty(2 + len(me.step_metadata), dtype=torch.float64)
         expected: dict[int, Handle[Tensor]] = {w: me.receive(w, request, REQUEST) for w in self._workers}
@@ -170,6 +175,8 @@ class Server:
     async def _answer(self, worker: int) -> list[Handle[None]]:
         """Start sending the weights as they are now."""
         self._asking.remove(worker)
+        import torch
+
         age = torch.tensor([self._shard.num_steps], dtype=torch.float64)
         weights = await self._shard.read()
         return [self._me.send(worker, age, AGE), self._me.send(worker, weights, WEIGHTS)]

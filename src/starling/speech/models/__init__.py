@@ -1,30 +1,20 @@
 """Acoustic models: a registry by name, presets by size, and the configuration that chooses."""
 
+from __future__ import annotations
+
 from dataclasses import replace
-from difflib import get_close_matches
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
-from torch import nn
 
 from starling.configuration import Config
-from starling.speech.chance import borrowed_generators
-from starling.speech.models import deep_speech, recurrent, transformer
-from starling.speech.models.blstm import BlstmCtc
-from starling.speech.models.deep_speech import DeepSpeechCtc
-from starling.speech.models.lstm import LstmCtc
-from starling.speech.models.shape import Architecture, ModelShape
-from starling.speech.models.subsampling import frames_after
-from starling.speech.models.transformer import Positions, TransformerCtc
+from starling.errors import did_you_mean
+from starling.speech.models.shape import MODELS, Architecture, ModelShape, Positions, frames_after
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["MODELS", "Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters"]
-
-MODELS = {
-    "blstm": Architecture(BlstmCtc, recurrent.PRESETS),
-    "lstm": Architecture(LstmCtc, recurrent.PRESETS),
-    "transformer": Architecture(TransformerCtc, transformer.PRESETS),
-    "deep-speech": Architecture(DeepSpeechCtc, deep_speech.PRESETS),
-}
 
 
 class ModelConfig(Config):
@@ -56,9 +46,7 @@ class ModelConfig(Config):
     @classmethod
     def _name_is_known(cls, name: str) -> str:
         if name not in MODELS:
-            near = get_close_matches(name, MODELS, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"{name!r} is unknown; {hint}known are {', '.join(MODELS)}")
+            raise ValueError(f"{name!r} is unknown; {did_you_mean(name, MODELS)}known are {', '.join(MODELS)}")
         return name
 
     @field_validator("preset")
@@ -78,7 +66,7 @@ class ModelConfig(Config):
         raise ValueError(f"{name} has no such size; known are {', '.join(MODELS[name].sizes)}")
 
     @model_validator(mode="after")
-    def _sizes_fit(self) -> "ModelConfig":
+    def _sizes_fit(self) -> ModelConfig:
         _ = self.shape  # raises ValueError for sizes that don't go together
         return self
 
@@ -99,8 +87,10 @@ def build_model(config: ModelConfig, num_features: int, vocab_size: int, seed: i
     `forward(features [B, T, F], lengths [B])` gives log-probabilities `[B, T', V]` and lengths `[B]`.
     The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).
     """
+    from starling.speech.chance import borrowed_generators
+
     with borrowed_generators(seed):
-        return MODELS[config.name].network(config.shape, num_features, vocab_size)
+        return MODELS[config.name].load()(config.shape, num_features, vocab_size)
 
 
 def count_parameters(model: nn.Module) -> int:
