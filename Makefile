@@ -10,11 +10,11 @@ setup: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,cloud,dask,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,dev]'
 	@touch $@
 
 demo: setup
-	$(BIN)/starling train recipes/demo.yaml
+	$(BIN)/starling demo
 
 test: setup
 	$(BIN)/python -m pytest -m 'not soak' --numprocesses 2 --no-loadscope-reorder

@@ -8,7 +8,8 @@ import soundfile
 
 from benchmarks.measuring import Bar, Seconds, median_speed_up
 from starling.speech.corpora import SyntheticCorpus
-from starling.speech.prepare import DataConfig, prepare
+from starling.speech.data import DataConfig
+from starling.speech.prepare import prepare
 from starling.speech.preparing.executors import Executor, InThisProcess, Processes
 
 ROUNDS, FILES, USES, SHARD_SIZE = 2, 200, 50, 500

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.large_set import RATE
 from starling.runs.recipe.recipe import Recipe, check_recipe
+from starling.runs.training_plan import TrainingPlan
 from starling.runs.workload import SpeechWorkload
 from starling.speech.features import LogMel
 from starling.speech.tokens import CharacterTokenizer
@@ -36,10 +37,10 @@ def main(folder: Path, epoch: int, place: float, utterances: int, result: Path) 
     index = int(place * workload.num_batches(epoch))
     first = workload.load(Ticket(epoch, index, 0))
     seconds = time.perf_counter() - begin
-    plan, seen = workload.plan(epoch), 0
+    plan, seen = workload.plan.epoch(epoch), 0
     while seen < utterances:
         for micro_batch in plan[index]:
-            seen += sum(workload.speech_set.text(utterance) != "" for utterance in micro_batch.tolist())
+            seen += sum(workload.plan.speech_set.text(utterance) != "" for utterance in micro_batch.tolist())
         index = (index + 1) % plan.num_batches
     growth = {kind.lower(): after - before[kind] for kind, after in memory().items()}
     result.write_text(json.dumps({"seconds": seconds, "first": sum(each.num_examples for each in first), **growth}))
@@ -67,7 +68,8 @@ def open_workload(recipe: Recipe, features: LogMel, folder: Path) -> SpeechWorkl
     """The training set as a learner opens it, with everything in it kept."""
     train = SpeechSets([Member("", folder)])
     tokenizer = CharacterTokenizer("ABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    return SpeechWorkload(recipe, train, features, tokenizer, np.arange(len(train), dtype=np.int32), folder)
+    plan = TrainingPlan(recipe, train, np.arange(len(train), dtype=np.int32))
+    return SpeechWorkload(plan, features, tokenizer, folder)
 
 
 def memory() -> dict[str, float]:

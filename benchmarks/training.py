@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from starling.checkpoint.state import LearnerState
-from starling.runs.experiment.folder import ExperimentFolder, claim_folder
+from starling.runs.experiment.claim import claim_folder
+from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.job import make_job
 from starling.runs.recipe.recipe import Recipe, load_recipe
 from starling.runs.setup import set_up

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ def shared_data() -> Path | None:
     """The folder of real recordings beside the checkout, or None where it is absent."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     return folder if folder.is_dir() else None
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what Starling 0.2 wrote, in which paths are relative to the current folder."""
+    folder = tmp_path / "kept-0.2"
+    shutil.copytree(Path(__file__).parent / "data" / "kept-0.2", folder)
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

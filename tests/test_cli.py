@@ -11,13 +11,16 @@ from typer.testing import CliRunner
 from starling.cli import app
 from starling.strategies import STRATEGIES
 
-COMMANDS = ("prepare", "check", "train", "join", "simulate", "evaluate", "status", "transcribe", "strategies")
+COMMANDS = (
+    *("prepare", "check", "train", "demo", "join", "simulate", "evaluate", "audit", "status", "transcribe"),
+    *("strategies", "recipes copy", "study staleness"),
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_every_command_has_an_example(command: str) -> None:
     """That begins as one would type it."""
-    result = CliRunner().invoke(app, [command, "--help"])
+    result = CliRunner().invoke(app, [*command.split(), "--help"])
     assert result.exit_code == 0
     assert f"starling {command}" in " ".join(result.stdout.split("Example:")[1].split())
 

@@ -1,10 +1,15 @@
-"""A learner of anybody's loop starts quickly: it imports what it needs, and torch's compiler only for who compiles."""
+"""Commands and learners start quickly: each imports what it needs, torch's compiler only when something compiles."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from starling.extras import EXTRAS, SPEECH
 
 LEARNER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """What torchrun tells a process, of which `import starling` makes a quick start."""
@@ -69,11 +74,79 @@ print(json.dumps(seen))
 """
 
 
-def outcome(code: str, **environment: str) -> dict[str, Any]:
+RUN_COMMAND = """
+import json, sys
+from typer.testing import CliRunner
+from starling.cli import app
+
+before = set(sys.modules)
+result = CliRunner().invoke(app, sys.argv[1:])
+print(json.dumps({"code": result.exit_code, "said": result.output, "loaded": sorted(sys.modules)}))
+"""
+
+WITHOUT_EXTRAS = """
+import json, sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in REFUSED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+REFUSED = set(json.loads(sys.argv[1]))
+sys.meta_path.insert(0, Missing())
+
+import torch
+from dataclasses import dataclass
+import starling
+from starling import Budget, Cluster, Job, STRATEGIES, VirtualEngine, Workload
+
+@dataclass(frozen=True)
+class Points:
+    inputs: torch.Tensor
+    num_frames = 0
+    seconds = 0.0
+
+    @property
+    def num_examples(self):
+        return len(self.inputs)
+
+    def to(self, device):
+        return self
+
+class Line(Workload):
+    def make_model(self):
+        torch.manual_seed(1)
+        return torch.nn.Linear(2, 1)
+
+    def num_batches(self, epoch):
+        return 4
+
+    def load(self, ticket):
+        return [Points(torch.full((3, 2), float(ticket.index)))]
+
+    def loss(self, model, examples):
+        return model(examples.inputs).square().mean()
+
+model = torch.nn.Linear(3, 2)
+learner = starling.join(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="adpsgd")
+model(torch.ones(4, 3)).square().sum().backward()
+learner.step()
+learner.close()
+strategy = STRATEGIES["adpsgd"]
+job = Job(
+    workload=Line(), strategy=strategy, options=strategy.options(), budget=Budget(epochs=1),
+    make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+)
+events = VirtualEngine(job, 4, Cluster()).run().num_events
+print(json.dumps({"events": events, "loaded": sorted(REFUSED & set(sys.modules))}))
+"""
+
+
+def outcome(code: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """What a Python process prints that runs `code`."""
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", code, *arguments]
+    run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return dict(json.loads(run.stdout))
 
@@ -98,3 +171,40 @@ def test_a_learner_that_compiles_its_model_and_its_optimizer_gets_the_graphs_of_
     assert len(quick["graphs"]) >= 2
     assert quick["is_stock"] == [True, True]
     assert quick == plain
+
+
+NO_TORCH = {"torch", "simpy", "safetensors.torch", *SPEECH} - {"urllib3"}
+"""What no command loads that only reads. `urllib3` may come with an editable install."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--help"], "Train speech recognisers"),
+        (["train", "--help"], "RECIPE"),
+        (["strategies"], "adpsgd"),
+        (["recipes"], "demo"),
+        (["status", "EXP"], "has no status"),
+        (["audit", "EXP"], "was computed once"),
+    ],
+)
+def test_commands_that_compute_nothing_do_not_load_torch(arguments: list[str], said: str, kept: Path) -> None:
+    """Nor lhotse, nor what reads audio: they answer within half a second."""
+    found = outcome(RUN_COMMAND, *(str(kept / "exp" / "kept") if each == "EXP" else each for each in arguments))
+    assert said in found["said"], found["said"]
+    assert not NO_TORCH & set(found["loaded"])
+
+
+def test_checking_a_recipe_loads_neither_torch_nor_lhotse() -> None:
+    """Configuration is apart from what it configures."""
+    code = "import json, sys; from pathlib import Path; import starling; starling.load_recipe(Path('demo')); "
+    found = outcome(code + "print(json.dumps({'loaded': list(sys.modules)}))")
+    assert not NO_TORCH & set(found["loaded"])
+
+
+def test_joining_and_simulating_need_no_extra() -> None:
+    """`pip install starling-asr` is enough for a loop or a workload of one's own."""
+    refused = sorted({module for modules in EXTRAS.values() for module in modules} - {"urllib3", "fsspec"})
+    found = outcome(WITHOUT_EXTRAS, json.dumps(refused))
+    assert found["events"] > 0
+    assert found["loaded"] == []

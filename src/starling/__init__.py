@@ -70,6 +70,8 @@ _HOMES = {
     "load_recipe": "runs.recipe.recipe",
 }
 
+_SPEECH = ("Recogniser", "Recipe", "load_recipe")
+
 if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
     import_module("starling.launch.dynamo_on_demand").postpone_dynamo()
 
@@ -77,6 +79,10 @@ if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'starling' has no attribute {name!r}; it has {', '.join(__all__)}")
+    if name in _SPEECH:
+        from starling.extras import require
+
+        require("speech", f"starling.{name}")
     return getattr(import_module(f"starling.{_HOMES[name]}"), name)
 
 

@@ -9,13 +9,14 @@ import typer
 from typer.core import TyperCommand
 
 from starling.errors import StarlingError
+from starling.extras import require
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 class TakesKeys(TyperCommand):
-    """A command whose arguments are keys of a recipe; who writes one as an option is told how to write it."""
+    """A command that takes keys of a recipe; the error for a key written as an option shows how to write it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
@@ -45,13 +46,21 @@ app = typer.Typer(
 )
 
 studies = typer.Typer(
-    help="Grids of runs on the virtual engine that answer one question each.",
+    help="Run a grid of simulations that answers one question.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 app.add_typer(studies, name="study", epilog="Example: [bold]starling study staleness[/bold]")
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, a YAML file.", show_default=False)]
+shipped = typer.Typer(help="List the recipes that come with Starling, or copy one.", rich_markup_mode="rich")
+app.add_typer(shipped, name="recipes", epilog="Example: [bold]starling recipes copy demo[/bold]")
+
+RecipeArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE", help="A YAML file, or a name that `starling recipes` lists, such as demo.", show_default=False
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -60,7 +69,7 @@ Overrides = Annotated[
 ]
 Experiment = Annotated[Path, typer.Argument(metavar="EXP", help="An experiment, such as exp/demo.", show_default=False)]
 Best = Annotated[bool, typer.Option("--best", help="Use the model that scored best on the valid set, not the newest.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def _version(wanted: bool) -> None:
@@ -77,43 +86,41 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Options that stand before a command."""
+    """Options that come before the command."""
 
 
-@app.command(
-    cls=TakesKeys, epilog="Example: [bold]starling prepare recipes/demo.yaml data.folder=corpora/demo jobs=4[/bold]"
-)
+@app.command(cls=TakesKeys, epilog="Example: [bold]starling prepare demo data.folder=corpora/demo jobs=4[/bold]")
 def prepare(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace sets that were prepared with other settings.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace sets prepared with other settings.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Import, check and filter a recipe's corpus, and write it as shards; what is there already is kept.
+    """Import, check and filter a recipe's corpus, and write it as shards. Sets that are already there are kept.
 
-    jobs=N takes N processes, executor=dask://HOST:PORT the workers of a Dask cluster; the result is the same.
+    jobs=N uses N processes, executor=dask://HOST:PORT the workers of a Dask cluster; the result is the same.
     """
     with _errors(debug):
+        require("speech", "starling prepare")
         from starling.runs import prepare
 
         prepare.prepare(recipe, overrides or (), typer.echo, _console(), overwrite)
 
 
-@app.command(cls=TakesKeys, epilog="Example: [bold]starling check recipes/demo.yaml data.check.silence_db=-50[/bold]")
+@app.command(cls=TakesKeys, epilog="Example: [bold]starling check demo data.check.silence_db=-50[/bold]")
 def check(
     data: Annotated[
         Path,
-        typer.Argument(metavar="DATA", help="A recipe, or a folder that was prepared from one.", show_default=False),
+        typer.Argument(metavar="DATA", help="A recipe, or a folder prepared from one.", show_default=False),
     ],
     overrides: Overrides = None,
     drop: Annotated[bool, typer.Option("--drop", help="List what to leave out, for data.filter.leave_out.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 5 if anything is found.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 5 if anything is found.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Find faults, duplicates, and overlap between training and test, in a corpus; list them in check.tsv."""
+    """Find faults, duplicates, and overlap between training and test in a corpus, and list them in check.tsv."""
     with _errors(debug):
+        require("speech", "starling check")
         from rich.console import Console
 
         from starling.runs import check
@@ -121,17 +128,18 @@ def check(
         check.check(data, overrides or (), drop, strict, typer.echo, Console(), _console())
 
 
-@app.command("bench-data", cls=TakesKeys, epilog="Example: [bold]starling bench-data recipes/demo.yaml[/bold]")
+@app.command("bench-data", cls=TakesKeys, epilog="Example: [bold]starling bench-data demo[/bold]")
 def bench_data(
     data: Annotated[
         Path,
-        typer.Argument(metavar="DATA", help="A recipe, or a folder that was prepared from one.", show_default=False),
+        typer.Argument(metavar="DATA", help="A recipe, or a folder prepared from one.", show_default=False),
     ],
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Measure ways to store your audio on your own disk, with a sample of it, and say which to choose."""
+    """Measure ways to store your audio on your disk, with a sample of it, and recommend one."""
     with _errors(debug):
+        require("speech", "starling bench-data")
         from rich.console import Console
 
         from starling.runs import bench_data
@@ -139,43 +147,53 @@ def bench_data(
         bench_data.bench_data(data, overrides or (), typer.echo, Console(), _console())
 
 
-@app.command(
-    cls=TakesKeys, epilog="Example: [bold]starling train recipes/fsdd.yaml learners=2 strategy=delay-by-one[/bold]"
-)
+@app.command(cls=TakesKeys, epilog="Example: [bold]starling train fsdd learners=2 strategy=delay-by-one[/bold]")
 def train(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train with several learner processes, and score the test sets.
 
     Under torchrun, or wherever RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, this process is one learner.
     """
     with _errors(debug):
-        from starling.runs import learner_process, train
-        from starling.runs.recipe.recipe import load_recipe
+        require("speech", "starling train")
+        _train(recipe, overrides or ())
 
-        if learner_process.is_learner():
-            learner_process.run(recipe, overrides or (), typer.echo, _console())
-        else:
-            train.train(load_recipe(recipe, overrides or ()), typer.echo, _console())
+
+@app.command(cls=TakesKeys, epilog="Example: [bold]starling demo learners=2[/bold]")
+def demo(overrides: Overrides = None, debug: Debug = False) -> None:
+    """Train the demo, a recogniser of synthetic speech, in the current folder: the recipe `demo`."""
+    with _errors(debug):
+        require("demo", "starling demo")
+        _train(Path("demo"), overrides or ())
+
+
+def _train(recipe: Path, overrides: Sequence[str]) -> None:
+    from starling.runs import learner_process, train
+    from starling.runs.recipe.recipe import load_recipe
+
+    if learner_process.is_learner():
+        learner_process.run(recipe, overrides, typer.echo, _console())
+    else:
+        train.train(load_recipe(recipe, overrides), typer.echo, _console())
 
 
 @app.command(epilog="Example: [bold]starling join exp/demo --learners 2[/bold]")
 def join(
     experiment: Experiment,
-    learners: Annotated[int, typer.Option("--learners", min=1, help="How many more.")] = 1,
+    learners: Annotated[int, typer.Option("--learners", min=1, help="How many learners to add.")] = 1,
     debug: Debug = False,
 ) -> None:
-    """Let more learners join a run that goes on; first those come back that were lost."""
+    """Add learners to a running experiment. Lost learners are restarted first."""
     with _errors(debug):
         from starling.runs import join
 
         join.join(experiment, learners, typer.echo)
 
 
-@app.command(
-    cls=TakesKeys, epilog="Example: [bold]starling simulate recipes/fsdd.yaml learners=64 strategy=delay-by-one[/bold]"
-)
+@app.command(cls=TakesKeys, epilog="Example: [bold]starling simulate fsdd learners=64 strategy=delay-by-one[/bold]")
 def simulate(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Train with virtual learners in this process, on a simulated cluster; the same seed gives the same events."""
+    """Train with virtual learners in this process, on a simulated cluster. The same seed gives the same events."""
     with _errors(debug):
+        require("speech", "starling simulate")
         from starling.runs import simulate
         from starling.runs.recipe.recipe import load_recipe
 
@@ -193,6 +211,7 @@ def evaluate(
 ) -> None:
     """Score sets with the newest model of an experiment, and list every error in its decode folder."""
     with _errors(debug):
+        require("speech", "starling evaluate")
         from starling.runs import evaluate
 
         evaluate.evaluate(experiment, sets, typer.echo, _console(), best)
@@ -200,7 +219,7 @@ def evaluate(
 
 @app.command(epilog="Example: [bold]starling audit exp/demo[/bold]")
 def audit(experiment: Experiment, debug: Debug = False) -> None:
-    """Show which learner saw how much of each epoch, and whether every utterance was seen exactly once."""
+    """Show how much of each epoch each learner saw, and whether every utterance was seen exactly once."""
     with _errors(debug):
         from rich.console import Console
 
@@ -215,7 +234,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh the table until the run ends.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Show how a running experiment does: each learner, what it waits for, who was lost, the newest checkpoint."""
+    """Show the state of a running experiment: each learner and what it waits for, losses, the newest checkpoint."""
     with _errors(debug):
         from rich.console import Console
 
@@ -231,8 +250,9 @@ def transcribe(
     best: Best = False,
     debug: Debug = False,
 ) -> None:
-    """Write what is said in audio files, with the newest model of an experiment."""
+    """Transcribe audio files with the newest model of an experiment."""
     with _errors(debug):
+        require("speech", "starling transcribe")
         from starling.runs import evaluate
 
         evaluate.transcribe(experiment, files, typer.echo, best)
@@ -249,23 +269,46 @@ def strategies(debug: Debug = False) -> None:
             typer.echo(f"{strategy.name:{width}}  {strategy.summary}")
 
 
-@studies.command(
-    cls=TakesKeys, epilog="Example: [bold]starling study staleness recipes/staleness.yaml study.jobs=4[/bold]"
-)
+@shipped.callback(invoke_without_command=True)
+def recipes(context: typer.Context) -> None:
+    """List the recipes that come with Starling; commands take their names."""
+    if context.invoked_subcommand is None:
+        from starling.runs.recipe.shipped import summaries
+
+        found = summaries()
+        width = max(map(len, found))
+        for name, summary in found.items():
+            typer.echo(f"{name:{width}}  {summary}")
+
+
+@shipped.command(epilog="Example: [bold]starling recipes copy demo[/bold]")
+def copy(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe, such as demo.", show_default=False)],
+    to: Annotated[Path, typer.Argument(metavar="TO", help="The folder to copy it to.")] = Path(),
+    debug: Debug = False,
+) -> None:
+    """Copy a recipe, and those that it builds on, to change it."""
+    with _errors(debug):
+        from starling.runs.recipe.shipped import copy_recipe
+
+        for path in copy_recipe(name, to):
+            typer.echo(path)
+
+
+@studies.command(cls=TakesKeys, epilog="Example: [bold]starling study staleness study.jobs=4[/bold]")
 def staleness(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A recipe with a section `study`.")
-    ] = "recipes/staleness.yaml",
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe with a section `study`.")] = "staleness",
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Tell the effect of a larger batch from that of stale gradients; cells that are done are not computed again."""
+    """Tell the effect of a larger batch from that of stale gradients. Finished cells are not computed again."""
     with _errors(debug):
+        require("speech", "starling study")
         from starling.runs.study.config import load_study
         from starling.runs.study.study import run_study
 
         given = [recipe, *(overrides or ())]
-        path = Path("recipes/staleness.yaml" if "=" in recipe else given.pop(0))
+        path = Path("staleness" if "=" in recipe else given.pop(0))
         run_study(load_study(path, given), typer.echo, _console())
 
 
@@ -276,7 +319,7 @@ def main() -> None:
 
 @contextmanager
 def _errors(debug: bool) -> Generator[None, None, None]:
-    """Show an error raised on purpose as one message, and end with its exit code."""
+    """Print an error that Starling raised on purpose as one message, and exit with its code."""
     try:
         yield
     except StarlingError as error:

@@ -1,5 +1,7 @@
 """The base of every configuration model: unknown keys are errors, and values never change."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,11 @@ class Config(BaseModel):
     """A frozen section of a recipe, such as the options of a strategy. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def digest(content: Any) -> str:
+    """SHA-256 of a JSON value, in hexadecimal; the order of its keys does not matter."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def differing(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

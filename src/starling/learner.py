@@ -5,11 +5,15 @@ returns a `Handle` at once; only `await` waits. Time is real on the `processes` 
 engine; the text of the strategy is the same.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Generator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 T = TypeVar("T")
 
@@ -17,7 +21,7 @@ T = TypeVar("T")
 class Handle(ABC, Generic[T]):
     """Work that has been started; `await` waits for its result."""
 
-    def __await__(self) -> Generator["Handle[Any]", None, T]:
+    def __await__(self) -> Generator[Handle[Any], None, T]:
         yield self
         return self.result()
 

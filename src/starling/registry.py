@@ -1,22 +1,15 @@
 """Finding what a name stands for: a part of Starling, a part of an installed package, or `module:name`."""
 
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
 from typing import Any, Generic, TypeGuard, TypeVar
 
-from starling.errors import ConfigError
+from starling.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'ring'? `, or nothing if no known name resembles `name`."""
-    near = get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
 
 
 class Registry(Generic[T]):

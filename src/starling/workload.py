@@ -1,14 +1,17 @@
 """What learners train: a model, its mini-batches and its loss. Speech recognition is one; any PyTorch loop may be."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, Self, TypeVar
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, Self, TypeVar
 
 from starling.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 Unit = Literal["utterances", "frames"]
 """What the size of a mini-batch is counted in; an utterance is an example."""

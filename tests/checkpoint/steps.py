@@ -30,7 +30,7 @@ class Steps:
         """Count what happens inside."""
         patches = [mock.patch.object(os, name, self._before(getattr(os, name))) for name in self._calls]
         patches.append(mock.patch.object(Path, "write_text", self._writing(Path.write_text, place=0)))
-        modules = ("starling.checkpoint.files", "tests.checkpoint.test_checkpoints")
+        modules = ("safetensors.torch", "tests.checkpoint.test_checkpoints")
         patches += [mock.patch(f"{module}.save_file", self._writing(save_file, place=1)) for module in modules]
         try:
             for patch in patches:

@@ -204,31 +204,26 @@ def test_a_distance_that_is_no_number_does_not_spoil_a_checkpoint(tmp_path: Path
     assert load(saved.folder).manifest.consensus_distance is None
 
 
-def test_a_checkpoint_of_format_1_can_be_resumed(tmp_path: Path) -> None:
-    """It knows neither the distance nor what was unfinished."""
+@pytest.mark.parametrize("number", range(1, 6))
+def test_an_older_format_is_refused_by_name(tmp_path: Path, number: int) -> None:
+    """Before 0.2 nothing was released; the message says what to do."""
     folder = save_all(tmp_path, 2, Ticket(1, 4, 12), sync_group_size=1)
     manifest = manifest_of(folder)
-    for key in ("consensus_distance", "sync_group_size", "outstanding", "epochs_ended", "is_finite", "digest"):
-        del manifest[key]
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
-    checkpoint = load(folder)
-    assert checkpoint.manifest.consensus_distance is None
-    assert torch.equal(checkpoint.start(1, 2).weights, state(1, 2, Ticket(1, 4, 12)).weights)
-    assert checkpoint.start(1, 2).position == Position(Ticket(1, 4, 12))
+    assert manifest["format"] == 6
+    del manifest["digest"]
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": number}))
+    with pytest.raises(CheckpointError, match=rf"manifest\.json has format {number} .* train again, or resume with"):
+        load(folder)
 
 
-def test_what_an_earlier_version_cannot_read_has_a_newer_format(tmp_path: Path) -> None:
-    """Such a version says then that a newer Starling is needed, rather than complain of a key."""
-    manifest = manifest_of(save_all(tmp_path, 1, Ticket(1, 0, 8)))
-    assert manifest["format"] == 5
-    assert {
-        "consensus_distance",
-        "sync_group_size",
-        "outstanding",
-        "epochs_ended",
-        "is_finite",
-        "digest",
-    } <= manifest.keys()
+def test_a_manifest_without_its_digest_is_damaged(tmp_path: Path) -> None:
+    """Whatever its format says."""
+    folder = save_all(tmp_path, 1, Ticket(1, 0, 8))
+    manifest = manifest_of(folder)
+    del manifest["digest"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        load(folder)
 
 
 def test_a_checkpoint_that_is_there_is_left_alone(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_json_of_a_learner_is_not_believed(whole: Path, content: str, merged: bo
         load(whole).start(0, 1)
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"files":' * 100_000, "[]", "3", "{}", '{"format": 5}'])
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"files":' * 100_000, "[]", "3", "{}", '{"format": 6}'])
 def test_a_manifest_that_is_none_is_refused(whole: Path, content: str) -> None:
     """Deep nesting included, which Python gives up on."""
     (whole / "manifest.json").write_text(content, encoding="utf-8")

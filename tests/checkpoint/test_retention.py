@@ -71,15 +71,13 @@ def test_where_nothing_older_is_whole_there_is_nothing_to_spare(tmp_path: Path) 
     assert names(tmp_path) == ["step-00000016"]
 
 
-def test_a_checkpoint_of_an_older_version_is_looked_into(tmp_path: Path) -> None:
-    """It does not say whether it is finite."""
-    for step, weights in ((8, None), (16, NAN)):
-        folder = save(tmp_path, step, weights, keep=3)
-        manifest = manifest_of(folder)
-        assert manifest.pop("is_finite") is (weights is None)
-        del manifest["digest"]
-        (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 4}))
-        assert is_finite(folder) is (weights is None)
+def test_a_checkpoint_of_an_older_version_is_not_one_to_go_back_to(tmp_path: Path) -> None:
+    """It cannot be resumed from, so it does not keep a finite one from being spared."""
+    save(tmp_path, 8, keep=3)
+    folder = save(tmp_path, 16, keep=3)
+    manifest = manifest_of(folder)
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 5}))
+    assert not is_finite(folder)
     save(tmp_path, 24, NAN, keep=1)
     assert names(tmp_path) == ["step-00000008", "step-00000024"]
 
@@ -126,7 +124,7 @@ def test_a_damaged_checkpoint_names_the_older_one_that_is_whole(tmp_path: Path) 
     with pytest.raises(CheckpointError) as caught:
         load(latest(tmp_path))
     assert f"{folders[3]}/learner-0.safetensors is damaged" in str(caught.value)
-    assert f"{folders[1]} is older and whole: to go on from it, move {folders[3]} away first" in str(caught.value)
+    assert f"{folders[1]} is older and whole: to continue from it, move {folders[3]} away first" in str(caught.value)
     damage(folders[0])
     damage(folders[1])
     with pytest.raises(CheckpointError, match="of 3 older ones beside it none is whole"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from starling.runs.study.config import Cell
 from starling.runs.study.results import CellResult
 
 Key = tuple[str, str, float, str, int | None]
@@ -12,12 +13,7 @@ def made_up(rates: Mapping[Key, Sequence[float | None]]) -> list[CellResult]:
     """Results with given word error rates for seeds 1, 2, …; None diverged."""
     return [
         CellResult(
-            model=model,
-            optimizer=optimizer,
-            warmup=warmup,
-            arm=arm,
-            workers=workers,
-            seed=seed,
+            cell=Cell(model=model, optimizer=optimizer, warmup=warmup, arm=arm, workers=workers, seed=seed),
             digest="",
             diverged=wer is None,
             wer=100.0 if wer is None else wer,

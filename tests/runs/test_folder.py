@@ -13,14 +13,14 @@ from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, ConfigError, Stopped
-from starling.runs.experiment.folder import (
-    ExperimentFolder,
+from starling.runs.experiment.claim import (
     check_claim,
     check_writable,
     claim_folder,
     describe_environment,
     resolve_resume,
 )
+from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.recipe import Recipe, check_recipe, fingerprints, load_recipe
 from starling.runs.train import resumable
 from starling.workload import Position, Ticket
@@ -235,7 +235,7 @@ def test_nobody_goes_on_from_weights_that_are_not_finite(tree: Tree) -> None:
     good, *_, last = sorted((recipe.folder / "checkpoints").iterdir())
     with pytest.raises(CheckpointError) as caught:
         resolve_resume(check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
-    assert f"{last}: not every number in it is finite; {good} is: to go on from it" in str(caught.value)
+    assert f"{last}: not every number in it is finite; {good} is: to continue from it" in str(caught.value)
     resolve_resume(check_recipe({**tree, "resume": str(good)}, "r.yaml"))
 
 

@@ -143,7 +143,7 @@ def test_nobody_joins_a_run_that_ends_at_a_loss(tree: Tree) -> None:
     """Its learners are not told of each other; otherwise a name may come that is none of the first."""
     join = {"faults": [{"join": 9, "at_seconds": 1.0}]}
     assert check_recipe(tree | join, "r.yaml").faults
-    with pytest.raises(ConfigError, match=r"nobody joins a run that ends .*; leave out on_loss: stop"):
+    with pytest.raises(ConfigError, match=r"no learner can join a run that ends .*; leave out on_loss: stop"):
         check_recipe(tree | join | {"on_loss": "stop"}, "r.yaml")
 
 

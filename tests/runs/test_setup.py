@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from starling.errors import ConfigError, DataError
-from starling.runs.experiment.folder import ExperimentFolder, resolve_resume
+from starling.runs.experiment.claim import resolve_resume
+from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.recipe import Recipe, check_recipe
 from starling.runs.setup import load_workload, make_ready
 from starling.runs.train import crowding

@@ -19,7 +19,6 @@ from rich.console import Console
 
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.runs.study.config import check_study, load_study
-from starling.runs.study.grid import cells, recipe_of
 from starling.runs.study.results import CellResult, ResultFolder
 from starling.runs.study.study import run_study
 from starling.runs.study.workers import Task, compute
@@ -54,17 +53,17 @@ def results(folder: Path) -> dict[str, CellResult]:
     """Results by arm."""
     content = json.loads((folder / "results.json").read_text())
     found = [CellResult.model_validate(cell) for cell in content["cells"]]
-    return {result.arm: result for result in found}
+    return {result.cell.arm: result for result in found}
 
 
-def test_a_study_ends_in_a_table_words_and_curves_and_goes_on_where_it_was(studied: Tree, tmp_path: Path) -> None:
+def test_a_study_ends_in_a_table_and_curves_and_continues_where_it_was(studied: Tree, tmp_path: Path) -> None:
     """A second run computes nothing and writes the same; a cell that is removed is computed again, to the same end."""
     folder = tmp_path / "exp" / "songs"
     told, said = run(studied)
     assert "2 cells, 0 of them done" in said
     assert told[0].split("|")[-3:-1] == [" delay ", " asynchronous "]
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    assert {"table.md", "findings.md", "results.json", "curves-lstm-adam.svg", "study.yaml", "env.txt"} == set(files)
+    assert {"table.md", "results.json", "curves-lstm-adam.svg", "study.yaml", "env.txt"} == set(files)
     assert load_study(folder / "study.yaml") == check_study(studied, "s.yaml")
     first = results(folder)
     assert {arm: result.num_gradients for arm, result in first.items()} == {"delay": 12, "asynchronous": 12}
@@ -85,7 +84,7 @@ def test_a_study_ends_in_a_table_words_and_curves_and_goes_on_where_it_was(studi
     assert results(folder)["asynchronous"].model_dump(exclude=kept) == first["asynchronous"].model_dump(exclude=kept)
 
 
-def test_a_cell_of_another_recipe_is_computed_anew(studied: Tree) -> None:
+def test_a_cell_of_another_recipe_is_computed_again(studied: Tree) -> None:
     """A longer budget changes all of them."""
     run(studied)
     studied["budget"] = {"steps": 13}
@@ -127,16 +126,16 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(studied: Tree, tmp_pat
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         said += process.stderr.read()  # ends when no process is left that could write
     assert process.returncode == 128 + signal.SIGINT
-    assert "error: stopped; " in said and "the same command goes on from there" in said
+    assert "error: stopped; " in said and "run the same command to continue" in said
     assert "Traceback" not in said
     with pytest.raises(ProcessLookupError):
         _wait_until_gone(process.pid)
     first, *others = sorted((tmp_path / "exp" / "songs" / "cells").glob("*.json"))
     assert len(others) < 59
     beside = CellResult.model_validate_json(first.read_text())
-    studied["study"] |= {"jobs": 1, "seeds": [beside.seed], "arms": [beside.arm]}
+    studied["study"] |= {"jobs": 1, "seeds": [beside.cell.seed], "arms": [beside.cell.arm]}
     run({**studied, "name": "alone"})
-    alone = results(tmp_path / "exp" / "alone")[beside.arm]
+    alone = results(tmp_path / "exp" / "alone")[beside.cell.arm]
     assert alone.model_dump(exclude={"cpu_seconds"}) == beside.model_dump(exclude={"cpu_seconds"})
 
 
@@ -162,7 +161,7 @@ def test_an_error_in_a_cell_names_it_and_what_is_kept(studied: Tree, monkeypatch
 def test_a_process_that_dies_is_an_error_that_names_its_cell(studied: Tree, tmp_path: Path) -> None:
     """Killed from outside, or for want of memory; nobody waits for it for ever."""
     study = check_study(studied, "s.yaml")
-    tasks = [Task(cell, recipe_of(study, cell), tmp_path) for cell in cells(study.grid)]
+    tasks = [Task(cell, study.recipe_of(cell), tmp_path) for cell in study.grid.cells()]
     results = compute(tasks, jobs=2)
     threading.Thread(target=_kill_children).start()
     with pytest.raises(StarlingError, match=r"cell lstm-adam-warmup0\.1-\w+-3-seed1: .* exit code -9") as caught:
@@ -181,7 +180,7 @@ def _kill_children() -> None:
 def test_a_result_that_cannot_be_read_is_named(studied: Tree, tmp_path: Path) -> None:
     """It was changed by somebody; to remove it is enough."""
     study = check_study(studied, "s.yaml")
-    (cell, *_) = cells(study.grid)
+    (cell, *_) = study.grid.cells()
     folder = ResultFolder(tmp_path / "cells")
     assert folder.read(cell, "") is None
     (tmp_path / "cells").mkdir()

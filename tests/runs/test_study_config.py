@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from starling.cli import app
 from starling.errors import ConfigError
 from starling.runs.study.arms import ARMS
-from starling.runs.study.config import check_study, load_study
-from starling.runs.study.grid import cells, digest, recipe_of
+from starling.runs.study.config import Cell, check_study, load_study, result_digest
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.server import ServerOptions
 
@@ -34,16 +33,21 @@ def studied(tree: Tree) -> Tree:
     return {**tree, "study": copy.deepcopy(STUDY)}
 
 
+def setting(cell: Cell) -> tuple[str, str, float]:
+    """What its arm is compared under."""
+    return cell.model, cell.optimizer, cell.warmup
+
+
 def test_the_recipe_that_comes_with_starling_asks_the_whole_question() -> None:
     """Every arm for two models, two optimizers, two warm-ups and two numbers of workers."""
     study = load_study(RECIPE)
-    found = cells(study.grid)
-    assert {(cell.setting, cell.arm, cell.workers) for cell in found} == {
-        (cell.setting, cell.arm, cell.workers)
-        for cell in cells(study.grid.model_copy(update={"fewer_seeds": {}, "seeds": (1,)}))
+    found = study.grid.cells()
+    assert {(setting(cell), cell.arm, cell.workers) for cell in found} == {
+        (setting(cell), cell.arm, cell.workers)
+        for cell in study.grid.model_copy(update={"fewer_seeds": {}, "seeds": (1,)}).cells()
     }
     assert study.grid.workers == (4, 16)
-    assert len({cell.setting for cell in found}) == 2 * 2 * 2
+    assert len({setting(cell) for cell in found}) == 2 * 2 * 2
     assert set(study.grid.arms) == set(ARMS)
     assert {model.name for model in study.grid.models.values()} == {"blstm", "transformer"}
     assert study.base.budget.epochs is None
@@ -51,7 +55,7 @@ def test_the_recipe_that_comes_with_starling_asks_the_whole_question() -> None:
 
 def test_the_grid_has_every_cell_once(studied: Tree) -> None:
     """The arm that does not depend on the workers is there once for all their numbers."""
-    found = cells(check_study(studied, "s.yaml").grid)
+    found = check_study(studied, "s.yaml").grid.cells()
     assert len(found) == len({cell.name for cell in found}) == 2 * 2 * 2 * (1 + 4 * 2) * 3
     assert sum(cell.arm == "one" for cell in found) == 2 * 2 * 2 * 3
     assert {cell.workers for cell in found if cell.arm == "one"} == {None}
@@ -60,15 +64,15 @@ def test_the_grid_has_every_cell_once(studied: Tree) -> None:
 def test_some_cells_may_have_fewer_seeds(studied: Tree) -> None:
     """The first ones; where two limits meet, the lower one holds."""
     studied["study"]["fewer_seeds"] = {4: 1, "sgd": 2}
-    found = cells(check_study(studied, "s.yaml").grid)
+    found = check_study(studied, "s.yaml").grid.cells()
     for adam, workers, seeds in ((True, 2, {1, 2, 3}), (True, 4, {1}), (False, 2, {1, 2}), (False, 4, {1})):
-        chosen = [cell for cell in found if (cell.setting.optimizer == "adam", cell.workers) == (adam, workers)]
+        chosen = [cell for cell in found if (cell.optimizer == "adam", cell.workers) == (adam, workers)]
         assert {cell.seed for cell in chosen} == seeds
 
 
 def test_cells_that_load_the_same_mini_batches_stand_together(studied: Tree) -> None:
     """Seed after seed, and inside a seed the arm that plans batches for N at once apart from the others."""
-    found = cells(check_study(studied, "s.yaml").grid)
+    found = check_study(studied, "s.yaml").grid.cells()
     places = [(cell.seed, cell.workers if cell.arm == "batch" else 1) for cell in found]
     assert len(list(dict.fromkeys(places))) == sum(a != b for a, b in pairwise(places)) + 1 == 9
 
@@ -76,16 +80,16 @@ def test_cells_that_load_the_same_mini_batches_stand_together(studied: Tree) -> 
 def test_each_arm_is_what_it_says(studied: Tree) -> None:
     """One learner or N, at the same budget, with the cell's own model, optimizer, warm-up and seed."""
     study = check_study(studied, "s.yaml")
-    recipes = {cell: recipe_of(study, cell) for cell in cells(study.grid)}
+    recipes = {cell: study.recipe_of(cell) for cell in study.grid.cells()}
     for cell, recipe in recipes.items():
         options = recipe.strategy.options
         assert recipe.learners == (1 if cell.arm in ("one", "delay") else cell.workers)
         assert recipe.budget == study.base.budget
         assert recipe.seed == cell.seed
-        assert recipe.optimizer.schedule.warmup == cell.setting.warmup
-        assert recipe.model.name == cell.setting.model
-        rate = {"lstm": 0.01, "blstm": 0.02}[cell.setting.model] if cell.setting.optimizer == "adam" else 0.5
-        assert (recipe.optimizer.name, recipe.optimizer.lr) == (cell.setting.optimizer, rate)
+        assert recipe.optimizer.schedule.warmup == cell.warmup
+        assert recipe.model.name == cell.model
+        rate = {"lstm": 0.01, "blstm": 0.02}[cell.model] if cell.optimizer == "adam" else 0.5
+        assert (recipe.optimizer.name, recipe.optimizer.lr) == (cell.optimizer, rate)
         if cell.arm == "delay":
             assert cell.workers is not None
             assert options == DelayOptions(delay=cell.workers - 1)
@@ -102,12 +106,12 @@ def test_each_arm_is_what_it_says(studied: Tree) -> None:
 def test_a_digest_changes_with_what_a_result_depends_on(studied: Tree) -> None:
     """The learning rate does; the study's name and place and the number of processes don't."""
     study = check_study(studied, "s.yaml")
-    (cell, *_) = cells(study.grid)
-    before = digest(recipe_of(study, cell))
+    (cell, *_) = study.grid.cells()
+    before = result_digest(study.recipe_of(cell))
     elsewhere = {**studied, "name": "other", "exp": "elsewhere", "study": STUDY | {"jobs": 7}}
-    assert digest(recipe_of(check_study(elsewhere, "s.yaml"), cell)) == before
-    studied["study"]["optimizers"][cell.setting.optimizer]["lr"] = 0.125
-    assert digest(recipe_of(check_study(studied, "s.yaml"), cell)) != before
+    assert result_digest(check_study(elsewhere, "s.yaml").recipe_of(cell)) == before
+    studied["study"]["optimizers"][cell.optimizer]["lr"] = 0.125
+    assert result_digest(check_study(studied, "s.yaml").recipe_of(cell)) != before
 
 
 def test_all_problems_of_a_study_are_listed_at_once(studied: Tree) -> None:
@@ -189,5 +193,5 @@ def test_a_bad_study_is_one_message_on_the_command_line(
     result = CliRunner().invoke(app, ["study", "staleness", "s.yaml", "study.seeds=[]", "study.jobs=0"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: study s.yaml: 2 problems\n")
-    result = CliRunner().invoke(app, ["study", "staleness", "study.jobs=2"])
-    assert "recipes/staleness.yaml: no such file" in result.stderr
+    result = CliRunner().invoke(app, ["study", "staleness", "study.seeds=[]"])
+    assert result.stderr.startswith("error: study staleness: a problem\n")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from starling.errors import ConfigError, DataError
-from starling.runs.experiment.folder import claim_folder
+from starling.runs.experiment.claim import claim_folder
 from starling.runs.recipe.recipe import Recipe, check_recipe
 from starling.runs.setup import load_workload, set_up
 from starling.runs.study.memory import Memory, Remembered

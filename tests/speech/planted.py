@@ -7,7 +7,7 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
-from starling.speech.prepare import DataConfig
+from starling.speech.data import DataConfig
 
 RATE = 8000
 WORDS = [

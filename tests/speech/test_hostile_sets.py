@@ -20,8 +20,9 @@ from lhotse.shar import SharWriter
 from pydantic import TypeAdapter
 
 from starling.errors import DataError
+from starling.files import sha256
 from starling.speech.corpora import CorpusConfig
-from starling.speech.set_summary import SetSummary, file_digest, read_summary
+from starling.speech.set_summary import SetSummary, read_summary
 from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 from tests.mutations import damaged, mutated
@@ -56,7 +57,7 @@ def content_of(folder: Path) -> list[Any]:
 def signed(folder: Path, **changes: Any) -> SetSummary:
     """Make the summary agree with what the files hold now, as somebody who means harm can."""
     before = read_summary(folder)
-    files = {name: file_digest(folder / "index" / name) for name in before.files}
+    files = {name: sha256(folder / "index" / name) for name in before.files}
     summary = replace(before, **({"files": files} | changes)).signed()
     (folder / "summary.json").write_text(json.dumps(asdict(summary)))
     return summary
@@ -96,12 +97,12 @@ def test_mutations_are_the_same_set_or_data_errors(whole: Path, tmp_path: Path, 
 )
 def test_a_summary_that_is_none_is_refused(whole: Path, text: str) -> None:
     """Deep nesting included, which Python gives up on."""
+    valid = (whole / "summary.json").read_text()
     (whole / "summary.json").write_text(text)
     with pytest.raises(DataError, match="whole"):
         SpeechSet.open(whole)
     (whole / "remote.json").write_text(text)
-    signed_text = json.dumps(asdict(SetSummary("a", 0, 0.0, 0, RATE, 0, 0.0, "", ())))
-    (whole / "summary.json").write_text(signed_text)
+    (whole / "summary.json").write_text(valid)
     with pytest.raises(DataError, match=r"remote\.json: cannot be read"):
         SpeechSet.open(whole)
 
@@ -208,14 +209,22 @@ def test_a_flipped_bit_anywhere_in_the_audio_is_noticed(whole: Path) -> None:
         opened.close()
 
 
-def test_sets_of_before_the_digests_can_still_be_read(whole: Path) -> None:
-    """They have neither digests nor CRC-32s."""
-    expected = content_of(whole)
+def test_a_set_of_an_older_version_is_refused_by_name(whole: Path) -> None:
+    """Before 0.2 nothing was released; the message says what to do."""
     fields = json.loads((whole / "summary.json").read_text())
-    del fields["files"], fields["check"]
+    (whole / "summary.json").write_text(json.dumps({**fields, "format": 1}))
+    with pytest.raises(DataError, match=r"format 1, this version reads format 2; remove the folder and run"):
+        SpeechSet.open(whole)
+
+
+@pytest.mark.parametrize("missing", ["files", "check"])
+def test_a_summary_without_digests_is_damaged(whole: Path, missing: str) -> None:
+    """Nothing in the index would be checked."""
+    fields = json.loads((whole / "summary.json").read_text())
+    del fields[missing]
     (whole / "summary.json").write_text(json.dumps(fields))
-    (whole / "index" / "checks.npy").unlink()
-    assert content_of(whole)[1:] == expected[1:]
+    with pytest.raises(DataError, match=r"summary\.json: cannot be read"):
+        SpeechSet.open(whole)
 
 
 @pytest.fixture

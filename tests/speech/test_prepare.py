@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from starling.errors import ConfigError, DataError
 from starling.runs.recipe.file import read_recipe
-from starling.speech.prepare import DataConfig, Summary, describe, prepare, set_digest
+from starling.speech.data import DataConfig, set_digest
+from starling.speech.prepare import Summary, describe, prepare
 from starling.speech.store import SpeechSet
 from starling.speech.usable import resampled
 
@@ -362,7 +363,7 @@ def test_progress_is_reported_up_to_the_end(tmp_path: Path) -> None:
     [
         (
             {"train": "trian"},
-            r"set 'trian', which is not in data.corpus.sets \(train, test\); did you mean 'train'\?",
+            r"set 'trian', which is not in data.corpus.sets \(train, test\); did you mean train\?",
         ),
         ({"test": ["test", "tset"]}, "set 'tset'"),
         ({"sampling_rate": 0}, "sampling_rate"),

@@ -23,7 +23,8 @@ from starling.report.progress import Bars
 from starling.runs.prepare import executor_of
 from starling.runs.prepare import prepare as prepare_recipe
 from starling.speech.corpora import Utterance
-from starling.speech.prepare import DataConfig, prepare
+from starling.speech.data import DataConfig
+from starling.speech.prepare import prepare
 from starling.speech.preparing.dask import Dask
 from starling.speech.preparing.executors import Executor, InThisProcess, Processes
 from starling.speech.preparing.making import SetPlan, make_set

@@ -172,6 +172,7 @@ def test_weights_of_another_model_are_refused(saved):
     [
         ({"vocab_size": 7}, "different recognisers"),
         ({"format": 99}, "newer Starling"),
+        ({"format": 1}, "before Starling 0.2.*train again"),
         ({"colour": "blue"}, "colour"),
         ({"sampling_rate": "fast"}, "sampling_rate"),
     ],

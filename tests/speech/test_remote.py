@@ -17,9 +17,10 @@ from tones import song_set
 from starling.errors import DataError
 from starling.speech import object_store
 from starling.speech.batches import load_batch
+from starling.speech.data import DataConfig
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.object_store import address_problem
-from starling.speech.prepare import DataConfig, describe, prepare
+from starling.speech.prepare import describe, prepare
 from starling.speech.remote import fetch_sets
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer

@@ -87,7 +87,7 @@ def test_a_missing_or_truncated_file_is_named(small_set: SpeechSet, victim: str)
         SpeechSet.open(small_set.folder)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', '{"format": 1}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', '{"format": 1}', '{"format": 2}'])
 def test_a_damaged_summary_is_named(small_set: SpeechSet, content: str) -> None:
     """An unreadable summary, or one of another version, is a DataError that names the folder."""
     (small_set.folder / "summary.json").write_text(content)

@@ -1,4 +1,4 @@
-"""Saving behind training: a learner copies its state and goes on while a thread writes the copy."""
+"""Saving behind training: a learner copies its state and continues while a thread writes the copy."""
 
 import threading
 from collections.abc import Callable

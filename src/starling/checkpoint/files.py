@@ -1,7 +1,8 @@
-"""Files that are on the disk before anybody relies on them."""
+"""The files of a checkpoint: on the disk before anything relies on them."""
+
+from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import secrets
@@ -10,14 +11,15 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from starling.checkpoint.encoding import apart
 from starling.errors import CheckpointError
+from starling.files import sync
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PARTIAL = ".partial"
 """The end of the name of a folder that is being written or removed."""
@@ -63,6 +65,10 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors in the safetensors format and wait until they are on the disk."""
+    from safetensors.torch import save_file
+
+    from starling.checkpoint.encoding import apart
+
     save_file(apart(tensors), path)
     sync(path)
 
@@ -97,6 +103,8 @@ def read_json(path: Path) -> Any:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file. Raises CheckpointError naming it."""
+    from safetensors.torch import load_file
+
     check_plain(path)
     try:
         return load_file(path)
@@ -104,31 +112,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def publish(partial: Path, final: Path) -> None:
     """Give a finished folder its name, in one step that either happens or does not."""
-    for path in (*partial.rglob("*"), partial):
-        sync(path)
+    sync(*partial.rglob("*"), partial)
     partial.rename(final)
     sync(final.parent)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder; whoever looks meanwhile sees it whole or not at all."""
+    """Remove a folder; others see it whole or not at all."""
     doomed = partial_folder(folder)
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
@@ -136,7 +128,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what crashes have left half-written in `folder`. Who still writes there fails, and nobody else."""
+    """Remove what crashes have left half-written in `folder`. A learner that still writes there fails."""
     for leftover in list(folder.glob(f".*{PARTIAL}")):
         doomed = folder / f".{secrets.token_hex(8)}{PARTIAL}"
         with suppress(FileNotFoundError):  # others remove it too
@@ -145,7 +137,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def remove_part(partial: Path, rank: int) -> None:
-    """Remove what one learner has written into a partial folder, and the folder when nobody else has."""
+    """Remove what one learner has written into a partial folder, and the folder when it is empty then."""
     for path in partial.glob(f"learner-{rank}.*"):
         path.unlink(missing_ok=True)
     with suppress(OSError):

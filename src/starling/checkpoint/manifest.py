@@ -1,7 +1,5 @@
 """What a checkpoint says about itself: `manifest.json`, written last, with the SHA-256 of every other file."""
 
-import hashlib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +7,14 @@ from typing import Self
 
 from pydantic import Field, ValidationError
 
-from starling.checkpoint.files import check_plain, read_json, sha256
-from starling.configuration import Config
+from starling.checkpoint.files import check_plain, read_json
+from starling.configuration import Config, digest
 from starling.errors import CheckpointError
+from starling.files import sha256
 from starling.workload import Position, Ticket
 
-FORMAT = 5
-"""2 added `team_size` and `consensus_distance`, 3 what learners keep of the model (`shards`), 4 `unfinished` and
-`epochs_ended`, 5 `is_finite` and `digest`; older checkpoints are read without them."""
+FORMAT = 6
+"""That of Starling 0.2, the first to be kept: later versions read it."""
 MANIFEST = "manifest.json"
 MODEL = "model"
 """The folder of the consensus model inside a checkpoint."""
@@ -60,21 +58,21 @@ class Manifest(Config):
     sync_group_size: int | None = Field(default=None, ge=1)
     """How many of them claimed mini-batches together; None: all."""
     next_ticket: TicketRecord
-    """The first ticket that nobody had claimed."""
+    """The first ticket that was not yet claimed."""
     outstanding: tuple[TicketRecord, ...] = ()
-    """Tickets that somebody had claimed and not done."""
+    """Tickets that were claimed and not completed."""
     epochs_ended: int | None = Field(default=None, ge=0)
     """How many epochs had ended, if this is the end of one."""
     minutes: float = Field(ge=0)
     """Time spent training when the last learner arrived."""
     consensus_distance: float | None = Field(default=None, ge=0)
     """(1/L) sum_l |w_l - mean|^2 of the learners' weights as they are here; None if that is not a number."""
-    is_finite: bool | None = None
-    """Whether every number of every learner is finite; None where an older version did not look."""
+    is_finite: bool
+    """Whether every number of every learner is finite."""
     files: dict[str, FileEntry]
     """Every other file, by its path inside the checkpoint."""
-    digest: str | None = None
-    """SHA-256 of all the rest of this; None before format 5."""
+    digest: str = ""
+    """SHA-256 of all the rest of this."""
 
     def signed(self) -> "Manifest":
         """The same with its digest."""
@@ -82,12 +80,11 @@ class Manifest(Config):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is as it was written, as far as one can know."""
-        return self.format < 5 if self.digest is None else self.digest == self._digest()
+        """Whether it is as it was written."""
+        return self.digest == self._digest()
 
     def _digest(self) -> str:
-        content = self.model_dump(mode="json", exclude={"digest"})
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return digest(self.model_dump(mode="json", exclude={"digest"}))
 
     @property
     def position(self) -> Position:
@@ -99,8 +96,8 @@ _NAME = re.compile(r"step-(\d+)(?:\+(\d+))?")
 
 
 def checkpoint_name(position: Position) -> str:
-    """The folder of a checkpoint: after how many mini-batches, and beyond how many unfinished ones. Two that differ in
-    what is done never share a name, so that learners which are on different ones do not complete each other's."""
+    """The folder of a checkpoint: the number of mini-batches done, and of outstanding ones before the next ticket. Two
+    that differ in what is done never share a name, so learners at different ones do not complete each other's."""
     beyond = f"+{len(position.outstanding)}" if position.outstanding else ""
     return f"step-{position.num_done:08d}{beyond}"
 
@@ -131,12 +128,17 @@ class Listing:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError for one that is missing, damaged or newer than we are."""
+    """The manifest of a checkpoint. Raises CheckpointError for one that is missing, damaged, or of another format."""
     path = folder / MANIFEST
     content = read_json(path)
     version = content.get("format") if isinstance(content, dict) else None
     if isinstance(version, int) and version > FORMAT:
         raise CheckpointError(f"{path} has format {version}, this version reads up to {FORMAT}: use a newer Starling")
+    if isinstance(version, int) and version < FORMAT:
+        raise CheckpointError(
+            f"{path} has format {version} and was written before Starling 0.2, which reads format {FORMAT}: train "
+            "again, or resume with the version that wrote it"
+        )
     try:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
@@ -165,14 +167,14 @@ def verify(folder: Path, manifest: Manifest) -> None:
             )
         check_plain(path)
         try:
-            size, digest = path.stat().st_size, sha256(path)
+            size, found = path.stat().st_size, sha256(path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
         if size != entry.num_bytes:
             raise CheckpointError(
                 f"{path} has {size} bytes, {MANIFEST} says {entry.num_bytes}: it is damaged; use another checkpoint"
             )
-        if digest != entry.sha256:
+        if found != entry.sha256:
             raise CheckpointError(
                 f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; use another checkpoint"
             )

@@ -1,18 +1,19 @@
 """Reading checkpoints back, with every file checked first."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from starling.checkpoint.encoding import decode_state
 from starling.checkpoint.files import read_json, read_tensors
 from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, TicketRecord, age, read_manifest, verify
 from starling.checkpoint.state import LearnerState, ShardState
-from starling.consensus import consensus
 from starling.errors import CheckpointError
 from starling.workload import Position
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Checkpoint:
 
     def learner(self, rank: int) -> LearnerState:
         """The state of one of the learners that wrote this checkpoint. Raises CheckpointError if there is none."""
+        from starling.checkpoint.encoding import decode_state
+
         if rank >= self.manifest.learners:
             raise CheckpointError(
                 f"{self.folder} holds the states of {self.manifest.learners} learners, not of learner {rank}; "
@@ -47,7 +50,7 @@ class Checkpoint:
                 world=scalars["world"],
                 position=Position(
                     TicketRecord.model_validate(scalars["next_ticket"]).ticket,
-                    tuple(TicketRecord.model_validate(each).ticket for each in scalars.get("outstanding", [])),
+                    tuple(TicketRecord.model_validate(each).ticket for each in scalars["outstanding"]),
                 ),
                 minutes=float(scalars["minutes"]),
                 weights=_flat(tensors["weights"]),
@@ -55,14 +58,16 @@ class Checkpoint:
                     name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
                 },
                 optimizer=decode_state(scalars["optimizer"], tensors),
-                is_worker=scalars.get("is_worker", True),
-                shards=tuple(_decode_shard(shard, tensors) for shard in scalars.get("shards", [])),
+                is_worker=scalars["is_worker"],
+                shards=tuple(_decode_shard(shard, tensors) for shard in scalars["shards"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} does not hold a learner's state ({error!r})") from error
 
     def consensus(self) -> Tensor:
         """The model that all learners agree on `[P]`. Raises CheckpointError if theirs are of different sizes."""
+        from starling.consensus import consensus
+
         ranks = range(self.manifest.learners)
         shapes = {tuple(self.learner(rank).weights.shape) for rank in ranks}
         if len(shapes) > 1:
@@ -70,12 +75,12 @@ class Checkpoint:
         return consensus((self.learner(rank).weights for rank in ranks), [self.learner(rank).kept for rank in ranks])
 
     def start(self, rank: int, world: int) -> LearnerState:
-        """From what learner `rank` of `world` goes on.
+        """The state that learner `rank` of `world` continues from.
 
-        With as many learners as before, each goes on from its own state. With another number, all begin with
+        With as many learners as before, each continues from its own state. With another number, all begin with
         the consensus weights, and learner r with the optimizer state of the former learner r modulo their
-        number. Whoever keeps a shard now goes on from what its keeper saved. The time spent is that of the last
-        learner to arrive, the same for all. Any number of learners may go on in mid-epoch, for what a mini-batch
+        number. The learner that keeps a model shard now continues from what its keeper saved. The time spent is that of
+        the last learner to arrive, the same for all. Any number may continue in mid-epoch: what a mini-batch
         holds does not depend on it. Raises CheckpointError if the checkpoint holds no learner's state.
         """
         before = self.manifest.learners
@@ -107,6 +112,8 @@ def _flat(weights: Tensor) -> Tensor:
 
 
 def _decode_shard(scalars: dict[str, Any], tensors: dict[str, Tensor]) -> ShardState:
+    from starling.checkpoint.encoding import decode_state
+
     start, stop = int(scalars["start"]), int(scalars["stop"])
     return ShardState(start, stop, tensors["weights"][start:stop], decode_state(scalars["optimizer"], tensors))
 
@@ -132,7 +139,7 @@ def load(folder: Path) -> Checkpoint:
         whole = next((path for path in reversed(older) if is_whole(path)), None)
         hint = f"of {len(older)} older ones beside it none is whole"
         if whole is not None:
-            hint = f"{whole} is older and whole: to go on from it, move {folder} away first"
+            hint = f"{whole} is older and whole: to continue from it, move {folder} away first"
         raise CheckpointError(f"{error}; {hint}") from error
 
 

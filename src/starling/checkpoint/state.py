@@ -1,12 +1,15 @@
-"""What one learner must keep so that a run can go on from it."""
+"""What a checkpoint holds of one learner."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from starling.workload import Position
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,13 @@ class LearnerState:
     epochs_ended: int | None = None
     """How many epochs had ended when this was the end of one; None at other moments."""
     shards: tuple[ShardState, ...] = ()
-    """What this learner keeps of the model; where anybody keeps anything, that is the model. Their weights are also in
-    `weights`."""
+    """The model shards that this learner keeps; where any learner keeps shards, they are the model. Their weights are
+    also in `weights`."""
     is_worker: bool = True
     """Whether it computes gradients, so that its weights mean anything beside what it keeps."""
 
-    def copy(self) -> "LearnerState":
-        """The same in CPU memory of its own, which stays as it is when the learner goes on."""
+    def copy(self) -> LearnerState:
+        """The same in CPU memory of its own, which stays as it is when the learner continues."""
         shards = (replace(shard, weights=own(shard.weights), optimizer=own(shard.optimizer)) for shard in self.shards)
         return replace(
             self,
@@ -70,6 +73,8 @@ class LearnerState:
 
 def own(value: Any) -> Any:
     """Nested dictionaries, lists and tuples with every tensor copied into CPU memory of its own."""
+    from torch import Tensor
+
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -82,6 +87,8 @@ def own(value: Any) -> Any:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in nested dictionaries, lists and tuples."""
+    from torch import Tensor
+
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):

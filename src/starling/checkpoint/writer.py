@@ -7,7 +7,7 @@
 
 Steps are those done by all learners together, so that names tell the age. Learners of an asynchronous strategy come to
 the end of an epoch at different times: several checkpoints may then be under way at once, each in a folder of its own.
-The last learner to arrive completes one before it goes on to the next, so that they are completed in their order.
+The last learner to arrive completes one before the next, so that they are completed in their order.
 """
 
 import math
@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor
 
@@ -38,24 +37,8 @@ from starling.checkpoint.manifest import MANIFEST, MODEL, Listing, Manifest, Tic
 from starling.checkpoint.reader import Checkpoint, load
 from starling.checkpoint.retention import surplus
 from starling.checkpoint.state import LearnerState, ShardState
-from starling.configuration import Config
 from starling.consensus import consensus, consensus_distance
 from starling.errors import CheckpointError
-
-
-class CheckpointConfig(Config):
-    """The `checkpoints:` section of a recipe."""
-
-    keep: int = Field(default=2, ge=1)
-    """How many checkpoints stay; older ones are removed, but for the newest that is whole and finite."""
-    minutes: float | None = Field(default=5.0, gt=0.0)
-    """Minutes of training between two checkpoints, wherever in an epoch that is; null: none by time. There is always
-    one at the end of the run. Simulations save in the end only."""
-    epochs: int | None = Field(default=None, ge=1)
-    """Epochs between two checkpoints at the ends of epochs; null: none there."""
-    every: int | None = Field(default=None, ge=1)
-    """Mini-batches of all learners together between two checkpoints inside an epoch; null: none by number."""
-
 
 WriteModel = Callable[[Path, Tensor, dict[str, Tensor]], None]
 """Writes the model with the weights `[P]` and buffers given into a folder."""
@@ -65,8 +48,8 @@ class CheckpointWriter:
     """One learner's part in writing the checkpoints of a run; all learners share one file system.
 
     `arrive(name)` counts the learners that have written their part of checkpoint `name`, this one included; the last
-    of them completes the checkpoint, and removes the older ones that `keep` does not spare. `team_size` learners (None:
-    all) claim their mini-batches together.
+    of them completes the checkpoint, and removes the older ones that `keep` does not spare. `sync_group_size` learners
+    (None: all) claim their mini-batches together.
     """
 
     def __init__(
@@ -83,7 +66,7 @@ class CheckpointWriter:
         self._write_model = write_model
         self._fingerprints = fingerprints
         self._keep = keep
-        self._team_size = sync_group_size
+        self._sync_group_size = sync_group_size
 
     def save(self, state: LearnerState) -> Checkpoint | None:
         """Write this learner's part; the checkpoint if that completed it, None otherwise.
@@ -155,7 +138,7 @@ class CheckpointWriter:
             fingerprints=self._fingerprints,
             world=state.world,
             learners=num_learners,
-            sync_group_size=self._team_size,
+            sync_group_size=self._sync_group_size,
             next_ticket=TicketRecord.of(position.next_ticket),
             outstanding=tuple(TicketRecord.of(ticket) for ticket in position.outstanding),
             epochs_ended=state.epochs_ended,

@@ -16,9 +16,8 @@ from starling.configuration import Config
 from starling.engines.loop.joined import JoinedLearner
 from starling.engines.loop.replica import check_loop
 from starling.engines.processes.peers import Place
-from starling.errors import ConfigError
+from starling.errors import ConfigError, did_you_mean
 from starling.launch.rendezvous import find_place, is_learner
-from starling.registry import did_you_mean
 from starling.strategies import Strategy, find_strategy
 
 

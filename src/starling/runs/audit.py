@@ -1,25 +1,28 @@
-"""`starling audit`: whether every utterance was seen once in every epoch, and by whom."""
+"""`starling audit`: which learner saw what, and whether every utterance was seen once in every epoch."""
+
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import latest
-from starling.errors import ConfigError, DataError
-from starling.report.progress import Say
-from starling.runs.experiment.folder import ExperimentFolder
+from starling.errors import DataError
+from starling.runs.experiment.folder import existing
 from starling.runs.experiment.seen import Sight, read_seen, read_skipped, start_of_record
-from starling.runs.recipe.recipe import Recipe, load_recipe
-from starling.runs.setup import load_workload
-from starling.runs.workload import SpeechWorkload
-from starling.workload import Position, Ticket, Workload
+from starling.runs.recipe.recipe import Recipe, load_resolved
+from starling.runs.training_plan import TrainingPlan, load_plan
+from starling.workload import Position, Ticket
+
+if TYPE_CHECKING:
+    from starling.report.progress import Say
 
 SHOWN = 5
 """Utterances that a message names; of more, it gives the number."""
@@ -45,43 +48,40 @@ class EpochAudit:
 
 
 def audit(experiment: Path, tell: Say, output: Console) -> None:
-    """Print a table of what learners saw in each epoch, up to the newest checkpoint; tell whether it was all, once.
+    """Print what learners saw in each epoch, up to the newest checkpoint, and whether that was everything, once.
 
     Raises DataError if a mini-batch was computed twice or, before the position of the checkpoint, never.
     """
-    folder = ExperimentFolder(experiment)
-    if not folder.config.is_file():
-        raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
-    recipe = load_recipe(folder.config)
+    folder = existing(experiment)
+    recipe = load_resolved(folder.config)
     end = read_manifest(latest(experiment)).position
-    workload = load_workload(recipe, folder)
-    epochs = collect(read_seen(folder.seen, end), workload, read_skipped(folder.seen))
+    plan = load_plan(recipe, folder.too_short)
+    epochs = collect(read_seen(folder.seen, end), plan, read_skipped(folder.seen))
     begin = start_of_record(folder.seen)
     output.print(_table(epochs))
-    problems = problems_of(epochs, workload, begin, end)
+    problems = problems_of(epochs, plan, begin, end)
     if begin.num_done:
         tell(
-            f"the record begins at step {begin.num_done}: what was seen before is in the run that this one goes on with"
+            f"the record begins at step {begin.num_done}: what came before is in the record of the run that this one "
+            "continues"
         )
     if problems:
         raise DataError(f"{experiment}: " + "; ".join(problems))
-    tell(_verdict(epochs, end, _expected(recipe, workload, epochs)))
+    tell(_verdict(epochs, end, _expected(recipe, plan, epochs)))
 
 
-def collect(
-    sights: Iterable[Sight], workload: SpeechWorkload, skipped: Mapping[int, Collection[str]]
-) -> list[EpochAudit]:
+def collect(sights: Iterable[Sight], plan: TrainingPlan, skipped: Mapping[int, Collection[str]]) -> list[EpochAudit]:
     """The record, epoch by epoch, each mini-batch beside its plan."""
     epochs: dict[int, EpochAudit] = {}
     for sight in sights:
         number = sight.ticket.epoch
         if number not in epochs:
-            epochs[number] = EpochAudit(number, workload.num_batches(number))
+            epochs[number] = EpochAudit(number, plan.epoch(number).num_batches)
         epochs[number].batches[sight.ticket.index] += 1
         epochs[number].by_learner[sight.learner] += 1
         epochs[number].utterances.update(sight.utterances)
-        if workload.num_parts == 1 and sight.ticket.index < epochs[number].num_batches:
-            missing = planned(workload, sight.ticket)
+        if plan.num_parts == 1 and sight.ticket.index < epochs[number].num_batches:
+            missing = planned(plan, sight.ticket)
             strange = Counter(sight.utterances) - missing
             missing -= Counter(sight.utterances)
             epochs[number].num_skipped += sum(missing[name] for name in missing if name in skipped.get(number, ()))
@@ -90,19 +90,19 @@ def collect(
     return [epochs[number] for number in sorted(epochs)]
 
 
-def planned(workload: SpeechWorkload, ticket: Ticket) -> Counter[str]:
+def planned(plan: TrainingPlan, ticket: Ticket) -> Counter[str]:
     """The utterances of a mini-batch."""
-    indices = (index for micro_batch in workload.plan(ticket.epoch)[ticket.index] for index in micro_batch)
-    return Counter(workload.speech_set.id(int(workload.utterances[index])) for index in indices)
+    indices = (index for micro_batch in plan.epoch(ticket.epoch)[ticket.index] for index in micro_batch)
+    return Counter(plan.speech_set.id(int(plan.utterances[index])) for index in indices)
 
 
-def problems_of(epochs: list[EpochAudit], workload: Workload[Any], begin: Position, end: Position) -> list[str]:
-    """What was seen twice, or not at all though it should have been between two standings; nothing if all is well."""
+def problems_of(epochs: list[EpochAudit], plan: TrainingPlan, begin: Position, end: Position) -> list[str]:
+    """What was seen twice, or not at all though it was due between two positions; empty if all is well."""
     problems = []
     known = {each.epoch: each for each in epochs}
     before, undone = ({(ticket.epoch, ticket.index) for ticket in position.outstanding} for position in (begin, end))
     for epoch in range(begin.next_ticket.epoch, end.next_ticket.epoch + 1):
-        last = end.next_ticket.index if epoch == end.next_ticket.epoch else workload.num_batches(epoch)
+        last = end.next_ticket.index if epoch == end.next_ticket.epoch else plan.epoch(epoch).num_batches
         first = begin.next_ticket.index if epoch == begin.next_ticket.epoch else 0
         due = {index for index in range(first, last) if (epoch, index) not in undone}
         due |= {index for number, index in before - undone if number == epoch}
@@ -147,16 +147,16 @@ def _verdict(epochs: list[EpochAudit], end: Position, seen: str) -> str:
     return f"{line}; {seen}"
 
 
-def _expected(recipe: Recipe, workload: SpeechWorkload, epochs: list[EpochAudit]) -> str:
+def _expected(recipe: Recipe, plan: TrainingPlan, epochs: list[EpochAudit]) -> str:
     """How often utterances were seen, beside how often they should have been."""
     if recipe.partition != "identical":
         return "learners drew utterances at random from their parts"
     if recipe.mixture is not None:
-        return _passes(workload, epochs)
+        return _passes(plan, epochs)
     whole = [each for each in epochs if len(each.batches) == each.num_batches]
     if not whole:
         return "no epoch is whole yet"
-    num_utterances = len(workload.utterances)
+    num_utterances = len(plan.utterances)
     once = [each for each in whole if len(each.utterances) == num_utterances and set(each.utterances.values()) == {1}]
     line = f"{len(once)} of {len(whole)} whole epochs saw each of {num_utterances} utterances exactly once"
     if num_skipped := sum(each.num_skipped for each in whole):
@@ -164,16 +164,16 @@ def _expected(recipe: Recipe, workload: SpeechWorkload, epochs: list[EpochAudit]
     return line
 
 
-def _passes(workload: SpeechWorkload, epochs: list[EpochAudit]) -> str:
+def _passes(plan: TrainingPlan, epochs: list[EpochAudit]) -> str:
     """How often each domain of a mixture was gone through."""
     whole = [each for each in epochs if len(each.batches) == each.num_batches]
     times: Counter[str] = Counter()
     for each in whole:
         times.update(each.utterances)
     lines = []
-    train = workload.speech_set
+    train = plan.speech_set
     for domain, (first, last) in zip(train.domains, pairwise(train.domain_bounds), strict=True):
-        own = workload.utterances[(first <= workload.utterances) & (workload.utterances < last)]
+        own = plan.utterances[(first <= plan.utterances) & (plan.utterances < last)]
         counts = [times[train.id(int(index))] for index in own]
         lines.append(
             f"{domain} {sum(counts) / len(counts):.2f} passes (each utterance {min(counts)} to {max(counts)} times)"

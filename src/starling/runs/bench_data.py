@@ -1,4 +1,4 @@
-"""`starling bench-data`: which layout and format suits somebody's own data and disk, as a table and a sentence."""
+"""`starling bench-data`: which layout and format suits your data and disk, as a table and a sentence."""
 
 import shutil
 import tempfile

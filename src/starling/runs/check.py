@@ -1,6 +1,7 @@
 """`starling check`: what is wrong with a corpus, as a table and a list, and what to leave out of it."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,17 +14,18 @@ from starling.report.progress import Bars, Say
 from starling.runs.recipe.overrides import apply_overrides
 from starling.runs.recipe.problems import describe
 from starling.runs.recipe.recipe import load_recipe
-from starling.speech.check.collect import Source, prepared_sources, sources_of
+from starling.speech.check.collect import Source, prepared_sources
 from starling.speech.check.config import KINDS, CheckConfig
 from starling.speech.check.corpus import Training, check_corpus
 from starling.speech.check.findings import Report, to_drop, write_report
-from starling.speech.left_out import read_left_out, write_left_out
+from starling.speech.data import DataConfig, set_digest
+from starling.speech.left_out import left_out_of, read_left_out, write_left_out
 
 _DROPPED = "check-dropped.tsv"
 
 
 class PreparedConfig(Config):
-    """What a prepared folder does not tell by itself: the keys of a recipe's `data:` that count for it."""
+    """The keys of a recipe's `data:` that a prepared folder does not contain."""
 
     train: str = "train"
     valid: str | None = None
@@ -85,6 +87,24 @@ def _recipe(path: Path, overrides: Sequence[str]) -> tuple[Job, list[Source]]:
         leave_out=data.filter.leave_out,
     )
     return job, sources_of(data)
+
+
+def sources_of(data: DataConfig) -> list[Source]:
+    """The sets that a recipe uses, as its corpus has them."""
+    limits = data.filter.model_copy(update={"on_bad": "skip", "max_skipped": 1.0})
+    return [
+        Source(
+            name,
+            partial(data.corpus.utterances, name),
+            data.sampling_rate,
+            data.text,
+            limits,
+            left_out_of(data.filter.leave_out, name),
+            data.strings,
+            set_digest(data, name),
+        )
+        for name in data.used_sets
+    ]
 
 
 def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[Job, list[Source]]:

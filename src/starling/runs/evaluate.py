@@ -1,7 +1,6 @@
 """Scoring the sets of an experiment, and transcribing files, with its newest consensus model."""
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
@@ -12,15 +11,16 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from starling.checkpoint.reader import latest, load
-from starling.errors import CheckpointError, ConfigError, DataError
+from starling.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from starling.report.progress import Bars, Say
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.job import use_threads
-from starling.runs.recipe.recipe import Recipe, load_recipe
+from starling.runs.recipe.recipe import Recipe, load_resolved
 from starling.runs.validate import best_model
 from starling.speech.check.findings import seen_in_training
 from starling.speech.corpora.audio import read_audio
-from starling.speech.prepare import DataConfig, prepare, set_digest
+from starling.speech.data import DataConfig, set_digest
+from starling.speech.prepare import prepare
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring import line_of_unseen, write_score_files
 from starling.speech.store import SpeechSet
@@ -87,14 +87,13 @@ def _open(experiment: Path) -> tuple[ExperimentFolder, Recipe]:
             f"{experiment} is not an experiment: it has no config.yaml; give a folder that `starling train` wrote, "
             "such as exp/demo"
         )
-    return folder, load_recipe(folder.config)
+    return folder, load_resolved(folder.config)
 
 
 def _check_set(recipe: Recipe, name: str) -> None:
     known = list(recipe.data.corpus.sets)
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(name, known)
         raise ConfigError(f"set {name!r} is not in data.corpus.sets; {hint}known are {', '.join(known)}")
 
 

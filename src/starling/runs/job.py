@@ -31,7 +31,7 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
     workload = load_workload(recipe, folder)
     num_workers = recipe.batches.num_workers
     if num_workers == "auto":
-        epoch = float(workload.speech_set.durations[workload.utterances].sum(dtype=np.float64))
+        epoch = float(workload.plan.speech_set.durations[workload.plan.utterances].sum(dtype=np.float64))
         num_workers = 0 if learners_here is None else loading_processes(recipe, learners_here, cores_here(), epoch)
     return Job(
         workload=workload,
@@ -72,7 +72,7 @@ def loading_processes(recipe: Recipe, learners_here: int, cores: int, epoch: Sec
 
 def most_skipped(recipe: Recipe, job: Job) -> int:
     """How many utterances may be skipped in an epoch before the run of a recipe's job fails."""
-    return int(recipe.data.filter.max_skipped * len(cast(SpeechWorkload, job.workload).utterances))
+    return int(recipe.data.filter.max_skipped * len(cast(SpeechWorkload, job.workload).plan.utterances))
 
 
 class ModelWriter:

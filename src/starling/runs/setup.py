@@ -11,21 +11,17 @@ from starling.chance import derive_seed
 from starling.checkpoint.manifest import read_manifest
 from starling.errors import DataError
 from starling.report.progress import Say
-from starling.runs.experiment.folder import ExperimentFolder, check_claim, claim_folder, earlier_recipe, unwritable
+from starling.runs.experiment.claim import check_claim, claim_folder, earlier_recipe, unwritable
+from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.recipe import Recipe
-from starling.runs.training_set import (
-    describe_shares,
-    kept_utterances,
-    list_too_short,
-    open_training_set,
-    prepare_all,
-)
+from starling.runs.training_plan import load_plan, open_training_set
+from starling.runs.training_set import describe_shares, list_too_short, prepare_all
 from starling.runs.warm_start import warm_start
 from starling.runs.workload import SpeechWorkload
 from starling.speech.features import LogMel
 from starling.speech.losses import check_ctc_fits
 from starling.speech.models import count_parameters
-from starling.speech.prepare import Progress
+from starling.speech.preparing.making import Progress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import make_tokenizer
 from starling.speech.union import SpeechSets
@@ -68,8 +64,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     _leave_out_too_short(recipe, train, recogniser, folder.too_short, say)
     recogniser.save(folder.initial)
     workload = load_workload(recipe, folder)
-    _check_share(len(workload.utterances), recipe.sync_group_size)
-    for line in describe_shares(recipe, workload.speech_set, workload.utterances):
+    _check_share(len(workload.plan.utterances), recipe.sync_group_size)
+    for line in describe_shares(recipe, workload.plan.speech_set, workload.plan.utterances):
         say(line)
     if change := schedule_change(recipe, workload):
         say(change)
@@ -94,7 +90,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
 
 
 def schedule_change(recipe: Recipe, workload: SpeechWorkload) -> str | None:
-    """What a resume with another budget does to the learning rate, in words; None where nothing changes."""
+    """A line on what a resume with another budget does to the learning rate; None where nothing changes."""
     earlier = earlier_recipe(recipe.resume) if recipe.resume is not None else None
     if recipe.resume is None or earlier is None:
         return None
@@ -127,9 +123,8 @@ def _check_share(count: int, sync_group_size: int) -> None:
 def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:
     """The training problem that `set_up` has made ready."""
     initial = Recogniser.load(folder.initial)
-    train = open_training_set(recipe)
-    kept = kept_utterances(train, folder.too_short)
-    return SpeechWorkload(recipe, train, initial.features, initial.tokenizer, kept, folder.initial)
+    plan = load_plan(recipe, folder.too_short)
+    return SpeechWorkload(plan, initial.features, initial.tokenizer, folder.initial)
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from starling.report.events import Events
 from starling.report.lines import duration
 from starling.report.progress import Bars, Display, Say, say_on
 from starling.runs.evaluate import evaluate
-from starling.runs.experiment.folder import ExperimentFolder, resolve_resume
+from starling.runs.experiment.claim import resolve_resume
+from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import Seen, counter, segments
 from starling.runs.following import unusable
 from starling.runs.job import ModelWriter, make_job, most_skipped

@@ -25,7 +25,8 @@ from starling.launch.watch import Loss
 from starling.report.curves import Curves
 from starling.report.progress import Bars, Display, Say, say_on
 from starling.runs.evaluate import evaluate
-from starling.runs.experiment.folder import ExperimentFolder, resolve_resume
+from starling.runs.experiment.claim import resolve_resume
+from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import Seen, segments
 from starling.runs.following import Following
 from starling.runs.heartbeat import HeartbeatSource, beating

@@ -1,15 +1,17 @@
 """Augmentation of training audio: speed, noise, SpecAugment. All chance comes from an explicit seed."""
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from lhotse.dataset.signal_transforms import mask_along_axis_optimized, time_warp
 from pydantic import Field, field_validator, model_validator
 
 from starling.configuration import Config
-from starling.speech.chance import borrowed_generators
-from starling.speech.features import resample
+
+if TYPE_CHECKING:
+    import torch
 
 _MIN_FRAMES_TO_MASK = 20  # below this, masks would hide whole phones or be empty
 
@@ -42,13 +44,13 @@ class AugmentConfig(Config):
         return speed
 
     @model_validator(mode="after")
-    def _snr_is_a_range(self) -> "AugmentConfig":
+    def _snr_is_a_range(self) -> AugmentConfig:
         if self.noise_snr is not None and self.noise_snr[0] > self.noise_snr[1]:
             raise ValueError(f"noise_snr must be [lowest, highest] in dB; got {list(self.noise_snr)}")
         return self
 
     @classmethod
-    def none(cls) -> "AugmentConfig":
+    def none(cls) -> AugmentConfig:
         """No augmentation at all."""
         return cls(speed=(1.0,), spec_augment=None)
 
@@ -57,6 +59,10 @@ def augment_waveform(
     waveform: torch.Tensor, sampling_rate: int, config: AugmentConfig, generator: np.random.Generator
 ) -> torch.Tensor:
     """`waveform` `[T]` at another speed (length over the factor, rounded up) and with white noise added."""
+    import torch
+
+    from starling.speech.features import resample
+
     factor = float(generator.choice(np.asarray(config.speed)))
     if factor != 1.0:
         waveform = resample(waveform[None], round(sampling_rate * factor), sampling_rate)[0]
@@ -74,11 +80,16 @@ def spec_augment(features: list[torch.Tensor], config: SpecAugmentConfig, seed: 
     lhotse's masks draw from the global generators, which are lent to them and put back. Masked places get
     the utterance's mean. Utterances of fewer than 20 frames are left alone.
     """
+    from starling.speech.chance import borrowed_generators
+
     with borrowed_generators(seed):
         return [_masked(each, config) for each in features]
 
 
 def _masked(features: torch.Tensor, config: SpecAugmentConfig) -> torch.Tensor:
+    import torch
+    from lhotse.dataset.signal_transforms import mask_along_axis_optimized, time_warp
+
     if len(features) < _MIN_FRAMES_TO_MASK or torch.rand(()) >= config.probability:
         return features
     mean = float(features.mean())

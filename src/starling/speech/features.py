@@ -1,18 +1,19 @@
 """Log-mel features, computed on the fly from waveforms."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-import torch
-from lhotse.augmentation.torchaudio import get_or_create_resampler
-from lhotse.features.kaldi.layers import Wav2LogFilterBank
 from pydantic import Field
 
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.speech.mel import LogMelLayer
+
+if TYPE_CHECKING:
+    import torch
 
 _SMALLEST_DEVIATION = 1e-5  # a constant feature (digital silence) is centred, not divided by zero
 _FITTED_AT_ONCE = 32  # utterances that are read together
@@ -65,6 +66,10 @@ class LogMel:
     """
 
     def __init__(self, config: FeatureConfig, sampling_rate: int) -> None:
+        from lhotse.features.kaldi.layers import Wav2LogFilterBank
+
+        from starling.speech.mel import LogMelLayer
+
         self.config = config
         self.sampling_rate = sampling_rate
         self.num_features = config.mels_at(sampling_rate)
@@ -118,6 +123,8 @@ class LogMel:
 
         Raises DataError, naming the utterance, for audio that cannot be used; with `on_bad` "skip", if none can.
         """
+        import torch
+
         chosen = np.unique(np.linspace(0, len(source) - 1, min(max_utterances, len(source))).astype(int)).tolist()
         count, total, squares = 0, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         bad: DataError | None = None
@@ -155,6 +162,8 @@ class LogMel:
         """A waveform `[T]` that features can be made of, from what a set gave for an utterance; raises as `check`."""
         if isinstance(audio, DataError):
             raise audio
+        import torch
+
         waveform = torch.from_numpy(audio)
         self.check(waveform, utterance)
         return waveform
@@ -170,7 +179,7 @@ class LogMel:
                 f"needs {self._window} ({self.config.frame_length} s): remove it or record it again"
             )
         finite = math.isfinite(float(waveform.sum()))  # ten times as fast as looking at each sample
-        if not finite and not bool(torch.isfinite(waveform).all()):
+        if not finite and not bool(waveform.isfinite().all()):
             raise DataError(f"{name} holds samples that are not finite (NaN or infinity): decode it again")
 
 
@@ -185,5 +194,7 @@ def resample(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
     """`waveform` `[..., T]` sampled at `rate` Hz, as if it had been sampled at `wanted` Hz."""
     if rate == wanted:
         return waveform
+    from lhotse.augmentation.torchaudio import get_or_create_resampler
+
     resampled: torch.Tensor = get_or_create_resampler(rate, wanted)(waveform)
     return resampled

@@ -1,13 +1,10 @@
 """Files of a folder in an object store, or anywhere else that fsspec reads, by byte ranges."""
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
-
-import fsspec
 
 from starling.errors import ConfigError, DataError
 
@@ -39,6 +36,8 @@ def address_problem(address: str, options: StorageOptions) -> str | None:
         return (
             f"data.remote: {address} has no protocol; give an address such as s3://bucket/corpus or file:///mnt/corpus"
         )
+    import fsspec
+
     protocol = fsspec.utils.get_protocol(address)
     if protocol == "memory":
         return "data.remote cannot be in the memory of one process: give an address such as s3://bucket/corpus"
@@ -124,6 +123,8 @@ class ObjectFolder:
         raise AssertionError("the last pause is None")
 
     def _connected(self) -> Any:
+        import fsspec
+
         if self._owner != os.getpid():
             try:
                 self._file_system, _ = fsspec.core.url_to_fs(self.address, **self._all_options())
@@ -136,6 +137,8 @@ class ObjectFolder:
         return self._file_system
 
     def _all_options(self) -> dict[str, Any]:
+        import fsspec
+
         options = {"skip_instance_cache": True, "use_listings_cache": False, **self._options}
         if fsspec.utils.get_protocol(self.address) in ("s3", "s3a"):  # botocore's 10 would make a mini-batch wait
             options["config_kwargs"] = {"max_pool_connections": CONNECTIONS, **options.get("config_kwargs", {})}
@@ -169,8 +172,7 @@ def _is_refused(error: BaseException) -> bool:
 def _is_final(error: BaseException) -> bool:
     """Whether another try cannot help."""
     kinds = (FileNotFoundError, IsADirectoryError, NotADirectoryError, TypeError, ValueError, ConfigError)
-    network = (asyncio.TimeoutError,)
-    return _is_refused(error) or (isinstance(error, kinds) and not isinstance(error, network))
+    return _is_refused(error) or (isinstance(error, kinds) and not isinstance(error, TimeoutError))
 
 
 def _begins_behind_end(error: object) -> bool:

@@ -1,6 +1,5 @@
 """A recogniser: network, tokens and features together, as one saves, loads and uses them."""
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,12 +14,13 @@ from torch import nn
 
 from starling.configuration import Config
 from starling.errors import CheckpointError, DataError
+from starling.files import sha256
 from starling.speech.decoding import greedy_decode
 from starling.speech.features import FeatureConfig, LogMel, UtteranceSource, resample
 from starling.speech.models import ModelConfig, build_model
 from starling.speech.tokens import Tokenizer, load_tokenizer
 
-_FORMAT = 1
+_FORMAT = 2
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
 
@@ -67,7 +67,7 @@ class Recogniser:
             features=self.features.config,
             model=self.model_config,
             vocab_size=self.tokenizer.vocab_size,
-            sha256={path.name: _digest(path) for path in (folder / _WEIGHTS_FILE, tokens)},
+            sha256={path.name: sha256(path) for path in (folder / _WEIGHTS_FILE, tokens)},
         )
         (folder / _CONFIG_FILE).write_text(description.model_dump_json(indent=2), encoding="utf-8")
 
@@ -189,9 +189,15 @@ def _read_description(folder: Path) -> _Description:
     path = folder / _CONFIG_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and isinstance(version := content.get("format"), int) and version > _FORMAT:
+        version = content.get("format") if isinstance(content, dict) else None
+        if isinstance(version, int) and version > _FORMAT:
             raise CheckpointError(
                 f"{path} has format {version}, this version reads up to {_FORMAT}: use a newer Starling"
+            )
+        if isinstance(version, int) and version < _FORMAT:
+            raise CheckpointError(
+                f"{path} has format {version} and was written before Starling 0.2, which reads format {_FORMAT}: train "
+                "again, or use the version that wrote it"
             )
         return _Description.model_validate(content)
     except FileNotFoundError:
@@ -200,16 +206,11 @@ def _read_description(folder: Path) -> _Description:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _verify(folder: Path, name: str, digest: str) -> None:
     path = folder / name
     if Path(name).name != name:
         raise CheckpointError(f"{folder / _CONFIG_FILE} lists {name!r}, which is not the name of a file beside it")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing or not a file")
-    if _digest(path) != digest:
+    if sha256(path) != digest:
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {_CONFIG_FILE}")

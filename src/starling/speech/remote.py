@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from starling.errors import DataError
+from starling.files import sync
 from starling.speech.object_store import ObjectFolder, StorageOptions
-from starling.speech.set_summary import CHECKS, INDEX_FILES, SetSummary, parse_summary
-from starling.speech.shard_writer import sync
+from starling.speech.set_summary import INDEX_FILES, SetSummary, parse_summary
 from starling.speech.shards import REMOTE
 from starling.speech.store import SpeechSet
 
@@ -46,7 +46,7 @@ def fetch_sets(
                 f"at {objects.address}, or remove data.remote"
             )
         if not _is_there(final, text, where):
-            _fetch(objects, text, _index_files(summary), where, final, partial(progress, name))
+            _fetch(objects, text, where, final, partial(progress, name))
             if SpeechSet.open(final).summary != summary:
                 raise DataError(f"{objects.address}: has changed while it was fetched; run the command again")
             written.append(name)
@@ -75,11 +75,6 @@ def _checked_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> 
     return summary
 
 
-def _index_files(summary: SetSummary) -> list[str]:
-    """What is in the folder `index` of a set."""
-    return [name for name in INDEX_FILES if summary.files or name != CHECKS]
-
-
 def _check_opens(aside: Path, objects: ObjectFolder) -> None:
     """DataError that names the store, not the copy, when what was fetched from it is damaged."""
     try:
@@ -102,14 +97,13 @@ def _is_there(folder: Path, summary: bytes, where: dict[str, object]) -> bool:
 def _fetch(
     objects: ObjectFolder,
     summary: bytes,
-    index_files: Sequence[str],
     where: dict[str, object],
     final: Path,
     report: Callable[[int, int], None],
 ) -> None:
     """Write everything but the shards beside `final`, and rename it when it is complete."""
     aside = final.with_name(f"{final.name}.partial")
-    files = [f"index/{name}" for name in index_files] + [name for name in _LISTED if name in objects.sizes()]
+    files = [f"index/{name}" for name in INDEX_FILES] + [name for name in _LISTED if name in objects.sizes()]
     try:
         shutil.rmtree(aside, ignore_errors=True)
         (aside / "index").mkdir(parents=True)

@@ -1,6 +1,5 @@
 """What a prepared set says of itself, and files of it that are what they should be before they are read."""
 
-import hashlib
 import json
 import math
 import re
@@ -11,10 +10,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from starling.configuration import digest
 from starling.errors import DataError
+from starling.files import sha256
 from starling.speech.shards import Shard
 
-FORMAT = 1
+FORMAT = 2
 NUMBERS = {
     "durations": "f4",
     "num_samples": "i8",
@@ -24,12 +25,11 @@ NUMBERS = {
     "sizes": "i4",
     "checks": "u4",
 }
-"""Arrays [N] of the index, and their types; sets of before 0.1 have no `checks`."""
+"""Arrays [N] of the index, and their types."""
 TEXTS = ("ids", "texts", "speakers")
 ARRAYS = NUMBERS | dict.fromkeys(TEXTS, "u1") | {f"{name}_ends": "i8" for name in TEXTS}
 INDEX_FILES = tuple(f"{name}.npy" for name in ARRAYS)
 """In the folder `index` of every prepared set."""
-CHECKS = "checks.npy"
 _MAX_BYTES = 64 << 20
 _SHARD_NAME = re.compile(r"recording\.[0-9]{6,12}\.tar")
 
@@ -49,7 +49,7 @@ class SetSummary:
     shards: tuple[Shard, ...]
     format: int = FORMAT
     files: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of every file of the index; none in sets of before 0.1."""
+    """SHA-256 of every file of the index."""
     check: str = ""
     """SHA-256 of all the rest of this."""
 
@@ -64,7 +64,7 @@ class SetSummary:
     def _check(self) -> str:
         content = {name: value for name, value in asdict(self).items() if name != "check"}
         content |= {"seconds": float(self.seconds), "dropped_seconds": float(self.dropped_seconds)}
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return digest(content)
 
     def problem(self) -> str | None:
         """What cannot be, or None."""
@@ -79,9 +79,9 @@ class SetSummary:
             return "its numbers are impossible"
         if not (math.isfinite(self.seconds) and math.isfinite(self.dropped_seconds)):
             return "its numbers are not finite"
-        if self.files and self.files.keys() != set(INDEX_FILES):
+        if self.files.keys() != set(INDEX_FILES):
             return f"its index has the files {', '.join(self.files)[:200]}"
-        if self.check != (self._check() if self.files else ""):
+        if self.check != self._check():
             return "its SHA-256 is not the one in itself"
         return None
 
@@ -154,23 +154,17 @@ def checked_file(folder: Path, name: str) -> Path:
     return path
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def check_index(folder: Path, files: Mapping[str, str]) -> None:
     """Raise DataError, naming the file, when one of the index is not what it was when it was written."""
-    for name, digest in files.items():
+    for name, expected in files.items():
         try:
-            found = file_digest(checked_file(folder, f"index/{name}"))
+            found = sha256(checked_file(folder, f"index/{name}"))
         except OSError as error:
             raise DataError(
                 f"{folder}/index/{name}: cannot be read ({error}); remove {folder} and run "
                 "`starling prepare RECIPE` again"
             ) from error
-        if found != digest:
+        if found != expected:
             raise DataError(
                 f"{folder}/index/{name}: cannot be read (its SHA-256 is not the one in summary.json); remove {folder} "
                 "and run `starling prepare RECIPE` again"

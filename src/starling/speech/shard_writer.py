@@ -18,7 +18,8 @@ from lhotse import AudioSource, MonoCut, Recording, SupervisionSegment
 from lhotse.shar.writers import AudioTarWriter
 from numpy.typing import NDArray
 
-from starling.speech.set_summary import INDEX_FILES, NUMBERS, SetSummary, file_digest
+from starling.files import sha256, sync
+from starling.speech.set_summary import INDEX_FILES, NUMBERS, SetSummary
 from starling.speech.shards import Shard
 
 
@@ -276,17 +277,7 @@ def write_index(
         dropped_seconds=dropped_seconds,
         digest=digest,
         shards=tuple(index.files),
-        files={name: file_digest(folder / "index" / name) for name in INDEX_FILES},
+        files={name: sha256(folder / "index" / name) for name in INDEX_FILES},
     ).signed()
     (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
     return summary
-
-
-def sync(*paths: Path) -> None:
-    """Have files or folders on the disk."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

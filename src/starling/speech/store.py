@@ -15,7 +15,6 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-import soundfile
 from numpy.typing import NDArray
 
 from starling.errors import DataError
@@ -62,7 +61,7 @@ class SpeechSet:
         self.durations, self.num_samples = arrays["durations"], arrays["num_samples"]
         self._speaker_of, self._shard_of = arrays["speaker_of"], arrays["shard_of"]
         self._offsets, self._sizes = arrays["offsets"], arrays["sizes"]
-        self._checks = arrays.get("checks")
+        self._checks = arrays["checks"]
         self._ids, self._texts, self._speakers = (_Strings(arrays[name], arrays[f"{name}_ends"]) for name in TEXTS)
         self._shards = shards
 
@@ -84,7 +83,7 @@ class SpeechSet:
         shards.check()
         if not is_checked:
             check_index(folder, summary.files)
-        arrays = {name: _load_array(folder, name) for name in ARRAYS if summary.files or name != "checks"}
+        arrays = {name: _load_array(folder, name) for name in ARRAYS}
         for name, array in arrays.items():
             of_speakers, is_text = name == "speakers_ends", name in TEXTS
             expected = len(array) if is_text else summary.speakers if of_speakers else summary.utterances
@@ -145,10 +144,12 @@ class SpeechSet:
         return Place(shard, offset, size) if is_there else Place(shard, 0, 1)
 
     def _decoded(self, index: int, encoded: bytes) -> NDArray[np.float32] | DataError:
+        import soundfile
+
         size, expected = int(self._sizes[index]), int(self.num_samples[index])
         if len(encoded) != size:
             return self._damaged(index, f"{len(encoded)} bytes are left of {size}")
-        if self._checks is not None and crc32(encoded) != int(self._checks[index]):
+        if crc32(encoded) != int(self._checks[index]):
             return self._damaged(index, "its CRC-32 is not the one of what was written")
         try:
             with soundfile.SoundFile(io.BytesIO(encoded)) as file:

@@ -2,10 +2,10 @@
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from starling import files
 from starling.errors import DataError
 from starling.speech.corpora.lines import read_lines
 
@@ -48,14 +48,8 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         DataError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        files.replace_file(path, text)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise DataError(f"{path}: cannot be written: {error}; make room there, or set another folder") from error

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
-import sentencepiece
 from pydantic import Field, model_validator
 
 from starling.configuration import Config
@@ -95,6 +94,8 @@ class PieceTokenizer:
     """Subword pieces of a sentencepiece model, shifted by one to make room for the blank."""
 
     def __init__(self, model: bytes) -> None:
+        import sentencepiece
+
         self._model = model
         self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._unknown = int(self._pieces.unk_id())
@@ -152,6 +153,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _train_pieces(config: TokenConfig, texts: Iterable[str]) -> bytes:
+    import sentencepiece
+
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

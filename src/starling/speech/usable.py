@@ -8,8 +8,6 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, Self
 
 import numpy as np
-import torch
-from lhotse.augmentation import get_or_create_resampler
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
@@ -209,6 +207,9 @@ def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[n
     divisor = math.gcd(rate, wanted)
     if not 1000 <= rate <= 768_000 or (rate // divisor) * (wanted // divisor) > MAX_RESAMPLER:
         raise DataError(f"the audio has {rate} Hz, which cannot be resampled to {wanted} Hz; convert it first")
+    import torch
+    from lhotse.augmentation import get_or_create_resampler
+
     result: NDArray[np.float32] = get_or_create_resampler(rate, wanted)(torch.from_numpy(samples)[None])[0].numpy()
     return result
 

@@ -1,14 +1,19 @@
 """Synchronous data parallelism with gradients that are late on purpose."""
 
+from __future__ import annotations
+
 from collections import deque
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from pydantic import Field
-from torch import Tensor
 
 from starling.configuration import Config
 from starling.learner import Learner, LoopEnded
 from starling.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class DelayOptions(Config):

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from pydantic import Field
 
 from starling.errors import ConfigError
@@ -60,7 +59,7 @@ async def _average(me: Learner, options: HierarchicalOptions, node: range) -> No
     while (k := await me.round(options.period)) is not None:
         mixings = (Mixing(me, topology, k, each, compression) if each.stop > each.start else None for each in shares)
         for piece, share, mixing in zip(pieces, shares, one_ahead(mixings), strict=True):
-            delta = torch.zeros(piece.stop - piece.start, dtype=me.weights.dtype, device=me.weights.device)
+            delta = me.weights.new_zeros(piece.stop - piece.start)
             if mixing is not None:
                 delta[share.start - piece.start : share.stop - piece.start] = await mixing.delta()
             me.apply(await me.mean(delta, node) * len(node), piece)

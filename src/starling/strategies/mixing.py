@@ -1,16 +1,19 @@
 """Averaging with other learners in delta form: what the decentralised strategies share."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-import torch
 from pydantic import Field, field_validator
-from torch import Tensor
 
 from starling.configuration import Config
 from starling.learner import Learner
 from starling.topology import Topology, check_pattern, find_topology
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 _CACHED_NUMBERS = 1 << 17
@@ -61,6 +64,8 @@ class Compression:
     """
 
     def __init__(self, options: MixingOptions, weights: Tensor, pieces: Sequence[slice]) -> None:
+        import torch
+
         self._dtype = torch.bfloat16 if options.compression == "bfloat16" else None
         self._errors = weights.new_zeros(pieces[-1].stop if self._dtype else 0)
 
@@ -94,6 +99,8 @@ class Mixing:
         Applied as a change, it conserves the mean of all learners even if a gradient changed the weights meanwhile;
         writing the average itself would erase that gradient.
         """
+        import torch
+
         own = self._mine
         del self._mine  # a strategy may keep this object longer than it needs the copy
         theirs = [(weight, await handle) for weight, handle in self._receiving]

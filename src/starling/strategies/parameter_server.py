@@ -1,16 +1,19 @@
 """Parameter servers: workers compute, servers keep the model."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from starling.errors import ConfigError, PeerLost
 from starling.learner import Handle, Learner, LoopEnded
 from starling.strategies.base import Strategy, all_but_the_lost
 from starling.strategies.server import AGE, GRADIENT, REPORT, WEIGHTS, Report, Server, ServerOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 async def parameter_server(me: Learner, options: ServerOptions) -> None:
@@ -59,7 +62,7 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
     await _work(me, [Remote(me, options.server(s, me.world), piece) for s, piece in enumerate(pieces)], options)
 
 
-async def _work(me: Learner, servers: Sequence["Remote"], options: ServerOptions) -> None:
+async def _work(me: Learner, servers: Sequence[Remote], options: ServerOptions) -> None:
     with suppress(LoopEnded):
         await _pull(servers, options)
         while me.claim():
@@ -86,7 +89,7 @@ async def _work(me: Learner, servers: Sequence["Remote"], options: ServerOptions
     await _pull(servers, options)
 
 
-async def _pull(servers: Sequence["Remote"], options: ServerOptions) -> None:
+async def _pull(servers: Sequence[Remote], options: ServerOptions) -> None:
     for server in servers:
         server.pull()
         if options.update == "synchronous":  # a worker that has its turn at the first server has it at the others
@@ -100,6 +103,8 @@ class Remote:
     """A server as a worker sees it."""
 
     def __init__(self, me: Learner, rank: int, piece: slice) -> None:
+        import torch
+
         self._me, self._rank, self._piece = me, rank, piece
         self.age = 0.0
         """The steps of the server that are in the weights of this worker."""

@@ -13,17 +13,20 @@ that it leaves, and pulls the last weights::
                                              <-   age, weights
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from starling.configuration import Config
 from starling.learner import Handle, Learner
 from starling.strategies.server_rules import Asynchronous, Hybrid, Rule, Summed, Synchronous
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REPORT, GRADIENT, AGE, WEIGHTS = range(4)
 """The tags of messages; each tag carries one kind of message. An age is the number of steps in the weights, `[1]`."""
@@ -51,7 +54,7 @@ class ServerOptions(Config):
     """Divide the learning rate of a step by the mean staleness of its gradients, where that is above 1."""
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> "ServerOptions":
+    def _makes_sense(self) -> ServerOptions:
         is_asynchronous = self.update in ("asynchronous", "summed")
         if self.update == "summed" and self.sum is None:
             raise ValueError(
@@ -109,10 +112,12 @@ class Report:
 
     def encode(self) -> Tensor:
         """`[2 + k]` of float64."""
+        import torch
+
         return torch.cat([torch.tensor([self.num_finished, self.age], dtype=torch.float64), self.step_metadata])
 
     @classmethod
-    def decode(cls, message: Tensor) -> "Report":
+    def decode(cls, message: Tensor) -> Report:
         """From what `encode` gave."""
         return cls(float(message[0]), float(message[1]), message[2:])
 
@@ -141,6 +146,8 @@ class Server:
 
     async def serve(self) -> None:
         """Serve until all workers have left and have the last weights."""
+        import torch
+
         me = self._me
         like = {
             REPORT: Report(0.0, 0.0, me.step_metadata).encode(),
@@ -217,6 +224,8 @@ class Server:
     async def _answer(self, worker: int) -> list[Handle[None]]:
         """Start sending the weights as they are now."""
         self._asking.remove(worker)
+        import torch
+
         age = torch.tensor([self._shard.num_steps], dtype=torch.float64)
         weights = await self._shard.read()
         return [self._me.send(worker, age, AGE), self._me.send(worker, weights, WEIGHTS)]

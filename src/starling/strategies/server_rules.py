@@ -5,11 +5,14 @@ worker l took at Phi_l, the weights it pulled. A rule decides two things: when t
 step, and which worker may have the weights. Messages, clipping, staleness and the step itself are the `Server`'s.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Combine = Literal["sum", "mean"]
 

@@ -1,20 +1,21 @@
-"""Who saw what: the record that learners keep of the utterances they computed on, in the experiment's folder.
+"""The record of which learner computed on which utterances, in the experiment's folder.
 
-    exp/<name>/seen/from-00000000/start.json      where the run began: nothing, or the checkpoint it goes on from
+    exp/<name>/seen/from-00000000/start.json      where the run began: nothing, or the checkpoint that it continues from
     exp/<name>/seen/from-00000000/learner-0.tsv   epoch, batch, step, and the utterances of every mini-batch
     exp/<name>/seen/from-00000000/skipped-0.tsv   what could not be used, and why
     exp/<name>/seen/from-00000480/...             the same after a resume at step 480
 
-A resume drops what was computed behind its checkpoint, which is not in the weights it goes on with; so does the reading
-of these files.
+A resume drops what was computed after its checkpoint, which is not in the weights; so does the reading of these files.
 """
+
+from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from pydantic import ValidationError
 
@@ -22,8 +23,10 @@ from starling.checkpoint.manifest import TicketRecord
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.training.job import EpochReport, StepReport
 from starling.workload import Position, Ticket
+
+if TYPE_CHECKING:
+    from starling.training.job import EpochReport, StepReport
 
 _HEADER = "epoch\tbatch\tstep\tutterances\n"
 _SKIPPED_HEADER = "epoch\tid\treason\n"
@@ -35,9 +38,9 @@ class _Start(Config):
 
 
 def begin_segment(folder: Path, position: Position, earlier: Path | None = None) -> Path:
-    """The folder for what learners see from `standing` on; what an earlier run saw behind it is dropped.
+    """The folder for what learners see from `position` on; what an earlier run saw after it is dropped.
 
-    `earlier` is the folder of the experiment that is gone on with, if it is another: what it saw is copied.
+    `earlier` is the record of the experiment that is continued, if it is another: it is copied.
     """
     segment = folder / f"from-{position.num_done:08d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +139,7 @@ class Seen:
             raise DataError(
                 f"learner {rank}: {total} utterances of epoch {epoch + 1} could not be used, the last one {name} "
                 f"({reason}); data.filter.max_skipped allows {self._most}: see {self._segment}/skipped-*.tsv, and "
-                "prepare the data anew"
+                "prepare the data again"
             )
 
     def _before(self, epoch: int) -> int:
@@ -160,7 +163,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Sight:
-    """One mini-batch, and who computed it."""
+    """One mini-batch, and the learner that computed it."""
 
     learner: int
     ticket: Ticket

@@ -10,6 +10,8 @@ import yaml
 from starling.errors import ConfigError
 
 Tree = dict[str, Any]
+SHIPPED = Path(__file__).parents[2] / "recipes"
+"""The recipes that come with Starling; a recipe may be given by the name of one of them."""
 MAX_LENGTH = 1 << 20
 """Characters of a recipe."""
 MAX_VALUES = 20_000
@@ -94,22 +96,40 @@ def _check_size(root: yaml.Node, where: str) -> None:
 def read_recipe(path: Path) -> Tree:
     """The tree in a recipe file, laid over that of its `base:` (a path relative to the recipe), if it has one.
 
-    Raises ConfigError for a file that is missing or not a YAML mapping, and for bases that go in a circle.
+    `path` may also be the name of a recipe that comes with Starling. Raises ConfigError for a file that is missing or
+    not a YAML mapping, and for bases that go in a circle.
     """
     tree: Tree = {}
     seen: list[Path] = []
-    while True:
+    following: Path | None = _located(path)
+    while following is not None:
+        path = following
         if path.resolve() in seen:
             raise ConfigError(f"recipe {seen[0]}: its `base` leads back to {path}; remove one of them")
         seen.append(path.resolve())
         own = _read_mapping(path)
-        base = own.pop("base", None)
+        following = _base(path, own.pop("base", None))
         tree = merge(own, tree)
-        if base is None:
-            return tree
-        if not isinstance(base, str) or "\0" in base:
-            raise ConfigError(f"recipe {path}: base must be the path of another recipe, got {base!r}")
-        path = path.parent / base
+    return tree
+
+
+def read_base(path: Path) -> Path | None:
+    """The recipe that another builds on. Raises ConfigError as `read_recipe`."""
+    return _base(path, _read_mapping(path).get("base"))
+
+
+def _base(path: Path, base: object) -> Path | None:
+    if base is None:
+        return None
+    if not isinstance(base, str) or "\0" in base:
+        raise ConfigError(f"recipe {path}: base must be the path of another recipe, got {base!r}")
+    return path.parent / base
+
+
+def _located(path: Path) -> Path:
+    """A recipe's file: the one at `path`, or the one that comes with Starling under that name."""
+    shipped = {each.stem: each for each in SHIPPED.glob("*.yaml")}.get(str(path))
+    return path if shipped is None or path.exists() else shipped
 
 
 def merge(below: Tree, above: Tree) -> Tree:
@@ -128,7 +148,9 @@ def _read_mapping(path: Path) -> Tree:
         with path.open("rb") as file:
             text = file.read(4 * MAX_LENGTH + 4).decode("utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"recipe {path}: no such file; `ls recipes` shows those that come with Starling") from None
+        raise ConfigError(
+            f"recipe {path}: no such file; `starling recipes` lists those that come with Starling"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"recipe {path}: cannot be read as UTF-8 text: {error}") from None
     tree = parse_yaml(text, f"recipe {path}")

@@ -1,28 +1,24 @@
 """The local optimizer of every learner: any of `torch.optim`, by name."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import Field, model_validator
-from torch import nn
-from torch.optim import Optimizer
 
 from starling.budget import Schedule
 from starling.configuration import Config
+from starling.errors import did_you_mean
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    name.lower(): kind
-    for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
-}
-"""All optimizers of `torch.optim`, by lower-case name."""
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
 WORK_WITH_ANY_RATE = ("adam", "adamw", "sgd")
-"""Need no trial without options. The first optimizer of a process loads torch's compiler, which takes over a second
-that processes which train nothing need not spend."""
+"""Without options these need no trial, and hence no torch: commands that train nothing read a recipe at once."""
 
 
 class OptimizerConfig(Config):
@@ -40,10 +36,9 @@ class OptimizerConfig(Config):
     """How the learning rate follows the budget."""
 
     @model_validator(mode="after")
-    def _works(self) -> "OptimizerConfig":
-        kind = self._kind()
+    def _works(self) -> OptimizerConfig:
         if self.options or self.name.lower() not in WORK_WITH_ANY_RATE:
-            _try(kind, self.lr, self.options)
+            _try(self._kind(), self.lr, self.options)
         return self
 
     def maker(self) -> Callable[[list[nn.Parameter]], Optimizer]:
@@ -58,22 +53,36 @@ class OptimizerConfig(Config):
         return partial(kind, lr=self.lr, **self.options, **fused)
 
     def _kind(self) -> Callable[..., Optimizer]:
-        kind = OPTIMIZERS.get(self.name.lower())
+        known = optimizers()
+        kind = known.get(self.name.lower())
         if kind is None:
-            near = get_close_matches(self.name.lower(), OPTIMIZERS, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"name: {self.name!r} is not in torch.optim; {hint}known are {', '.join(OPTIMIZERS)}")
+            hint = did_you_mean(self.name.lower(), known)
+            raise ValueError(f"name: {self.name!r} is not in torch.optim; {hint}known are {', '.join(known)}")
         return kind
+
+
+@cache
+def optimizers() -> dict[str, type[Optimizer]]:
+    """All optimizers of `torch.optim`, by lower-case name."""
+    from torch import optim
+
+    return {
+        name.lower(): kind
+        for name, kind in vars(optim).items()
+        if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
+    }
 
 
 def _try(kind: Callable[..., Optimizer], lr: float, options: dict[str, Any]) -> None:
     """Make the optimizer for a matrix and a vector and take a step; ValueError says why that is impossible."""
+    import torch
+    from torch import nn
+
     title = getattr(kind, "__name__", str(kind))
     known = [name for name in inspect.signature(kind).parameters if name not in ("self", "params", "lr")]
     for option in options:
         if option not in known:
-            near = get_close_matches(option, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(option, known)
             raise ValueError(f"options: {title} has no {option!r}; {hint}it knows {', '.join(known)}")
     if inspect.signature(kind.step).parameters["closure"].default is inspect.Parameter.empty:  # type: ignore[attr-defined]
         raise ValueError(

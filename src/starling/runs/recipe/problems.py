@@ -1,12 +1,13 @@
-"""What is wrong with a recipe, all of it, in words."""
+"""All problems of a recipe, a line each."""
 
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from starling.errors import did_you_mean, nearest
 
 _MAX_SHOWN = 60  # characters of a wrong value
 
@@ -42,9 +43,8 @@ def suggestion(path: str, known: Sequence[str]) -> str:
     parent, _, name = path.rpartition(".")
     beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
-    near = [beside[match] for match in get_close_matches(name, beside, n=1)] or elsewhere
-    near = near or get_close_matches(path, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = beside.get(nearest(name, beside) or "") or next(iter(elsewhere), None) or nearest(path, known)
+    return f"; did you mean {near}?" if near else ""
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -91,8 +91,7 @@ def _words(detail: ErrorDetails, path: str, known: Sequence[str]) -> str:
         return f"must be a mapping of keys to values, got {_shown(detail['input'])}"
     if detail["type"] == "union_tag_invalid":
         tags = [tag.strip("'") for tag in detail["ctx"]["expected_tags"].split(", ")]
-        near = get_close_matches(detail["ctx"]["tag"], tags, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(detail["ctx"]["tag"], tags)
         return f"{detail['ctx']['tag']!r} is unknown; {hint}known are {', '.join(tags)}"
     message = detail["msg"]
     if detail["type"] == "value_error":

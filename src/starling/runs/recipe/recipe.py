@@ -1,7 +1,5 @@
 """The recipe: everything that a run depends on, as one checked tree."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -10,8 +8,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from starling.budget import Budget
-from starling.checkpoint.writer import CheckpointConfig
-from starling.configuration import Config
+from starling.configuration import Config, digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.runs.recipe.file import Tree, read_recipe
@@ -19,12 +16,12 @@ from starling.runs.recipe.optimizer import OptimizerConfig
 from starling.runs.recipe.overrides import apply_overrides
 from starling.runs.recipe.problems import describe
 from starling.speech.augmentation import AugmentConfig
-from starling.speech.batches import BatchConfig
+from starling.speech.data import DataConfig, set_digest, set_settings
 from starling.speech.features import FeatureConfig
 from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
 from starling.speech.partition import PartitionConfig, labels_are_domains
-from starling.speech.prepare import DataConfig, set_digest, set_settings
+from starling.speech.planning import BatchConfig
 from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
 from starling.strategies import Strategy, find_strategy
@@ -32,6 +29,8 @@ from starling.training.faults import Fault, Join
 from starling.training.faults import problems as faults_problems
 from starling.training.stragglers import Stragglers
 
+FORMAT = 2
+"""That of Starling 0.2, which later versions read. Every recipe in an experiment's folder says it."""
 Learners = Annotated[int, Field(ge=1, le=4096)]
 
 
@@ -87,12 +86,28 @@ class EngineConfig(Config):
     timeout_seconds: float = Field(default=600.0, gt=0.0)
     """How long learners wait for each other before they call one lost, and for how long one may stand still."""
     explain_seconds: float = Field(default=10.0, gt=0.0)
-    """Waits that are longer, and ten times as long as usual, are explained: who waits for whom, and why."""
+    """Longer waits are explained, if they also take ten times as long as usual: which learner waits for which, why."""
+
+
+class CheckpointConfig(Config):
+    """The `checkpoints:` section of a recipe."""
+
+    keep: int = Field(default=2, ge=1)
+    """How many checkpoints stay; older ones are removed, but for the newest that is whole and finite."""
+    minutes: float | None = Field(default=5.0, gt=0.0)
+    """Minutes of training between two checkpoints, wherever in an epoch that is; null: none by time. There is always
+    one at the end of the run. Simulations save in the end only."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Epochs between two checkpoints at the ends of epochs; null: none there."""
+    every: int | None = Field(default=None, ge=1)
+    """Mini-batches of all learners together between two checkpoints inside an epoch; null: none by number."""
 
 
 class Recipe(Config):
     """A complete run."""
 
+    format: int = FORMAT
+    """Of this tree of keys; a recipe written by hand may leave it out."""
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """The experiment's folder inside `exp`."""
     seed: int = Field(default=1, ge=0)
@@ -121,16 +136,16 @@ class Recipe(Config):
     the learner's own mini-batches, from 1. {join: 2, at_seconds: 30}: a learner comes, one that was lost or a new one.
     """
     on_loss: Literal["continue", "replace", "stop"] = "continue"
-    """What becomes of a run when a learner of our launcher is killed. continue: the others go on without it; replace:
-    they go on, it is started again and joins them; stop: the run ends with exit code 3."""
+    """What happens when a learner that our launcher started is killed. continue: the others continue without it;
+    replace: it is also restarted and joins them; stop: the run ends with exit code 3."""
     checkpoints: CheckpointConfig = CheckpointConfig()
     validate_every: int | None = Field(default=1, ge=1)
     """Epochs between two scorings of the valid set while training; null: never. An epoch is left out where scoring
     would take more than a twentieth of the time."""
     resume: Path | None = None
-    """An experiment (its newest checkpoint) or one checkpoint to go on from."""
+    """An experiment (its newest checkpoint) or one checkpoint to continue from."""
     warm_start: Path | None = None
-    """An experiment whose newest model, or a folder of a recogniser, whose weights training begins with; only the
+    """An experiment, for its newest model, or a recogniser's folder: training begins with these weights. Only the
     output layer may differ."""
     overwrite: bool = False
     """Remove an earlier run of the same name, rather than moving it aside."""
@@ -151,7 +166,7 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _joins_are_possible(self) -> Self:
         if self.on_loss == "stop" and any(isinstance(fault, Join) for fault in self.faults):
-            raise ValueError("faults: nobody joins a run that ends when a learner is lost; leave out on_loss: stop")
+            raise ValueError("faults: no learner can join a run that ends with the first loss; leave out on_loss: stop")
         return self
 
     @model_validator(mode="after")
@@ -197,6 +212,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), learners: int | None 
 
 def check_recipe(tree: Tree, where: str) -> Recipe:
     """The recipe of a tree; `where` names it in the ConfigError that lists all problems."""
+    if (found := tree.get("format", FORMAT)) != FORMAT:
+        raise ConfigError(
+            f"recipe {where}: format {found!r}, this version reads format {FORMAT}; write its keys into a new recipe "
+            "without `format` (`starling recipes copy` gives one to begin with), or use the version that wrote it"
+        )
     learners = _learners(tree)
     problems = _strategy_problems(tree.get("strategy"), learners)
     problems += _weighting_problems(tree.get("batches"), tree.get("strategy"))
@@ -212,6 +232,17 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
     return recipe
 
 
+def load_resolved(path: Path) -> Recipe:
+    """The recipe in an experiment's folder. Raises ConfigError, also for one that was written before Starling 0.2."""
+    tree = read_recipe(path)
+    if "format" not in tree:
+        raise ConfigError(
+            f"{path}: written before Starling 0.2, and not read by this version; train the experiment again, or use "
+            "the version that its env.txt names"
+        )
+    return check_recipe(tree, str(path))
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved tree as YAML; loading it gives the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -219,16 +250,16 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def recipe_digest(recipe: Recipe) -> str:
     """SHA-256 of the resolved tree, for learners to compare."""
-    return _digest(recipe.model_dump(mode="json", exclude={"overwrite"}))
+    return digest(recipe.model_dump(mode="json", exclude={"overwrite"}))
 
 
 def fingerprints(recipe: Recipe) -> dict[str, str]:
     """Digests of `fixed_settings`. DataError for a folder of a mixture that is not prepared."""
-    return {section: _digest(content) for section, content in fixed_settings(recipe).items()}
+    return {section: digest(content) for section, content in fixed_settings(recipe).items()}
 
 
 def fixed_settings(recipe: Recipe) -> dict[str, Any]:
-    """What a resumed run may not change, by section: the model, and which batch is whose. DataError as above."""
+    """What a resumed run may not change, by section: the model, and what each mini-batch holds. DataError as above."""
     fixed = recipe.model_dump(
         mode="json",
         include={
@@ -311,7 +342,3 @@ def _weighting_problems(section: Any, choice: Any) -> list[str]:
     except (ConfigError, ValidationError):
         return []  # the other checks say so
     return [] if problem is None else [f"batches.weighting: {problem}"]
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

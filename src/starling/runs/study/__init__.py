@@ -1,1 +1,1 @@
-"""Studies: one question, a grid of runs on the virtual engine, and the answer in a table, curves and words."""
+"""Studies: one question, a grid of simulated runs, and the answer in a table and curves."""

@@ -9,7 +9,7 @@ Each arm spends the same budget of mini-batches. With N workers and gradients g,
     summed         w <- w - a sum of N such g             N times the batch, and about one step of staleness
 
 with a the step of the optimizer. Source: Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for
-Transformers" (arXiv 1906.03496), who tell the two so.
+Transformers" (arXiv 1906.03496), which separates the two effects in this way.
 """
 
 from dataclasses import dataclass
@@ -30,10 +30,6 @@ class Arm:
     """Whether N learners compute, or one."""
     depends: bool = True
     """Whether the number of workers changes anything."""
-
-    def learners(self, workers: int) -> int:
-        """Learners that compute when there are N `workers`."""
-        return workers if self.many else 1
 
     def choice(self, workers: int) -> dict[str, Any]:
         """The `strategy:` section of a recipe for N `workers`."""

@@ -1,26 +1,26 @@
 """One cell of a study: trained on the virtual engine, and scored."""
 
-import hashlib
-import json
 import math
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from starling.checkpoint.state import LearnerState
+from starling.configuration import digest
 from starling.consensus import consensus
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import NonFiniteError
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.job import make_job
 from starling.runs.recipe.recipe import Recipe
-from starling.runs.study.grid import Cell, digest
+from starling.runs.study.config import Cell, result_digest
 from starling.runs.study.memory import Memory, Remembered
 from starling.runs.study.results import NOTHING_RECOGNISED, CellResult
+from starling.runs.workload import SpeechWorkload
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring import score
 from starling.speech.store import SpeechSet
@@ -29,11 +29,11 @@ from starling.training.job import EpochReport, Silence, StepReport
 
 CURVE_POINTS = 50
 LAST = 0.9
-"""The share of the budget behind which losses count as the last ones."""
+"""The share of the budget after which losses count as the last ones."""
 
 
 class Watcher(Silence):
-    """An observer that keeps what a study wants to know of a run."""
+    """An observer that keeps what a study reports of a run."""
 
     def __init__(self) -> None:
         self.staleness: Counter[int] = Counter()
@@ -53,7 +53,8 @@ class Watcher(Silence):
     @property
     def last_loss(self) -> float | None:
         """The mean of the last tenth of the budget."""
-        return _mean([loss for share, loss in self._losses if share >= LAST])
+        last = [loss for share, loss in self._losses if share >= LAST]
+        return sum(last) / len(last) if last else None
 
     def curve(self) -> tuple[tuple[float, float], ...]:
         """The mean loss of each fiftieth of the budget, at its middle."""
@@ -64,7 +65,7 @@ class Watcher(Silence):
 
 
 def run_cell(recipe: Recipe, cell: Cell, ready: Path, memory: Memory) -> CellResult:
-    """Train and score a cell whose model `ready` holds as `set_up` left it.
+    """Train and score a cell; `ready` is the folder in which its model was set up.
 
     Numbers that stop being finite are a result: the cell is `diverged`.
     """
@@ -72,7 +73,9 @@ def run_cell(recipe: Recipe, cell: Cell, ready: Path, memory: Memory) -> CellRes
     begin = time.process_time()
     folder = ExperimentFolder(ready)
     job = make_job(recipe, folder)
-    job = replace(job, workload=Remembered(job.workload, memory, _batches_key(recipe)), most_not_finite=1)
+    job = replace(
+        job, workload=Remembered(cast(SpeechWorkload, job.workload), memory, _batches_key(recipe)), most_not_finite=1
+    )
     watcher = Watcher()
     engine = VirtualEngine(job, recipe.learners, recipe.cluster, watcher)
     try:
@@ -82,17 +85,9 @@ def run_cell(recipe: Recipe, cell: Cell, ready: Path, memory: Memory) -> CellRes
     except NonFiniteError:
         weights, diverged, seconds = torch.empty(0), True, watcher.seconds
     errors, words = (0, 0) if diverged else _score(recipe, folder, weights)
-    result = partial(
-        CellResult,
-        model=cell.setting.model,
-        optimizer=cell.setting.optimizer,
-        warmup=cell.setting.warmup,
-        arm=cell.arm,
-        workers=cell.workers,
-        seed=cell.seed,
-        digest=digest(recipe),
-    )
-    return result(
+    return CellResult(
+        cell=cell,
+        digest=result_digest(recipe),
         diverged=diverged,
         wer=100.0 * errors / max(1, words) if not diverged else NOTHING_RECOGNISED,
         errors=errors,
@@ -100,7 +95,7 @@ def run_cell(recipe: Recipe, cell: Cell, ready: Path, memory: Memory) -> CellRes
         loss=watcher.last_loss,
         curve=watcher.curve(),
         num_gradients=watcher.num_gradients,
-        num_steps=_num_steps(cell, watcher.num_gradients),
+        num_steps=-(-watcher.num_gradients // cell.num_together),
         mean_staleness=mean_staleness(watcher.staleness),
         largest_staleness=max(watcher.staleness, default=0),
         simulated_seconds=seconds,
@@ -133,14 +128,4 @@ def _batches_key(recipe: Recipe) -> str:
     content = recipe.model_dump(mode="json", include=sections)
     content["parts"] = recipe.num_workers if recipe.partition != "identical" else 1
     content["too short for"] = recipe.model.shape.subsampling  # decides which utterances CTC leaves out
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _num_steps(cell: Cell, num_gradients: int) -> int:
-    """Optimizer steps that so many gradients make."""
-    together = cell.workers or 1 if cell.arm in ("batch", "summed") else 1
-    return -(-num_gradients // together)
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    return digest(content)

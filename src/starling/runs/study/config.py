@@ -1,14 +1,14 @@
-"""The `study:` section of a recipe, and the recipe of a study, checked as a whole."""
+"""The `study:` section of a recipe, checked with all its cells: the runs of the grid, each with a recipe and a name."""
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from starling.configuration import Config
-from starling.errors import ConfigError
+from starling.configuration import Config, digest
+from starling.errors import ConfigError, did_you_mean
 from starling.runs.recipe.file import Tree, read_recipe
 from starling.runs.recipe.overrides import apply_overrides
 from starling.runs.recipe.problems import describe
@@ -18,6 +18,32 @@ from starling.speech.models import ModelConfig
 
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._]*$", max_length=40)]
 """A name that becomes part of a file's name, in which a hyphen separates labels."""
+
+
+_NO_RESULT_DEPENDS_ON = {"name", "exp", "overwrite", "resume", "checkpoints", "validate_every"}
+
+
+class Cell(Config):
+    """One run of a study."""
+
+    model: str
+    optimizer: str
+    warmup: float
+    arm: str
+    workers: int | None
+    """None where the arm does not depend on their number."""
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        workers = "" if self.workers is None else f"-{self.workers}"
+        return f"{self.model}-{self.optimizer}-warmup{self.warmup:g}-{self.arm}{workers}-seed{self.seed}"
+
+    @property
+    def num_together(self) -> int:
+        """How many mini-batches make one optimizer step."""
+        return self.workers or 1 if self.arm in ("batch", "summed") else 1
 
 
 class StudiedOptimizer(Config):
@@ -56,8 +82,7 @@ class StudyConfig(Config):
     def _arms_are_known(cls, arms: tuple[str, ...]) -> tuple[str, ...]:
         unknown = [arm for arm in arms if arm not in ARMS]
         if unknown:
-            near = get_close_matches(unknown[0], ARMS, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(unknown[0], ARMS)
             raise ValueError(f"{', '.join(map(repr, unknown))} unknown; {hint}known are {', '.join(ARMS)}")
         return arms
 
@@ -95,6 +120,18 @@ class StudyConfig(Config):
         allowed = [self.fewer_seeds.get(label, len(self.seeds)) for label in (model, optimizer, arm, workers) if label]
         return self.seeds[: min(allowed)]
 
+    def cells(self) -> list[Cell]:
+        """Every cell once. Cells that load the same mini-batches are neighbours, and seeds follow each other."""
+        found = [
+            Cell(model=model, optimizer=optimizer, warmup=warmup, arm=arm, workers=workers, seed=seed)
+            for arm in self.arms
+            for workers in (self.workers if ARMS[arm].depends else (None,))
+            for model, optimizer, warmup in product(self.models, self.optimizers, self.warmups)
+            for seed in self.seeds_of(model, optimizer, arm, workers)
+        ]
+        planned_for = {cell: cell.num_together if cell.arm == "batch" else 1 for cell in found}
+        return sorted(found, key=lambda cell: (self.seeds.index(cell.seed), planned_for[cell]))
+
 
 class Study(Config):
     """A study that is ready to be expanded: the grid, the recipe that every cell builds on, and its name."""
@@ -107,6 +144,24 @@ class Study(Config):
     def folder(self) -> Path:
         """Where everything of the study is."""
         return self.base.folder
+
+    def recipe_of(self, cell: Cell) -> Recipe:
+        """The complete recipe of a cell."""
+        tree = self.base.model_dump(mode="json")
+        arm, workers = ARMS[cell.arm], cell.workers or 1
+        own = {
+            "seed": cell.seed,
+            "learners": workers if arm.many else 1,
+            "strategy": arm.choice(workers),
+            "model": self.grid.models[cell.model].model_dump(mode="json"),
+            "optimizer": optimizer_section(tree, self.grid.optimizers[cell.optimizer], cell.model, cell.warmup),
+        }
+        return check_recipe(tree | own, f"of {cell.name}")
+
+
+def result_digest(recipe: Recipe) -> str:
+    """Digest of all that a cell's result depends on: a result with another digest is computed again."""
+    return digest(recipe.model_dump(mode="json", exclude=_NO_RESULT_DEPENDS_ON))
 
 
 def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
@@ -134,7 +189,7 @@ def check_study(tree: Tree, where: str) -> Study:
 
 def _grid(section: Any) -> tuple[list[str], StudyConfig | None]:
     if section is None:
-        return ["study: missing; a study's recipe must say what to vary, as recipes/staleness.yaml does"], None
+        return ["study: missing; a study's recipe must say what to vary, as the recipe `staleness` does"], None
     try:
         return [], StudyConfig.model_validate(section)
     except ValidationError as error:

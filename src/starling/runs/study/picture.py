@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starling.runs.study.arms import ARMS
-from starling.runs.study.grid import Setting
-from starling.runs.study.outcomes import Outcomes
-from starling.runs.study.results import CellResult
+from starling.runs.study.results import CellResult, Outcomes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +27,7 @@ _STYLE: Any = {
     "axes.spines.right": False,
 }
 _FINE = re.compile(r"(\d\.\d)\d+(?=\s)")
-"""Digits of a coordinate that nobody sees, and that make half of a file: a tenth of a point stays."""
+"""Digits of a coordinate below a tenth of a point: they cannot be seen, and make half of a file."""
 _PANEL = (3.4, 2.5)  # inches
 
 
@@ -52,16 +50,15 @@ def draw_curves(outcomes: Outcomes, folder: Path) -> list[Path]:
 def _draw(outcomes: Outcomes, model: str, optimizer: str, file: Path) -> None:
     from matplotlib.figure import Figure
 
-    columns: list[int | None] = [*outcomes.workers] or [None]
+    columns = outcomes.workers
     width, height = _PANEL[0] * len(columns), _PANEL[1] * len(outcomes.warmups) + 0.5
     figure = Figure(figsize=(width, height), layout="constrained")
     panels = figure.subplots(len(outcomes.warmups), len(columns), squeeze=False, sharex=True, sharey=True)
     lines: dict[str, Any] = {}
     for warmup, row in zip(outcomes.warmups, panels, strict=True):
         for workers, axes in zip(columns, row, strict=True):
-            setting = Setting(model, optimizer, warmup)
             for arm in outcomes.arms:
-                line = _plot(axes, outcomes.of(setting, arm, workers), _COLOURS[arm])
+                line = _plot(axes, outcomes.of((model, optimizer, warmup), arm, workers), _COLOURS[arm])
                 if line is not None:
                     lines.setdefault(arm, line)
             number = f"{workers} workers, " if workers else ""
@@ -90,7 +87,7 @@ def _plot(axes: "Axes", results: list[CellResult], colour: str) -> Any:
 
 
 def _ceiling(outcomes: Outcomes, model: str, optimizer: str) -> float:
-    """Above what a run has learned by half of its budget there is nothing to see: the top of the axis."""
-    own = [result for result in outcomes.results if (result.model, result.optimizer) == (model, optimizer)]
+    """The top of the axis: a little above the highest loss after the first tenth of the budget."""
+    own = [each for each in outcomes.results if (each.cell.model, each.cell.optimizer) == (model, optimizer)]
     late = [loss for result in own for share, loss in result.curve if share > 0.1]
     return min(1.1 * max(late, default=1.0), 5.0)

@@ -1,8 +1,10 @@
-"""A study from its recipe to its answer: what is missing is computed, what is there is kept."""
+"""A study from its recipe to its answer: missing cells are computed, finished ones are kept."""
 
+import json
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import yaml
@@ -10,42 +12,67 @@ from rich.console import Console
 
 from starling.errors import StarlingError, Stopped
 from starling.report.progress import Bars, Say, say_on
-from starling.runs.experiment.folder import ExperimentFolder, describe_environment, unwritable
+from starling.runs.experiment.claim import describe_environment, unwritable
+from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.setup import set_up
-from starling.runs.study.config import Study
-from starling.runs.study.grid import Cell, cells, digest, recipe_of
-from starling.runs.study.report import write_report
-from starling.runs.study.results import CellResult, ResultFolder
+from starling.runs.study.config import Cell, Study, result_digest
+from starling.runs.study.picture import draw_curves
+from starling.runs.study.results import CellResult, Outcomes, ResultFolder
+from starling.runs.study.table import details, error_rates, legend, rows_of
 from starling.runs.study.workers import Task, compute
 
 
 def run_study(study: Study, tell: Say, console: Console) -> None:
-    """Compute the cells of a study that are not done yet, and write its answer.
+    """Compute the cells of a study that are missing, and write its answer.
 
     `exp/<name>` holds study.yaml, env.txt, ready/ (the models before training), cells/ (one JSON file for each), and
-    table.md, findings.md, results.json and curves-*.svg. The table goes to `tell`, everything else to `console`.
-    A study that was stopped goes on where it was; a cell whose recipe has changed is computed anew.
+    table.md, results.json and curves-*.svg. The table goes to `tell`, everything else to `console`. A stopped study
+    continues where it was; a cell whose recipe has changed is computed again.
     """
     say = say_on(console)
     folder = ResultFolder(study.folder / "cells")
-    recipes = {cell: recipe_of(study, cell) for cell in cells(study.grid)}
-    digests = {cell: digest(recipe) for cell, recipe in recipes.items()}
-    done = {result.cell: result for result in folder.read_all(digests.items())}
+    recipes = {cell: study.recipe_of(cell) for cell in study.grid.cells()}
+    found = {cell: folder.read(cell, result_digest(recipe)) for cell, recipe in recipes.items()}
+    done = {cell: result for cell, result in found.items() if result is not None}
     missing = [cell for cell in recipes if cell not in done]
     _claim(study)
     say(f"{study.base.name}: {len(recipes)} cells, {len(done)} of them done already")
     if missing:
         with Bars(console) as bars:
             ready = _make_ready(study, missing, say, bars)
-            tasks = [Task(cell, recipes[cell], ready[cell.setting.model]) for cell in missing]
+            tasks = [Task(cell, recipes[cell], ready[cell.model]) for cell in missing]
             done |= _compute(study, tasks, folder, say, bars, len(done))
     for line in write_report(study, [done[cell] for cell in recipes]):
         tell(line)
-    say(f"table.md, findings.md, results.json and curves are in {study.folder}")
+    say(f"table.md, results.json and curves are in {study.folder}")
+
+
+def write_report(study: Study, results: Sequence[CellResult]) -> list[str]:
+    """Write table.md, results.json and curves-*.svg into the study's folder; the lines of the first table.
+
+    Raises ConfigError for a folder that cannot be written.
+    """
+    outcomes, folder, name = Outcomes(results), study.folder, study.base.name
+    rows = rows_of(outcomes)
+    rates = error_rates(outcomes, rows)
+    content = {
+        "study": study.grid.model_dump(mode="json"),
+        "rows": [asdict(row) for row in rows],
+        "cells": [result.model_dump(mode="json") for result in results],
+    }
+    try:
+        pictures = [f"![Training loss]({path.name})" for path in draw_curves(outcomes, folder)]
+        page = [f"# Word error rates: {name}", "", *legend(outcomes), "", *rates, "", *pictures]
+        page += ["", "## Everything measured", "", *details(rows)]
+        (folder / "table.md").write_text("\n".join(page) + "\n", encoding="utf-8")
+        (folder / "results.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    return rates
 
 
 def _claim(study: Study) -> None:
-    """Make the study's folder and write into it what is studied, and on what."""
+    """Make the study's folder, with its recipe and a description of this machine."""
     try:
         study.folder.mkdir(parents=True, exist_ok=True)
         tree = study.base.model_dump(mode="json") | {"study": study.grid.model_dump(mode="json")}
@@ -59,19 +86,18 @@ def _claim(study: Study) -> None:
 def _make_ready(study: Study, missing: Sequence[Cell], say: Say, bars: Bars) -> Mapping[str, Path]:
     """Prepare the data, and set up each model that is needed; its folder by its label."""
     folders = {}
-    for model in dict.fromkeys(cell.setting.model for cell in missing):
-        own = [cell for cell in missing if cell.setting.model == model]
-        most = max(own, key=lambda cell: recipe_of(study, cell).learners)
+    for model in dict.fromkeys(cell.model for cell in missing):
+        recipes = [study.recipe_of(cell) for cell in missing if cell.model == model]
         folders[model] = study.folder / "ready" / model
         folders[model].mkdir(parents=True, exist_ok=True)
-        set_up(recipe_of(study, most), ExperimentFolder(folders[model]), say, bars)
+        set_up(max(recipes, key=lambda recipe: recipe.learners), ExperimentFolder(folders[model]), say, bars)
     return folders
 
 
 def _compute(
     study: Study, tasks: Sequence[Task], folder: ResultFolder, say: Say, bars: Bars, num_done: int
 ) -> dict[Cell, CellResult]:
-    """Compute tasks, keep each result as soon as it is there, and say it."""
+    """Compute tasks; keep and report each result as soon as it is there."""
     results: dict[Cell, CellResult] = {}
     total = num_done + len(tasks)
     bars(study.base.name, num_done, total)
@@ -92,7 +118,7 @@ def _compute(
 
 
 def _kept(number: int, total: int, folder: ResultFolder) -> str:
-    return f"{number} of {total} cells are kept in {folder.path}, and the same command goes on from there"
+    return f"{number} of {total} cells are kept in {folder.path}; run the same command to continue"
 
 
 def _outcome(result: CellResult) -> str:

@@ -1,6 +1,6 @@
 """One pass over the audio of a set: faults of single utterances, and what is needed to compare them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,11 +11,11 @@ from starling.speech.check.config import CheckConfig
 from starling.speech.check.findings import Finding
 from starling.speech.check.sound import Sound, measure
 from starling.speech.corpora import Audio, Utterance
-from starling.speech.left_out import LeftOut, left_out_of
-from starling.speech.prepare import DataConfig, Progress, counted, set_digest
+from starling.speech.left_out import LeftOut
+from starling.speech.preparing.making import REPORT_EVERY, Progress
 from starling.speech.store import SpeechSet
 from starling.speech.strings import StringsConfig, plan_strings
-from starling.speech.usable import Checker, Dropped, FilterConfig, TextStyle
+from starling.speech.usable import Checked, Checker, Dropped, FilterConfig, TextStyle
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,6 @@ class Record:
     read: Callable[[], Audio]
 
 
-def sources_of(data: DataConfig) -> list[Source]:
-    """The sets that a recipe uses, as its corpus has them."""
-    limits = data.filter.model_copy(update={"on_bad": "skip", "max_skipped": 1.0})
-    return [
-        Source(
-            name,
-            partial(data.corpus.utterances, name),
-            data.sampling_rate,
-            data.text,
-            limits,
-            left_out_of(data.filter.leave_out, name),
-            data.strings,
-            set_digest(data, name),
-        )
-        for name in data.used_sets
-    ]
-
-
 def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
     """Sets as they were prepared.
 
@@ -102,7 +84,7 @@ def collect(source: Source, config: CheckConfig, report: Progress) -> tuple[list
     watched = (_watched(utterance, heard) for utterance in utterances)
     records = []
     with one_thread():
-        for utterance, _ in counted(checker.usable(watched), utterances, f"{source.name} (checking)", report):
+        for utterance, _ in _counted(checker.usable(watched), utterances, f"{source.name} (checking)", report):
             sound = measure(*heard[0])
             records.append(Record(source.name, utterance.id, utterance.speaker, utterance.text, sound, utterance.read))
             heard.clear()
@@ -172,3 +154,16 @@ def _faults(record: Record, config: CheckConfig) -> Iterator[Finding]:
     if not low <= pace <= high:
         detail = f"{sound.seconds:.3f} s for {len(record.text)} characters"
         yield finding(kind="seconds-per-character", value=pace, limit=low if pace < low else high, detail=detail)
+
+
+def _counted(
+    usable: Iterable[Checked], utterances: Iterable[Utterance], label: str, report: Progress
+) -> Iterator[Checked]:
+    """The usable ones of some utterances, reporting progress under a label on the way."""
+    total = len(utterances) if isinstance(utterances, Sequence) else 0
+    done = 0
+    for done, each in enumerate(usable, start=1):
+        if done % REPORT_EVERY == 0:
+            report(label, done, total)
+        yield each
+    report(label, done, total or done)

@@ -14,7 +14,7 @@ from starling.speech.check.findings import Finding, Report, SetSize
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import check_ctc_fits
 from starling.speech.models import ModelConfig
-from starling.speech.prepare import Progress
+from starling.speech.preparing.making import Progress
 from starling.speech.tokens import TokenConfig, make_tokenizer
 
 

@@ -1,14 +1,19 @@
 """Reading of audio files that may be anything: bounded in memory, and every fault a `DataError`."""
 
+from __future__ import annotations
+
 import re
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import soundfile
 from numpy.typing import NDArray
 
 from starling.errors import DataError
+
+if TYPE_CHECKING:
+    import soundfile
 
 MAX_SECONDS = 3600.0
 """Longest stretch that is read at once; longer recordings need segments."""
@@ -30,6 +35,8 @@ def read_audio(
         DataError: the file is missing, no regular file, empty, truncated, not audio, longer than an hour, ends
             before the segment does, or has several channels and `channel` does not say which.
     """
+    import soundfile
+
     _check_regular(path)
     try:
         with soundfile.SoundFile(str(path)) as file:

@@ -3,18 +3,14 @@
 import inspect
 import tempfile
 from collections.abc import Iterator
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import lhotse.recipes
 import numpy as np
-from lhotse import CutSet
-from lhotse.serialization import deserialize_item
 from pydantic import Field, field_validator
 
-from starling.errors import DataError
+from starling.errors import DataError, did_you_mean
 from starling.speech.corpora.archives import check_archive
 from starling.speech.corpora.audio import MAX_SECONDS, read_audio
 from starling.speech.corpora.lines import read_json_lines
@@ -59,12 +55,13 @@ class LhotseRecipeCorpus(FileCorpus):
     def _known(cls, name: str) -> str:
         known = recipe_names()
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            hint = did_you_mean(name, known) or f"known are {', '.join(known)}"
             raise ValueError(f"lhotse has no recipe {name!r}; {hint}")
         return name
 
     def utterances(self, set_name: str) -> Iterator[Utterance]:
+        from lhotse import CutSet
+
         wanted = self.sets[set_name]
         # Some recipes read their own manifests back lazily: they must live while the cuts are used.
         with tempfile.TemporaryDirectory(prefix="starling-") as scratch:
@@ -81,6 +78,8 @@ class LhotseRecipeCorpus(FileCorpus):
                     yield _utterance(cut, name, f"{self.recipe}/{part}", self.channel, self.audio_root)
 
     def _prepare(self, scratch: Path) -> dict[str, dict[str, Any]]:
+        import lhotse.recipes
+
         prepare = getattr(lhotse.recipes, f"prepare_{self.recipe}")
         source = self.located()
         options: dict[str, Any] = {
@@ -109,6 +108,8 @@ class LhotseRecipeCorpus(FileCorpus):
 
 def recipe_names() -> list[str]:
     """The corpora that lhotse can prepare."""
+    import lhotse.recipes
+
     return sorted(name.removeprefix("prepare_") for name in vars(lhotse.recipes) if name.startswith("prepare_"))
 
 
@@ -126,6 +127,8 @@ def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _cut(item: dict[str, Any], origin: str) -> Any:
+    from lhotse.serialization import deserialize_item
+
     try:
         return deserialize_item(item)
     except Exception as error:  # whatever lhotse makes of fields that are wrong
@@ -133,6 +136,8 @@ def _cut(item: dict[str, Any], origin: str) -> Any:
 
 
 def _shar_cuts(folder: Path) -> Iterator[tuple[str, Any]]:
+    from lhotse import CutSet
+
     manifests = sorted(folder.glob("cuts.*.jsonl*"))
     if not manifests:
         raise DataError(f"{folder}: no cuts.*.jsonl.gz here; a Shar folder is expected")

@@ -1,11 +1,10 @@
 """Tab-separated tables with a header."""
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from starling.errors import DataError
+from starling.errors import DataError, did_you_mean
 from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.utterance import FileCorpus, Utterance
 
@@ -48,10 +47,8 @@ class TsvCorpus(FileCorpus):
 def _check_columns(table: Path, columns: dict[str, int], wanted: list[str]) -> None:
     for name in wanted:
         if name not in columns:
-            near = get_close_matches(name, columns, 1)
-            hint = f"; did you mean {near[0]!r}? It has: " if near else "; it has: "
             raise DataError(
-                f"{table}: no column {name!r}{hint}{', '.join(columns) or 'nothing'}; "
+                f"{table}: no column {name!r}; {did_you_mean(name, columns)}it has: {', '.join(columns) or 'nothing'}; "
                 f"name its columns in data.corpus (id, speaker, audio, text, sets)"
             )
 

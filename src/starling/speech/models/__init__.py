@@ -1,32 +1,21 @@
 """Acoustic models by name, their presets by size, and the configuration that chooses."""
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import Literal, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
-from torch import nn
 
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.registry import Registry
-from starling.speech.chance import borrowed_generators
-from starling.speech.models import deep_speech, recurrent, transformer
-from starling.speech.models.blstm import BlstmCtc
-from starling.speech.models.deep_speech import DeepSpeechCtc
-from starling.speech.models.lstm import LstmCtc
-from starling.speech.models.shape import Architecture, ModelShape
-from starling.speech.models.subsampling import frames_after
-from starling.speech.models.transformer import Positions, TransformerCtc
+from starling.speech.models.shape import MODELS, Architecture, ModelShape, Positions, frames_after
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["MODELS", "Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters", "find_model"]
-
-MODELS = {
-    "blstm": Architecture(BlstmCtc, recurrent.PRESETS),
-    "lstm": Architecture(LstmCtc, recurrent.PRESETS),
-    "transformer": Architecture(TransformerCtc, transformer.PRESETS),
-    "deep-speech": Architecture(DeepSpeechCtc, deep_speech.PRESETS),
-}
-"""Starling's own architectures by name."""
 
 
 def _is_architecture(found: object) -> TypeGuard[Architecture]:
@@ -100,7 +89,7 @@ class ModelConfig(Config):
         raise ValueError(f"{name} has no such size; known are {', '.join(sizes)}")
 
     @model_validator(mode="after")
-    def _sizes_fit(self) -> "ModelConfig":
+    def _sizes_fit(self) -> ModelConfig:
         _ = self.shape  # raises ValueError for sizes that don't go together
         return self
 
@@ -121,8 +110,10 @@ def build_model(config: ModelConfig, num_features: int, vocab_size: int, seed: i
     `forward(features [B, T, F], lengths [B])` gives log-probabilities `[B, T', V]` and lengths `[B]`.
     The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).
     """
+    from starling.speech.chance import borrowed_generators
+
     with borrowed_generators(seed):
-        return find_model(config.name).network(config.shape, num_features, vocab_size)
+        return find_model(config.name).load()(config.shape, num_features, vocab_size)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from starling.speech.models.recurrent import RecurrentShape
+from starling.speech.models.shape import RecurrentShape
 from starling.speech.models.subsampling import ConvSubsampling
 
 

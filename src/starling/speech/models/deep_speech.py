@@ -1,40 +1,12 @@
 """The Deep Speech network of the Mozilla and Coqui line, with CTC outputs."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
-from starling.speech.models.shape import ModelShape
+from starling.speech.models.shape import DeepSpeechShape
 from starling.speech.models.subsampling import frame_mask
 
 _CLIP = 20.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeepSpeechShape(ModelShape):
-    """Every size of Deep Speech; dropout is behind every dense layer.
-
-    Raises ValueError for a context window that leaves feature frames out.
-    """
-
-    hidden: int  # units of every layer
-    context: int  # feature frames heard on either side of an encoder frame's own
-
-    def __post_init__(self) -> None:
-        window = 2 * self.context + 1
-        if window < self.subsampling:
-            raise ValueError(
-                f"a context of {self.context} makes a window of {window} feature frames, which would never hear some "
-                f"at subsampling {self.subsampling}: take a context of at least {self.subsampling // 2}"
-            )
-
-
-PRESETS = {
-    "tiny": DeepSpeechShape(hidden=64, context=9, subsampling=4, dropout=0.0),
-    "small": DeepSpeechShape(hidden=240, context=9, subsampling=4, dropout=0.1),
-    "original": DeepSpeechShape(hidden=2048, context=9, subsampling=2, dropout=0.05),
-}
 
 
 def clipped_relu(values: torch.Tensor) -> torch.Tensor:

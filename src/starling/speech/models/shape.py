@@ -1,9 +1,16 @@
-"""What the sizes of all acoustic models have in common, and what the registry knows of a model."""
+"""The sizes of all acoustic models and their presets, which recipes are checked against without loading torch."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, cast
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
+
+Positions = Literal["sinusoidal", "rotary"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,12 +21,87 @@ class ModelShape:
     dropout: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecurrentShape(ModelShape):
+    """Every size of a stack of LSTM layers; dropout is before every layer but the first, and before the outputs."""
+
+    layers: int  # LSTM layers
+    hidden: int  # units of an LSTM layer, per direction
+    bottleneck: int  # units between the last LSTM layer and the outputs; 0: none
+    channels: int  # output channels of every subsampling layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeechShape(ModelShape):
+    """Every size of Deep Speech; dropout is behind every dense layer.
+
+    Raises ValueError for a context window that leaves feature frames out.
+    """
+
+    hidden: int  # units of every layer
+    context: int  # feature frames heard on either side of an encoder frame's own
+
+    def __post_init__(self) -> None:
+        window = 2 * self.context + 1
+        if window < self.subsampling:
+            raise ValueError(
+                f"a context of {self.context} makes a window of {window} feature frames, which would never hear some "
+                f"at subsampling {self.subsampling}: take a context of at least {self.subsampling // 2}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerShape(ModelShape):
+    """Every size of a Transformer; dropout is on the first block's inputs and on what each half of a block adds.
+
+    Raises ValueError for a width that the heads cannot share.
+    """
+
+    layers: int  # blocks
+    width: int  # units of a frame, between the blocks
+    heads: int  # of the attention; they share the width
+    feed_forward: int  # units inside a block's feed-forward half
+    positions: Positions
+    channels: int  # output channels of every subsampling layer
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"{self.heads} heads cannot share a width of {self.width}: each needs the same even number of units "
+                f"(sines and cosines come in pairs); take a width that is a multiple of {2 * self.heads}"
+            )
+
+
+_RECURRENT = {
+    "tiny": RecurrentShape(layers=1, hidden=32, bottleneck=0, channels=32, subsampling=4, dropout=0.0),
+    "small": RecurrentShape(layers=2, hidden=128, bottleneck=0, channels=128, subsampling=4, dropout=0.1),
+    "medium": RecurrentShape(layers=4, hidden=320, bottleneck=0, channels=256, subsampling=4, dropout=0.2),
+    "ibm": RecurrentShape(layers=6, hidden=512, bottleneck=256, channels=256, subsampling=2, dropout=0.2),
+}
+_DEEP_SPEECH = {
+    "tiny": DeepSpeechShape(hidden=64, context=9, subsampling=4, dropout=0.0),
+    "small": DeepSpeechShape(hidden=240, context=9, subsampling=4, dropout=0.1),
+    "original": DeepSpeechShape(hidden=2048, context=9, subsampling=2, dropout=0.05),
+}
+_TRANSFORMER = {
+    "tiny": TransformerShape(
+        layers=2, width=64, heads=4, feed_forward=256, positions="rotary", channels=32, subsampling=4, dropout=0.0
+    ),
+    "small": TransformerShape(
+        layers=4, width=128, heads=4, feed_forward=512, positions="rotary", channels=64, subsampling=4, dropout=0.1
+    ),
+    "medium": TransformerShape(
+        layers=6, width=256, heads=4, feed_forward=1024, positions="rotary", channels=128, subsampling=4, dropout=0.1
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A kind of network as recipes see it."""
 
-    network: Callable[..., nn.Module]
-    """`network(shape, num_features, vocab_size)`; the shape is of the presets' class."""
+    network: str | Callable[..., nn.Module]
+    """`network(shape, num_features, vocab_size)`, or its `module:name`; the shape is of the presets' class."""
     presets: Mapping[str, ModelShape]
     """Complete sets of sizes, by name; all of one class, and one of them is `small`."""
 
@@ -28,3 +110,27 @@ class Architecture:
         """The names of the sizes that it has: its own first, then those that every network has."""
         common = [field.name for field in fields(ModelShape)]
         return [field.name for field in fields(self.presets["small"]) if field.name not in common] + common
+
+    def load(self) -> Callable[..., nn.Module]:
+        """What makes the network, which needs torch; what a recipe says of it does not."""
+        if not isinstance(self.network, str):
+            return self.network
+        module, name = self.network.split(":")
+        return cast(Callable[..., "nn.Module"], getattr(import_module(module), name))
+
+
+_HERE = "starling.speech.models"
+MODELS = {
+    "blstm": Architecture(f"{_HERE}.blstm:BlstmCtc", _RECURRENT),
+    "lstm": Architecture(f"{_HERE}.lstm:LstmCtc", _RECURRENT),
+    "transformer": Architecture(f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER),
+    "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
+}
+
+
+def frames_after(num_frames: int, subsampling: int) -> int:
+    """Encoder frames made of `num_frames` feature frames: halved, rounded up, once per layer of stride 2."""
+    while subsampling > 1:
+        num_frames = (num_frames + 1) // 2
+        subsampling //= 2
+    return num_frames

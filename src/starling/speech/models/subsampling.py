@@ -11,14 +11,6 @@ def frame_mask(lengths: torch.Tensor, num_frames: int) -> torch.Tensor:
     return (torch.arange(num_frames, device=lengths.device) < lengths[:, None])[:, :, None]
 
 
-def frames_after(num_frames: int, subsampling: int) -> int:
-    """Encoder frames made of `num_frames` feature frames: halved, rounded up, once per layer of stride 2."""
-    while subsampling > 1:
-        num_frames = (num_frames + 1) // 2
-        subsampling //= 2
-    return num_frames
-
-
 class ConvSubsampling(nn.Module):
     """Two convolutions over time, LayerNorm and ReLU behind each; `[B, T, F]` -> `[B, T', channels]`.
 

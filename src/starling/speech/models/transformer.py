@@ -1,52 +1,12 @@
 """A Transformer encoder with CTC outputs."""
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from starling.speech.models.positions import phases, rotate, sinusoids
-from starling.speech.models.shape import ModelShape
+from starling.speech.models.shape import TransformerShape
 from starling.speech.models.subsampling import ConvSubsampling, frame_mask
-
-Positions = Literal["sinusoidal", "rotary"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerShape(ModelShape):
-    """Every size of a Transformer; dropout is on the first block's inputs and on what each half of a block adds.
-
-    Raises ValueError for a width that the heads cannot share.
-    """
-
-    layers: int  # blocks
-    width: int  # units of a frame, between the blocks
-    heads: int  # of the attention; they share the width
-    feed_forward: int  # units inside a block's feed-forward half
-    positions: Positions
-    channels: int  # output channels of every subsampling layer
-
-    def __post_init__(self) -> None:
-        if self.width % (2 * self.heads):
-            raise ValueError(
-                f"{self.heads} heads cannot share a width of {self.width}: each needs the same even number of units "
-                f"(sines and cosines come in pairs); take a width that is a multiple of {2 * self.heads}"
-            )
-
-
-PRESETS = {
-    "tiny": TransformerShape(
-        layers=2, width=64, heads=4, feed_forward=256, positions="rotary", channels=32, subsampling=4, dropout=0.0
-    ),
-    "small": TransformerShape(
-        layers=4, width=128, heads=4, feed_forward=512, positions="rotary", channels=64, subsampling=4, dropout=0.1
-    ),
-    "medium": TransformerShape(
-        layers=6, width=256, heads=4, feed_forward=1024, positions="rotary", channels=128, subsampling=4, dropout=0.1
-    ),
-}
 
 
 class SelfAttention(nn.Module):

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from starling.errors import DataError
+from starling.files import sync
 from starling.speech.corpora import Utterance
 from starling.speech.preparing.executors import Executor
 from starling.speech.preparing.stages import Checking, Result, Stage, listing_of, read_result, remove_asides
-from starling.speech.shard_writer import ShardIndex, sync, write_index
+from starling.speech.shard_writer import ShardIndex, write_index
 from starling.speech.strings import StringsConfig, join_strings, plan_strings
 from starling.speech.usable import Checker
 

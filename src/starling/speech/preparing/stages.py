@@ -6,7 +6,6 @@
 <work>/aside-.../                     what a process has not finished
 """
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -16,9 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from starling.configuration import digest
+from starling.files import replace_file
 from starling.speech.corpora import Utterance
 from starling.speech.left_out import LeftOut
-from starling.speech.shard_writer import ShardIndex, ShardWriter, audio_file, cuts_file, sync
+from starling.speech.shard_writer import ShardIndex, ShardWriter, audio_file, cuts_file
 from starling.speech.usable import Checker, Dropped, FilterConfig, TextStyle
 
 Tick = Callable[[int], None]
@@ -95,13 +96,10 @@ class Stage:
         """
         with _aside(self.work) as aside:
             result = self._written(aside, tick) if self.writes else self._checked(tick)
-            partial = aside / self.file.name
-            partial.write_text(json.dumps(asdict(result), separators=_SEPARATORS), encoding="utf-8")
-            sync(partial)
             self.file.unlink(missing_ok=True)
             if self.writes:
                 self._publish(aside, result.shard)
-            partial.replace(self.file)
+            replace_file(self.file, json.dumps(asdict(result), separators=_SEPARATORS))
         return len(result.places)
 
     def _checked(self, tick: Tick) -> Result:
@@ -162,7 +160,7 @@ class _Places:
 def listing_of(utterances: Iterable[Utterance]) -> str:
     """Digest of what a corpus says of some utterances, without their audio."""
     rows = [(each.id, each.speaker, each.text, each.origin, each.stretch) for each in utterances]
-    return hashlib.sha256(json.dumps(rows, separators=_SEPARATORS).encode()).hexdigest()
+    return digest(rows)
 
 
 def read_result(file: Path) -> Result | None:

@@ -1,0 +1,40 @@
+"""The recipes that come with Starling: package data, used by name or copied to be changed."""
+
+import shutil
+from pathlib import Path
+
+from starling.errors import ConfigError, did_you_mean
+from starling.runs.recipe.file import SHIPPED, read_base
+
+
+def summaries() -> dict[str, str]:
+    """What each recipe is for, the first comment of its file, by its name."""
+    return {path.stem: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for path in _files()}
+
+
+def copy_recipe(name: str, to: Path) -> list[Path]:
+    """Copy a recipe, and those that it builds on, into the folder `to`; the new files.
+
+    Raises:
+        ConfigError: there is no recipe of that name, a file is there already, or nothing can be written there.
+    """
+    known = {path.stem: path for path in _files()}
+    if name not in known:
+        raise ConfigError(f"recipe {name!r} is unknown; {did_you_mean(name, known)}known are {', '.join(known)}")
+    sources = [known[name]]
+    while (base := read_base(sources[-1])) is not None:
+        sources.append(base)
+    copies = [to / path.name for path in sources]
+    if there := [str(copy) for copy in copies if copy.exists()]:
+        raise ConfigError(f"{', '.join(there)}: there already; remove it, or copy to another folder")
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        for source, copy in zip(sources, copies, strict=True):
+            shutil.copyfile(source, copy)
+    except OSError as error:
+        raise ConfigError(f"{to}: cannot be written ({error}); copy to another folder") from error
+    return copies
+
+
+def _files() -> list[Path]:
+    return sorted(SHIPPED.glob("*.yaml"))

@@ -1,0 +1,130 @@
+"""What a recipe trains on, and which utterances are in which mini-batch; read without loading torch."""
+
+import csv
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from starling.chance import derive_seed
+from starling.errors import DataError
+from starling.runs.recipe.recipe import Recipe
+from starling.speech.mixture import Mixture
+from starling.speech.partition import PartDraws, divide, labels_are_domains
+from starling.speech.planning import EpochPlan, MiniBatch, Planner
+from starling.speech.union import Member, SpeechSets
+from starling.workload import Ticket
+
+
+class TrainingPlan:
+    """The mini-batches of a recipe: a pure function of its seed and the ticket.
+
+    `utterances` are the indices in `speech_set` to train on, in ascending order. Where the recipe divides the data, a
+    mini-batch is drawn from the ticket's part, and an epoch only counts mini-batches.
+    """
+
+    def __init__(self, recipe: Recipe, speech_set: SpeechSets, utterances: NDArray[np.int32]) -> None:
+        self.recipe = recipe
+        self.speech_set = speech_set
+        self.utterances = utterances
+        self.num_parts = 1 if recipe.partition == "identical" else recipe.num_workers
+
+    def epoch(self, epoch: int) -> EpochPlan:
+        """Which of `utterances` are in which mini-batch, where all learners see the same."""
+        return self._planner.epoch(epoch)
+
+    def of(self, ticket: Ticket) -> MiniBatch:
+        """The places in `utterances` of what is in a ticket's mini-batch."""
+        if self._draws is not None:
+            return self._draws.draw(ticket.part, ticket.step)
+        return self.epoch(ticket.epoch)[ticket.index]
+
+    @cached_property
+    def _planner(self) -> Planner:
+        mixture = make_mixture(self.recipe, self.speech_set, self.utterances)
+        seed = derive_seed(self.recipe.seed, "plan")
+        return Planner(self._durations, self._of_kept(self.speech_set.shards), self.recipe.batches, seed, mixture)
+
+    @cached_property
+    def _draws(self) -> PartDraws | None:
+        parts = divide_utterances(self.recipe, self.speech_set, self.utterances)
+        if parts is None:
+            return None
+        return PartDraws(self._durations, parts, self.recipe.batches, derive_seed(self.recipe.seed, "draws"))
+
+    @property
+    def _durations(self) -> NDArray[np.float32]:
+        return self._of_kept(self.speech_set.durations)
+
+    def _of_kept(self, values: NDArray[Any]) -> NDArray[Any]:
+        """A value for each utterance that is trained on; nothing is copied where that is all of them."""
+        return values if len(self.utterances) == len(values) else values[self.utterances]
+
+
+def load_plan(recipe: Recipe, too_short: Path) -> TrainingPlan:
+    """The plan of a recipe whose data are prepared; `too_short` lists the utterances that CTC cannot align."""
+    train = open_training_set(recipe)
+    return TrainingPlan(recipe, train, kept_utterances(train, too_short))
+
+
+def open_training_set(recipe: Recipe) -> SpeechSets:
+    """What the recipe trains on, prepared before.
+
+    Raises DataError if it cannot be opened, or has not the recipe's sampling rate.
+    """
+    if recipe.mixture is None:
+        return SpeechSets([Member("", recipe.data.set_folder(recipe.data.train))])
+    opened = SpeechSets(
+        [
+            Member(name, recipe.set_folder(each))
+            for name, domain in recipe.mixture.domains.items()
+            for each in domain.sets
+        ]
+    )
+    if opened.sampling_rate != recipe.data.sampling_rate:
+        raise DataError(
+            f"the sets of the mixture are at {opened.sampling_rate} Hz, and data.sampling_rate is "
+            f"{recipe.data.sampling_rate}: prepare them again, or change the rate"
+        )
+    return opened
+
+
+def make_mixture(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.int32]) -> Mixture | None:
+    """The recipe's mixture of those `utterances` of the training set that are trained on.
+
+    Raises DataError when a domain has none.
+    """
+    if recipe.mixture is None:
+        return None
+    return Mixture(recipe.mixture, np.searchsorted(utterances, train.domain_bounds).tolist())
+
+
+def divide_utterances(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.int32]) -> NDArray[np.int32] | None:
+    """The part of each of `utterances`, one part for each learner that computes; None where all see the same.
+
+    Raises ConfigError when there is not enough for so many learners.
+    """
+    if recipe.partition == "identical":
+        return None
+    seconds = train.durations[utterances]
+    return divide(part_labels(recipe, train, utterances), seconds, recipe.num_workers, recipe.partition, recipe.seed)
+
+
+def part_labels(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.int32]) -> NDArray[np.int32]:
+    labels = train.domain_labels() if labels_are_domains(recipe.partition) else train.speaker_labels()
+    return labels[utterances]
+
+
+def kept_utterances(train: SpeechSets, path: Path) -> NDArray[np.int32]:
+    """Numbers of the utterances to train on: all that `list_too_short` has not written down."""
+    everything = np.arange(len(train), dtype=np.int32)
+    if not path.is_file():
+        return everything
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [(row["id"], int(row["number"])) for row in csv.DictReader(file, dialect="excel-tab")]
+    for name, number in rows:
+        if number >= len(train) or train.id(number) != name:
+            raise DataError(f"{path}: {name} is not utterance {number} of {train.name}; train again without resume")
+    return np.delete(everything, [number for _, number in rows])
