@@ -21,7 +21,7 @@ from starling.report.status import learners_of
 from starling.report.summary import Record, summarise
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import segments, start_of
-from starling.runs.recipe.recipe import Recipe
+from starling.runs.recipe.run import RunConfig
 from starling.timeouts import LOOK_EVERY
 
 _WIDTH = 120
@@ -35,17 +35,17 @@ class Following:
     `on_look` is called about once a second while learners train.
     """
 
-    def __init__(self, recipe: Recipe, folder: ExperimentFolder, console: Console) -> None:
-        self._recipe = recipe
+    def __init__(self, run: RunConfig, folder: ExperimentFolder, console: Console) -> None:
+        self._run = run
         self._folder = folder
         self._console = console
         self._say = say_on(console)
         self._writing = threading.Lock()
-        self.roster = Roster(recipe.learners)
+        self.roster = Roster(run.learners)
         self.events = Events(folder.log / "events.jsonl", self._warn)
         self.on_look: Callable[[], None] = lambda: None
         self._stalls = Stalls(
-            self.roster, lambda learner: f"{folder.log}/learner-{learner}.log", recipe.engine.explain_seconds
+            self.roster, lambda learner: f"{folder.log}/learner-{learner}.log", run.engine.explain_seconds
         )
         self._began = time.time()
         self._first_segment = segments(folder.seen)[-1].name
@@ -57,10 +57,8 @@ class Following:
         self._has_warned = False
 
     def __enter__(self) -> Self:
-        recipe = self._recipe
-        self.events.write(
-            "start", name=recipe.name, strategy=recipe.strategy.name, learners=recipe.learners, pid=os.getpid()
-        )
+        run = self._run
+        self.events.write("start", name=run.name, strategy=run.strategy.name, learners=run.learners, pid=os.getpid())
         self._write()
         self._thread.start()
         return self
@@ -111,8 +109,8 @@ class Following:
     def _status(self) -> Status:
         roster = self.roster
         return Status(
-            name=self._recipe.name,
-            strategy=self._recipe.strategy.name,
+            name=self._run.name,
+            strategy=self._run.strategy.name,
             stage=self._stage,
             began=self._began,
             written=time.time(),
@@ -140,7 +138,7 @@ class Following:
     def _sum_up(self, how: str) -> None:
         roster = self.roster
         took = roster.clock() - roster.began_at
-        title = f"{self._recipe.name}, {self._recipe.strategy.name}: {how}, after {took:.0f} s"
+        title = f"{self._run.name}, {self._run.strategy.name}: {how}, after {took:.0f} s"
         with roster.lock:
             record = self._record()
             summary = summarise(title, roster, record, self._stalls.ended, str(self._folder.path))

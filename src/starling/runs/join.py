@@ -10,26 +10,26 @@ from starling.launch.messages import JoinAnswer, JoinRequest
 from starling.launch.requests import Requests, answered, ask, who_takes, withdraw
 from starling.report.progress import Say
 from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.recipe.recipe import Recipe
+from starling.runs.recipe.run import RunConfig
 from starling.timeouts import ANSWER_EVERY
 from starling.training.faults import Join
 
 
 def changes(
-    recipe: Recipe,
+    run: RunConfig,
     requests: Requests | None,
     say: Say,
     on_join: Callable[[int, int], None],
     on_left_out: Callable[[int, str], None],
 ) -> Changes:
     """How the learners of a recipe's run may change."""
-    strategy, options = recipe.strategy.strategy, recipe.strategy.options
+    strategy, options = run.strategy.strategy, run.strategy.options
     return Changes(
         succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
-        replaces=recipe.on_loss == "replace",
-        joins=[fault for fault in recipe.faults if isinstance(fault, Join)],
+        replaces=run.on_loss == "replace",
+        joins=[fault for fault in run.faults if isinstance(fault, Join)],
         requests=requests,
-        is_open=recipe.on_loss != "stop",
+        is_open=run.on_loss != "stop",
         say=say,
         on_join=on_join,
         on_left_out=on_left_out,

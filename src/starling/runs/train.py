@@ -1,47 +1,30 @@
 """Training with real learner processes: the launcher, and each of the learners."""
 
 import sys
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
-from starling.checkpoint.files import remove_partial
-from starling.checkpoint.reader import checkpoints_in, load
-from starling.checkpoint.writer import CheckpointWriter
-from starling.engines.processes.learner import Place, choose_device
-from starling.engines.processes.member import run_learner
-from starling.errors import ConfigError, StarlingError, Stopped
-from starling.launch.launcher import launch
+from starling.engines.processes.learner import Place
+from starling.errors import Stopped
 from starling.launch.link import Link
-from starling.launch.messages import LearnerMessage, ModelSaved, Said, Saved
+from starling.launch.messages import LearnerMessage, ModelSaved, Saved
 from starling.launch.process import signal_name
-from starling.launch.rendezvous import find_membership, find_place, joins
-from starling.launch.requests import taking_requests, who_takes
-from starling.launch.stopping import wishes_of
-from starling.launch.watch import Loss
-from starling.report.curves import Curves
+from starling.launch.rendezvous import find_place
 from starling.report.progress import Bars, Display, Say, say_on
+from starling.runs.cores import cores_here
 from starling.runs.evaluate import evaluate
 from starling.runs.experiment.claim import resolve_resume
 from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.experiment.seen import Seen, segments
 from starling.runs.following import Following
-from starling.runs.heartbeat import HeartbeatSource, beating
-from starling.runs.job import ModelWriter, cores_here, make_job, most_skipped, use_threads
-from starling.runs.join import changes
-from starling.runs.observers import CurvesByRank, Log, Messages, Metered, Saver, Together, show
+from starling.runs.job import ModelWriter, make_job, most_skipped
+from starling.runs.launching import check_alone, check_engine, crowding, resumable, run_learners
+from starling.runs.learning import Task, learn
 from starling.runs.recipe.recipe import Recipe, fingerprints, recipe_digest
-from starling.runs.regrouping import Regrouping
 from starling.runs.setup import make_ready
-from starling.runs.validate import Choice, Validation, model_writer
-from starling.timeouts import CURVES_EVERY, LOG_EVERY, SEND_EVERY, SET_UP
-from starling.training.faults import only_simulated
-
-MOST_TO_A_CORE = 4
-"""Learners; more is taken for a mistake."""
+from starling.runs.validate import Validation
+from starling.timeouts import SET_UP
 
 
 def train(recipe: Recipe, tell: Say, console: Console) -> None:
@@ -51,7 +34,7 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     """
     recipe = resolve_resume(recipe)
     check_engine(recipe)
-    _check_alone(recipe)
+    check_alone(recipe)
     if line := crowding(recipe.learners, cores_here()):
         say_on(console)(line)
     folder = _ready(recipe, console)
@@ -62,64 +45,16 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
         Display(title, recipe.learners, console, following.events) as display,
         Validation(recipe, folder, display.say, display.scored) as validation,
     ):
-        following.on_look = display.tick
-        roster = following.roster
 
-        def on_message(learner_id: int, message: LearnerMessage) -> None:
-            show(message, display)
+        def on_message(message: LearnerMessage) -> None:
             if isinstance(message, Saved) and message.moment != "barrier":
                 validation.saved(Path(message.folder), is_last=message.moment == "end")
             if isinstance(message, ModelSaved):
                 validation.saved(Path(message.folder))
 
-        def on_loss(loss: Loss) -> None:
-            display.lost(loss.learner, loss.reason)
-            display.train_with(roster.membership.members)
-
-        def on_join(learner_id: int, num_learners: int) -> None:
-            display.joined(learner_id, num_learners)
-            display.train_with(roster.membership.members)
-
-        try:
-            with taking_requests(folder.joins) as requests:
-                losses = launch(
-                    command,
-                    recipe.learners,
-                    folder.log,
-                    on_message,
-                    None if recipe.on_loss == "stop" else on_loss,
-                    recipe.engine.timeout_seconds,
-                    changes(recipe, requests, display.say, on_join, display.left_out),
-                    roster,
-                )
-        except StarlingError as error:
-            raise resumable(error, folder) from None
-        finally:
-            with suppress(OSError):
-                remove_partial(folder.checkpoints)  # all learners have ended
-        for loss in losses:
-            if loss.learner in display.away:
-                display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
+        run_learners(recipe, folder, command, following, display, how_to_resume(folder), on_message)
     with following.scoring():
         evaluate(folder.path, None, tell, console)
-
-
-def crowding(learners: int, cores: int) -> str | None:
-    """A warning where this machine has far fewer cores than learners."""
-    if learners <= MOST_TO_A_CORE * cores:
-        return None
-    return (
-        f"warning: {learners} learners share {cores} cores and slow each other down; use at most {cores} for speed, or "
-        "`starling simulate` to study more"
-    )
-
-
-def _check_alone(recipe: Recipe) -> None:
-    """Raises ConfigError if a run uses the experiment's folder already: both would write into it."""
-    if who_takes(ExperimentFolder(recipe.folder).joins) is not None:
-        raise ConfigError(
-            f"{recipe.folder}: another run writes here; wait for its end, stop it, or set name to another one"
-        )
 
 
 def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Console) -> None:
@@ -136,17 +71,9 @@ def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Cons
     stopped_by = _learn(recipe, folder, place, link)
     if link is None and stopped_by is not None:
         stopped = Stopped(f"stopped by {signal_name(stopped_by)}", stopped_by, has_saved=True)
-        raise resumable(stopped, folder)
+        raise resumable(stopped, folder, how_to_resume(folder))
     if link is None and place.rank == 0:
         evaluate(folder.path, None, tell, console)
-
-
-def check_engine(recipe: Recipe) -> None:
-    """Raises ConfigError for what real processes cannot have: CUDA on a machine without it, and some faults."""
-    if problems := list(only_simulated(recipe.faults)):
-        raise ConfigError("\n".join(problems))
-    if recipe.engine.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: cuda is asked for, but torch finds none here; use engine.device=auto or cpu")
 
 
 def _ready(recipe: Recipe, console: Console) -> ExperimentFolder:
@@ -168,75 +95,18 @@ def _agree_on_set_up(recipe: Recipe, place: Place, console: Console) -> Recipe:
     return recipe.model_copy(update={"resume": Path(resume) if resume else None})
 
 
-def resumable(error: StarlingError, folder: ExperimentFolder) -> StarlingError:
-    """The error that ended a run, with what was saved last and how to resume from it."""
-    found = checkpoints_in(folder.checkpoints)
-    if isinstance(error, Stopped):
-        saved = "; there is no checkpoint"
-        if found:
-            saved = f", saved {found[-1]}" if error.has_saved else f"; the newest checkpoint is {found[-1]}"
-        error = Stopped(f"{error}{saved}", error.signal_number)
-    if found:
-        error.add_note(f"resume with: starling train {folder.config} resume={folder.path}")
-    return error
+def how_to_resume(folder: ExperimentFolder) -> str:
+    """The command that resumes a run from its newest checkpoint."""
+    return f"starling train {folder.config} resume={folder.path}"
 
 
 def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
-    """Be a learner to the end; the signal by which all were asked to stop early, if they were."""
-    use_threads(recipe, place.local_world)
-
-    def tell(message: LearnerMessage) -> None:
-        if link is not None:
-            link.send(message)
-
-    regrouping = Regrouping(folder, place, tell)
-    curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
-    write_model = ModelWriter(folder.initial)
-    writer = CheckpointWriter(
-        folder.checkpoints,
-        regrouping.arrive,
-        write_model,
-        fingerprints(recipe),
-        recipe.checkpoints.keep,
-        recipe.sync_group_size,
+    task = Task(
+        make_job=lambda: make_job(recipe, folder, place.local_world),
+        write_model=ModelWriter(folder.initial),
+        digest=recipe_digest(recipe),
+        fingerprints=fingerprints(recipe),
+        max_skipped=lambda job: most_skipped(recipe, job),
+        validate_every=recipe.validate_every if recipe.data.valid is not None else None,
     )
-    validates = link is not None and recipe.validate_every is not None and recipe.data.valid is not None
-    saver = Saver(
-        writer,
-        tell,
-        lambda: Curves(folder.tensorboard / "consensus"),
-        Choice(recipe.checkpoints.epochs, recipe.validate_every if validates else None, folder, regrouping.agree),
-        model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), write_model, recipe.sync_group_size),
-    )
-    job = make_job(recipe, folder, place.local_world)
-    seen = Seen(
-        segments(folder.seen)[-1],
-        regrouping.count,
-        most_skipped(recipe, job),
-        lambda line: tell(Said(line)),
-    )
-    regrouping.watch(seen, saver)
-    world = max(place.world, place.rank + 1)  # a joiner's id may be beyond the first learners'
-    listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
-    if link is not None:
-        listeners.append(Metered(Messages(tell), world, SEND_EVERY))
-    start = load(recipe.resume).start(place.rank, place.world) if recipe.resume and not joins() else None
-    heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), recipe.engine.explain_seconds)
-    try:
-        with beating(heartbeat, link), wishes_of(link, recipe.checkpoints.minutes) as wishes, saver:
-            run_learner(
-                job,
-                place,
-                choose_device(recipe.engine.device, place),
-                recipe_digest(recipe),
-                Together([heartbeat, *listeners, seen, saver]),
-                start,
-                recipe.engine.timeout_seconds,
-                find_membership(place, link),
-                regrouping,
-                wishes,
-            )
-            return wishes.stopped_by
-    finally:
-        curves.close()
-        seen.close()
+    return learn(recipe, task, folder, place, link)
