@@ -1,4 +1,4 @@
-"""`import starling` is quick and offers what it says."""
+"""`import starling` is quick, and its public names exist."""
 
 import subprocess
 import sys
@@ -8,11 +8,16 @@ import pytest
 import starling
 
 
-def test_every_public_name_is_there_and_documented() -> None:
-    """Loaded when asked for."""
+def test_every_public_name_exists_and_is_documented() -> None:
+    """They are loaded when they are first used."""
     for name in starling.__all__:
         assert getattr(starling, name).__doc__, name
     assert dir(starling) == sorted(starling.__all__)
+
+
+def test_what_a_strategy_from_outside_needs_is_public() -> None:
+    """Its contract, its options, its facts, and a pattern of its own."""
+    assert {"Learner", "Handle", "Config", "Strategy", "Topology"} <= set(starling.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

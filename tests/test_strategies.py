@@ -1,4 +1,4 @@
-"""The registry of strategies, and the rule that a strategy's text stays readable."""
+"""The list of strategies, what each must say of itself, and the rule that its text stays readable."""
 
 import ast
 import inspect
@@ -15,16 +15,17 @@ FILES = sorted(Path(strategies.__file__).parent.glob("[a-z]*.py"))
 
 
 def test_an_unknown_strategy_names_the_nearest() -> None:
-    """A typing error is answered with what was probably meant."""
+    """So that a typing error is easy to correct."""
     with pytest.raises(ConfigError, match="'all-reduce' is unknown; did you mean 'allreduce'"):
         find_strategy("all-reduce")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_gives_its_equation_and_says_what_it_is(name: str) -> None:
-    """The docstring of an algorithm holds the equation, and the registry one line about it."""
+    """The docstring of an algorithm holds the equation, its arguments and references; the list one line about it."""
     strategy = STRATEGIES[name]
-    assert "Equation" in (inspect.getdoc(strategy.run) or "")
+    docstring = inspect.getdoc(strategy.run) or ""
+    assert all(part in docstring for part in ("Equation", "Args:", "References:"))
     assert strategy.summary and "\n" not in strategy.summary
 
 
@@ -40,16 +41,16 @@ def test_a_strategy_gives_its_equation_and_says_what_it_is(name: str) -> None:
         ("parameter-server", {"shards": 2}, (0, 1, 2), [2], [2, 3], (0, 1, 2, 3)),
     ],
 )
-def test_who_comes_stands_behind_those_who_compute_and_before_those_who_serve(
+def test_joiners_stand_behind_the_workers_and_before_the_servers(
     name: str, options: dict[str, object], members: tuple[int, ...], lost: list[int], came: list[int], expected: object
 ) -> None:
-    """So a server stays one, with its part of the model, and a super-learner keeps its own learners."""
+    """So a server stays a server, with its part of the model, and a super-learner keeps its own learners."""
     strategy = find_strategy(name)
     assert strategy.successors(strategy.options.model_validate(options), members, lost, came) == expected
 
 
-def test_nobody_succeeds_a_server_and_half_a_super_learner_does_not_come() -> None:
-    """The part of the model that a server kept is lost with it; a super-learner comes whole."""
+def test_a_lost_server_ends_the_run_and_half_a_super_learner_cannot_join() -> None:
+    """The part of the model that a server kept is lost with it; a super-learner joins as a whole."""
     served, nodes = find_strategy("parameter-server"), find_strategy("hadpsgd")
     with pytest.raises(PeerLost, match="was a server"):
         served.successors(served.options.model_validate({"servers": "own"}), (0, 1, 2), [2])
@@ -57,11 +58,48 @@ def test_nobody_succeeds_a_server_and_half_a_super_learner_does_not_come() -> No
         nodes.successors(nodes.options.model_validate({"per_node": 2}), (0, 1), [], [2])
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "world", "message"),
+    [
+        ("hadpsgd", {"per_node": 2}, 3, "strategy.per_node: 2 learners to a super-learner do not divide 3 learners"),
+        ("parameter-server", {"shards": 3}, 2, "strategy.shards: 3 servers do not fit beside 2 learners; at most 2"),
+        ("parameter-server", {"shards": 2, "servers": "own"}, 2, "leave no worker among 2 learners"),
+        ("dpsgd", {"pattern": f"{__name__}:lonely"}, 4, "pattern lonely: not connected within 64 rounds"),
+    ],
+)
+def test_validating_says_what_does_not_fit_and_counting_never_does(
+    name: str, options: dict[str, object], world: int, message: str
+) -> None:
+    """`validate` raises, and the counts of the same options are numbers."""
+    strategy = find_strategy(name)
+    checked = strategy.options.model_validate(options)
+    with pytest.raises(ConfigError, match=message):
+        strategy.validate(checked, world)
+    assert strategy.num_workers(checked, world) >= 0
+    assert strategy.sync_group_size(checked, world) >= 1
+    assert strategy.sync_groups(checked, world).num_workers == strategy.num_workers(checked, world)
+
+
+def lonely(k: int, rank: int, world: int) -> dict[int, float]:
+    """A pattern under which no learner averages with another."""
+    return {}
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_strategy_imports_nothing_but_learner_topology_and_torch(file: Path) -> None:
-    """What a strategy may ask for is the learner: so one text can run on both engines."""
+    """All that a strategy may use is the learner, so one text can run on both engines."""
     allowed = {"starling.learner", "starling.topology", "starling.configuration", "torch", "pydantic"}
-    allowed |= {"starling.errors", "collections", "collections.abc", "contextlib", "typing"}
+    allowed |= {
+        "starling.errors",
+        "__future__",
+        "abc",
+        "collections",
+        "collections.abc",
+        "contextlib",
+        "dataclasses",
+        "math",
+        "typing",
+    }
     allowed |= {f"starling.strategies.{other.stem}" for other in FILES}
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
@@ -78,8 +116,8 @@ def test_a_strategys_text_is_short(file: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno < 60
 
 
-def test_a_piece_is_begun_before_the_one_before_it_is_waited_for() -> None:
-    """And no more than one: pieces are there to keep copies small."""
+def test_a_piece_is_started_before_its_predecessor_is_awaited() -> None:
+    """But only one: pieces are there to keep copies small."""
     begun: list[int] = []
 
     def begin(number: int) -> int:

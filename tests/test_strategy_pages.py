@@ -1,4 +1,4 @@
-"""The pages of the strategies tell what the source does: text, options, commands and figures."""
+"""The pages of the strategies say what the source does: text, options, commands and figures."""
 
 import ast
 import inspect
@@ -69,7 +69,7 @@ def recipe_of(command: str) -> Recipe:
 
 
 def test_every_strategy_has_a_page_and_every_page_a_strategy() -> None:
-    """Beside them stands the overview alone."""
+    """The only other page is the overview."""
     assert {file.stem for file in PAGES.glob("*.md")} == {*STRATEGIES, "README"}
 
 
@@ -91,15 +91,15 @@ def test_a_page_names_every_option_with_its_default(strategy: Strategy) -> None:
 
 
 @every_strategy
-def test_a_page_shows_who_talks_to_whom_and_who_waits_for_whom(strategy: Strategy) -> None:
-    """With a description for those who do not see the pictures; the link test holds that the files exist."""
+def test_a_page_shows_communication_and_waiting(strategy: Strategy) -> None:
+    """With a description for readers that do not see the pictures; the link test checks that the files exist."""
     shown = re.findall(r"!\[(.+?)\]\(\.\./pictures/(\w+)-", page(strategy.name))
     assert {kind for _, kind in shown} == {"talks", "waits"}
     assert all(len(description) > 10 for description, _ in shown)
 
 
 def test_every_picture_is_on_a_page() -> None:
-    """A picture that nobody shows is drawn for nothing."""
+    """Else it is drawn for nothing."""
     shown = set(re.findall(r"\(\.\./pictures/([\w-]+\.svg)\)", "".join(page(name) for name in STRATEGIES)))
     assert shown == {file.name for file in (ROOT / "docs" / "pictures").glob("*.svg")}
 
@@ -120,7 +120,7 @@ def test_a_page_trains_and_simulates_with_a_slow_learner(strategy: Strategy) -> 
     assert any(command.startswith("starling simulate ") and "stragglers.slow" in command for command in mine)
 
 
-def test_the_pattern_of_ones_own_is_the_file_and_averages_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_pattern_is_the_file_and_averages_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page shows `hypercube.py` as it is; log2 L rounds make every learner the mean."""
     monkeypatch.syspath_prepend(str(PAGES))
     from hypercube import hypercube  # type: ignore[import-not-found]
@@ -136,7 +136,7 @@ def ring_contraction(world: int) -> float:
 
 
 def test_the_table_of_contractions_is_what_the_topologies_do() -> None:
-    """Each figure of adpsgd.md is computed anew."""
+    """Each figure of adpsgd.md is computed."""
     factors: dict[str, Callable[[int], float]] = {
         "ring": ring_contraction,
         "random": random_ring_contraction,

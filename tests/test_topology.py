@@ -49,7 +49,7 @@ def naive_ring(world: int) -> Matrix:
 
 
 def naive_pairs(order: Sequence[int]) -> Matrix:
-    """The matching of those who stand at places 0 and 1, 2 and 3, ..."""
+    """The matching of the learners at places 0 and 1, 2 and 3, ..."""
     mixing = identity(len(order))
     for one, other in zip(order[::2], order[1::2], strict=False):
         mixing[np.ix_([one, other], [one, other])] = 0.5
@@ -150,7 +150,7 @@ def test_two_learners_are_a_pair_and_one_is_alone(name: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(3, 40), seeds, rounds)
 def test_a_random_ring_is_one_ring_through_all_learners(world: int, seed: int, k: int) -> None:
-    """T_k = P_k^T T_1 P_k: walking from neighbour to neighbour passes everybody once, 1/3 each."""
+    """T_k = P_k^T T_1 P_k: walking from neighbour to neighbour passes every learner once, 1/3 each."""
     topology = random_ring(world, seed)
     order = [0, min(topology.sources(k, 0))]
     while len(order) < world:
@@ -164,7 +164,7 @@ def test_a_random_ring_is_one_ring_through_all_learners(world: int, seed: int, k
 @settings(max_examples=60, deadline=None)
 @given(worlds, seeds, rounds)
 def test_pairs_are_a_perfect_matching_and_of_an_odd_number_one_sits_out(world: int, seed: int, k: int) -> None:
-    """Each learner has one partner, who has it; T is a projection."""
+    """Each learner is its partner's partner; T is a projection."""
     topology = pairs(world, seed)
     partners = [list(topology.sources(k, rank)) for rank in range(world)]
     assert sum(not partner for partner in partners) == world % 2
@@ -314,7 +314,7 @@ def test_a_period_repeats(name: str) -> None:
 
 
 def test_connected_is_what_several_rounds_join() -> None:
-    """Even pairs alone never join anybody else; together with odd pairs they do."""
+    """Even pairs alone never join another pair; together with odd pairs they do."""
 
     def bricks(k: int, rank: int, world: int) -> dict[int, float]:
         partner = rank ^ 1 if k % 2 == 0 else ((rank - 1) ^ 1) + 1
@@ -421,7 +421,7 @@ def test_a_wrong_pattern_of_ones_own_is_refused_by_name(message: str) -> None:
 
 
 def test_a_pattern_that_goes_wrong_later_is_refused_then() -> None:
-    """Each round is checked before anybody mixes in it."""
+    """Each round is checked before learners mix in it."""
     topology = custom(4, lambda k, rank, world: {(rank + 1) % world: 0.5} if k < 1000 or rank else {})
     topology.sources(999, 0)
     with pytest.raises(ConfigError, match="round 1000, learner 0: not doubly stochastic"):
@@ -437,6 +437,38 @@ def test_a_pattern_that_connects_slowly_passes_when_more_rounds_are_looked_at() 
     with pytest.raises(ConfigError, match="slow: not connected within 99 rounds"):
         custom(4, slow, rounds=99)
     assert is_connected(custom(4, slow, rounds=100), 100)
+
+
+class Rotated(Topology):
+    """A ring whose order depends on the run's seed."""
+
+    def __init__(self, world: int, seed: int) -> None:
+        super().__init__(world)
+        self._seed = seed
+
+    def sources(self, k: int, rank: int) -> Mapping[int, float]:
+        return {(rank + 1 + (k + self._seed) % (self.world - 1)) % self.world: 0.25}
+
+    def targets(self, k: int, rank: int) -> Sequence[int]:
+        return [(rank - 1 - (k + self._seed) % (self.world - 1)) % self.world]
+
+
+class Lopsided(Rotated):
+    """All learners take of learner 0, so that the mean would move."""
+
+    def sources(self, k: int, rank: int) -> Mapping[int, float]:
+        return {0: 0.25} if rank else {}
+
+
+def test_a_recipe_names_a_class_of_ones_own_which_knows_the_seed() -> None:
+    """What it says is checked like a function's."""
+    found = find_topology(f"{__name__}:Rotated", 5, 4)
+    for k in range(8):
+        check_consistent(found, k)
+        np.testing.assert_array_equal(found.matrix(k), Rotated(5, 4).matrix(k))
+    assert not np.array_equal(found.matrix(0), find_topology(f"{__name__}:Rotated", 5, 5).matrix(0))
+    with pytest.raises(ConfigError, match="pattern Lopsided, round 0, learner 0: not doubly stochastic"):
+        find_topology(f"{__name__}:Lopsided", 5, 4)
 
 
 def test_a_recipe_names_a_pattern_or_a_function_of_ones_own() -> None:
@@ -455,11 +487,11 @@ def test_a_recipe_names_a_pattern_or_a_function_of_ones_own() -> None:
         ("math:", "known are ring"),
         ("no_such_module:f", "cannot be imported: No module named 'no_such_module'"),
         ("math:no_such_function", "cannot be imported"),
-        ("math:pi", "is no function"),
+        ("math:pi", "is the float 3.14.*, not a function of .round, rank, world. or a class of starling.Topology"),
     ],
 )
 def test_an_unknown_pattern_is_refused_with_the_nearest_known(pattern: str, message: str) -> None:
-    """A recipe's check collects ValueErrors; whoever makes the topology gets a ConfigError."""
+    """A recipe's check collects ValueErrors; making the topology raises a ConfigError."""
     with pytest.raises(ValueError, match=message):
         check_pattern(pattern)
     with pytest.raises(ConfigError, match=message):

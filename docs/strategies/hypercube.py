@@ -1,4 +1,4 @@
-"""A pattern of one's own: in round k each learner pairs with the one whose rank differs in bit k."""
+"""A pattern from outside: in round k each learner pairs with the learner whose rank differs in bit k."""
 
 
 def hypercube(k: int, rank: int, world: int) -> dict[int, float]:

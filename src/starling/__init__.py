@@ -1,7 +1,7 @@
-"""Starling trains speech recognisers, and any PyTorch model, with many learners that agree in step or not at all.
+"""Starling trains speech recognisers, and any other PyTorch model, with many learners at once.
 
-The public names below are loaded when they are first used. A process that torchrun or Starling started as a learner
-loads torch at once, so that it need not load all of it.
+Public names are loaded when they are first used. In a process that torchrun or Starling started as a learner, torch's
+compiler is imported only if it is used.
 """
 
 import os
@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from starling.budget import Budget, Schedule
+    from starling.configuration import Config
     from starling.engines.loop.joined import JoinedLearner, LoopStats
     from starling.engines.virtual.cluster import Cluster
     from starling.engines.virtual.engine import VirtualEngine
     from starling.errors import StarlingError
     from starling.launch.joining import join
-    from starling.learner import Learner
+    from starling.learner import Handle, Learner
     from starling.runs.recipe.recipe import Recipe, load_recipe
     from starling.speech.recogniser import Recogniser
-    from starling.strategies import STRATEGIES
+    from starling.strategies import STRATEGIES, Strategy
+    from starling.topology import Topology
     from starling.training.job import Job
     from starling.workload import Ticket, Workload
 
@@ -26,6 +28,8 @@ __all__ = [
     "STRATEGIES",
     "Budget",
     "Cluster",
+    "Config",
+    "Handle",
     "Job",
     "JoinedLearner",
     "Learner",
@@ -34,7 +38,9 @@ __all__ = [
     "Recogniser",
     "Schedule",
     "StarlingError",
+    "Strategy",
     "Ticket",
+    "Topology",
     "VirtualEngine",
     "Workload",
     "join",
@@ -45,6 +51,8 @@ _HOMES = {
     "STRATEGIES": "strategies",
     "Budget": "budget",
     "Cluster": "engines.virtual.cluster",
+    "Config": "configuration",
+    "Handle": "learner",
     "Job": "training.job",
     "JoinedLearner": "engines.loop.joined",
     "Learner": "learner",
@@ -53,7 +61,9 @@ _HOMES = {
     "Recogniser": "speech.recogniser",
     "Schedule": "budget",
     "StarlingError": "errors",
+    "Strategy": "strategies",
     "Ticket": "workload",
+    "Topology": "topology",
     "VirtualEngine": "engines.virtual.engine",
     "Workload": "workload",
     "join": "launch.joining",

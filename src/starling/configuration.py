@@ -1,4 +1,4 @@
-"""The base of every configuration model: unknown keys are errors and values never change."""
+"""The base of every configuration model: unknown keys are errors, and values never change."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Config(BaseModel):
-    """A frozen section of a recipe; a key it does not know is an error."""
+    """A frozen section of a recipe, such as the options of a strategy. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -109,7 +109,7 @@ def choices() -> dict[str, Choice]:
     for pattern in PATTERNS:
         made[f"dpsgd-{pattern}"] = _dpsgd(pattern)
         made[f"adpsgd-{pattern}"] = _adpsgd(pattern=pattern)
-    made["adpsgd-bfloat16"] = _adpsgd(wire="bfloat16")
+    made["adpsgd-bfloat16"] = _adpsgd(compression="bfloat16")
     made["adpsgd-in-pieces"] = _adpsgd(piece_megabytes=1e-4, period=0.5)
     made["adpsgd-all-averaged"] = _adpsgd(optimizer_state="averaged", pattern="pairs", period=2.0)
     made["hadpsgd"] = Choice(STRATEGIES["hadpsgd"], _hadpsgd)

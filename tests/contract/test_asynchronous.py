@@ -17,7 +17,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions, adpsgd
-from starling.strategies.mixing import MixingOptions, Wire
+from starling.strategies.mixing import Compression, MixingOptions
 from starling.topology import pairs_contraction, random_ring_contraction, ring_eigenvalues
 from starling.training.job import EpochReport, Job, StepReport
 from starling.training.stragglers import Pause, Stragglers
@@ -270,8 +270,9 @@ def test_staleness_counts_the_changes_between_reading_and_stepping() -> None:
 
 def test_bytes_are_those_of_the_weights_and_half_of_them_as_bfloat16() -> None:
     """Pairs send all weights once a round."""
-    for wire, size in (("float32", 4), ("bfloat16", 2)):
-        ends = watched(AsynchronousOptions(pattern="pairs", wire=wire), 2, Budget(steps=20), Stragglers())
+    for compression, size in (("none", 4), ("bfloat16", 2)):
+        options = AsynchronousOptions(pattern="pairs", compression=compression)
+        ends = watched(options, 2, Budget(steps=20), Stragglers())
         rounds = sum(report.averaging.rounds for report in ends.epochs if report.rank == 0)
         sent = sum(report.averaging.bytes_sent for report in ends.epochs if report.rank == 0)
         assert rounds > 5
@@ -281,11 +282,11 @@ def test_bytes_are_those_of_the_weights_and_half_of_them_as_bfloat16() -> None:
 def test_what_rounding_takes_away_comes_back_later() -> None:
     """Error feedback: the mean of what was sent is what was meant, far below the resolution of bfloat16."""
     meant = torch.tensor([1.0 + 2**-11, 3.14159265])
-    wire = Wire(MixingOptions(wire="bfloat16"), meant, [slice(0, 2)])
+    compression = Compression(MixingOptions(compression="bfloat16"), meant, [slice(0, 2)])
     sent = []
     for _ in range(4096):
         mine = meant.clone()
-        encoded = wire.encode(mine, slice(0, 2))
+        encoded = compression.encode(mine, slice(0, 2))
         assert torch.equal(encoded.float(), mine)  # what the others see is what the difference is taken from
         sent.append(mine)
     assert not torch.equal(sent[0], meant)

@@ -52,25 +52,25 @@ class Watcher:
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
 
 
-def main(wires: Sequence[str], link: Link | None) -> None:
+def main(compressions: Sequence[str], link: Link | None) -> None:
     torch.set_num_threads(1)
     place = find_place()
     sgd(0.01)([nn.Parameter(torch.ones(1))])  # brings torch's compiler into memory, which is not what is measured
-    for wire in wires:
-        own = replace(place, store=PrefixStore(wire, place.store))
+    for compression in compressions:
+        own = replace(place, store=PrefixStore(compression, place.store))
         workload = Large()
         before = psutil.Process().memory_info().rss
         job = Job(
             workload=workload,
             strategy=STRATEGIES["adpsgd"],
-            options=AsynchronousOptions.model_validate({"wire": wire, "piece_megabytes": 1.0}),
+            options=AsynchronousOptions.model_validate({"compression": compression, "piece_megabytes": 1.0}),
             budget=Budget(steps=24),
             make_optimizer=sgd(0.01),
         )
         run_learner(job, own, torch.device("cpu"), "memory", Watcher(workload))
         steady = workload.seen[len(workload.seen) // 3 :]  # the first gradients make what stays
         if link is not None:
-            link.send({"wire": wire, "copies": (max(steady) - before) / (4 * SIZE)})
+            link.send({"compression": compression, "copies": (max(steady) - before) / (4 * SIZE)})
 
 
 if __name__ == "__main__":

@@ -344,7 +344,10 @@ def test_who_waits_in_close_hears_that_a_learner_died_while_it_evaluated(tmp_pat
     [
         ({"strategy": "adpsg"}, "strategy: 'adpsg' is unknown; did you mean 'adpsgd'"),
         ({"patern": "ring"}, "adpsgd: 'patern' is no option of it; did you mean 'pattern'"),
-        ({"period": 0.0, "wire": "int8"}, "(?s)adpsgd: wire: .*adpsgd: period: |adpsgd: period: .*adpsgd: wire: "),
+        (
+            {"period": 0.0, "compression": "int8"},
+            "(?s)adpsgd: compression: .*adpsgd: period: |adpsgd: period: .*adpsgd: compression: ",
+        ),
         ({"timeout_seconds": 0.0}, "timeout_seconds: must be positive, got 0.0"),
     ],
 )

@@ -13,9 +13,9 @@ def test_averaging_keeps_at_most_three_copies_of_the_weights(tmp_path: Path) -> 
 
     def on_message(rank: int, message: dict[str, Any]) -> None:
         if "copies" in message:
-            copies[message["wire"], rank] = message["copies"]
+            copies[message["compression"], rank] = message["copies"]
 
-    wires = ["float32", "bfloat16"]
-    launch([sys.executable, "-m", "tests.engines.memory_process", *wires], 2, tmp_path, on_message)
-    assert copies.keys() == {(wire, rank) for wire in wires for rank in range(2)}
+    compressions = ["none", "bfloat16"]
+    launch([sys.executable, "-m", "tests.engines.memory_process", *compressions], 2, tmp_path, on_message)
+    assert copies.keys() == {(compression, rank) for compression in compressions for rank in range(2)}
     assert all(2.0 < each < 2.0 + 3.0 for each in copies.values()), copies

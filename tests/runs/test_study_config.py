@@ -133,12 +133,12 @@ def test_all_problems_of_a_study_are_listed_at_once(studied: Tree) -> None:
     assert first == f"study s.yaml: {len(lines)} problems"
     for start in (
         "  study.models.a b",
-        "  study.models.deep.name: 'blstn' is unknown; did you mean blstm?",
+        "  study.models.deep.name: 'blstn' is unknown; did you mean 'blstm'?",
         "  study.optimizers.adam.lr: missing",
         "  study.worker: unknown key; did you mean study.workers?",
         "  study.warmups.0: ",
         "  study.seeds: ",
-        "  study.arms: 'delayed' unknown; did you mean delay?",
+        "  study.arms: 'delayed' unknown; did you mean 'delay'?",
         "  study.jobs: ",
         "  learnrs: unknown key; did you mean learners?",
         "  budget.epochs: ",

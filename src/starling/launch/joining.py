@@ -1,7 +1,6 @@
 """The drop-in: a training loop of anybody's becomes one learner among several."""
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from functools import cache
 from itertools import count
 from typing import Any
@@ -19,13 +18,14 @@ from starling.engines.loop.replica import check_loop
 from starling.engines.processes.peers import Place
 from starling.errors import ConfigError
 from starling.launch.rendezvous import find_place, is_learner
+from starling.registry import did_you_mean
 from starling.strategies import Strategy, find_strategy
 
 
 def join(
     model: nn.Module,
     optimizer: Optimizer,
-    strategy: str = "adpsgd",
+    strategy: str | Strategy = "adpsgd",
     *,
     seed: int = 0,
     timeout_seconds: float = 600.0,
@@ -34,7 +34,8 @@ def join(
 ) -> JoinedLearner:
     """Let your own PyTorch loop train `model` together with the other processes that `torchrun` started.
 
-    `strategy` is a name that `starling strategies` lists, and `options` are its options, such as `pattern="pairs"`.
+    `strategy` is a name that `starling strategies` lists, a `module:name`, or a `Strategy` of your own; `options` are
+    its options, such as `pattern="pairs"`.
     Started as plain `python`, it is one learner by itself, and the loop gives the bits it gave before. The model is on
     its device already, and the optimizer is any of `torch.optim` over the model's parameters; parameter groups,
     learning rate schedulers, gradient clipping and autocast are yours as before. All learners start from learner 0's
@@ -51,7 +52,7 @@ def join(
     learners differ, `PeerLost` when one does not come.
     """
     check_loop(model, optimizer)
-    chosen = find_strategy(strategy)
+    chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
     checked = _checked(chosen, options)
     if not timeout_seconds > 0.0:
         raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
@@ -66,7 +67,7 @@ def join(
         )
     else:
         place = _meet(timeout_seconds)
-    chosen.sync_group_size(checked, place.world)
+    chosen.validate(checked, place.world)
     return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds, most_not_finite)
 
 
@@ -98,6 +99,5 @@ def _problem(strategy: Strategy, name: str, kind: str, message: str) -> str:
     if kind != "extra_forbidden":
         return f"{strategy.name}: {name}: {message.removeprefix('Value error, ')}"
     known = list(strategy.options.model_fields)
-    near = get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{strategy.name}: {name!r} is no option of it; {hint}it has {', '.join(known) or 'none'}"
+    has = ", ".join(known) or "none"
+    return f"{strategy.name}: {name!r} is no option of it; {did_you_mean(name, known)}it has {has}"

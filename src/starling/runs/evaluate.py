@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from starling.checkpoint.reader import latest, load
-from starling.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from starling.errors import CheckpointError, ConfigError, DataError
+from starling.registry import did_you_mean
 from starling.report.progress import Bars, Say
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.job import use_threads

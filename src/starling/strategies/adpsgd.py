@@ -1,9 +1,10 @@
-"""Asynchronous decentralised SGD: neighbours average in the background, gradients wait for nobody."""
+"""Asynchronous decentralised SGD: neighbours average in the background, and gradients wait for no other learner."""
 
 from pydantic import Field
 
 from starling.learner import Learner
-from starling.strategies.mixing import Mixing, MixingOptions, Wire, one_ahead
+from starling.strategies.base import Strategy, one_learner
+from starling.strategies.mixing import Compression, Mixing, MixingOptions, check_mixing, one_ahead
 from starling.topology import find_topology
 
 
@@ -12,14 +13,14 @@ class AsynchronousOptions(MixingOptions):
 
     pattern: str = "random"
     period: float = Field(default=1.0, gt=0.0)
-    """Gradients that a learner makes before it opens the next averaging round; below 1, several rounds a gradient."""
+    """Gradients that a learner makes before it opens the next averaging round; below 1, several rounds per gradient."""
     max_lag: float | None = Field(default=None, ge=1.0)
-    """Gradients after which a learner waits for its own background to complete a round; None: twice the period, but at
+    """Gradients after which a learner waits for its own background to complete a round. None: twice the period, but at
     least 2, so that a round always has a gradient to hide behind."""
 
     @property
     def lag(self) -> float:
-        """`max_lag`, or what it is by default."""
+        """`max_lag`, or its default."""
         return max(2.0, 2.0 * self.period) if self.max_lag is None else self.max_lag
 
 
@@ -31,16 +32,25 @@ async def adpsgd(me: Learner, options: AsynchronousOptions) -> None:
         background:  W <- W T_k
         learner l:   w_l <- w_l - a g_l(Phi_l)
 
-    with W `[P, L]` the weights, one column a learner; T_k the mixing matrix of round k by `options.pattern`: `ring`
-    (fixed), `random` (a ring of newly permuted learners each round) or `pairs` (a random perfect matching), among
-    others; a the step of the local optimizer; Phi_l what w_l was when the gradient began. Rounds wait for the
-    backgrounds of neighbours only. A gradient waits for no other learner; but one that would be the `options.lag`-th
-    since the learner last completed a round waits for that learner's own background, because convergence proofs assume
-    a bound.
+    with W `[P, L]` the weights, one column for each learner; T_k the mixing matrix of round k by `options.pattern`:
+    among others `ring` (fixed), `random` (a ring of newly permuted learners each round) and `pairs` (a random perfect
+    matching); a the step of the local optimizer; Phi_l what w_l was when the gradient began. A round waits only for the
+    backgrounds of neighbours, and a gradient for no other learner.
 
-    Sources: Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952
-    (pairs); Zhang et al. 2019, arXiv 1904.04956 (ring); Zhang et al. 2020, arXiv 2002.01119 (random). There the
-    background averages as fast as it can; here `options.period` bounds it.
+    In the papers the background averages as fast as it can. Here `options.period` bounds how often, and
+    `options.max_lag` how far averaging may fall behind, because convergence proofs assume a bound: the `lag`-th
+    gradient since the learner last completed a round waits for the learner's own background.
+
+    Args:
+        me: The learner that runs this text.
+        options: Which learners average, how often, and what travels between them.
+
+    References:
+        Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952 (`pairs`).
+        Zhang et al. 2019, "Distributed Deep Learning Strategies for Automatic Speech Recognition", arXiv 1904.04956
+        (`ring`).
+        Zhang et al. 2020, "Improving Efficiency in Large-Scale Decentralized Distributed Training", arXiv 2002.01119
+        (`random`).
     """
     me.background(_average(me, options))
     while me.claim():
@@ -50,7 +60,17 @@ async def adpsgd(me: Learner, options: AsynchronousOptions) -> None:
 
 async def _average(me: Learner, options: AsynchronousOptions) -> None:
     topology, pieces = find_topology(options.pattern, me.world, me.seed), options.pieces(me)
-    wire = Wire(options, me.weights, pieces)
+    compression = Compression(options, me.weights, pieces)
     while (k := await me.round(options.period)) is not None:
-        for piece, mixing in one_ahead((piece, Mixing(me, topology, k, piece, wire)) for piece in pieces):
+        for piece, mixing in one_ahead((piece, Mixing(me, topology, k, piece, compression)) for piece in pieces):
             me.apply(await mixing.delta(), piece)
+
+
+ADPSGD = Strategy(
+    "adpsgd",
+    "average with neighbours in the background",
+    adpsgd,
+    one_learner,
+    AsynchronousOptions,
+    check=check_mixing,
+)

@@ -1,6 +1,7 @@
 """Synchronous data parallelism."""
 
 from starling.learner import Learner
+from starling.strategies.base import Strategy
 
 
 async def allreduce(me: Learner) -> None:
@@ -11,9 +12,25 @@ async def allreduce(me: Learner) -> None:
         w <- w - a (1/L) sum_j g_j(w)
 
     with w the weights, the same on all learners; a the step of the local optimizer; g_j the gradient of learner j's
-    mini-batch. Everybody waits for the slowest at every step. Also known as SSGD, SC-PSGD and BSP.
+    mini-batch. Each step waits for the slowest learner. Also known as SSGD, SC-PSGD and BSP.
 
     On the `processes` engine the mean is torch's DistributedDataParallel, which reduces while backward runs.
+
+    Args:
+        me: The learner that runs this text.
+
+    References:
+        Zhang et al. 2019, "Distributed Deep Learning Strategies for Automatic Speech Recognition", arXiv 1904.04956,
+        which compares it with ADPSGD on speech.
     """
     while me.claim():
         me.step(await me.mean(me.gradient(me.weights)))
+
+
+ALLREDUCE = Strategy(
+    "allreduce",
+    "step together with the mean of all gradients",
+    allreduce,
+    has_one_model=True,
+    averages_gradients=lambda options: True,
+)

@@ -1,23 +1,34 @@
 """Averaging weights behind the computation, one step late."""
 
 from starling.learner import Learner
+from starling.strategies.base import Strategy
 
 
 async def delay_by_one(me: Learner) -> None:
-    """The weights' average travels while the gradient is computed at the weights before averaging.
+    """The mean of all weights travels while each learner computes its gradient at the weights before averaging.
 
     Equation, for every learner l of L::
 
         w_l <- (1/L) sum_j w_j  -  a g_l(w_l)
 
     with w_l the weights of learner l; a the step of its local optimizer; g_l the gradient of its mini-batch. What the
-    other learners did arrives one step late. Everybody waits for everybody, but behind the computation.
+    other learners did arrives one step late. Every learner waits for every other, but behind the computation.
 
-    Source: the abstracts of arXiv 2110.11199 and 2002.01119 name the delay-by-one strategy of the IBM acoustic models;
-    they do not define it in full, and the equation above is the definition used here.
+    The equation is the definition used here: we know the delay-by-one strategy of the IBM acoustic models only from
+    abstracts, which do not define it in full.
+
+    Args:
+        me: The learner that runs this text.
+
+    References:
+        Cui et al. 2021, "Asynchronous Decentralized Distributed Training of Acoustic Models", arXiv 2110.11199.
+        Zhang et al. 2020, "Improving Efficiency in Large-Scale Decentralized Distributed Training", arXiv 2002.01119.
     """
     while me.claim():
         mixing = me.mean(me.weights)
         gradient = await me.gradient(me.weights)
         me.replace(await mixing)
         me.step(gradient)
+
+
+DELAY_BY_ONE = Strategy("delay-by-one", "average weights behind the computation, one step late", delay_by_one)

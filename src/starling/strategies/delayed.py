@@ -10,6 +10,7 @@ from pydantic import Field
 
 from starling.configuration import Config
 from starling.learner import Learner, LoopEnded
+from starling.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,7 @@ class DelayOptions(Config):
     """The options of `delayed`."""
 
     delay: int = Field(default=1, ge=0)
-    """Steps between the weights that a gradient was taken at and those that it changes: its staleness."""
+    """The staleness of every gradient: the steps between the weights it is taken at and the weights it changes."""
 
 
 async def delayed(me: Learner, options: DelayOptions) -> None:
@@ -30,12 +31,19 @@ async def delayed(me: Learner, options: DelayOptions) -> None:
         w_{k+1} <- w_k - a (1/L) sum_j g_j(w_{k-d})
 
     with w the weights, the same on all learners; a the step of the local optimizer; g_j the gradient of learner j's
-    mini-batch; d `options.delay`. The first d rounds make no step, and the gradients left at the end are applied one
-    after the other: each counts once. It wins no time over `allreduce`, which it is with d = 0: it is for studies of
-    staleness alone, apart from everything else that asynchrony brings.
+    mini-batch; d `options.delay`. With d = 0 it is `allreduce`, and it is never faster: its purpose is to study
+    staleness apart from everything else that asynchrony brings.
 
-    Source: the delayed updates by which Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for
-    Transformers", arXiv 1906.03496, tell the effect of staleness from that of the batch size.
+    The first d gradients make no step when they are computed. The d gradients left at the end are applied one after
+    another, so that each counts once.
+
+    Args:
+        me: The learner that runs this text.
+        options: How late gradients are.
+
+    References:
+        Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for Transformers", arXiv 1906.03496,
+        who separate the effect of staleness from that of the batch size by such delayed updates.
     """
     late: deque[tuple[Tensor, int]] = deque()
     with suppress(LoopEnded):
@@ -46,3 +54,13 @@ async def delayed(me: Learner, options: DelayOptions) -> None:
                 me.step(*late.popleft())
     for gradient, read_at in late:
         me.step(gradient, read_at)
+
+
+DELAYED = Strategy(
+    "delayed",
+    "step with the mean gradient of some steps ago, for studies",
+    delayed,
+    options=DelayOptions,
+    has_one_model=True,
+    averages_gradients=lambda options: True,
+)

@@ -1,12 +1,14 @@
-"""Hierarchical ADPSGD: super-learners of several learners in step, asynchronous between them."""
+"""Hierarchical ADPSGD: super-learners whose learners step together, and asynchronous averaging between them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import Field
 
+from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies.adpsgd import AsynchronousOptions
-from starling.strategies.mixing import Mixing, Wire, one_ahead
+from starling.strategies.base import Strategy
+from starling.strategies.mixing import Compression, Mixing, one_ahead
 from starling.topology import Topology, find_topology
 
 
@@ -25,15 +27,21 @@ async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
         background:  W <- W T_k
         together:    w_n <- w_n - a (1/G) sum_i g_ni(Phi_n)
 
-    with W `[P, L / G]` the weights, one column a super-learner; T_k the mixing matrix of round k; a the step of the
-    local optimizers, which all learners of a super-learner take alike; Phi_n what w_n was when the gradient began. Each
-    learner exchanges its own share of the weights with its like in the other super-learner and then passes the change
-    on inside, so that no single process carries the node's traffic. Learners of one super-learner apply these changes
-    at moments of their own: their weights agree to rounding, not to the bit, and their gradients may be taken a round
-    apart.
+    with W `[P, L / G]` the weights, one column for each super-learner; T_k the mixing matrix of round k; a the step of
+    the local optimizers, the same on all learners of a super-learner; Phi_n what w_n was when the gradient began.
 
-    Source: Zhang et al. 2019, "A Highly Efficient Distributed Deep Learning System for Automatic Speech Recognition",
-    arXiv 1907.05701.
+    Each learner exchanges its own share of the weights with its counterparts in other super-learners and then passes
+    the change on inside, so that no single process carries the node's traffic. Learners of one super-learner apply
+    these changes at different moments: their weights agree to rounding, not to the bit, and their gradients may be
+    taken a round apart.
+
+    Args:
+        me: The learner that runs this text.
+        options: The size of a super-learner, and how super-learners average.
+
+    References:
+        Zhang et al. 2019, "A Highly Efficient Distributed Deep Learning System for Automatic Speech Recognition",
+        arXiv 1907.05701.
     """
     first = me.rank - me.rank % options.per_node
     node = range(first, first + options.per_node)
@@ -46,10 +54,10 @@ async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
 async def _average(me: Learner, options: HierarchicalOptions, node: range) -> None:
     between = find_topology(options.pattern, me.world // len(node), me.seed)
     topology, pieces = SideBySide(between, len(node)), options.pieces(me)
-    wire = Wire(options, me.weights, pieces)
+    compression = Compression(options, me.weights, pieces)
     shares = [_share(piece, me.rank - node.start, len(node)) for piece in pieces]
     while (k := await me.round(options.period)) is not None:
-        mixings = (Mixing(me, topology, k, share, wire) if share.stop > share.start else None for share in shares)
+        mixings = (Mixing(me, topology, k, each, compression) if each.stop > each.start else None for each in shares)
         for piece, share, mixing in zip(pieces, shares, one_ahead(mixings), strict=True):
             delta = me.weights.new_zeros(piece.stop - piece.start)
             if mixing is not None:
@@ -58,7 +66,7 @@ async def _average(me: Learner, options: HierarchicalOptions, node: range) -> No
 
 
 class SideBySide(Topology):
-    """As many copies of a topology as a super-learner has learners: each learner mixes with its likes, T x I."""
+    """One copy of a topology for each learner of a super-learner: learners mix with their counterparts, T x I."""
 
     def __init__(self, between: Topology, copies: int) -> None:
         super().__init__(between.world * copies)
@@ -78,3 +86,29 @@ def _share(piece: slice, local: int, parts: int) -> slice:
     """Part `local` of `parts` nearly equal parts of a piece."""
     size = piece.stop - piece.start
     return slice(piece.start + size * local // parts, piece.start + size * (local + 1) // parts)
+
+
+def _check(options: HierarchicalOptions, world: int) -> None:
+    if world % options.per_node:
+        raise ConfigError(
+            f"strategy.per_node: {options.per_node} learners to a super-learner do not divide {world} learners"
+        )
+    find_topology(options.pattern, world // options.per_node, seed=0)
+
+
+def _whole_super_learners(options: HierarchicalOptions, world: int, lost: Collection[int]) -> Sequence[int]:
+    """A super-learner that has lost a learner leaves as a whole."""
+    broken = {rank // options.per_node for rank in lost}
+    return [rank for rank in range(world) if rank // options.per_node not in broken]
+
+
+HADPSGD = Strategy(
+    "hadpsgd",
+    "nodes in step inside, adpsgd between them",
+    hadpsgd,
+    lambda options, world: options.per_node,
+    HierarchicalOptions,
+    check=_check,
+    survivors=_whole_super_learners,
+    averages_gradients=lambda options: options.per_node > 1,
+)

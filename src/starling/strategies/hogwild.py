@@ -6,18 +6,19 @@ from pydantic import Field
 
 from starling.configuration import Config
 from starling.learner import Learner, LoopEnded
+from starling.strategies.base import Strategy, one_learner
 
 
 class HogwildOptions(Config):
     """The options of `hogwild`."""
 
     piece_megabytes: float = Field(default=16.0, gt=0.0)
-    """The model is read and changed in pieces of this size. On the virtual engine others come in between two pieces;
-    on processes they come in anywhere."""
+    """The model is read and changed in pieces of this size. On the virtual engine other learners may act between two
+    pieces; on processes they may act at any time."""
 
 
 async def hogwild(me: Learner, options: HogwildOptions) -> None:
-    """Every learner reads and changes one shared model, without a lock and waiting for nobody.
+    """Every learner reads and changes one shared model, without a lock and without waiting for another learner.
 
     Equation, with w the only weights there are::
 
@@ -25,10 +26,16 @@ async def hogwild(me: Learner, options: HogwildOptions) -> None:
 
     with a the step of the learner's own optimizer; Phi what it read of w, piece by piece, while others changed it, so
     that parts of Phi may be of different ages. A step may overwrite what another learner writes at the same moment:
-    such losses are rare and are accepted.
+    such lost updates are rare and are accepted.
 
-    Source: Niu et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", arXiv
-    1106.5730. There gradients are sparse and steps plain SGD; here neither is asked for.
+    In the paper gradients are sparse and steps are plain SGD; here neither is required.
+
+    Args:
+        me: The learner that runs this text.
+        options: In how large pieces the model is read and changed.
+
+    References:
+        Niu et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", arXiv 1106.5730.
     """
     largest = max(1, int(options.piece_megabytes * 2**20) // me.weights.element_size())
     shared = await me.share(me.pieces(largest))
@@ -43,8 +50,13 @@ async def hogwild(me: Learner, options: HogwildOptions) -> None:
             gradient = gradient.cpu()
             for part, when in zip(shared, read_at, strict=True):
                 await part.step(gradient[part.piece], me.step_metadata, [when])
-    for peer in range(me.world):  # everybody has made its last step
+    for peer in range(me.world):  # until every learner has made its last step
         if peer != me.rank:
             await me.exchange(peer, me.step_metadata, tag=0)
     for part in shared:
         me.replace(await part.read(), part.piece)
+
+
+HOGWILD = Strategy(
+    "hogwild", "change one shared model without a lock", hogwild, one_learner, HogwildOptions, steps_itself=False
+)

@@ -1,37 +1,49 @@
-"""What the server of a shard does: it takes gradients, makes steps, and says who may have the weights when."""
+"""The server of one shard, the same under every rule: it takes gradients, makes steps and hands out weights.
+
+A worker and a server talk in turns. The worker sends a `Report` of where it is; if the report announces a gradient, the
+gradient follows. A report that tells the server nothing new asks for the weights, which the server sends, with their
+age, when its rule allows. So a worker pulls, finishes a mini-batch, reports it, and pulls again; at the end it reports
+that it leaves, and pulls the last weights::
+
+    worker                                        server
+    report                                   ->
+                                             <-   age, weights
+    report [, gradient]                      ->
+    report                                   ->
+                                             <-   age, weights
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from starling.configuration import Config
 from starling.learner import Handle, Learner
+from starling.strategies.server_rules import Asynchronous, Hybrid, Rule, Summed, Synchronous
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PULL, PUSH, LEAVE, NOTHING = 0.0, 1.0, 2.0, 3.0
-"""What a worker asks for: weights; a step with the gradient behind the request; to leave; no step, for its mini-batch
-gave no finite gradient."""
-REQUEST, GRADIENT, AGE, WEIGHTS = range(4)
-"""Tags of messages: a request; the gradient behind it; the number of steps in the weights, and the weights."""
+REPORT, GRADIENT, AGE, WEIGHTS = range(4)
+"""The tags of messages; each tag carries one kind of message. An age is the number of steps in the weights, `[1]`."""
 
 
 class ServerOptions(Config):
     """The options of `parameter-server`."""
 
     update: Literal["synchronous", "hybrid", "asynchronous", "summed"] = "asynchronous"
-    """Which gradients make a step: those of one worker at a time; of all workers; any that arrives; any `sum` of
-    them."""
+    """The rule by which gradients make a step: those of one worker at a time; of all workers; any that arrives; any
+    `sum` of them."""
     sum: int | None = Field(default=None, ge=1)
     """`summed`: how many gradients make one step."""
     combine: Literal["sum", "mean"] | None = None
-    """What is made of several gradients; by default the mean under `hybrid`, the sum under `summed`."""
+    """What several gradients become; by default their mean under `hybrid`, their sum under `summed`."""
     staleness_bound: int | None = Field(default=None, ge=0)
-    """A worker that would be more than so many gradients ahead of the slowest waits; null: nobody waits."""
+    """A worker that would be more than this many gradients ahead of the slowest waits; null: no worker waits."""
     shards: int = Field(default=1, ge=1)
     """Servers, each of which keeps a part of the model in host memory, with the optimizer's state."""
     servers: Literal["beside", "own"] = "beside"
@@ -43,7 +55,7 @@ class ServerOptions(Config):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> ServerOptions:
-        waits_for_nobody = self.update in ("asynchronous", "summed")
+        is_asynchronous = self.update in ("asynchronous", "summed")
         if self.update == "summed" and self.sum is None:
             raise ValueError(
                 "summed needs sum, the number of gradients that make one step; the number of workers is usual"
@@ -52,12 +64,12 @@ class ServerOptions(Config):
             raise ValueError(f"sum belongs to update: summed, not to {self.update}; leave it out")
         if self.combine is not None and self.update not in ("hybrid", "summed"):
             raise ValueError(f"combine: under {self.update} each gradient makes a step of its own; leave it out")
-        if self.staleness_bound is not None and not waits_for_nobody:
+        if self.staleness_bound is not None and not is_asynchronous:
             raise ValueError(f"staleness_bound: under {self.update} workers wait for each other anyway; leave it out")
-        if self.overlap and not waits_for_nobody:
+        if self.overlap and not is_asynchronous:
             raise ValueError(f"overlap: under {self.update} a worker needs the new weights first; leave it out")
         if self.overlap and self.staleness_bound == 0:
-            raise ValueError("staleness_bound: 0 lets nobody compute while weights are on their way; overlap needs 1")
+            raise ValueError("staleness_bound: with 0 no worker may compute while weights travel; overlap needs 1")
         return self
 
     def workers(self, world: int) -> range:
@@ -68,109 +80,146 @@ class ServerOptions(Config):
         """The learner that keeps a shard."""
         return world - self.shards + shard if self.servers == "own" else shard
 
+    def rule(self, num_workers: int) -> Rule:
+        """The rule that `update` names, at its beginning."""
+        if self.update == "synchronous":
+            return Synchronous()
+        if self.update == "hybrid":
+            return Hybrid(num_workers, self.combine or "mean")
+        if self.update == "summed":
+            return Summed(self.sum or 1, self.combine or "sum")
+        return Asynchronous()
 
-class Server:
-    """The server of one shard; all it does happens in one coroutine, one message after the other."""
 
-    def __init__(self, me: Learner, piece: slice, options: ServerOptions) -> None:
-        self._me, self._options = me, options
-        self._shard = me.keep(piece)
-        self._workers = options.workers(me.world)
-        self._needed = {"hybrid": len(self._workers), "summed": options.sum or 1}.get(options.update, 1)
-        self._held: list[tuple[int, Tensor, Tensor]] = []  # gradients not yet in a step: whose, its request, itself
-        self._without: set[int] = set()  # `hybrid`: workers that have no gradient for the step
-        self._num_pushed = dict.fromkeys(self._workers, 0)  # of the workers that have not left; nothing counts, too
-        self._asking: list[int] = []  # workers that want weights, the first first
-        self._turn: int | None = None  # who computes, where one does at a time
+@dataclass(frozen=True)
+class Report:
+    """Where a worker is."""
 
-    async def serve(self) -> None:
-        """Until all workers have left and have the last weights."""
+    num_finished: float
+    """The mini-batches it has finished, with a finite gradient or without; infinite once it leaves."""
+    age: float
+    """The age of the weights at which the gradient that follows was taken; NaN: no gradient follows."""
+    step_metadata: Tensor
+    """What the server's optimizer needs to know about the gradient's mini-batch, `[k]`."""
+
+    @property
+    def has_gradient(self) -> bool:
+        return not math.isnan(self.age)
+
+    @property
+    def is_last(self) -> bool:
+        return math.isinf(self.num_finished)
+
+    def encode(self) -> Tensor:
+        """`[2 + k]` of float64."""
         import torch
 
-        me, like = self._me, torch.empty(self._shard.piece.stop - self._shard.piece.start, dtype=self._me.weights.dtype)
-        request = torch.empty(2 + len(me.step_metadata), dtype=torch.float64)
-        expected: dict[int, Handle[Tensor]] = {w: me.receive(w, request, REQUEST) for w in self._workers}
-        pushing: dict[int, Tensor] = {}
-        replies: dict[int, list[Handle[None]]] = {worker: [] for worker in self._workers}
+        return torch.cat([torch.tensor([self.num_finished, self.age], dtype=torch.float64), self.step_metadata])
+
+    @classmethod
+    def decode(cls, message: Tensor) -> Report:
+        """From what `encode` gave."""
+        return cls(float(message[0]), float(message[1]), message[2:])
+
+
+@dataclass(frozen=True)
+class Push:
+    """A gradient that has arrived and waits for its step."""
+
+    worker: int
+    report: Report
+    gradient: Tensor
+
+
+class Server:
+    """The server of one shard. It decides everything in one coroutine, one message after another."""
+
+    def __init__(self, me: Learner, piece: slice, options: ServerOptions) -> None:
+        workers = options.workers(me.world)
+        self._me, self._options = me, options
+        self._rule = options.rule(len(workers))
+        self._shard = me.keep(piece)
+        self._announced: dict[int, Report] = {}  # of workers whose gradient is on its way
+        self._waiting: list[Push] = []
+        self._finished: dict[int, float] = dict.fromkeys(workers, 0.0)  # `num_finished` of each worker's last report
+        self._asking: list[int] = []  # workers that want the weights, in the order in which they asked
+
+    async def serve(self) -> None:
+        """Serve until all workers have left and have the last weights."""
+        import torch
+
+        me = self._me
+        like = {
+            REPORT: Report(0.0, 0.0, me.step_metadata).encode(),
+            GRADIENT: torch.empty(self._shard.piece.stop - self._shard.piece.start, dtype=me.weights.dtype),
+        }
+        expected: dict[int, Handle[Tensor]] = {w: me.receive(w, like[REPORT], REPORT) for w in self._finished}
+        replies: dict[int, list[Handle[None]]] = {worker: [] for worker in self._finished}
         while expected:
             worker = await me.first(expected)
-            message = await expected.pop(worker)
-            if worker in pushing:
-                await self._take(worker, pushing.pop(worker), message)
-            elif message[0] == PUSH:
-                pushing[worker] = message
-            elif message[0] == NOTHING:
-                await self._take_nothing(worker)
-            elif message[0] == LEAVE:
-                await self._leave(worker)
-            else:
-                self._asking.append(worker)
-            if worker in self._num_pushed or message[0] == LEAVE:  # who has left asks once more, for the last weights
-                expected[worker] = me.receive(worker, *((like, GRADIENT) if worker in pushing else (request, REQUEST)))
-            for asking in [each for each in self._asking if self._may_have(each)]:
+            tag = await self._attend(worker, await expected.pop(worker))
+            if tag is not None:
+                expected[worker] = me.receive(worker, like[tag], tag)
+            for asking in [each for each in self._asking if self._grants(each)]:
                 for sending in replies[asking]:
                     await sending
                 replies[asking] = await self._answer(asking)
         for sending in [each for handles in replies.values() for each in handles]:
             await sending
 
-    async def _take(self, worker: int, request: Tensor, gradient: Tensor) -> None:
-        """A gradient has come."""
-        self._held.append((worker, request, gradient))
-        await self._note_pushed(worker)
+    async def _attend(self, worker: int, message: Tensor) -> int | None:
+        """Do what a worker's message asks for; the tag of its next message, None after its last one."""
+        if worker in self._announced:
+            told = self._announced.pop(worker)
+            self._waiting.append(Push(worker, told, message))
+            await self._note(worker, told)
+            return REPORT
+        told = Report.decode(message)
+        if told.num_finished == self._finished[worker]:
+            self._asking.append(worker)
+            return None if told.is_last else REPORT
+        if told.has_gradient and not told.is_last:
+            self._announced[worker] = told
+            return GRADIENT
+        await self._note(worker, told)
+        return REPORT
 
-    async def _take_nothing(self, worker: int) -> None:
-        """A worker's mini-batch gave no gradient. Only `hybrid` asks for one of each worker."""
-        if self._options.update == "hybrid":
-            self._without.add(worker)
-        await self._note_pushed(worker)
-
-    async def _note_pushed(self, worker: int) -> None:
-        self._num_pushed[worker] += 1
-        self._turn = None
-        if len(self._held) + len(self._without) == self._needed:
-            self._without.clear()
-            if self._held:
-                await self._step()
-
-    async def _leave(self, worker: int) -> None:
-        """A worker makes no more gradients."""
-        del self._num_pushed[worker]
-        self._turn = None if self._turn == worker else self._turn
-        if not self._num_pushed and self._held:  # too few for a whole step, and no more will come
+    async def _note(self, worker: int, told: Report) -> None:
+        """A worker has finished a mini-batch, or leaves; make a step if one is due."""
+        self._finished[worker] = told.num_finished
+        if told.is_last:
+            self._rule.leave(worker)
+            is_due = self._have_all_left  # too few gradients for the rule, but no more will come
+        else:
+            is_due = self._rule.finish(worker, len(self._waiting))
+        if is_due and self._waiting:
             await self._step()
 
+    @property
+    def _have_all_left(self) -> bool:
+        return math.isinf(min(self._finished.values()))
+
     async def _step(self) -> None:
-        """Make a step with the gradients held, summed in the order of ranks."""
-        held, self._held = sorted(self._held, key=lambda each: each[0]), []
-        step_metadata = self._newest(held)
-        total = held[0][2]
-        for _, _, gradient in held[1:]:
-            total.add_(gradient)
-        if (self._options.combine or ("mean" if self._options.update == "hybrid" else "sum")) == "mean":
-            total.div_(len(held))
-        read_at = [int(request[1]) for _, request, _ in held]
+        """Make a step with the gradients that wait, in the order of their workers' ranks."""
+        pushes, self._waiting = sorted(self._waiting, key=lambda push: push.worker), []
+        read_at = [int(push.report.age) for push in pushes]
         staleness = self._shard.num_steps - sum(read_at) / len(read_at)
         scale = 1.0 / max(1.0, staleness) if self._options.scale_by_staleness else 1.0
-        await self._shard.step(total, step_metadata, read_at, scale)
+        newest = max((push.report for push in pushes), key=lambda report: report.age)
+        gradient = self._rule.combine([push.gradient for push in pushes])
+        await self._shard.step(gradient, newest.step_metadata, read_at, scale)
 
-    @staticmethod
-    def _newest(held: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
-        """The stamp of the gradient whose weights were read last."""
-        return max(held, key=lambda each: float(each[1][1]))[1][2:]
+    def _grants(self, worker: int) -> bool:
+        """Whether a worker that asks for the weights gets them now.
 
-    def _may_have(self, worker: int) -> bool:
-        """Whether a worker that asks for weights gets them now."""
-        if worker not in self._num_pushed:
-            return not self._num_pushed
-        if self._options.update == "synchronous":
-            self._turn = worker if self._turn is None else self._turn
-            return self._turn == worker
-        if self._options.update == "hybrid":
-            return worker not in self._without and all(worker != of for of, _, _ in self._held)
+        Under a staleness bound s, with c_l the mini-batches that worker l has finished, only while c_l - min_j c_j <= s
+        (SSP; with `overlap` the gradient under way counts, too). A worker that has left gets the last weights.
+        """
+        if math.isinf(self._finished[worker]):
+            return self._have_all_left
         bound = self._options.staleness_bound
-        ahead = self._num_pushed[worker] + self._options.overlap - min(self._num_pushed.values())
-        return bound is None or ahead <= bound
+        ahead = self._finished[worker] + self._options.overlap - min(self._finished.values())
+        return (bound is None or ahead <= bound) and self._rule.grant(worker)
 
     async def _answer(self, worker: int) -> list[Handle[None]]:
         """Start sending the weights as they are now."""

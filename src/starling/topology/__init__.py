@@ -1,8 +1,8 @@
-"""Who averages with whom: patterns of mixing, their matrices and what these promise.
+"""Which learners average with which: mixing patterns, their matrices and spectra.
 
-A mixing matrix T `[L, L]` has one column per learner: column l holds the weights with which learner l mixes the
-models of all (W <- W T). It conserves the mean when it is doubly stochastic: no entry negative, rows and columns
-sum to 1. A `Topology` gives each learner its part of T_k, for every round k, without a word between learners.
+A mixing matrix T `[L, L]` has one column for each learner: column l holds the weights with which learner l mixes the
+models of all (W <- W T). It conserves the mean if it is doubly stochastic: no entry is negative, and all rows and
+columns sum to 1. A `Topology` gives each learner its part of T_k, for every round k, without communication.
 """
 
 from starling.topology.analysis import (

@@ -1,4 +1,4 @@
-"""What mixing matrices promise: how fast learners agree without gradients."""
+"""How fast learners agree without gradients: the spectra of mixing matrices."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,18 +6,18 @@ from numpy.typing import NDArray
 from starling.topology.base import Matrix, Topology
 
 TOLERANCE = 1e-12
-"""How far sums of weights may be from 1, for rounding."""
+"""How far sums of weights may be from 1, because of rounding."""
 
 _ROUNDS_AVERAGED = 1024
 
 
 def identity(world: int) -> Matrix:
-    """Nobody talks to anybody, `[L, L]`."""
+    """The matrix under which no learner averages with another, `[L, L]`."""
     return np.eye(world)
 
 
 def complete(world: int) -> Matrix:
-    """Everybody averages with everybody, 1/L each, `[L, L]`."""
+    """The matrix under which all learners average, 1/L each, `[L, L]`."""
     return np.full((world, world), 1.0 / world)
 
 
@@ -30,7 +30,11 @@ def is_doubly_stochastic(mixing: Matrix, tolerance: float = TOLERANCE) -> bool:
 def spectral_gap(mixing: Matrix) -> float:
     """1 - max |lambda| over the eigenvalues other than the mean's: 1 mixes at once, 0 never.
 
-    `mixing` `[L, L]` must be doubly stochastic; ValueError otherwise.
+    Args:
+        mixing: A doubly stochastic matrix `[L, L]`.
+
+    Raises:
+        ValueError: it is not doubly stochastic.
     """
     if not is_doubly_stochastic(mixing):
         raise ValueError("a spectral gap needs a doubly stochastic mixing matrix: rows and columns that sum to 1")
@@ -42,8 +46,7 @@ def spectral_gap(mixing: Matrix) -> float:
 def is_connected(topology: Topology, rounds: int) -> bool:
     """Whether the first `rounds` rounds, repeated, carry news from every learner to every other.
 
-    Directions need not be looked at: where each learner takes as much as is taken of it, every way there has a way
-    back.
+    Directions can be ignored: because each learner takes as much as others take of it, every path has a way back.
     """
     group = list(range(topology.world))
 
@@ -64,7 +67,7 @@ def is_connected(topology: Topology, rounds: int) -> bool:
 
 
 def mixing_product(topology: Topology, rounds: int, first: int = 0) -> Matrix:
-    """What `rounds` rounds from `first` on do together, `[L, L]`: T_first T_(first+1) ..., for W <- W T."""
+    """The product of `rounds` matrices from round `first`, `[L, L]`: T_first T_(first+1) ..., for W <- W T."""
     product = identity(topology.world)
     for k in range(first, first + rounds):
         product = product @ topology.matrix(k)
@@ -74,13 +77,18 @@ def mixing_product(topology: Topology, rounds: int, first: int = 0) -> Matrix:
 def expected_contraction(topology: Topology, rounds: int | None = None) -> float:
     """The factor by which a round shrinks the expected consensus distance in its worst mode, without gradients.
 
-    It is the largest eigenvalue, orthogonal to the mean, of the average over rounds of T_k T_k^T: with W `[P, L]` and
-    X its deviations from the mean, a round makes |X|^2 to |X T_k|^2 = trace(X T_k T_k^T X^T). 0 agrees at once, 1
-    never. `rounds` None: one period of a pattern that repeats, which is exact, or 1024 rounds of a random one, which
-    lies a little above the expectation, the more so the larger L.
+    Equation::
 
-    For rounds drawn independently the factors of successive rounds multiply. Those of `exponential` follow a plan and
-    do far better together than one by one (`mixing_product`).
+        max eigenvalue of  mean_k T_k T_k^T  orthogonal to the mean
+
+    With X `[P, L]` the deviations from the mean, a round turns |X|^2 into |X T_k|^2 = trace(X T_k T_k^T X^T). At 0
+    learners agree at once, at 1 never. For rounds drawn independently the factors of successive rounds multiply. Those
+    of `exponential` are not independent, and do far better together than one by one (`mixing_product`).
+
+    Args:
+        topology: The pattern.
+        rounds: Rounds to average over. None: one period of a pattern that repeats, which is exact, or 1024 rounds of a
+            random one, which lies a little above the expectation, the more so the larger L.
     """
     count = (topology.period or _ROUNDS_AVERAGED) if rounds is None else rounds
     if count < 1:
@@ -106,7 +114,7 @@ def ring_eigenvalues(world: int) -> NDArray[np.float64]:
 def random_ring_contraction(world: int) -> float:
     """`expected_contraction` of `random_ring`: 1/3 - 2 / (3 (L - 1)) for L >= 3, and 0 below.
 
-    E[T T^T] is the same seen from all learners, so all its eigenvalues but the mean's are equal: (|T|^2 - 1) / (L - 1)
+    E[T T^T] looks the same from all learners, so all its eigenvalues but the mean's are equal: (|T|^2 - 1) / (L - 1)
     with |T|^2 = L/3 the sum of the squared weights of a ring.
     """
     return (world - 3) / (3 * (world - 1)) if world >= 3 else 0.0

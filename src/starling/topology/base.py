@@ -13,32 +13,38 @@ Matrix = NDArray[np.float64]
 
 
 class Topology(ABC):
-    """Who mixes whom, round by round: the matrices T_k of W <- W T_k, each seen from one learner.
+    """Which learners mix which, round by round: the matrices T_k of W <- W T_k, each seen from one learner.
 
-    Every answer is a pure function of the topology, the round and the rank, so that learners agree without a word and
-    may ask for rounds in any order. ConfigError when `world` is below 1; ValueError for a round below 0 or a rank
-    outside [0, world).
+    Every answer is a pure function of the topology, the round and the rank. So learners agree without communication,
+    and may ask for rounds in any order.
+
+    Args:
+        world: L, the number of learners, at least 1.
+
+    Raises:
+        ConfigError: `world` is below 1.
+        ValueError: from the methods, for a round below 0 or a rank outside [0, world).
     """
 
     period: int | None = None
-    """After so many rounds the pattern repeats; None: never, or unknown."""
+    """The number of rounds after which the pattern repeats; None: never, or unknown."""
 
     def __init__(self, world: int) -> None:
         if world < 1:
             raise ConfigError(f"topology: {world} learners; a topology needs at least 1")
         self.world = world
-        """How many learners, L."""
+        """L, the number of learners."""
 
     @abstractmethod
     def sources(self, round: int, rank: int) -> Mapping[int, float]:
-        """Whom `rank` mixes in `round`, each with its weight, ascending by rank; empty: it sits the round out.
+        """The learners that `rank` mixes in `round`, each with its weight, ascending by rank.
 
-        Its own weight is 1 minus their sum.
+        Its own weight is 1 minus their sum. Empty: it sits the round out.
         """
 
     @abstractmethod
     def targets(self, round: int, rank: int) -> Sequence[int]:
-        """Who mixes `rank` in `round`, ascending."""
+        """The learners that mix `rank` in `round`, ascending."""
 
     def matrix(self, round: int) -> Matrix:
         """T of `round`, `[L, L]`: column l holds the weights with which learner l mixes the models of all."""

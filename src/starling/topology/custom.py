@@ -1,21 +1,21 @@
-"""A pattern of one's own, checked before anybody trains with it; and patterns by name."""
+"""Patterns from outside, checked before training begins; and all patterns by name."""
 # ruff: noqa: A002 - a round of averaging is called a round, here as on the learner
 
-import importlib
 import operator
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from typing import Any, TypeGuard
 
 from starling.errors import ConfigError
+from starling.registry import Registry
 from starling.topology.analysis import TOLERANCE, is_connected
 from starling.topology.base import Topology
 from starling.topology.patterns import PATTERNS
 
 Function = Callable[[int, int, int], Mapping[int, float]]
-"""`function(round, rank, world)`: whom `rank` mixes in `round`, each with its weight."""
+"""`function(round, rank, world)`: the learners that `rank` mixes in `round`, each with its weight."""
 
 _ROUNDS_KEPT = 512
 
@@ -39,12 +39,12 @@ class _Custom(Topology):
             if self._draw(k) != self._plan(k):
                 raise ConfigError(
                     f"pattern {self._name}, round {k}: asked twice it gave two answers, so learners would disagree; "
-                    "derive its chance from the round and a fixed seed alone"
+                    "derive its randomness from the round and a fixed seed alone"
                 )
         if not is_connected(self, rounds):
             raise ConfigError(
                 f"pattern {self._name}: not connected within {rounds} rounds, so some learners never hear of others; "
-                "add edges, or let the check look at more rounds"
+                "add edges, or check more rounds"
             )
 
     def sources(self, round: int, rank: int) -> Mapping[int, float]:
@@ -66,7 +66,7 @@ class _Custom(Topology):
         return plan
 
     def _draw(self, round: int) -> _Plan:
-        """The answers of all for one round; every round is checked, also those after the first ones."""
+        """What the function says of every learner in one round, checked; later rounds are checked, too."""
         sources = [self._ask(round, rank) for rank in range(self.world)]
         given: defaultdict[int, float] = defaultdict(float)
         targets: list[list[int]] = [[] for _ in sources]
@@ -97,59 +97,76 @@ class _Custom(Topology):
             if not 0 <= number < self.world:
                 raise ConfigError(f"{where}: mixes learner {number}; peers are 0 to {self.world - 1}")
             if number == rank:
-                raise ConfigError(f"{where}: mixes itself; leave it out, its own weight is what the others leave of 1")
+                raise ConfigError(f"{where}: mixes itself; leave it out: its own weight is 1 minus those of the others")
             if not 0.0 <= share <= 1.0:
-                raise ConfigError(f"{where}: mixes learner {number} with weight {share}; weights lie within 0 and 1")
+                raise ConfigError(f"{where}: mixes learner {number} with weight {share}; weights are between 0 and 1")
             if share > 0.0:
                 taken[number] = share
         if sum(taken.values()) > 1.0 + TOLERANCE:
             raise ConfigError(
-                f"{where}: the weights of its peers sum to {sum(taken.values()):.6g}; its own is what they leave of 1, "
-                "so make them at most 1"
+                f"{where}: the weights of its peers sum to {sum(taken.values()):.6g}; its own weight is 1 minus their "
+                "sum, so make it at most 1"
             )
         return dict(sorted(taken.items()))
 
 
 def custom(world: int, function: Function, rounds: int | None = None) -> Topology:
-    """A pattern of one's own: `function(round, rank, world)` says whom `rank` mixes in `round`, with which weights.
+    """A pattern from a function: `function(round, rank, world)` says which learners `rank` mixes, with which weights.
 
-    Its own weight is what the peers leave of 1; peers of weight 0 count as absent. The function must be a pure one:
-    each learner asks it for all ranks. Every round is checked to be doubly stochastic when it is first needed, and the
-    first `rounds` (default: 64, or 2 L where that is more) at once, where they must also connect all learners.
+    A learner's own weight is 1 minus those of its peers; peers of weight 0 count as absent. The function must be pure:
+    each learner calls it for all ranks. The matrix of every round is checked to be doubly stochastic when it is first
+    needed. The first `rounds` (default: 64, or 2 L if that is more) are checked at once, and must connect all learners.
 
-    Raises: ConfigError, naming the function, when it is not doubly stochastic, not connected or not a pure function.
+    Raises:
+        ConfigError: the pattern is not doubly stochastic, not connected or not pure; the message names the function.
     """
     return _Custom(world, function, max(64, 2 * world) if rounds is None else rounds)
 
 
+def _is_pattern(found: object) -> TypeGuard[Any]:
+    return issubclass(found, Topology) if isinstance(found, type) else callable(found)
+
+
+_REGISTRY: Registry[Any] = Registry(
+    PATTERNS,
+    "starling.topologies",
+    accepts=_is_pattern,
+    wanted="a function of (round, rank, world) or a class of starling.Topology",
+    prefix="pattern ",
+    outside="module:function",
+)
+
+
 def check_pattern(pattern: str) -> None:
-    """ValueError unless `pattern` is a name in `PATTERNS`, or the `module:function` of a `custom` pattern."""
-    if pattern not in PATTERNS:
-        _load(pattern)
+    """Check that `find_topology` knows a pattern.
+
+    Raises:
+        ValueError: it does not. Pydantic collects these.
+    """
+    try:
+        _REGISTRY.find(pattern)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
 
 
 def find_topology(pattern: str, world: int, seed: int) -> Topology:
-    """The topology of a name in `PATTERNS`, or of one's own `module:function`; else a ConfigError says why not."""
+    """The topology of a name: one in `PATTERNS`, an entry point of the group `starling.topologies`, or `module:name`.
+
+    What comes from outside is a function of (round, rank, world), see `custom`, or a class of `Topology` that is made
+    from `world` and `seed`; its `sources` are checked as those of a function are.
+
+    Raises:
+        ConfigError: there is none, or it is not a valid pattern for this number of learners.
+    """
+    found = _REGISTRY.find(pattern)
     if pattern in PATTERNS:
         return PATTERNS[pattern](world, seed)
-    try:
-        function = _load(pattern)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return custom(world, function)
+    return custom(world, _sources_of(found(world, seed)) if isinstance(found, type) else found)
 
 
-def _load(pattern: str) -> Function:
-    """Import `module:function`."""
-    module, colon, name = pattern.partition(":")
-    if not colon or not module or not name:
-        near = get_close_matches(pattern, PATTERNS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"pattern {pattern!r} is unknown; {hint}known are {', '.join(PATTERNS)}, or module:function")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"pattern {pattern!r} cannot be imported: {error}; is it on PYTHONPATH?") from error
-    if not callable(function):
-        raise ValueError(f"pattern {pattern!r} is no function; give one of (round, rank, world)")
-    return function  # type: ignore[no-any-return]
+def _sources_of(topology: Topology) -> Function:
+    def sources(round: int, rank: int, world: int) -> Mapping[int, float]:
+        return topology.sources(round, rank)
+
+    sources.__name__ = type(topology).__name__
+    return sources

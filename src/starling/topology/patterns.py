@@ -1,4 +1,4 @@
-"""The patterns that Starling knows: rings, random rings, pairs, exponential and complete graphs, and nodes of them."""
+"""Starling's own patterns: rings, random rings, pairs, exponential and complete graphs, and super-learners in them."""
 # ruff: noqa: A002 - a round of averaging is called a round, here as on the learner
 
 import random
@@ -12,14 +12,14 @@ from starling.chance import derive_seed
 from starling.errors import ConfigError
 from starling.topology.base import Matrix, Topology
 
-_ROUNDS_KEPT = 2048  # 2 KB each for 128 learners; a permutation that fell out is drawn again, the same
+_ROUNDS_KEPT = 2048  # 2 KB each for 128 learners; an evicted permutation is drawn again, and is the same
 
 
 @lru_cache(maxsize=_ROUNDS_KEPT)
 def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A uniform permutation for one round: who stands at each place, and at which place each learner stands.
+    """A uniform permutation for one round: the learner at each place, and the place of each learner.
 
-    It sorts by `random.random()`, the one sequence that Python promises to keep: learners agree whatever they run.
+    It sorts by `random.random()`, the one sequence that Python promises to keep, so learners agree across versions.
     """
     generator = random.Random(derive_seed(seed, "topology", purpose, round))
     keys = [generator.random() for _ in range(world)]
@@ -31,11 +31,11 @@ def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple
 
 
 class _Symmetric(Topology):
-    """Learners that mix each other, all with equal weights."""
+    """Learners that mix each other, with equal weights."""
 
     @abstractmethod
     def _neighbours(self, round: int, rank: int) -> list[int]:
-        """Who mixes with `rank`, ascending, without itself."""
+        """The learners that mix with `rank`, ascending, without itself."""
 
     def sources(self, round: int, rank: int) -> Mapping[int, float]:
         self._check(round, rank)
@@ -136,48 +136,83 @@ class _Hierarchical(Topology):
 
 
 def ring(world: int) -> Topology:
-    """A fixed ring: each learner mixes itself, left and right, 1/3 each; two are a pair, 1/2 each."""
+    """A fixed ring: each learner mixes itself, left and right.
+
+    Equation, with l counted modulo L >= 3::
+
+        w_l <- (w_(l-1) + w_l + w_(l+1)) / 3
+
+    Two learners are a pair, 1/2 each.
+    """
     return _Ring(world)
 
 
 def random_ring(world: int, seed: int) -> Topology:
-    """A ring in a fresh random order each round: T_k = P_k^T T_1 P_k.
+    """A ring in a fresh random order each round.
 
-    T_1 is `ring`'s matrix and P_k a uniform permutation, drawn from `seed` and k and so the same on every learner.
-    Source: Zhang et al. 2020, "Improving Efficiency in Large-Scale Decentralized Distributed Training",
-    arXiv 2002.01119.
+    Equation, with T_1 the matrix of `ring`::
+
+        T_k = P_k^T T_1 P_k
+
+    and P_k a uniform permutation, drawn from `seed` and k and therefore the same on every learner.
+
+    References:
+        Zhang et al. 2020, "Improving Efficiency in Large-Scale Decentralized Distributed Training", arXiv 2002.01119.
     """
     return _RandomRing(world, seed)
 
 
 def pairs(world: int, seed: int) -> Topology:
-    """A uniform perfect matching each round, 1/2 each, drawn from `seed` and the round; of an odd number one sits out.
+    """A uniform perfect matching each round, drawn from `seed` and the round.
 
-    Source: Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952.
+    Equation, for two learners l and j that are matched::
+
+        w_l, w_j <- (w_l + w_j) / 2
+
+    Of an odd number of learners one sits the round out.
+
+    References:
+        Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952.
     """
     return _Pairs(world, seed)
 
 
 def exponential(world: int) -> Topology:
-    """The one-peer exponential graph: in round k learner l mixes learner l - 2^(k mod ceil(log2 L)), mod L, 1/2 each.
+    """The one-peer exponential graph: a learner's source hops over one learner, then two, four, and so on.
 
-    Directed: whom a learner mixes is not who mixes it, so nobody waits for an answer. With L a power of two, any log2 L
-    rounds in a row average exactly. Source: Ying et al. 2021, "Exponential Graph is Provably Efficient for
-    Decentralized Deep Training", arXiv 2110.13363; Assran et al. 2019, arXiv 1811.10792.
+    Equation, with l counted modulo L and m = ceil(log2 L)::
+
+        w_l <- (w_l + w_(l - 2^(k mod m))) / 2
+
+    It is directed: a learner's source is not its target, so no learner waits for an answer. If L is a power of two, any
+    log2 L successive rounds average exactly.
+
+    References:
+        Ying et al. 2021, "Exponential Graph is Provably Efficient for Decentralized Deep Training", arXiv 2110.13363.
+        Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", arXiv 1811.10792.
     """
     return _Exponential(world)
 
 
 def complete_graph(world: int) -> Topology:
-    """Everybody mixes everybody, 1/L each."""
+    """Every learner mixes every other, 1/L each: w_l <- (1/L) sum_j w_j."""
     return _Complete(world)
 
 
 def hierarchical(outer: Topology, per_node: int) -> Topology:
-    """Super-learners of `per_node` learners that mix as `outer` says: T_k = outer's T_k (x) 1 1^T / per_node.
+    """Super-learners of G learners that mix by the pattern `outer`.
 
-    Learner r is number r % per_node of super-learner r // per_node. Source: Zhang et al. 2019, "A Highly Efficient
-    Distributed Deep Learning System for Automatic Speech Recognition", arXiv 1907.05701.
+    Equation, with T_k the matrix of `outer` and 1 the vector of G ones::
+
+        T_k (x) 1 1^T / G
+
+    Args:
+        outer: The pattern of the super-learners.
+        per_node: G. Learner r is number r % G of super-learner r // G.
+
+    References:
+        Zhang et al. 2019, "A Highly Efficient Distributed Deep Learning System for Automatic Speech Recognition",
+        arXiv 1907.05701.
     """
     return _Hierarchical(outer, per_node)
 
@@ -189,4 +224,4 @@ PATTERNS: dict[str, Callable[[int, int], Topology]] = {
     "exponential": lambda world, seed: exponential(world),
     "complete": lambda world, seed: complete_graph(world),
 }
-"""The patterns by the names that recipes use; each is made from the number of learners and the seed of the run."""
+"""Patterns by the names that recipes use; each is made from the number of learners and the seed of the run."""

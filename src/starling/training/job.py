@@ -12,7 +12,7 @@ from starling.budget import Budget, Schedule
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.errors import ConfigError
-from starling.strategies import NoOptions, Strategy, SyncGroups
+from starling.strategies import NoOptions, Strategy, SyncGroups, find_strategy
 from starling.training.faults import Fault
 from starling.training.stragglers import Stragglers
 from starling.workload import Ticket, Weighting, Workload
@@ -24,6 +24,7 @@ class Job:
 
     workload: Workload[Any]
     strategy: Strategy
+    """How learners agree. A name or a `module:name` becomes the strategy that it stands for."""
     budget: Budget
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
     """Makes the local optimizer of one learner, at the peak learning rate."""
@@ -49,15 +50,21 @@ class Job:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.strategy, str):
+            object.__setattr__(self, "strategy", find_strategy(self.strategy))
         if problem := self.strategy.weighting_problem(self.options, self.weighting):
             raise ConfigError(f"weighting: {problem}")
 
+    def validate(self, world: int) -> None:
+        """Raise ConfigError if the strategy's options do not fit `world` learners."""
+        self.strategy.validate(self.options, world)
+
     def sync_group_size(self, world: int) -> int:
-        """How many of `world` learners claim together; ConfigError when the strategy's options do not fit."""
+        """How many of `world` learners claim mini-batches together."""
         return self.strategy.sync_group_size(self.options, world)
 
     def sync_groups(self, world: int) -> SyncGroups:
-        """Which of `world` learners claim together; ConfigError when the strategy's options do not fit."""
+        """Which of `world` learners claim mini-batches together."""
         return self.strategy.sync_groups(self.options, world)
 
 

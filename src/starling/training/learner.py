@@ -44,6 +44,7 @@ class TrainingLearner(ReplicaLearner):
     def __init__(
         self, job: Job, rank: int, world: int, replica: Replica, observer: Observer, start: LearnerState | None
     ) -> None:
+        job.validate(world)
         super().__init__(rank, world, job.seed, job.sync_groups(world), replica)
         self.job = job
         self.tickets = SyncGroupTickets(

@@ -67,7 +67,7 @@ def next_membership(job: Job, view: Membership, change: Membership, is_ordered: 
         ranks = job.strategy.survivors(job.options, len(view.members), [view.members.index(name) for name in lost])
         leaving = set(view.members) - {view.members[rank] for rank in ranks}
         members = tuple(name for name in change.members if name not in leaving)
-        job.sync_groups(len(members))
+        job.validate(len(members))
     except (ConfigError, PeerLost) as error:
         raise PeerLost(f"{change.reason}; {job.strategy.name} cannot go on without: {error}") from error
     return replace(change, members=members)

@@ -68,6 +68,7 @@ class VirtualEngine:
         bears_losses: bool = True,
         views: MembershipObserver | None = None,
     ) -> None:
+        job.validate(world)
         self.job = job
         self.cluster = cluster or Cluster()
         self.environment = simpy.Environment()

@@ -48,7 +48,8 @@ class StrategyChoice(BaseModel):
 
     @property
     def strategy(self) -> Strategy:
-        """What the name stands for; ConfigError if nothing."""
+        """What the name stands for: a strategy of Starling or of an installed package, or `module:name`; ConfigError if
+        nothing."""
         return find_strategy(self.name)
 
     @property
@@ -56,12 +57,16 @@ class StrategyChoice(BaseModel):
         """The options, checked by the strategy's own model; pydantic's ValidationError if they are wrong."""
         return self.strategy.options.model_validate(self.model_extra or {})
 
+    def check_for(self, learners: int) -> None:
+        """Raise ConfigError if the strategy's options do not fit this number of learners."""
+        self.strategy.validate(self.options, learners)
+
     def num_workers(self, learners: int) -> int:
-        """How many of them compute; ConfigError if the strategy's options do not fit so many."""
+        """How many of them compute."""
         return self.strategy.num_workers(self.options, learners)
 
     def sync_group_size(self, learners: int) -> int:
-        """How many of them claim mini-batches together; ConfigError if the strategy's options do not fit so many."""
+        """How many of them claim mini-batches together."""
         return self.strategy.sync_group_size(self.options, learners)
 
 
@@ -315,7 +320,9 @@ def _strategy_problems(choice: Any, learners: int | None) -> list[str]:
     try:
         strategy = StrategyChoice.model_validate(choice) if choice is not None else None
         if strategy is not None:
-            _ = strategy.options if learners is None else strategy.sync_group_size(learners)
+            _ = strategy.options  # raises what is wrong with them
+            if learners is not None:
+                strategy.check_for(learners)
     except ConfigError as error:
         return [str(error)]
     except ValidationError as error:

@@ -1,36 +1,29 @@
 """Importers: one a file, each with the configuration that selects it by `kind`."""
 
-from typing import Annotated
+from typing import Annotated, Any, TypeGuard, get_args
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny, ValidatorFunctionWrapHandler, WrapValidator
 
+from starling.configuration import Config
+from starling.errors import ConfigError
+from starling.registry import Registry
 from starling.speech.corpora.coqui import CoquiCorpus
 from starling.speech.corpora.cuts import LhotseCorpus, LhotseRecipeCorpus, recipe_names
 from starling.speech.corpora.jsonl import NemoCorpus, WenetCorpus
 from starling.speech.corpora.kaldi import KaldiCorpus
 from starling.speech.corpora.synthetic import SyntheticCorpus
 from starling.speech.corpora.tsv import TsvCorpus
-from starling.speech.corpora.utterance import Audio, Utterance
-
-CorpusConfig = Annotated[
-    TsvCorpus
-    | KaldiCorpus
-    | NemoCorpus
-    | WenetCorpus
-    | CoquiCorpus
-    | LhotseCorpus
-    | LhotseRecipeCorpus
-    | SyntheticCorpus,
-    Field(discriminator="kind"),
-]
+from starling.speech.corpora.utterance import Audio, FileCorpus, NamedSets, Utterance
 
 __all__ = [
     "Audio",
     "CoquiCorpus",
     "CorpusConfig",
+    "FileCorpus",
     "KaldiCorpus",
     "LhotseCorpus",
     "LhotseRecipeCorpus",
+    "NamedSets",
     "NemoCorpus",
     "SyntheticCorpus",
     "TsvCorpus",
@@ -38,3 +31,46 @@ __all__ = [
     "WenetCorpus",
     "recipe_names",
 ]
+
+_Own = (
+    TsvCorpus
+    | KaldiCorpus
+    | NemoCorpus
+    | WenetCorpus
+    | CoquiCorpus
+    | LhotseCorpus
+    | LhotseRecipeCorpus
+    | SyntheticCorpus
+)
+
+
+def _is_corpus(found: object) -> TypeGuard[type[Config]]:
+    return (
+        isinstance(found, type)
+        and issubclass(found, Config)
+        and {"kind", "sets"} <= found.model_fields.keys()
+        and all(callable(getattr(found, method, None)) for method in ("utterances", "maker"))
+    )
+
+
+_REGISTRY: Registry[type[Config]] = Registry(
+    {get_args(each.model_fields["kind"].annotation)[0]: each for each in get_args(_Own)},
+    "starling.corpora",
+    accepts=_is_corpus,
+    wanted="a class of settings with kind, sets, maker and utterances, such as starling.speech.corpora.KaldiCorpus",
+)
+
+
+def _or_from_outside(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """A corpus of another package, if its `kind` is an entry point of `starling.corpora` or `module:name`."""
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    if not isinstance(kind, str) or not _REGISTRY.is_outside(kind):
+        return handler(value)
+    try:
+        return _REGISTRY.find(kind).model_validate(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+CorpusConfig = Annotated[_Own, Field(discriminator="kind"), WrapValidator(_or_from_outside), SerializeAsAny()]
+"""The settings of a corpus, of the class that its `kind` selects."""

@@ -1,29 +1,50 @@
-"""Acoustic models: a registry by name, presets by size, and the configuration that chooses."""
+"""Acoustic models by name, their presets by size, and the configuration that chooses."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from starling.configuration import Config
-from starling.errors import did_you_mean
+from starling.errors import ConfigError
+from starling.registry import Registry
 from starling.speech.models.shape import MODELS, Architecture, ModelShape, Positions, frames_after
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["MODELS", "Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters"]
+__all__ = ["MODELS", "Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters", "find_model"]
+
+
+def _is_architecture(found: object) -> TypeGuard[Architecture]:
+    return isinstance(found, Architecture)
+
+
+_REGISTRY = Registry(
+    MODELS, "starling.models", accepts=_is_architecture, wanted="a starling.speech.models.Architecture"
+)
+
+
+def find_model(name: str) -> Architecture:
+    """The architecture of a name: one in `MODELS`, an entry point of the group `starling.models`, or `module:name`.
+
+    Raises:
+        ConfigError: there is none; the message suggests the nearest name.
+    """
+    return _REGISTRY.find(name)
 
 
 class ModelConfig(Config):
     """Which network, and its sizes: a preset, and single sizes put in place of the preset's.
 
-    Each architecture has its own presets and sizes; one that it doesn't have is an error.
+    Each architecture has its own presets and sizes; any other is an error.
     """
 
-    name: str = Field(default="blstm", description="the architecture: blstm, lstm, transformer or deep-speech")
+    name: str = Field(
+        default="blstm", description="the architecture: blstm, lstm, transformer, deep-speech, or module:name"
+    )
     preset: str = Field(default="small", description="tiny, small, or a larger one of the architecture")
     layers: int | None = Field(default=None, ge=1, description="LSTM layers, or blocks of a transformer")
     hidden: int | None = Field(
@@ -45,25 +66,27 @@ class ModelConfig(Config):
     @field_validator("name")
     @classmethod
     def _name_is_known(cls, name: str) -> str:
-        if name not in MODELS:
-            raise ValueError(f"{name!r} is unknown; {did_you_mean(name, MODELS)}known are {', '.join(MODELS)}")
+        try:
+            find_model(name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         return name
 
     @field_validator("preset")
     @classmethod
     def _preset_is_known(cls, preset: str, info: ValidationInfo) -> str:
         name = info.data.get("name")  # absent if it is itself an error
-        if name is not None and preset not in MODELS[name].presets:
-            raise ValueError(f"{name} has no preset {preset!r}; known are {', '.join(MODELS[name].presets)}")
+        if name is not None and preset not in (presets := find_model(name).presets):
+            raise ValueError(f"{name} has no preset {preset!r}; known are {', '.join(presets)}")
         return preset
 
     @field_validator("*")
     @classmethod
     def _size_is_one_of_the_architecture(cls, value: object, info: ValidationInfo) -> object:
         name, size = info.data.get("name"), info.field_name
-        if name is None or value is None or size in ("name", "preset") or size in MODELS[name].sizes:
+        if name is None or value is None or size in ("name", "preset") or size in (sizes := find_model(name).sizes):
             return value
-        raise ValueError(f"{name} has no such size; known are {', '.join(MODELS[name].sizes)}")
+        raise ValueError(f"{name} has no such size; known are {', '.join(sizes)}")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ModelConfig:
@@ -74,7 +97,7 @@ class ModelConfig(Config):
     def shape(self) -> ModelShape:
         """The preset with the sizes given here put in."""
         given = self.model_dump(exclude={"name", "preset"}, exclude_none=True)
-        return replace(MODELS[self.name].presets[self.preset], **given)
+        return replace(find_model(self.name).presets[self.preset], **given)
 
     def encoder_frames(self, num_frames: int) -> int:
         """Frames in which the network emits tokens, of `num_frames` feature frames."""
@@ -90,7 +113,7 @@ def build_model(config: ModelConfig, num_features: int, vocab_size: int, seed: i
     from starling.speech.chance import borrowed_generators
 
     with borrowed_generators(seed):
-        return MODELS[config.name].load()(config.shape, num_features, vocab_size)
+        return find_model(config.name).load()(config.shape, num_features, vocab_size)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -100,8 +100,8 @@ _TRANSFORMER = {
 class Architecture:
     """A kind of network as recipes see it."""
 
-    network: str
-    """`module:class`, made with `(shape, num_features, vocab_size)`; the shape is of the presets' class."""
+    network: str | Callable[..., nn.Module]
+    """`network(shape, num_features, vocab_size)`, or `module:name` of it; the shape is of the presets' class."""
     presets: Mapping[str, ModelShape]
     """Complete sets of sizes, by name; all of one class, and one of them is `small`."""
 
@@ -112,7 +112,9 @@ class Architecture:
         return [field.name for field in fields(self.presets["small"]) if field.name not in common] + common
 
     def load(self) -> Callable[..., nn.Module]:
-        """The class of the network, which needs torch; what a recipe says of it does not."""
+        """What makes the network. Starling's own need torch from here on; what a recipe says of them does not."""
+        if not isinstance(self.network, str):
+            return self.network
         module, name = self.network.split(":")
         return cast(Callable[..., "nn.Module"], getattr(import_module(module), name))
 
@@ -124,6 +126,7 @@ MODELS = {
     "transformer": Architecture(f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER),
     "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
 }
+"""Starling's own architectures by name."""
 
 
 def frames_after(num_frames: int, subsampling: int) -> int:

@@ -1,0 +1,118 @@
+"""Finding what a name stands for: a part of Starling, a part of an installed package, or `module:name`."""
+
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
+from typing import Any, Generic, TypeGuard, TypeVar
+
+from starling.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that resembles `name` most, or None if none does."""
+    return next(iter(get_close_matches(name, list(known), n=1)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'ring'? `, or nothing if no known name resembles `name`."""
+    near = nearest(name, known)
+    return f"did you mean {near!r}? " if near else ""
+
+
+class Registry(Generic[T]):
+    """Everything of one kind that a recipe or an argument can choose by name.
+
+    A name stands for a part of Starling, for an entry point of an installed package, or, as `module:name`, for an
+    object in a module that Python can import. If a package offers a name that Starling has, Starling's own wins.
+
+    Args:
+        known: The parts of Starling, by name.
+        group: The entry point group through which packages add theirs, such as `starling.strategies`.
+        accepts: Tells whether an imported object is of this kind.
+        wanted: What it must be, for the error that says it is not.
+        prefix: How every error begins, such as `strategy: `.
+        outside: How errors write `module:name`.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[str, T],
+        group: str,
+        *,
+        accepts: Callable[[object], TypeGuard[T]],
+        wanted: str,
+        prefix: str = "",
+        outside: str = "module:name",
+    ) -> None:
+        self._known, self._group = known, group
+        self._accepts, self._wanted = accepts, wanted
+        self._prefix, self._outside = prefix, outside
+
+    def names(self) -> list[str]:
+        """The names that can be chosen without a module: Starling's own, then those of installed packages."""
+        return [*self._known, *(name for name in _installed(self._group) if name not in self._known)]
+
+    def is_outside(self, name: str) -> bool:
+        """Whether a name asks for something that is not a part of Starling."""
+        return name not in self._known and (":" in name or name in _installed(self._group))
+
+    def find(self, name: str) -> T:
+        """What a name stands for.
+
+        Raises:
+            ConfigError: the name is unknown, cannot be imported, or stands for something of another kind. The message
+                says which, and suggests the nearest known name.
+        """
+        if name in self._known:
+            return self._known[name]
+        installed = _installed(self._group)
+        if name in installed:
+            module, attribute = installed[name].module, installed[name].attr
+        else:
+            module, _, attribute = name.partition(":")
+        if not module or not attribute:
+            known = ", ".join([*self.names(), f"or {self._outside}"])
+            raise ConfigError(f"{self._prefix}{name!r} is unknown; {self._hint(name)}known are {known}")
+        found = self._load(name, module, attribute)
+        if not self._accepts(found):
+            raise ConfigError(f"{self._prefix}{name!r} is {_described(found)}, not {self._wanted}")
+        return found
+
+    def _load(self, name: str, module: str, attribute: str) -> object:
+        try:
+            found: Any = import_module(module)
+        except ImportError as error:
+            raise ConfigError(
+                f"{self._prefix}{name!r} cannot be imported: {error}; {self._hint(name)}"
+                f"is {module.partition('.')[0]} installed, or on PYTHONPATH?"
+            ) from error
+        except Exception as error:  # the module's own code may raise anything
+            raise ConfigError(
+                f"{self._prefix}{name!r} cannot be imported: {module} raised {type(error).__name__}: {error}"
+            ) from error
+        try:
+            return attrgetter(attribute)(found)
+        except AttributeError:
+            hint = did_you_mean(attribute, vars(found)) or self._hint(name)
+            raise ConfigError(
+                f"{self._prefix}{name!r} cannot be imported: {module} has no {attribute!r}; {hint}".rstrip("; ")
+            ) from None
+
+    def _hint(self, name: str) -> str:
+        return did_you_mean(name, self.names())
+
+
+@cache
+def _installed(group: str) -> dict[str, EntryPoint]:
+    """The entry points of a group by name. Reading them takes milliseconds for each installed package."""
+    return {entry.name: entry for entry in entry_points(group=group)}
+
+
+def _described(found: object) -> str:
+    kind = "class" if isinstance(found, type) else type(found).__name__
+    return f"the {kind} {getattr(found, '__name__', repr(found))}"

@@ -1,0 +1,146 @@
+"""The four rules by which a parameter server turns gradients into steps, each beside its equation.
+
+In the equations w is the server's piece of the weights, a the step of its optimizer, and g_l(Phi_l) the gradient that
+worker l took at Phi_l, the weights it pulled. A rule decides two things: when the gradients that have arrived make a
+step, and which worker may have the weights. Messages, clipping, staleness and the step itself are the `Server`'s.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+Combine = Literal["sum", "mean"]
+
+
+class Rule(ABC):
+    """When a server steps, and with what."""
+
+    @abstractmethod
+    def finish(self, worker: int, num_waiting: int) -> bool:
+        """Note that a worker has finished a mini-batch, with a gradient or without.
+
+        Returns whether the `num_waiting` gradients that have arrived since the last step make the next one.
+        """
+
+    def grant(self, worker: int) -> bool:
+        """Whether a worker that asks for the weights gets them now."""
+        return True
+
+    def leave(self, worker: int) -> None:  # noqa: B027 - most rules need not know
+        """Note that a worker makes no more gradients."""
+
+    def combine(self, gradients: Sequence[Tensor]) -> Tensor:
+        """What the optimizer steps with, from the gradients in the order of their workers' ranks."""
+        return _sum(gradients)
+
+
+class Asynchronous(Rule):
+    """Each gradient makes a step when it arrives, and no worker waits for another.
+
+    Equation, for whichever worker's gradient arrives::
+
+        w <- w - a g_l(Phi_l)
+
+    Since worker l pulled Phi_l the others have changed w.
+
+    References:
+        Dean et al. 2012, "Large Scale Distributed Deep Networks", NIPS (Downpour SGD).
+    """
+
+    def finish(self, worker: int, num_waiting: int) -> bool:
+        return num_waiting == 1
+
+
+class Summed(Rule):
+    """Any n gradients make one step with their sum, and no worker waits for another.
+
+    Equation, for the next n gradients to arrive, of whichever workers::
+
+        w <- w - a (g_1(Phi_1) + ... + g_n(Phi_n))
+
+    With `combine` mean, the sum is divided by n. At the end of a run fewer than n gradients make the last step.
+
+    References:
+        Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for Transformers", arXiv 1906.03496.
+    """
+
+    def __init__(self, n: int, combine: Combine = "sum") -> None:
+        self._n, self._combine = n, combine
+
+    def finish(self, worker: int, num_waiting: int) -> bool:
+        return num_waiting == self._n
+
+    def combine(self, gradients: Sequence[Tensor]) -> Tensor:
+        return _sum(gradients) if self._combine == "sum" else _mean(gradients)
+
+
+class Hybrid(Rule):
+    """The mean of all workers' gradients at the same weights makes a step, and every worker waits for it.
+
+    Equation, for G workers::
+
+        w <- w - a (1/G) sum_l g_l(w)
+
+    This is `allreduce` with the step made in one place. If gradients are not finite, the mean is that of the others.
+    With `combine` sum, it is not divided.
+    """
+
+    def __init__(self, num_workers: int, combine: Combine = "mean") -> None:
+        self._num_workers, self._combine = num_workers, combine
+        self._finished: set[int] = set()  # since the last step
+
+    def finish(self, worker: int, num_waiting: int) -> bool:
+        self._finished.add(worker)
+        is_complete = len(self._finished) == self._num_workers
+        if is_complete:
+            self._finished.clear()
+        return is_complete
+
+    def grant(self, worker: int) -> bool:
+        return worker not in self._finished
+
+    def combine(self, gradients: Sequence[Tensor]) -> Tensor:
+        return _mean(gradients) if self._combine == "mean" else _sum(gradients)
+
+
+class Synchronous(Rule):
+    """One worker at a time pulls, computes and steps, while the others queue for their turn.
+
+    Equation, for the worker l whose turn it is::
+
+        w <- w - a g_l(w)
+    """
+
+    def __init__(self) -> None:
+        self._turn: int | None = None
+
+    def finish(self, worker: int, num_waiting: int) -> bool:
+        self._turn = None
+        return num_waiting == 1
+
+    def grant(self, worker: int) -> bool:
+        self._turn = worker if self._turn is None else self._turn
+        return self._turn == worker
+
+    def leave(self, worker: int) -> None:
+        self._turn = None if self._turn == worker else self._turn
+
+
+def _sum(gradients: Sequence[Tensor]) -> Tensor:
+    """Added in their order; what arrived is not written to."""
+    if len(gradients) == 1:
+        return gradients[0]
+    total = gradients[0] + gradients[1]
+    for gradient in gradients[2:]:
+        total.add_(gradient)
+    return total
+
+
+def _mean(gradients: Sequence[Tensor]) -> Tensor:
+    return _sum(gradients).div_(len(gradients)) if len(gradients) > 1 else gradients[0]
