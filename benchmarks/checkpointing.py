@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -15,7 +16,8 @@ from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes.learner import choose_device
 from starling.engines.processes.member import run_learner
 from starling.launch.launcher import launch
-from starling.launch.link import Link, Message, reported_errors
+from starling.launch.link import Link, reported_errors
+from starling.launch.messages import Activity, LearnerMessage, Saved, values_of
 from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.stopping import wishes_of
 from starling.report.curves import Curves
@@ -55,14 +57,15 @@ def _run(folder: Path, with_checkpoints: bool, name: str) -> tuple[float, int]:
     were in them."""
     begins: list[float] = []
     ends: list[float] = []
-    saved: list[Message] = []
+    saved: list[Saved] = []
 
-    def on_message(rank: int, message: Message) -> None:
-        if "begin" in message:
-            begins.append(message["begin"])
-        if "end" in message:
-            ends.append(message["end"])
-        if "saved" in message:
+    def on_message(rank: int, message: LearnerMessage) -> None:
+        told: dict[str, Any] = dict(values_of(message))
+        if "begin" in told:
+            begins.append(told["begin"])
+        if "end" in told:
+            ends.append(told["end"])
+        if isinstance(message, Saved):
             saved.append(message)
 
     shutil.rmtree(ExperimentFolder(recipe_for(folder, WORLD, STEPS).folder).checkpoints, ignore_errors=True)
@@ -82,7 +85,7 @@ class _Begin:
     def on_step(self, report: StepReport) -> None:
         self._num_steps += 1
         if self._num_steps == WARM_UP:
-            self._link.send({"begin": time.monotonic()})
+            self._link.send(Activity(values={"begin": time.monotonic()}))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
 
@@ -124,7 +127,7 @@ def _learn(folder: Path, minutes: float | None, link: Link) -> None:
             membership=find_membership(place, link),
             wishes=wishes,
         )
-    link.send({"end": time.monotonic()})
+    link.send(Activity(values={"end": time.monotonic()}))
 
 
 if __name__ == "__main__":

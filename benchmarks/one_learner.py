@@ -10,7 +10,8 @@ from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.training import SideBySide, job_for
 from starling.engines.processes.learner import Place
 from starling.engines.processes.member import run_learner
-from starling.runs.observers import LOG_EVERY, Log, Metered, Together
+from starling.runs.observers import Log, Metered, Together
+from starling.timeouts import LOG_EVERY
 
 STEPS = 800
 

@@ -29,7 +29,7 @@ from benchmarks.rivals import COLUMNS
 from benchmarks.runs import LEAST_ROUNDS, read_weights, relative_distance
 from benchmarks.starting import Program, run_side_by_side
 from starling.launch.launcher import loopback_store
-from starling.launch.rendezvous import loopback_interface
+from starling.launch.process import loopback_interface
 
 Seconds = float
 WORLD = 4
@@ -37,8 +37,9 @@ SIZES = {"small": SMALL, "large": LARGE}
 TITLES = {"small": "13 k parameters", "large": "4 M parameters"}
 SPEEDS = {"equal": 0.0, "slow": 0.1}
 """What the last worker sleeps before each gradient."""
-RIVALS = {"allreduce": "ddp", "dpsgd": "decent_dp"}
-"""By the column of ours that must keep up with it."""
+RIVALS = {"allreduce": "ddp", "dpsgd": "decent_dp", "dpsgd_pairs": "decent_dp"}
+"""By the column of ours that must keep up with it. Decent-DP's ring exchanges with one neighbour a step, as our pairs
+do; our ring exchanges with both."""
 LEAST_RATIO, LONGEST_START = 0.97, 2.7
 STARTING = ("adpsgd", "ddp", "torchft_ddp", "decent_dp")
 REPEATS = 3
@@ -51,7 +52,8 @@ class Cell:
     """One measurement of a column in a row."""
 
     ms_per_gradient: float
-    """The mean of the workers, of the fast ones where one sleeps."""
+    """Until the last worker has made its steps, where they are in step; otherwise the mean of the workers, of the fast
+    ones where one sleeps."""
     rounds_per_gradient: float
     distance: float
     """sqrt(mean_l |w_l - mean|^2) / |mean|, with w_l the weights that worker l computes its next gradient at."""
@@ -115,9 +117,10 @@ def measure_row(size: str, slow_seconds: Seconds, given: argparse.Namespace, fol
 
     columns = [column for column in COLUMNS if column in given.only]
     found: Cells = {}
-    for column, rival in RIVALS.items():
-        if column in columns and rival in columns:
-            found |= measure([column, rival], given.pairs, case, folder)
+    for rival in dict.fromkeys(RIVALS.values()):
+        ours = [column for column in columns if RIVALS.get(column) == rival]
+        if ours and rival in columns:
+            found |= measure([*ours, rival], given.pairs, case, folder)
     for column in columns:
         if column not in found:
             found |= measure([column], REPEATS, case, folder)
@@ -163,11 +166,13 @@ def launched(cases: Sequence[Case], folder: Path, world: int = WORLD) -> tuple[l
         for number, case in enumerate(cases):
             if not case.seconds:
                 continue
-            counted = [measured[number] for measured in by_worker[: world - 1 if case.slow_seconds else world]]
+            measured = [each[number] for each in by_worker]
+            counted = measured[: world - 1] if case.slow_seconds else measured
+            by_step = [1000.0 * each.seconds / each.steps for each in measured]
             models = [read_weights(own / f"{number}-{rank}.bin") for rank in range(world)]
             cells.append(
                 Cell(
-                    fmean(1000.0 * each.seconds / each.steps for each in counted),
+                    max(by_step) if COLUMNS[case.column].in_step else fmean(by_step[: len(counted)]),
                     fmean(each.rounds / each.steps for each in counted),
                     relative_distance(models),
                 )

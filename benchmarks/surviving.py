@@ -7,6 +7,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -16,7 +17,8 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.processes.learner import choose_device
 from starling.engines.processes.member import run_learner
 from starling.launch.launcher import launch
-from starling.launch.link import Link, Message, reported_errors
+from starling.launch.link import Link, reported_errors
+from starling.launch.messages import Activity, Entered, LearnerMessage, values_of
 from starling.launch.rendezvous import find_membership, find_place
 from starling.training.job import EpochReport, StepReport
 
@@ -45,14 +47,15 @@ def _pauses(folder: Path, strategy: str, number: int) -> list[float]:
     met: set[int] = set()
     killed: list[float] = []
 
-    def on_message(rank: int, message: Message) -> None:
-        if "pid" in message:
-            pids[rank] = message["pid"]
-        if "view" in message:
+    def on_message(rank: int, message: LearnerMessage) -> None:
+        told: dict[str, Any] = dict(values_of(message))
+        if "pid" in told:
+            pids[rank] = told["pid"]
+        if isinstance(message, Entered):
             met.add(rank)
-        if "at" in message:
-            moments[rank].append(message["at"])
-            if message["step"] >= KILLED_AT and len(met) == WORLD and not killed:
+        if "at" in told:
+            moments[rank].append(told["at"])
+            if told["step"] >= KILLED_AT and len(met) == WORLD and not killed:
                 killed.append(time.monotonic())
                 os.kill(pids[VICTIM], signal.SIGKILL)
 
@@ -75,7 +78,7 @@ class _Moments:
         self._link = link
 
     def on_step(self, report: StepReport) -> None:
-        self._link.send({"at": time.monotonic(), "step": report.ticket.step})
+        self._link.send(Activity(values={"at": time.monotonic(), "step": report.ticket.step}))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
 
@@ -85,7 +88,7 @@ class _Moments:
 def _learn(folder: Path, strategy: str, link: Link) -> None:
     torch.set_num_threads(1)
     place = find_place()
-    link.send({"pid": os.getpid()})
+    link.send(Activity(values={"pid": os.getpid()}))
     job = job_for(folder, WORLD, STEPS, strategy)
     device = choose_device("auto", place)
     run_learner(job, place, device, "bench", _Moments(link), membership=find_membership(place, link))

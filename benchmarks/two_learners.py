@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from starling.engines.processes.learner import choose_device
 from starling.engines.processes.member import run_learner
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
+from starling.launch.messages import Activity, LearnerMessage, values_of
 from starling.launch.rendezvous import find_place
 
 WORLD, STEPS = 2, 600
@@ -22,7 +24,12 @@ def measure(folder: Path) -> Bar:
     """Throughput as a share of DDP's."""
     pairs: list[tuple[float, float]] = []
     command = [sys.executable, "-m", "benchmarks.two_learners", str(folder)]
-    launch(command, WORLD, folder / "log", lambda rank, message: pairs.extend(message.get("pairs", [])))
+
+    def on_message(rank: int, message: LearnerMessage) -> None:
+        told: dict[str, Any] = dict(values_of(message))
+        pairs.extend((own, others) for own, others in told.get("pairs", []))
+
+    launch(command, WORLD, folder / "log", on_message)
     name, devices = "two learners, allreduce / DDP, throughput", torch.cuda.device_count()
     if devices > 0:
         name += f", {'by NCCL' if devices >= WORLD else 'on one CUDA device by gloo'}"
@@ -46,4 +53,4 @@ if __name__ == "__main__":
     with reported_errors(link):
         measured = measure_as_learner(Path(sys.argv[1]))
         if link is not None:
-            link.send({"pairs": measured})
+            link.send(Activity(values={"pairs": [list(pair) for pair in measured]}))

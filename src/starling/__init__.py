@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from starling.launch.joining import join
     from starling.learner import Handle, Learner
     from starling.runs.recipe.recipe import Recipe, load_recipe
+    from starling.runs.train_job import Simulated, Trained, simulate, train
     from starling.speech.recogniser import Recogniser
     from starling.strategies import STRATEGIES, Strategy
     from starling.topology import Topology
+    from starling.training.data import DataWorkload
     from starling.training.job import Job
     from starling.workload import Ticket, Workload
 
@@ -29,6 +31,7 @@ __all__ = [
     "Budget",
     "Cluster",
     "Config",
+    "DataWorkload",
     "Handle",
     "Job",
     "JoinedLearner",
@@ -37,14 +40,18 @@ __all__ = [
     "Recipe",
     "Recogniser",
     "Schedule",
+    "Simulated",
     "StarlingError",
     "Strategy",
     "Ticket",
     "Topology",
+    "Trained",
     "VirtualEngine",
     "Workload",
     "join",
     "load_recipe",
+    "simulate",
+    "train",
 ]
 
 _HOMES = {
@@ -52,6 +59,7 @@ _HOMES = {
     "Budget": "budget",
     "Cluster": "engines.virtual.cluster",
     "Config": "configuration",
+    "DataWorkload": "training.data",
     "Handle": "learner",
     "Job": "training.job",
     "JoinedLearner": "engines.loop.joined",
@@ -60,14 +68,18 @@ _HOMES = {
     "Recipe": "runs.recipe.recipe",
     "Recogniser": "speech.recogniser",
     "Schedule": "budget",
+    "Simulated": "runs.train_job",
     "StarlingError": "errors",
     "Strategy": "strategies",
     "Ticket": "workload",
     "Topology": "topology",
+    "Trained": "runs.train_job",
     "VirtualEngine": "engines.virtual.engine",
     "Workload": "workload",
     "join": "launch.joining",
     "load_recipe": "runs.recipe.recipe",
+    "simulate": "runs.train_job",
+    "train": "runs.train_job",
 }
 
 _SPEECH = ("Recogniser", "Recipe", "load_recipe")

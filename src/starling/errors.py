@@ -4,6 +4,9 @@ A message says which learner, what, where, the value, the limit and the remedy. 
 traceback unless `--debug` is given.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class StarlingError(Exception):
     """Base of all errors raised on purpose; exit code 1."""
@@ -68,3 +71,14 @@ class Stopped(StarlingError):  # noqa: N818 - a request, not an error
         self.signal_number = signal_number
         self.exit_code = 128 + signal_number
         self.has_saved = has_saved
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that an unknown one resembles most; None where there is none like it."""
+    return next(iter(get_close_matches(name, list(known), n=1)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean NEAREST? ` for an unknown name; empty where no known name resembles it."""
+    near = nearest(name, known)
+    return f"did you mean {near}? " if near else ""

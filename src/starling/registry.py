@@ -1,27 +1,15 @@
 """Finding what a name stands for: a part of Starling, a part of an installed package, or `module:name`."""
 
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
 from typing import Any, Generic, TypeGuard, TypeVar
 
-from starling.errors import ConfigError
+from starling.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that resembles `name` most, or None if none does."""
-    return next(iter(get_close_matches(name, list(known), n=1)), None)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'ring'? `, or nothing if no known name resembles `name`."""
-    near = nearest(name, known)
-    return f"did you mean {near!r}? " if near else ""
 
 
 class Registry(Generic[T]):

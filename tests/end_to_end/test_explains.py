@@ -1,5 +1,6 @@
-"""A run of real learners says by itself why it stands still, who was lost, and what became of it."""
+"""A run of real learners says why it is stalled, which learners were lost, and what became of it."""
 
+import json
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tests.end_to_end.test_train import Tree, starling, written
 
 
 def begin(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
-    """A run, whose lines are read while it goes on."""
+    """A run whose lines are read while it trains."""
     command = [sys.executable, "-m", "starling", "train", *arguments]
     return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
 
@@ -32,38 +33,40 @@ def read_until(run: "subprocess.Popen[str]", pattern: str) -> str:
     raise AssertionError("".join(said))
 
 
-def test_a_run_that_stands_still_says_for_whom_and_what_that_one_said_last(tree: Tree, tmp_path: Path) -> None:
-    """In step nobody knows who is late: the launcher finds out, says it on the screen, and `starling status` shows it
-    from another terminal; the learners' own logs say what they know."""
+def test_a_stalled_run_says_for_which_learner_and_what_that_one_did_last(tree: Tree, tmp_path: Path) -> None:
+    """In step no learner knows which one is late: the launcher finds out, says it on the screen and in the events, and
+    `starling status` shows it from another terminal; the learners' own logs say what they know."""
     recipe = written(tree, tmp_path)
     choice = ("learners=3", "strategy=allreduce", "budget.epochs=null", "budget.steps=90", "engine.explain_seconds=1")
     with begin(tmp_path, recipe, *choice, "faults=[{pause: 1, seconds: 8, at_step: 20}]") as run:
         assert run.stderr is not None
-        line = read_until(run, r"have waited .*sign of life for")
+        line = read_until(run, r"have waited .*not sent a heartbeat for")
         shown = starling(tmp_path, "status", "exp/songs")
         rest = run.stderr.read()
         assert run.wait(timeout=100) == 0, rest
     assert re.search(
-        r"have waited \d+\.\d s in the mean of a gradient .* for learner 1: learner 1 has given no sign of life for "
-        r"\d+\.\d s; it last said \d+\.\d s ago: .*; its log: exp/songs/log/learner-1.log",
+        r"have waited \d+\.\d s in the mean of a gradient .* for learner 1: learner 1 has not sent a heartbeat for "
+        r"\d+\.\d s; it last reported \d+\.\d s ago: .*; its log: exp/songs/log/learner-1.log",
         line,
     ), line
     assert shown.returncode == 0, shown.stderr
-    assert re.search(r"songs, allreduce: training, began \d+\.\d s ago, view 0", shown.stdout)
+    assert re.search(r"songs, allreduce: training, began \d+\.\d s ago, membership 0", shown.stdout)
     assert len(re.findall(r"│ waiting \d", shown.stdout)) == 2, shown.stdout
     assert re.search(r"1 │ silent for \d", shown.stdout), shown.stdout
-    assert re.search(r"learners 0 and 2 go on after \d+\.\d s of waiting for learner 1", rest)
+    assert re.search(r"learners 0 and 2 continue after waiting \d+\.\d s for learner 1", rest)
     assert len(re.findall(r"have waited", rest)) <= 3
     logs = tmp_path / "exp" / "songs" / "log"
     assert "in the mean of a gradient" in (logs / "learner-0.log").read_text()
-    assert "learner 1 stood still for" in (logs / "learner-1.log").read_text()
+    assert "learner 1 did not run for" in (logs / "learner-1.log").read_text()
+    kinds = [json.loads(each)["kind"] for each in (logs / "events.jsonl").read_text().splitlines()]
+    assert {"start", "stall", "stall-over", "epoch", "checkpoint", "end"} <= set(kinds)
     ended = starling(tmp_path, "status", "exp/songs", "--watch")
     assert re.search(r"songs, allreduce: ended .* exit code 0: ended well", ended.stdout), ended.stdout
 
 
 def test_a_lost_learner_is_in_the_summary_and_the_run_can_be_resumed_with_it(tree: Tree, tmp_path: Path) -> None:
-    """In step, one killed inside an epoch: who did how much, with the numbers of the record of who saw what, who was
-    lost, when and how. Then two go on, and every utterance of every epoch was seen once."""
+    """In step, one killed inside an epoch: how much each did, by the record of what was seen, which was lost, when and
+    how. Then two resume, and every utterance of every epoch was seen once."""
     recipe = written(tree, tmp_path)
     choice = ("strategy=allreduce", "checkpoints.every=4", "budget.epochs=2")
     faults = "faults=[{kill: 1, at_step: 5}, {nan: 0, at_step: 3}]"
@@ -79,7 +82,7 @@ def test_a_lost_learner_is_in_the_summary_and_the_run_can_be_resumed_with_it(tre
     assert {name: computed[name] - sights[name] in (0, 1) for name in computed} == {0: True, 1: True}, summary
     assert re.search(r"1 │ +4 │ .*│ lost", summary)
     assert re.search(r"lost after \d+\.\d s: learner 1 was killed by SIGKILL while \S+", summary)
-    assert re.search(r"\d mini-batches that others had begun were given out again; .*starling audit", summary)
+    assert re.search(r"\d mini-batches that others had begun were re-issued; .*starling audit", summary)
     assert re.search(r"gradients that were not finite and left out: [12]\n", summary)
     assert re.search(r"checkpoints: \d+, the newest exp/songs/checkpoints/step-\d+", summary)
     assert "songs, allreduce: ended well" in run.stderr
@@ -96,7 +99,7 @@ def test_a_lost_learner_is_in_the_summary_and_the_run_can_be_resumed_with_it(tre
 
 @pytest.mark.soak
 def test_a_launcher_that_was_killed_is_seen_to_be_gone(tree: Tree, tmp_path: Path) -> None:
-    """By whoever asks for the status, with what was known last."""
+    """By `starling status`, with what was known last."""
     recipe = written(tree, tmp_path)
     with begin(tmp_path, recipe, "learners=1", "budget.epochs=100000") as run:
         read_until(run, "^saved")

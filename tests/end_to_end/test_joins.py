@@ -1,6 +1,8 @@
-"""Learners that come back or are new in a real training: all is seen once, and checkpoints are of those there."""
+"""Learners that come back or are new in a real training: all is seen once, and checkpoints are of all members."""
 
 import io
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +38,7 @@ class Training:
         command = [sys.executable, "-m", "starling", "train", *arguments]
         self.process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
         self.lines: SimpleQueue[str] = SimpleQueue()
-        self.reader = threading.Thread(target=self._read, daemon=True)  # or it would wait for who reads
+        self.reader = threading.Thread(target=self._read, daemon=True)  # or it would wait for a reader
         self.reader.start()
 
     def _read(self) -> None:
@@ -56,8 +58,16 @@ class Training:
     def until_joined(self, learner: int) -> None:
         """Until a learner has joined and computed, and two checkpoints were written after that."""
         self.until(lambda line: line.startswith(f"learner {learner} has joined"))
-        self.until(lambda line: line.startswith(f"({learner}/") and "loss" in line)
+        self.until(lambda line: re.match(r"epoch \d+ ended", line) is not None and self.has_computed(learner))
         self.until(lambda line: line.startswith("saved"), 2)
+
+    def has_computed(self, learner: int) -> bool:
+        """Whether a learner took part in an epoch that ended after it joined."""
+        events = (self.folder / "exp" / "songs" / "log" / "events.jsonl").read_text(encoding="utf-8")
+        read = [json.loads(line) for line in events.splitlines()]
+        joined = max(place for place, each in enumerate(read) if each["kind"] == "join" and each["learner"] == learner)
+        ends = [each["learners"].get(str(learner)) for each in read[joined:] if each["kind"] == "epoch"]
+        return any(end is not None and end["steps"] > 0 for end in ends)
 
     def kill(self, learner: int) -> None:
         """As kill -9 does."""
@@ -97,7 +107,7 @@ def test_a_lost_learner_and_one_more_join_and_all_is_seen_once(
     run.until_joined(1)
     joining = starling(tmp_path, "join", "exp/songs")
     assert joining.returncode == 0, joining.stderr
-    assert joining.stdout == "joined as learner 2; 3 learners go on; logs: exp/songs/log\n"
+    assert joining.stdout == "joined as learner 2; 3 learners train now; logs: exp/songs/log\n"
     run.until_joined(2)
     run.end()
     line, shares = audited(tmp_path, monkeypatch)
@@ -107,7 +117,7 @@ def test_a_lost_learner_and_one_more_join_and_all_is_seen_once(
     assert (tmp_path / "exp" / "songs" / "log" / "learner-2.log").is_file()
     refused = starling(tmp_path, "join", "exp/songs", "--learners", "2")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "exp/songs: no run is going on here; start one with: starling train exp/songs/config.yaml" in refused.stderr
+    assert "exp/songs: nothing runs here; start it with: starling train exp/songs/config.yaml" in refused.stderr
 
 
 @pytest.mark.soak
@@ -134,8 +144,8 @@ def test_a_run_that_learners_joined_can_be_gone_on_with(
 
 
 @pytest.mark.soak
-def test_a_newcomer_that_differs_is_left_out_and_the_others_go_on(songs: str, tmp_path: Path) -> None:
-    """Somebody has edited the recipe of a run that goes on; who asked for the learner is told, nobody is disturbed."""
+def test_a_joiner_that_differs_is_left_out_and_the_others_continue(songs: str, tmp_path: Path) -> None:
+    """The recipe of a running experiment was edited: `starling join` says so, and the run is not disturbed."""
     run = Training(tmp_path, songs, "learners=2", "budget.epochs=100000", "checkpoints.every=20")
     run.until(lambda line: line.startswith("saved"))
     config = tmp_path / "exp" / "songs" / "config.yaml"

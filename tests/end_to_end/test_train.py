@@ -60,15 +60,20 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
     name, wer, *_ = run.stdout.splitlines()
     assert name == "test"
     assert float(re.fullmatch(r"%WER (\S+) \[ \d+ / \d+, \d+ ins, \d+ del, \d+ sub \].*", wer)[1]) <= 20.0  # type: ignore[index]
-    assert re.search(r"\(1/2\) epoch 25 ended: \d+ steps in .* % computing, .* % waiting for peers", run.stderr)
+    ends = re.findall(r"\nepoch (\d+) ended after .*, 2 learners: loss .* % computing, waiting for data", run.stderr)
+    assert ends == [str(epoch) for epoch in range(1, 26)]
+    assert run.stderr.count("raise batches.num_workers") + run.stderr.count("another strategy may wait less") <= 2
 
     experiment = tmp_path / "exp" / "songs"
+    own = (experiment / "log" / "learner-1.log").read_text()
+    assert re.search(r"\(1/2\) epoch 25 ended: \d+ steps in .* % computing, .* % waiting for peers", own)
+    assert "(1/2)" not in run.stderr
     assert {path.name for path in experiment.iterdir()} == {
         "config.yaml", "env.txt", "status.json",
         "initial", "log", "tensorboard", "checkpoints", "best", "decode", "seen", "joins",
     }  # fmt: skip
     assert {path.name for path in (experiment / "log").iterdir()} == {
-        "learner-0.log", "learner-1.log", "summary.txt",
+        "events.jsonl", "learner-0.log", "learner-1.log", "summary.txt",
     }  # fmt: skip
     assert {path.name for path in (experiment / "tensorboard").iterdir()} == {
         "consensus", "learner-0", "learner-1", "valid",
@@ -176,7 +181,7 @@ def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(tree: Tree, t
         for more in ([], ["overwrite=true"]):
             run = starling(tmp_path, "train", recipe, *more)
             assert run.returncode == 2, run.stderr
-            assert "exp/songs: a run is going on here; wait for its end, stop it, or set name" in run.stderr
+            assert "exp/songs: another run writes here; wait for its end, stop it, or set name" in run.stderr
         assert sorted(folder.rglob("*")) == before
 
 

@@ -13,6 +13,7 @@ from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.member import run_learner
 from starling.launch.link import Link, reported_errors
+from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_place
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
@@ -70,7 +71,7 @@ def main(compressions: Sequence[str], link: Link | None) -> None:
         run_learner(job, own, torch.device("cpu"), "memory", Watcher(workload))
         steady = workload.seen[len(workload.seen) // 3 :]  # the first gradients make what stays
         if link is not None:
-            link.send({"compression": compression, "copies": (max(steady) - before) / (4 * SIZE)})
+            link.send(Activity(values={"compression": compression, "copies": (max(steady) - before) / (4 * SIZE)}))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from starling.launch.launcher import launch
+from starling.launch.messages import LearnerMessage, values_of
 
 
 def test_averaging_keeps_at_most_three_copies_of_the_weights(tmp_path: Path) -> None:
     """Beyond the weights and their gradients: a snapshot, the rounding error if there is one, and some pieces."""
     copies: dict[tuple[str, int], float] = {}
 
-    def on_message(rank: int, message: dict[str, Any]) -> None:
-        if "copies" in message:
-            copies[message["compression"], rank] = message["copies"]
+    def on_message(rank: int, message: LearnerMessage) -> None:
+        told: dict[str, Any] = dict(values_of(message))
+        if "copies" in told:
+            copies[told["compression"], rank] = told["copies"]
 
     compressions = ["none", "bfloat16"]
     launch([sys.executable, "-m", "tests.engines.memory_process", *compressions], 2, tmp_path, on_message)

@@ -1,6 +1,6 @@
 """The program of a learner process in the tests of joining: `joining_process.py MODE HURRY`.
 
-A mode is a strategy, and what goes wrong with newcomers, or with those of odd names alone: `adpsgd`, `adpsgd/alien`,
+A mode is a strategy, and what goes wrong with joiners, or with those of odd ids alone: `adpsgd`, `adpsgd/alien`,
 `hadpsgd/half-shot`. Mini-batches take their time until there is a file HURRY.
 """
 
@@ -16,6 +16,7 @@ from starling.budget import Budget
 from starling.engines.processes.member import run_learner
 from starling.errors import DataError
 from starling.launch.link import Link, reported_errors
+from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place, joins
 from starling.strategies import find_strategy
 from starling.training.job import Job
@@ -43,7 +44,7 @@ class Unhurried(TinyRegression):
 
 
 class Dying(Unhurried):
-    """Whoever loads it is killed, but for the first time, which is for nothing."""
+    """Its second mini-batch kills the process: the first one only warms up."""
 
     num_loaded = 0
 
@@ -59,7 +60,7 @@ def await_word(membership: MembershipFeed, word: Path, link: Link) -> None:
     first_view = membership.first_view
 
     def late() -> Membership:
-        link.send({"waits": True})
+        link.send(Activity(values={"waits": True}))
         while not word.exists():
             time.sleep(0.001)
         return first_view()
@@ -100,7 +101,7 @@ def main(mode: str, hurry: Path, link: Link | None) -> None:
         membership=membership,
     )
     if link is not None:
-        link.send({"left": True} if state is None else {"num_done": state.position.num_done})
+        link.send(Activity(values={"left": True} if state is None else {"num_done": state.position.num_done}))
 
 
 if __name__ == "__main__":

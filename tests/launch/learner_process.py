@@ -18,6 +18,7 @@ from starling.engines.processes.member import run_learner
 from starling.engines.processes.run_token import VARIABLE
 from starling.errors import DataError
 from starling.launch.link import Link, reported_errors
+from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place
 from starling.strategies import find_strategy
 from starling.training.job import EpochReport, Job, StepReport
@@ -38,11 +39,11 @@ class Reporter:
         if self._dies and report.ticket.step >= 30:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._link:
-            self._link.send({"doing": f"step {report.ticket.step}", "step": report.ticket.step})
+            self._link.send(Activity(f"step {report.ticket.step}", {"step": report.ticket.step}))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         if self._link:
-            self._link.send({"weights": state.weights.tolist()})
+            self._link.send(Activity(values={"weights": state.weights.tolist()}))
 
 
 class Stopping(Reporter):
@@ -51,7 +52,7 @@ class Stopping(Reporter):
     def on_step(self, report: StepReport) -> None:
         if report.rank == 0 and report.ticket.step >= 30:
             if self._link:
-                self._link.send({"doing": "stopping", "step": report.ticket.step, "stops": True})
+                self._link.send(Activity("stopping", {"step": report.ticket.step, "stops": True}))
             os.kill(os.getpid(), signal.SIGSTOP)
         super().on_step(report)
 
@@ -109,7 +110,7 @@ def main(mode: str, link: Link | None) -> None:
         membership=membership,
     )
     if link is not None and trouble in ("ends", "between"):
-        link.send({"left": True} if state is None else {"num_done": state.position.num_done})
+        link.send(Activity(values={"left": True} if state is None else {"num_done": state.position.num_done}))
 
 
 if __name__ == "__main__":

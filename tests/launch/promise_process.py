@@ -16,6 +16,7 @@ from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.member import run_learner
 from starling.launch.link import Link, reported_errors
+from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place
 from starling.strategies import find_strategy
 from starling.training.job import EpochReport, Job, StepReport
@@ -60,12 +61,12 @@ class Counter:
     def on_step(self, report: StepReport) -> None:
         self.num_steps += 1
         if self._link:
-            self._link.send({"doing": f"step {report.ticket.step}", "step": report.ticket.step})
+            self._link.send(Activity(f"step {report.ticket.step}", {"step": report.ticket.step}))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         if self._dies_at_the_end and state.position.num_done >= NUM_STEPS:
             if self._link:
-                self._link.send({"dies": True})
+                self._link.send(Activity(values={"dies": True}))
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_mark(self, state: LearnerState) -> None: ...
@@ -101,7 +102,7 @@ def main(name: str, trouble: str, link: Link | None) -> None:
     num_done = -1 if state is None else state.position.num_done
     sys.stdout.write(json.dumps({"steps": counter.num_steps, "num_done": num_done}) + "\n")
     if link is not None:
-        link.send({"num_done": num_done})
+        link.send(Activity(values={"num_done": num_done}))
     if trouble == "dies-after-the-end" and place.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -25,6 +25,7 @@ from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes.member import run_learner
 from starling.launch.link import Link, reported_errors
+from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.stopping import wishes_of
 from starling.runs.experiment.folder import ExperimentFolder
@@ -82,7 +83,7 @@ class Keeping:
         self.seen.append(report.ticket.step)
         self.steps_at.append(time.monotonic())
         if self._link is not None:
-            self._link.send({"doing": f"step {report.ticket.step}", "step": report.ticket.step})
+            self._link.send(Activity(f"step {report.ticket.step}", {"step": report.ticket.step}))
         is_far_enough = report.ticket.step >= self._run.at_step and len(self.marks_at) >= self._run.at_mark
         if is_far_enough and self._rank in self._run.signals:
             os.kill(os.getpid(), self._run.signals.pop(self._rank))

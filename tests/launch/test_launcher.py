@@ -16,10 +16,9 @@ import pytest
 
 from starling.errors import DataError, PeerLost, StarlingError, Stopped
 from starling.launch.launcher import launch
+from starling.launch.messages import LearnerMessage, values_of
 from tests.launch.unequal_process import STEPS
 from tests.warm_start import WarmPopen, own_learner, own_learners, start_learners
-
-Message = dict[str, Any]
 
 
 def command(mode: str) -> list[str]:
@@ -42,6 +41,13 @@ def only_own_processes() -> None:
     OTHERS.update(process.pid for process in psutil.Process().children(recursive=True))
 
 
+def step_of(message: LearnerMessage) -> int:
+    """The step that a message tells of; -1 for any other."""
+    step = values_of(message).get("step", -1)
+    assert isinstance(step, int)
+    return step
+
+
 class At:
     """Does something, once, when a learner has reached a step."""
 
@@ -50,9 +56,9 @@ class At:
         self.fired = False
         self.seen: Counter[int] = Counter()
 
-    def __call__(self, rank: int, message: Message) -> None:
+    def __call__(self, rank: int, message: LearnerMessage) -> None:
         self.seen[rank] += 1
-        if not self.fired and rank == self.rank and message.get("step", -1) >= self.step:
+        if not self.fired and rank == self.rank and step_of(message) >= self.step:
             self.fired = True
             self.action()
 
@@ -82,10 +88,11 @@ class GoodRun:
         launch(command("allreduce/short"), world, self.folder, self._on_message)
         self.ended_well = True
 
-    def _on_message(self, rank: int, message: Message) -> None:
+    def _on_message(self, rank: int, message: LearnerMessage) -> None:
         self.heard_of.add(rank)
-        if "weights" in message:
-            self.weights[rank] = message["weights"]
+        told: dict[str, Any] = dict(values_of(message))
+        if "weights" in told:
+            self.weights[rank] = told["weights"]
 
 
 def test_learners_that_finish_leave_nothing_behind(side_by_side: dict[int, GoodRun]) -> None:
@@ -100,9 +107,9 @@ def test_learners_that_finish_leave_nothing_behind(side_by_side: dict[int, GoodR
 
 def test_a_learner_ten_times_slower_ends_at_most_about_one_of_its_gradients_after_the_others(tmp_path: Path) -> None:
     """Although its loading processes load ahead; every mini-batch is computed exactly once."""
-    told: list[tuple[int, Message]] = []
+    told: list[tuple[int, dict[str, Any]]] = []
     program = [sys.executable, "-m", "tests.launch.unequal_process"]
-    launch(program, 3, tmp_path, lambda rank, message: told.append((rank, message)))
+    launch(program, 3, tmp_path, lambda rank, message: told.append((rank, dict(values_of(message)))))
     steps = [(rank, message) for rank, message in told if "step" in message]
     assert sorted(message["step"] for _, message in steps) == list(range(STEPS))
     assert all(message["is_loaded_ahead"] for _, message in steps)
@@ -183,7 +190,7 @@ def test_learners_that_differ_are_refused_in_the_greeting(mode: str, difference:
 
 def test_a_program_that_fails_to_start_is_named_with_its_log(tmp_path: Path) -> None:
     """An exit without a word still says who and where to look."""
-    with pytest.raises(StarlingError, match=r"learner [01] ended with exit code 1 while starting; its log: "):
+    with pytest.raises(StarlingError, match=r"learner [01] exited with code 1 while starting; its log: "):
         launch([sys.executable, "-c", "raise SystemExit(1)"], 2, tmp_path)
 
 
@@ -205,7 +212,8 @@ def test_all_listening_sockets_are_on_loopback(tmp_path: Path) -> None:
 WAITING = """
 import signal
 from starling.launch.link import Link
-Link.from_environment().send({"step": 10})
+from starling.launch.messages import Activity
+Link.from_environment().send(Activity(values={"step": 10}))
 while True:
     signal.pause()
 """
@@ -231,8 +239,9 @@ def test_learners_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     """kill -9 of the launcher itself leaves no orphan, loading processes included."""
     program = (
         "import sys; from pathlib import Path; from starling.launch.launcher import launch\n"
+        "from starling.launch.messages import values_of\n"
         f"launch({command('adpsgd/loading')!r}, 2, Path({str(tmp_path)!r}), "
-        "lambda rank, message: print(rank, message.get('step', -1), flush=True))"
+        "lambda rank, message: print(rank, values_of(message).get('step', -1), flush=True))"
     )
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     if launcher.stdout is None:
@@ -278,17 +287,23 @@ def test_a_learner_that_stops_for_longer_than_the_time_out_is_lost(strategy: str
     """Means of vectors obey `timeout_seconds` too; a stopped learner is named and then ended."""
     stopped: list[int] = []
     with pytest.raises(PeerLost, match=rf"learner 1 lost learner 0 in {where}, (round|after) \d+ "):
-        launch(command(f"{strategy}/stops"), 2, tmp_path, lambda rank, said: stopped.extend([rank] * ("stops" in said)))
+        launch(
+            command(f"{strategy}/stops"),
+            2,
+            tmp_path,
+            lambda rank, said: stopped.extend([rank] * ("stops" in values_of(said))),
+        )
     assert stopped == [0]
     assert not learners_of()
 
 
 def test_a_second_signal_ends_at_once_even_a_learner_that_is_stopped(tmp_path: Path) -> None:
-    """Nobody is left who could not see the launcher's end."""
+    """No process is left that could not see the launcher's end."""
     program = (
         "import sys; from pathlib import Path; from starling.launch.launcher import launch\n"
+        "from starling.launch.messages import values_of\n"
         f"launch({command('delay-by-one/stops')!r}, 2, Path({str(tmp_path)!r}), "
-        "lambda rank, message: print(rank, message.get('stops', False), flush=True))"
+        "lambda rank, message: print(rank, values_of(message).get('stops', False), flush=True))"
     )
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     if launcher.stdout is None:
@@ -307,17 +322,18 @@ def test_a_second_signal_ends_at_once_even_a_learner_that_is_stopped(tmp_path: P
 FLOOD = """
 import os, sys
 from starling.launch.link import Link
+from starling.launch.messages import Activity
 line = Link.from_environment()
 if os.environ["RANK"] == "0":
-    line.send({"doing": "x" * 20_000_000})
+    line.send(Activity("x" * 20_000_000))
     sys.exit(9)
 while True:
-    line.send({"doing": "talking"})
+    line.send(Activity("talking"))
 """
 
 
 def test_a_learner_that_never_stops_talking_does_not_keep_a_failed_run_alive(tmp_path: Path) -> None:
     """After a failure the launcher listens for a moment only; a message of 20 MB takes no time worth the name."""
-    with pytest.raises(StarlingError, match="learner 0 ended with exit code 9 while x"):
+    with pytest.raises(StarlingError, match="learner 0 exited with code 9 while x"):
         launch([sys.executable, "-c", FLOOD], 2, tmp_path)
     assert not learners_of()

@@ -20,6 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from starling.engines.processes.handshake import Handshake, shake_hands
 from starling.errors import PeerLost, ProtocolError
 from starling.launch.launcher import Loss, launch
+from starling.launch.messages import LearnerMessage, values_of
 from starling.launch.rendezvous import find_place
 from tests.launch.promise_process import NUM_STEPS
 from tests.warm_start import Learners, own_learner, own_learners, start_learners
@@ -97,13 +98,13 @@ def test_a_learner_killed_after_its_last_step_is_a_clear_end(strategy: str, tmp_
     """All mini-batches are done, but nobody has said farewell: the others end well and name it."""
     said: dict[int, dict[str, Any]] = {}
     begin = time.monotonic()
-    losses = launch(
-        command(strategy, "dies-at-the-end"),
-        3,
-        tmp_path,
-        lambda rank, message: said.__setitem__(rank, message) if "dies" in message or "num_done" in message else None,
-        lambda loss: None,
-    )
+
+    def on_message(rank: int, message: LearnerMessage) -> None:
+        told = dict(values_of(message))
+        if "dies" in told or "num_done" in told:
+            said[rank] = told
+
+    losses = launch(command(strategy, "dies-at-the-end"), 3, tmp_path, on_message, lambda loss: None)
     assert said[2] == {"dies": True}
     assert [loss.learner for loss in losses] == [2]
     assert {rank: message["num_done"] >= NUM_STEPS for rank, message in said.items() if rank != 2} == {0: True, 1: True}
@@ -116,9 +117,10 @@ def test_a_learner_killed_behind_the_farewell_is_a_clear_end(tmp_path: Path) -> 
     """It has nothing left to do: the others end well, and the run ends well or names it."""
     said: dict[int, int] = {}
 
-    def on_message(rank: int, message: dict[str, Any]) -> None:
-        if "num_done" in message:
-            said[rank] = message["num_done"]
+    def on_message(rank: int, message: LearnerMessage) -> None:
+        told: dict[str, Any] = dict(values_of(message))
+        if "num_done" in told:
+            said[rank] = told["num_done"]
 
     begin = time.monotonic()
     try:
@@ -159,8 +161,9 @@ def test_who_stands_still_for_too_long_is_dead_before_the_others_go_on(tmp_path:
     there: list[bool] = []
     stopped: list[int] = []
 
-    def on_message(rank: int, message: dict[str, Any]) -> None:
-        if not stopped and rank == 1 and message.get("step", 0) >= 10:
+    def on_message(rank: int, message: LearnerMessage) -> None:
+        told: dict[str, Any] = dict(values_of(message))
+        if not stopped and rank == 1 and told.get("step", 0) >= 10:
             stopped.append(own_learner(1).pid)
             os.kill(stopped[0], signal.SIGSTOP)
 

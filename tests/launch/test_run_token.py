@@ -13,6 +13,7 @@ from starling.engines.processes.handshake import Handshake, shake_hands
 from starling.engines.processes.run_token import VARIABLE, new_token, sign, verified
 from starling.errors import PeerLost, ProtocolError
 from starling.launch.launcher import launch
+from starling.launch.messages import values_of
 from starling.launch.rendezvous import find_place
 
 MINE = Handshake(world=2, strategy="allreduce", num_parameters=3, dtype="torch.float32", configuration="same")
@@ -33,8 +34,10 @@ def test_a_learner_with_another_token_is_refused_and_no_token_is_shown(tmp_path:
 PROGRAM = f"""
 import hashlib, os
 from starling.launch.link import Link
+from starling.launch.messages import Activity
 token = os.environ[{VARIABLE!r}].encode()
-Link.from_environment().send({{"length": len(token), "digest": hashlib.sha256(token).hexdigest()}})
+told = {{"length": len(token), "digest": hashlib.sha256(token).hexdigest()}}
+Link.from_environment().send(Activity(values=told))
 """
 
 
@@ -43,7 +46,10 @@ def test_each_run_has_a_new_token_that_its_learners_share(tmp_path: Path, monkey
     monkeypatch.setenv(VARIABLE, "mine")
     runs: list[list[dict[str, Any]]] = [[], []]
     for run in runs:
-        launch([sys.executable, "-c", PROGRAM], 2, tmp_path, lambda rank, said, run=run: run.append(said))
+        launch(
+            [sys.executable, "-c", PROGRAM], 2, tmp_path, lambda rank, said, run=run: run.append(dict(values_of(said)))
+        )
+    runs = [[said for said in run if said] for run in runs]
     digests = [{said["digest"] for said in run} for run in runs]
     assert [said["length"] for run in runs for said in run] == [64] * 4
     assert [len(each) for each in digests] == [1, 1] and digests[0] != digests[1]

@@ -20,6 +20,7 @@ from starling.checkpoint.reader import checkpoints_in, load
 from starling.errors import Stopped
 from starling.launch import watch
 from starling.launch.launcher import Loss, launch
+from starling.launch.messages import CanStop, LearnerMessage, values_of
 from tests.launch.stopping_process import Run
 from tests.warm_start import own_learner, own_learners, run_learners, start_learners
 
@@ -165,10 +166,11 @@ class When:
         self.can_stop: set[int] = set()
         self.is_done = False
 
-    def __call__(self, rank: int, message: dict[str, Any]) -> None:
-        if message.get("can_stop"):
+    def __call__(self, rank: int, message: LearnerMessage) -> None:
+        told: dict[str, Any] = dict(values_of(message))
+        if isinstance(message, CanStop):
             self.can_stop.add(rank)
-        if not self.is_done and len(self.can_stop) == self.world and message.get("step", 0) >= self.from_step:
+        if not self.is_done and len(self.can_stop) == self.world and told.get("step", 0) >= self.from_step:
             self.is_done = True
             self.do()
 
@@ -242,7 +244,7 @@ def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(st
 @pytest.mark.soak
 def test_learners_that_do_not_save_in_time_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them stands still: everything ends before a scheduler would end it."""
-    monkeypatch.setattr(watch, "STOP_PATIENCE", 1.0)
+    monkeypatch.setattr(watch, "STOP", 1.0)
     run = run_for(tmp_path, "run", strategy="delay-by-one")
 
     def harm() -> None:
@@ -263,8 +265,9 @@ def test_a_second_signal_does_not_wait_for_anybody_to_save(tmp_path: Path) -> No
     run = replace(run_for(tmp_path, "run", strategy="delay-by-one"), signals={1: signal.SIGSTOP})
     program = (
         "import sys; from pathlib import Path; from starling.launch.launcher import launch\n"
+        "from starling.launch.messages import values_of\n"
         f"launch({run.command()!r}, 2, Path({str(tmp_path)!r}), "
-        "lambda rank, message: print(rank, message.get('step', -1), flush=True))"
+        "lambda rank, message: print(rank, values_of(message).get('step', -1), flush=True))"
     )
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None

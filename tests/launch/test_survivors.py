@@ -10,7 +10,7 @@ import pytest
 
 from starling.errors import PeerLost
 from starling.launch.launcher import launch
-from starling.launch.link import Message
+from starling.launch.messages import Entered, LearnerMessage, values_of
 from starling.launch.watch import Loss
 from tests.warm_start import own_learner, own_learners
 
@@ -29,16 +29,17 @@ class Harm:
         self.pids: dict[int, int] = {}
         self.met: set[int] = set()
         self.is_done = False
-        self.said: dict[int, Message] = {}
-        self.views: dict[int, int] = {}
+        self.said: dict[int, dict[str, Any]] = {}
+        self.generations: dict[int, int] = {}
         self.world = world
 
-    def __call__(self, rank: int, message: Message) -> None:
-        if "view" in message:
-            self.views[rank] = message["view"]
-        if "num_done" in message or "left" in message:
-            self.said[rank] = message
-        if not self.is_done and len(self.views) == self.world and message.get("step", 0) >= 100:
+    def __call__(self, rank: int, message: LearnerMessage) -> None:
+        told: dict[str, Any] = dict(values_of(message))
+        if isinstance(message, Entered):
+            self.generations[rank] = message.generation
+        if "num_done" in told or "left" in told:
+            self.said[rank] = told
+        if not self.is_done and len(self.generations) == self.world and told.get("step", 0) >= 100:
             self.is_done = True
             os.kill(own_learner(self.victim).pid, self.number)
 
@@ -81,7 +82,7 @@ def test_the_others_finish_the_budget_of_all(strategy: str, world: int, victim: 
     assert harm.said.keys() == others
     for said in harm.said.values():
         assert NUM_MINI_BATCHES <= said["num_done"] < NUM_MINI_BATCHES + world
-    assert harm.views == {victim: 0} | dict.fromkeys(others, 1)
+    assert harm.generations == {victim: 0} | dict.fromkeys(others, 1)
 
 
 def test_a_second_death_while_the_survivors_meet_anew_is_borne_too(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_a_second_death_while_the_survivors_meet_anew_is_borne_too(tmp_path: Pat
     harm, losses = survive("delay-by-one/between", 4, 3, tmp_path)
     assert sorted(loss.learner for loss in losses) == [2, 3]
     assert harm.said.keys() == {0, 1}
-    assert {harm.views[0], harm.views[1]} == {2}
+    assert {harm.generations[0], harm.generations[1]} == {2}
 
 
 @pytest.mark.soak
@@ -114,7 +115,7 @@ def test_who_gives_no_sign_of_life_for_too_long_is_ended_and_the_others_go_on(tm
     """As if it had been killed; so it can do no harm when it wakes up."""
     harm, losses = survive("delay-by-one/ends", 3, 1, tmp_path, number=signal.SIGSTOP, silence_seconds=4.0)
     assert [loss.learner for loss in losses] == [1]
-    assert "gave no sign of life for" in losses[0].reason
+    assert "sent no heartbeat for" in losses[0].reason
     assert harm.said.keys() == {0, 2}
 
 
@@ -123,7 +124,7 @@ def test_a_learner_that_stands_still_for_a_moment_is_waited_for(tmp_path: Path) 
     """Below the time-out nobody is lost, and nothing of the work."""
     harm = Harm(1, 2, signal.SIGSTOP)
 
-    def wake(rank: int, message: Message) -> None:
+    def wake(rank: int, message: LearnerMessage) -> None:
         harm(rank, message)
         if harm.is_done and harm.number == signal.SIGSTOP:
             harm.number = signal.SIGCONT

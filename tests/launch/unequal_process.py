@@ -13,6 +13,7 @@ from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes import member
 from starling.launch.link import Link, reported_errors
+from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_place
 from starling.strategies import STRATEGIES
 from starling.training.job import EpochReport, Job, StepReport
@@ -66,7 +67,8 @@ class Reporter:
         self._link = link
 
     def on_step(self, report: StepReport) -> None:
-        self._link.send({"step": report.ticket.step, "is_loaded_ahead": report.ids != (str(os.getpid()),)})
+        is_loaded_ahead = report.ids != (str(os.getpid()),)
+        self._link.send(Activity(values={"step": report.ticket.step, "is_loaded_ahead": is_loaded_ahead}))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         pass

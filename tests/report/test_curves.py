@@ -7,8 +7,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
+from starling.launch.messages import EpochEnd
 from starling.report.curves import Curves
-from starling.report.meter import EpochEnd, Meter
+from starling.report.meter import Meter
 from tests.report.steps import step
 
 
@@ -64,7 +65,7 @@ def test_staleness_is_a_histogram_with_a_bucket_for_each_number(
 ) -> None:
     """What TensorBoard shows: from, to and how many, of every bucket between the first and the last that hold any."""
     curves = Curves(tmp_path)
-    curves.epoch(EpochEnd(0, 2, 0, 6, 10.0, 9.0, 0.5, 0.5, staleness=counts))
+    curves.epoch(EpochEnd(0, 2, 0, 6, 10.0, 9.0, 0.5, 0.5, staleness=tuple(counts)))
     curves.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     (raw,) = events.Histograms("averaging/staleness")

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from starling.report.lines import duration, epoch_line, progress_line
-from starling.report.meter import EpochEnd, Meter
+from starling.launch.messages import EpochEnd
+from starling.report.lines import MORE_WORKERS, OTHER_STRATEGY, advice, advice_line, duration, epoch_line, progress_line
+from starling.report.meter import Meter
 from tests.report.steps import step
 
 
@@ -23,7 +24,7 @@ def test_a_line_begins_with_the_learner_and_says_where_it_is() -> None:
 
 
 def test_the_first_line_of_a_run_does_not_claim_a_speed() -> None:
-    """Nobody knows when the first mini-batch began."""
+    """When the first mini-batch began is not known."""
     meter = Meter(world=4)
     meter.add(step(0))
     snapshot = meter.take()
@@ -32,28 +33,32 @@ def test_the_first_line_of_a_run_does_not_claim_a_speed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "peers", "end"),
+    ("data", "peers", "line"),
     [
-        (0.4, 0.4, "4.0 % waiting for peers"),
-        (3.0, 0.5, "it waits for data: raise batches.num_workers if cores are idle"),
-        (0.5, 3.0, "it waits for peers: another strategy may wait less"),
+        (0.4, 0.4, None),
+        (3.0, 0.5, "learner 0 waits for data 30 % of its time: raise batches.num_workers if cores are idle"),
+        (0.5, 3.0, "learner 0 waits for peers 30 % of its time: another strategy may wait less"),
     ],
 )
-def test_an_epoch_says_for_what_it_waited_too_long(data: float, peers: float, end: str) -> None:
-    """Below 90 % computing the line says what to change."""
-    line = epoch_line(EpochEnd(0, 2, 0, 5, 10.0, 10.0 - data - peers, data, peers))
-    assert line.startswith("(0/2) epoch 1 ended: 5 steps in 10.0 s, ")
-    assert line.endswith(end)
+def test_a_learner_that_waited_too_long_is_given_advice(data: float, peers: float, line: str | None) -> None:
+    """Below 90 % computing, with what to change and why; the line of the epoch says how it went and no more."""
+    end = EpochEnd(0, 2, 0, 5, 10.0, 10.0 - data - peers, data, peers)
+    what = advice(end)
+    assert (what and advice_line(end, what)) == line
+    told = epoch_line(end)
+    assert told.startswith("(0/2) epoch 1 ended: 5 steps in 10.0 s, ")
+    assert told.endswith(f"{10 * peers:.1f} % waiting for peers")
 
 
 def test_time_that_went_elsewhere_is_not_blamed_on_data_or_peers() -> None:
     """A first step that warms up is neither; and one learner has no peers that could wait less."""
-    assert epoch_line(EpochEnd(0, 2, 0, 5, 10.0, 8.0, 0.0, 0.05)).endswith("0.5 % waiting for peers")
-    assert epoch_line(EpochEnd(0, 1, 0, 5, 10.0, 5.0, 0.0, 5.0)).endswith("50.0 % waiting for peers")
+    assert advice(EpochEnd(0, 2, 0, 5, 10.0, 8.0, 0.0, 0.05)) is None
+    assert advice(EpochEnd(0, 1, 0, 5, 10.0, 5.0, 0.0, 5.0)) is None
+    assert advice(EpochEnd(0, 2, 0, 0, 10.0, 0.0, 0.0, 10.0)) is None
 
 
 def test_an_asynchronous_epoch_says_how_learners_agreed() -> None:
-    """Rounds, staleness and traffic, before the advice."""
+    """Rounds, staleness and traffic."""
     end = EpochEnd(
         0,
         2,
@@ -70,9 +75,8 @@ def test_an_asynchronous_epoch_says_how_learners_agreed() -> None:
     )
     agreed = "1.50 rounds per gradient, staleness 2.2 (at most 7), 1,234.6 MB sent"
     assert epoch_line(end).endswith(f"2.0 % waiting for peers, {agreed}")
-    assert epoch_line(replace(end, computing=6.5, waiting_for_data=3.3)).endswith(
-        f"{agreed}; it waits for data: raise batches.num_workers if cores are idle"
-    )
+    assert advice(replace(end, computing=6.5, waiting_for_data=3.3)) == MORE_WORKERS
+    assert advice(replace(end, computing=6.5, waiting_for_peers=3.3)) == OTHER_STRATEGY
     without = epoch_line(replace(end, num_rounds=0))
     assert "peers, staleness 2.2" in without and "rounds" not in without
     assert "1.50 rounds per gradient, staleness 0.0" in epoch_line(
@@ -82,7 +86,7 @@ def test_an_asynchronous_epoch_says_how_learners_agreed() -> None:
 
 def test_a_synchronous_epoch_says_nothing_of_rounds() -> None:
     """Its gradients are never stale, whatever it sends."""
-    line = epoch_line(EpochEnd(0, 2, 0, 4, 10.0, 9.5, 0.3, 0.2, bytes_sent=1_000_000, staleness=[4]))
+    line = epoch_line(EpochEnd(0, 2, 0, 4, 10.0, 9.5, 0.3, 0.2, bytes_sent=1_000_000, staleness=(4,)))
     assert line.endswith("2.0 % waiting for peers")
 
 

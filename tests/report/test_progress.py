@@ -1,13 +1,20 @@
-"""A live table on a terminal, lines elsewhere."""
+"""A live table on a terminal, and lines for all learners together."""
 
+import errno
 import io
+import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from starling.errors import PeerLost
-from starling.report.meter import EpochEnd, Meter, Snapshot
+from starling.launch.messages import EpochEnd, Saved, Snapshot
+from starling.report.epochs import Score
+from starling.report.events import Events
+from starling.report.meter import Meter
 from starling.report.progress import Bars, Display
 from tests.report.steps import step
 
@@ -21,36 +28,189 @@ def snapshot(rank: int, number: int, world: int) -> Snapshot:
     return result
 
 
-def shown(world: int, terminal: bool, act: Callable[[Display], None], times: list[float]) -> str:
-    """What a console shows of what `act` tells a display whose clock gives `times` one after the other."""
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=terminal, width=120)
-    with Display("demo", world, console, clock=iter(times).__next__) as display:
-        act(display)
-    return text.getvalue()
+class Screen:
+    """A display whose clock stands until it is moved."""
+
+    def __init__(self, world: int, terminal: bool = False, events: Events | None = None) -> None:
+        self.now = 0.0
+        self.text = io.StringIO()
+        console = Console(file=self.text, force_terminal=terminal, width=120)
+        self.display = Display("demo", world, console, events, clock=lambda: self.now)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.getvalue().splitlines()
 
 
-def test_without_a_terminal_each_learner_has_a_line_every_few_seconds() -> None:
-    """Five seconds apart, whoever else has spoken; an epoch's end is always told."""
+def shown(world: int, terminal: bool, act: Callable[[Display], None]) -> str:
+    """What a console shows of what `act` tells a display."""
+    screen = Screen(world, terminal)
+    with screen.display:
+        act(screen.display)
+    return screen.text.getvalue()
 
-    def act(display: Display) -> None:
+
+def end(learner_id: int, epoch: int = 0, computing: float = 9.5, **more: object) -> EpochEnd:
+    """The end of an epoch of 10 s, in which a learner waited for data when it did not compute."""
+    return EpochEnd(learner_id, 2, epoch, 5, 10.0, computing, 10.0 - computing, 0.0, **more)  # type: ignore[arg-type]
+
+
+def test_an_epoch_is_one_line_for_all_learners() -> None:
+    """Once the last of them has reported it; loss by frames, and the one that waits most is named."""
+    screen = Screen(3)
+    with screen.display as display:
+        display.epoch(end(0, loss=1.0, num_frames=100, learning_rate=0.02))
+        display.epoch(end(2, loss=4.0, num_frames=300, learning_rate=0.02))
+        assert screen.lines == []
+        display.epoch(
+            end(1, computing=7.1, num_rounds=15, mean_staleness=2.0, largest_staleness=3, staleness=(0, 0, 5))
+        )
+    first, advised = screen.lines
+    assert first == (
+        "epoch 1 ended after 10.0 s, 3 learners: loss 3.2500, lr 0.02, 87 % computing, waiting for data 13 %, for "
+        "peers 0 % (learner 1: 71 % computing), staleness 2.0 (at most 3), 1.00 rounds per gradient"
+    )
+    assert advised == "learner 1 waits for data 29 % of its time: raise batches.num_workers if cores are idle"
+
+
+def test_a_lost_learner_is_not_waited_for_and_one_far_behind_neither() -> None:
+    """A joiner that has reported nothing yet is waited for, until the others are two epochs ahead."""
+    screen = Screen(2)
+    with screen.display as display:
+        display.epoch(end(0))
+        display.train_with((0,))
+        assert [line.partition(":")[0] for line in screen.lines] == ["epoch 1 ended after 10.0 s, 1 learner"]
+        display.train_with((0, 5))
+        display.epoch(end(0, 1))
+        display.epoch(end(0, 2))
+        assert len(screen.lines) == 1
+        display.epoch(end(0, 3))
+        display.epoch(end(5, 1))
+        assert [line.partition(" after")[0] for line in screen.lines[1:]] == ["epoch 2 ended"]
+    assert [line.partition(" after")[0] for line in screen.lines[2:]] == ["epoch 3 ended", "epoch 4 ended"]
+
+
+def test_advice_is_given_once_in_a_run() -> None:
+    """Not at each of its epochs, nor by each of its learners."""
+    screen = Screen(2)
+    with screen.display as display:
+        for epoch in range(5):
+            for learner in range(2):
+                display.epoch(end(learner, epoch, computing=5.0))
+    assert len(screen.lines) == 6
+    assert sum("num_workers" in line for line in screen.lines) == 1
+
+
+def test_saved_checkpoints_are_told_no_more_often_than_epochs() -> None:
+    """The first one at once, then one between two lines about all learners, and that of the end in any case."""
+    screen = Screen(1)
+    with screen.display as display:
+        for number in range(4):
+            display.saved(Saved(f"step-{number}", "barrier"))
+        display.epoch(end(0))
+        display.saved(Saved("step-4", "epoch", 0.0123456))
+        display.saved(Saved("step-5", "barrier"))
+        display.saved(Saved("step-6", "end"))
+    lines = [line for line in screen.lines if line.startswith("saved")]
+    assert lines == ["saved step-0", "saved step-4, consensus distance 0.0123", "saved step-6"]
+
+
+def test_a_score_is_part_of_the_next_epoch_line_or_a_line_of_its_own() -> None:
+    """Where no epoch ends soon, or the run does."""
+    score = Score("dev", 12.5, 1, 10, "%WER 12.50 [ 1 / 8 ]")
+    screen = Screen(1)
+    with screen.display as display:
+        display.epoch(end(0))
+        display.scored(score)
+        display.tick()
+        assert len(screen.lines) == 1
+        display.epoch(end(0, 1))
+        assert screen.lines[1].endswith(", dev WER 12.50 % after epoch 1")
+        display.scored(score)
+        screen.now += 6.0
+        display.tick()
+        assert screen.lines[2] == "after epoch 1, dev: %WER 12.50 [ 1 / 8 ]"
+        display.scored(Score("dev", 11.0, None, 15, "%WER 11.00"))
+    assert screen.lines[3:] == ["after 15 steps, dev: %WER 11.00"]
+
+
+def test_without_a_terminal_there_is_a_line_a_minute_in_a_long_epoch() -> None:
+    """For all learners together, whatever each of them reports."""
+    screen = Screen(2)
+    with screen.display as display:
         for number in range(1, 5):
+            screen.now += 25.0
             display.progress(snapshot(0, number, 2))
-        display.progress(snapshot(1, 4, 2))
-        display.epoch(EpochEnd(0, 2, 0, 5, 10.0, 9.5, 0.5, 0.0))
+            display.progress(snapshot(1, number, 2))
+    assert screen.lines == ["epoch 1, batch 4/10: loss 1.0000, lr 0.5, 15 % done, 1 min 42 s left"]
 
-    lines = shown(2, False, act, [0.0, 2.0, 4.9, 5.1, 5.2]).splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "(0/2) epoch 1, batch 2/10",
-        "(0/2) epoch 1, batch 5/10",
-        "(1/2) epoch 1, batch 5/10",
-        "(0/2) epoch 1 ended",
-    ]
+
+def test_what_the_screen_shows_is_in_the_events_too(tmp_path: Path) -> None:
+    """And more: each checkpoint, and each learner's part of an epoch."""
+    warned: list[Path] = []
+    events = Events(tmp_path / "log" / "events.jsonl", lambda path, error: warned.append(path), clock=lambda: 17.0)
+    screen = Screen(2, events=events)
+    with screen.display as display:
+        display.say("learners 0, 1 continue after 12 mini-batches")
+        display.epoch(end(0, loss=float("nan"), num_frames=1))
+        display.epoch(end(1))
+        display.saved(Saved("step-1", "barrier"))
+        display.saved(Saved("step-2", "barrier"))
+        display.lost(1, "learner 1 was killed by SIGKILL while computing")
+        display.joined(2, 2)
+        display.left_out(3, "learner 3: no memory")
+        display.scored(Score("dev", 12.5, 1, 10, "%WER 12.50"))
+    events.close()
+    read = [json.loads(line) for line in (tmp_path / "log" / "events.jsonl").read_text().splitlines()]
+    assert {each["time"] for each in read} == {17.0}
+    assert [each["kind"] for each in read] == [
+        "message", "epoch", "checkpoint", "checkpoint", "loss", "join", "left-out", "validation",
+    ]  # fmt: skip
+    assert (read[1]["epoch"], read[1]["loss"], sorted(read[1]["learners"])) == (1, None, ["0", "1"])
+    assert read[1]["learners"]["0"]["computing"] == 9.5
+    assert (read[4]["learner"], read[5]["num_learners"], read[7]["wer"]) == (1, 2, 12.5)
+    assert not warned
+
+
+def test_events_that_cannot_be_written_cost_one_warning(tmp_path: Path) -> None:
+    """The run does not notice."""
+    (tmp_path / "log").write_text("in the way")
+    warned: list[Path] = []
+    events = Events(tmp_path / "log" / "events.jsonl", lambda path, error: warned.append(path))
+    events.write("start")
+    events.write("end")
+    events.close()
+    assert warned == [tmp_path / "log" / "events.jsonl"]
+
+
+def test_an_event_after_a_full_disk_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written only in part spoils no other line."""
+    warned: list[Path] = []
+    path = tmp_path / "events.jsonl"
+    events = Events(path, lambda path, error: warned.append(path))
+    write, room = os.write, [5]
+
+    def write_some(descriptor: int, content: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(descriptor, content[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", write_some)
+    events.write("start")
+    room[0] = 1000
+    events.write("end", exit_code=0)
+    events.close()
+    torn, whole = path.read_text().splitlines()
+    assert len(torn) == 5
+    assert json.loads(whole)["exit_code"] == 0
+    assert len(warned) == 1
 
 
 def test_on_a_terminal_there_is_a_row_for_each_learner() -> None:
     """With the title."""
-    text = shown(3, True, lambda display: display.progress(snapshot(1, 5, 3)), [])
+    text = shown(3, True, lambda display: display.progress(snapshot(1, 5, 3)))
     assert "demo: " in text
     assert "6/10" in text
     assert text.count("starting") >= 2
@@ -58,7 +218,7 @@ def test_on_a_terminal_there_is_a_row_for_each_learner() -> None:
 
 def test_the_table_of_a_finished_run_says_so() -> None:
     """It stays on the screen; a share below 100 % would look like a run that was cut short."""
-    text = shown(3, True, lambda display: display.progress(snapshot(1, 5, 3)), [])
+    text = shown(3, True, lambda display: display.progress(snapshot(1, 5, 3)))
     assert "demo: ended after 30.0 s" in text
 
 
@@ -74,16 +234,19 @@ def test_the_table_of_a_run_that_was_cut_short_says_how_far_it_came() -> None:
 
 
 def test_many_learners_do_not_fill_the_screen() -> None:
-    """The first sixteen are shown, and how many there are."""
+    """An epoch of 64 is one line; the table shows the first sixteen, and how many there are."""
 
     def act(display: Display) -> None:
         for rank in range(64):
             display.progress(snapshot(rank, 3, 64))
-            display.epoch(EpochEnd(rank, 64, 0, 5, 10.0, 9.5, 0.5, 0.0))
+            display.epoch(end(rank))
 
-    lines = shown(64, False, act, [0.0] * 64).splitlines()
-    assert len(lines) == 2 * 16
-    assert "64 learners" in shown(64, True, act, [])
+    lines = shown(64, False, act).splitlines()
+    assert len(lines) == 1
+    assert ", 64 learners: " in lines[0]
+    table = shown(64, True, act)
+    assert "64 learners" in table
+    assert " 15 │" in table and " 16 │" not in table
 
 
 def test_bars_are_silent_without_a_terminal() -> None:

@@ -1,51 +1,45 @@
-"""When learners stand still, people hear for whom, since when, and what that one said last; and not too often."""
+"""A stall is explained: which learners wait for which, since when, and what those did last; and not too often."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
-from starling.report.roster import Roster
+from starling.engines.processes.stalls import Stall
+from starling.launch.messages import Activity, Entered, Heartbeat
+from starling.launch.roster import Roster
 from starling.report.stalls import Stalls
 
 BEAT = 0.5
 
 
 class Run:
-    """Learners whose messages are made up, on a clock that goes on by itself when they give signs of life."""
+    """Learners whose messages are made up, on a clock that moves with their heartbeats."""
 
     def __init__(self, world: int, long_seconds: float = 10.0) -> None:
         self.now = 1000.0
         self.roster = Roster(world, clock=lambda: self.now)
         self.stalls = Stalls(self.roster, "log/learner-{}.log".format, long_seconds)
-        self.waits: dict[int, dict[str, Any]] = {}
+        self.waits: dict[int, Stall] = {}
         self.silent: set[int] = set()
         self.lines: list[str] = []
         self.number = 0
         for name in range(world):
-            self.roster.hear(name, {"view": 0})
-            self.roster.hear(name, {"doing": "computing batch 3 of epoch 2"})
+            self.roster.hear(name, Entered(0))
+            self.roster.hear(name, Activity("computing batch 3 of epoch 2"))
 
     def wait(self, name: int, what: str, whom: Sequence[int], is_group: bool = False, usual: float = 0.2) -> None:
         """A learner begins to wait."""
         self.number += 1
-        self.waits[name] = {
-            "what": what,
-            "whom": list(whom),
-            "is_group": is_group,
-            "is_behind": False,
-            "seconds": 0.0,
-            "usual": usual,
-            "number": self.number,
-        }
+        self.waits[name] = Stall(what, tuple(whom), is_group, False, 0.0, usual, self.number)
 
     def go_on(self, seconds: float) -> list[str]:
         """So much time passes; what is said meanwhile."""
         before = len(self.lines)
         for _ in range(int(seconds / BEAT)):
             self.now += BEAT
-            for wait in self.waits.values():
-                wait["seconds"] += BEAT
+            for name, wait in self.waits.items():
+                self.waits[name] = replace(wait, seconds=wait.seconds + BEAT)
             for name in self.roster.learners.keys() - self.silent:
-                self.roster.hear(name, {"beat": {"steps": 7, "wait": self.waits.get(name)}})
+                self.roster.hear(name, Heartbeat(7, self.waits.get(name)))
             self.lines += self.stalls.look()
         return self.lines[before:]
 
@@ -60,7 +54,7 @@ def test_in_a_mean_it_is_who_takes_part_and_does_not_wait_that_is_late() -> None
     (line,) = run.go_on(1.5)
     assert line == (
         "learners 0, 1 and 3 have waited 10.5 s in a mean (one every 0.2 s until then) for learner 2: learner 2 has "
-        "given no sign of life for 10.5 s; it last said 10.5 s ago: computing batch 3 of epoch 2; its log: "
+        "not sent a heartbeat for 10.5 s; it last reported 10.5 s ago: computing batch 3 of epoch 2; its log: "
         "log/learner-2.log"
     )
 
@@ -76,11 +70,11 @@ def test_who_seemed_late_and_then_waits_too_is_counted_among_those_that_wait() -
     once, both = run.go_on(32.0)
     assert once.startswith("learner 0 has waited 21.0 s in a mean (one every 0.2 s until then) for learner 2: ")
     assert both.startswith(
-        "learners 0 and 1 have waited 42.0 s in a mean (one every 0.2 s until then) for learner 2: learner 2 has given "
-        "no sign of life for 42.0 s"
+        "learners 0 and 1 have waited 42.0 s in a mean (one every 0.2 s until then) for learner 2: learner 2 has not "
+        "sent a heartbeat for 42.0 s"
     )
     run.waits.clear()
-    assert run.go_on(1.0) == ["learners 0 and 1 go on after 43.5 s of waiting for learner 2"]
+    assert run.go_on(1.0) == ["learners 0 and 1 continue after waiting 43.5 s for learner 2"]
 
 
 def test_those_that_wait_for_one_learner_as_it_turns_out_are_told_of_together() -> None:
@@ -108,8 +102,8 @@ def test_a_wait_is_told_once_and_again_when_it_has_doubled_and_when_it_ends() ->
         "learner 0 has waited 1 min 24 s",
     ]
     del run.waits[0]
-    assert run.go_on(5.0) == ["learner 0 goes on after 1 min 30 s of waiting for learner 1"]
-    assert run.stalls.ended == ["learner 0 goes on after 1 min 30 s of waiting for learner 1"]
+    assert run.go_on(5.0) == ["learner 0 continues after waiting 1 min 30 s for learner 1"]
+    assert run.stalls.ended == ["learner 0 continues after waiting 1 min 30 s for learner 1"]
 
 
 def test_what_is_usual_is_not_told() -> None:
@@ -128,7 +122,8 @@ def test_a_chain_of_waits_is_followed_to_its_end() -> None:
     (line,) = run.go_on(11.0)
     assert line.startswith("learners 0 and 1 have waited 10.5 s in receiving from learner ")
     assert (
-        ": learner 2 lives, heard 0.0 s ago; it last said 10.5 s ago: computing batch 3 of epoch 2; its log: " in line
+        ": learner 2 runs, last heard 0.0 s ago; it last reported 10.5 s ago: computing batch 3 of epoch 2; its log: "
+        in line
     )
 
 
@@ -141,7 +136,7 @@ def test_who_goes_on_before_the_others_is_not_counted_among_them_any_more() -> N
     run.wait(1, "receiving from learner 2", [2])
     assert [line.partition(" in ")[0] for line in run.go_on(11.0)] == ["learner 0 has waited 21.0 s"]
     run.waits.clear()
-    assert run.go_on(1.0) == ["learners 0 and 1 go on after 22.5 s of waiting for learner 2"]
+    assert run.go_on(1.0) == ["learners 0 and 1 continue after waiting 22.5 s for learner 2"]
 
 
 def test_learners_that_all_wait_in_one_thing_are_told_so() -> None:
@@ -150,7 +145,7 @@ def test_learners_that_all_wait_in_one_thing_are_told_so() -> None:
     for name in (0, 1):
         run.wait(name, "a mean", [1 - name], is_group=True)
     (line,) = run.go_on(11.0)
-    assert "all of those who take part wait in it" in line
+    assert "all learners that take part wait in it" in line
     assert "log/learner-0.log, log/learner-1.log" in line
 
 

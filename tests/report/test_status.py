@@ -1,16 +1,20 @@
 """The state of a run in a file, and on the screen."""
 
 import io
+from typing import Literal
 
 import pytest
 from rich.console import Console
 
-from starling.report.roster import Roster
-from starling.report.status import Status, describe, learners_of
+from starling.engines.processes.stalls import Stall
+from starling.errors import ProtocolError
+from starling.launch.messages import Activity, Ended, Entered, Heartbeat, Snapshot, Status, decode_status, encode_file
+from starling.launch.roster import Roster
+from starling.report.status import describe, learners_of
 
 
 class Told:
-    """A roster whose clock goes on when it is told to."""
+    """A roster whose clock is moved by hand."""
 
     def __init__(self, world: int) -> None:
         self.now = 50.0
@@ -20,22 +24,21 @@ class Told:
         return [each.state for each in learners_of(self.roster)]
 
 
-def beat(steps: int, **wait: object) -> dict[str, object]:
-    return {"beat": {"steps": steps, "wait": wait or None}}
+def entered(roster: Roster, learner_id: int, generation: int, num_steps: int) -> None:
+    roster.hear(learner_id, Entered(generation))
+    roster.hear(learner_id, Heartbeat(num_steps))
 
 
-def test_the_state_of_a_learner_is_what_it_said_last_or_that_it_says_nothing() -> None:
+def test_the_state_of_a_learner_is_what_it_reported_last_or_that_it_is_silent() -> None:
     """Starting, computing, waiting, silent, lost, ended."""
     told = Told(6)
     for name in range(1, 6):
-        told.roster.hear(name, {"view": 0})
-        told.roster.hear(name, beat(1))
+        entered(told.roster, name, 0, 1)
     told.now += 4.0
-    waits = {"what": "a mean", "whom": [3], "is_group": True, "is_behind": False, "usual": 0.1, "number": 1}
-    told.roster.hear(1, {"doing": "computing batch 2 of epoch 1"})
-    told.roster.hear(2, beat(1, **waits, seconds=3.0))
+    told.roster.hear(1, Activity("computing batch 2 of epoch 1"))
+    told.roster.hear(2, Heartbeat(1, Stall("a mean", (3,), True, False, 3.0, 0.1, 1)))
     told.roster.lose(4, "learner 4 was killed")
-    told.roster.hear(5, {"doing": "ending", "ended": True})
+    told.roster.hear(5, Ended(1))
     assert told.states() == [
         "starting",
         "computing batch 2 of epoch 1",
@@ -49,32 +52,32 @@ def test_the_state_of_a_learner_is_what_it_said_last_or_that_it_says_nothing() -
 def test_averaging_behind_the_training_is_not_what_a_learner_is_in() -> None:
     """It computes."""
     told = Told(1)
-    waits = {"what": "a round", "whom": [], "is_group": False, "is_behind": True, "usual": 0.1, "number": 1}
-    told.roster.hear(0, beat(5, **waits, seconds=3.0))
+    told.roster.hear(0, Heartbeat(5, Stall("a round", (), False, True, 3.0, 0.1, 1)))
     assert told.states() == ["computing"]
 
 
-def test_who_comes_when_others_compute_already_has_joined() -> None:
-    """Also under the name of one that was lost, which is not lost any more; its work counts with that of the first."""
+def test_a_learner_that_begins_when_others_train_already_has_joined() -> None:
+    """Also one that was lost and is started again: its record continues with the work of its first process."""
     told = Told(2)
     for name in (0, 1):
-        told.roster.hear(name, {"view": 0})
-    told.roster.hear(1, beat(30))
+        told.roster.hear(name, Entered(0))
+    told.roster.hear(1, Heartbeat(30))
     told.roster.lose(1, "killed")
-    told.roster.hear(0, {"view": 1})
-    told.roster.hear(1, beat(0))
+    told.roster.hear(0, Entered(1))
+    told.roster.start(1, is_joiner=True)
+    told.roster.hear(1, Heartbeat(0))
     assert told.states() == ["computing", "starting"]
-    told.roster.hear(1, {"view": 2})
-    told.roster.hear(1, beat(12))
-    told.roster.hear(2, {"view": 2})
-    told.roster.hear(0, {"view": 2})
+    told.roster.hear(1, Entered(2))
+    told.roster.hear(1, Heartbeat(12))
+    told.roster.hear(2, Entered(2))
+    told.roster.hear(0, Entered(2))
     assert {name: each.has_joined for name, each in told.roster.learners.items()} == {0: False, 1: True, 2: True}
     assert told.roster.learners[1].num_steps == 42
-    assert [(each.name, each.reason) for each in told.roster.losses] == [(1, "killed")]
-    assert told.roster.view == 2
+    assert [(each.learner_id, each.reason) for each in told.roster.losses] == [(1, "killed")]
+    assert told.roster.generation == 2
 
 
-def status(told: Told, stage: str, code: int | None, message: str) -> Status:
+def status(told: Told, stage: Literal["training", "scoring", "ended"], code: int | None, message: str) -> Status:
     return Status(
         name="demo",
         strategy="adpsgd",
@@ -82,7 +85,7 @@ def status(told: Told, stage: str, code: int | None, message: str) -> Status:
         began=1000.0,
         written=1100.0,
         pid=4242,
-        view=1,
+        generation=1,
         learners=tuple(learners_of(told.roster)),
         losses=("learner 1 was killed by SIGKILL while computing batch 3 of epoch 1",),
         saved="exp/demo/checkpoints/step-00000012",
@@ -100,14 +103,15 @@ def shown(it: Status, now: float, is_alive: bool) -> str:
 
 
 def test_a_status_is_read_as_it_was_written_and_shown_with_its_age() -> None:
-    """Ages go on from when it was written."""
+    """Ages count on from when it was written."""
     told = Told(2)
-    told.roster.hear(0, {"progress": {"loss": float("nan")}} | beat(7))
+    told.roster.hear(0, Snapshot(0, 2, 0, 6, 10, 6, float("nan"), 100, 1.0, 0.1, 0.0, 0.3, 1.0))
+    told.roster.hear(0, Heartbeat(7))
     told.now += 1.0
-    it = Status.decode(status(told, "training", None, "").encode())
+    it = decode_status(encode_file(status(told, "training", None, "")).encode())
     assert it == status(told, "training", None, "")
     text = shown(it, 1100.5, is_alive=True)
-    assert "demo, adpsgd: training, began 1 min 40 s ago, view 1" in text
+    assert "demo, adpsgd: training, began 1 min 40 s ago, membership 1" in text
     assert "1.5 s ago" in text
     assert "none yet" in text
     assert "lost: learner 1 was killed by SIGKILL while computing batch 3 of epoch 1" in text
@@ -119,11 +123,11 @@ def test_a_run_that_ended_says_how_and_one_without_launcher_that_it_is_gone() ->
     ended = shown(status(Told(2), "ended", 3, "learner 1 was killed"), 1160.0, is_alive=False)
     assert "ended 1 min 00 s ago after 1 min 40 s, exit code 3: learner 1 was killed" in ended
     gone = shown(status(Told(2), "training", None, ""), 1160.0, is_alive=False)
-    assert "its launcher (process 4242) is gone or stands still; it wrote this 1 min 00 s ago" in gone
+    assert "its launcher (process 4242) is gone or stalled; it wrote this 1 min 00 s ago" in gone
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "learners": [{}]}', "nonsense"])
-def test_what_is_no_status_is_a_value_error(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 2, "learners": [{}]}', "nonsense"])
+def test_what_is_no_status_is_refused(text: str) -> None:
     """Whatever is wrong with it."""
-    with pytest.raises(ValueError, match=r"."):
-        Status.decode(text)
+    with pytest.raises(ProtocolError, match=r"not the status of a run of this version: "):
+        decode_status(text.encode())

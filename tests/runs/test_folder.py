@@ -133,11 +133,11 @@ def test_a_run_that_goes_on_from_another_experiment_is_not_mixed_with_one_of_its
     [
         (
             {"model": {"preset": "small"}},
-            "another model than this recipe says: model.preset=tiny \\(now small\\)",
+            "another model than this run asks for: model.preset=tiny \\(now small\\)",
         ),
         (
             {"seed": 5, "batches": {"max_duration": 9}},
-            "another batches, seed than this recipe says: batches.max_duration=5.0 \\(now 9.0\\), seed=1 \\(now 5\\);",
+            "another batches, seed than this run asks for: batches.max_duration=5.0 \\(now 9.0\\), seed=1 \\(now 5\\);",
         ),
         ({"resume": "nowhere"}, "nowhere: no such folder"),
     ],

@@ -1,6 +1,7 @@
-"""What a launcher writes down of its run does not harm the run, whatever happens to it."""
+"""What a launcher notes of its run does not harm the run, whatever happens to it."""
 
 import io
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,10 +12,11 @@ from rich.console import Console
 
 from starling.engines.processes.stalls import Waits
 from starling.errors import ConfigError, DataError, NonFiniteError
+from starling.launch.messages import Activity, Heartbeat
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import begin_segment
 from starling.runs.following import Following, read_record
-from starling.runs.heartbeat import Heartbeat, giving
+from starling.runs.heartbeat import HeartbeatSource, beating
 from starling.runs.recipe.recipe import Recipe, check_recipe
 from starling.runs.status import is_alive, read_status
 from starling.workload import Position, Ticket
@@ -51,28 +53,31 @@ def test_a_run_that_fails_is_summed_up_and_its_status_says_how(recipe: Recipe, f
     screen = console()
     with pytest.raises(NonFiniteError), Following(recipe, folder, screen) as following:
         assert is_alive(read_status(folder.path))
-        following.hear(0, {"doing": "computing batch 1 of epoch 1"})
+        following.roster.hear(0, Activity("computing batch 1 of epoch 1"))
         raise NonFiniteError("learner 0: the loss is nan\nand more")
     assert "songs, allreduce: learner 0: the loss is nan, after" in said(screen)
     assert (folder.log / "summary.txt").read_text().startswith("songs, allreduce: learner 0: the loss is nan")
     status = read_status(folder.path)
     assert (status.stage, status.exit_code, status.message) == ("ended", 4, "learner 0: the loss is nan")
+    began, ended = (json.loads(line) for line in (folder.log / "events.jsonl").read_text().splitlines())
+    assert (began["kind"], began["strategy"]) == ("start", "allreduce")
+    assert (ended["kind"], ended["exit_code"], ended["message"]) == ("end", 4, "learner 0: the loss is nan")
 
 
-def test_a_newcomer_that_did_not_join_is_not_waited_for(recipe: Recipe, folder: ExperimentFolder) -> None:
-    """It is no loss of the run's, and nobody looks for its next sign of life; one that was not heard of is no news."""
+def test_a_joiner_that_did_not_join_is_not_waited_for(recipe: Recipe, folder: ExperimentFolder) -> None:
+    """It is no loss of the run, and no heartbeat of it is expected; one that never started is not shown."""
     with Following(recipe, folder, console()) as following:
-        following.hear(2, {"doing": "starting"})
-        following.leave_out(2, "learner 2: the disk of this learner is gone")
-        following.leave_out(3, "learner 3 was killed by SIGKILL")
+        following.roster.hear(2, Activity("starting"))
+        following.roster.lose(2)
+        following.roster.lose(3)
     status = read_status(folder.path)
-    assert {learner.name: learner.state for learner in status.learners}[2] == "lost"
-    assert 3 not in {learner.name for learner in status.learners}
+    assert {learner.learner_id: learner.state for learner in status.learners}[2] == "lost"
+    assert 3 not in {learner.learner_id for learner in status.learners}
     assert status.losses == ()
 
 
-def test_a_status_whose_launcher_has_ended_is_that_of_nobody(recipe: Recipe, folder: ExperimentFolder) -> None:
-    """However fresh it is; so is one that is old, whoever has that number now."""
+def test_a_status_whose_launcher_has_ended_is_not_alive(recipe: Recipe, folder: ExperimentFolder) -> None:
+    """However fresh it is; nor is one that is old, whatever process has that number now."""
     with Following(recipe, folder, console()):
         status = read_status(folder.path)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
@@ -83,7 +88,7 @@ def test_a_status_whose_launcher_has_ended_is_that_of_nobody(recipe: Recipe, fol
 
 
 def test_a_run_ends_when_its_test_sets_are_scored(recipe: Recipe, folder: ExperimentFolder) -> None:
-    """Until then its status goes on, and an error while scoring is how it ended."""
+    """Until then its status is written, and an error while scoring is how it ended."""
     with Following(recipe, folder, console()) as following:
         pass
     assert read_status(folder.path).stage == "scoring"
@@ -94,18 +99,19 @@ def test_a_run_ends_when_its_test_sets_are_scored(recipe: Recipe, folder: Experi
 
 
 def test_a_status_that_cannot_be_written_is_one_warning(recipe: Recipe, folder: ExperimentFolder) -> None:
-    """The run goes on without it."""
+    """The run continues without it, and without its events."""
     screen = console()
+    folder.log.write_text("in the way")
     (folder.status / "in the way").mkdir(parents=True)
     with Following(recipe, folder, screen) as following, following.scoring():
         pass
     assert said(screen).count("warning: ") == 1
-    assert "status.json cannot be used" in said(screen)
+    assert "cannot be used" in said(screen)
 
 
 def test_an_experiment_that_never_ran_has_no_status(folder: ExperimentFolder) -> None:
-    """It says who writes one; a damaged one is named."""
-    with pytest.raises(ConfigError, match=r"songs: it has no status, for it never ran under `starling train`"):
+    """The error says which runs write one; a damaged one is named."""
+    with pytest.raises(ConfigError, match=r"songs: it has no status, since it never ran under `starling train`"):
         read_status(folder.path)
     folder.status.write_text('{"format": 1')
     with pytest.raises(DataError, match=r"status.json: cannot be read"):
@@ -113,7 +119,7 @@ def test_an_experiment_that_never_ran_has_no_status(folder: ExperimentFolder) ->
 
 
 def test_the_record_of_a_run_is_that_behind_its_start(folder: ExperimentFolder) -> None:
-    """Earlier runs do not count; what was given out again and skipped does, and a line that was cut does not."""
+    """Earlier runs do not count; what was re-issued and skipped does, and an incomplete line does not."""
     first, second = folder.seen / "from-00000000", begin_segment(folder.seen, Position(Ticket(1, 0, 4)))
     (first / "learner-0.tsv").write_text("header\n" + "1\t1\t0\n" * 4)
     (second / "learner-0.tsv").write_text("header\n" + "2\t1\t4\n" * 3 + "2\t")
@@ -127,39 +133,39 @@ def test_the_record_of_a_run_is_that_behind_its_start(folder: ExperimentFolder) 
 
 
 def test_a_learner_writes_what_it_knows_into_its_own_log_and_not_too_often() -> None:
-    """Once, again when the wait has doubled, and when it is over; that it stood still itself is no wait."""
+    """Once, again when the wait has doubled, and when it is over; the time in which it did not run is no wait."""
     clock, lines = Clock(), list[str]()
     waits = Waits(clock)
-    sign = Heartbeat(3, lines.append, 10.0, waits, clock)
+    heartbeat = HeartbeatSource(3, lines.append, 10.0, waits, clock)
 
     def go_on(seconds: float) -> None:
         for _ in range(int(seconds / 0.5)):
             clock.now += 0.5
-            sign.beat()
+            heartbeat.beat()
 
     with waits.waiting("receiving from learner 2", [2]):
         go_on(30.0)
     go_on(1.0)
     with waits.waiting("a mean", [0, 1, 2], is_group=True):
         clock.now += 40.0
-        assert sign.beat()["beat"]["wait"] is None
+        assert heartbeat.beat().stall is None
     assert lines == [
         "learner 3 has waited 10.5 s in receiving from learner 2: see its log",
         "learner 3 has waited 21.0 s in receiving from learner 2: see its log",
-        "learner 3 goes on after 30.0 s of waiting",
-        "learner 3 stood still for 39.5 s: stopped, or kept from running",
+        "learner 3 continues after waiting 30.0 s",
+        "learner 3 did not run for 39.5 s: stopped, or short of processor time",
     ]
 
 
 def test_without_a_launcher_the_learner_looks_at_itself() -> None:
-    """Under torchrun its log is all there is; the sign of life is given in a thread, and ends with the context."""
+    """Under torchrun its log is all there is; the heartbeat runs in a thread, and ends with the context."""
     looked: list[float] = []
 
-    class Looking(Heartbeat):
-        def beat(self) -> dict[str, Any]:
+    class Looking(HeartbeatSource):
+        def beat(self) -> Heartbeat:
             looked.append(0.0)
             return super().beat()
 
-    with giving(Looking(0, lambda line: None), None):
+    with beating(Looking(0, lambda line: None), None):
         while not looked:
             pass

@@ -1,7 +1,6 @@
 """What a learner reports reaches the launcher as it was, but not more often than people can read."""
 
 import io
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -12,11 +11,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from starling.checkpoint.reader import load
 from starling.checkpoint.writer import CheckpointWriter
-from starling.errors import CheckpointError, PeerLost, ProtocolError
+from starling.errors import CheckpointError, PeerLost
+from starling.launch.messages import (
+    EpochEnd,
+    LearnerMessage,
+    ModelSaved,
+    Saved,
+    Snapshot,
+    decode_from_learner,
+    encode,
+)
 from starling.report.curves import Curves
-from starling.report.meter import FAR, EpochEnd, Snapshot
+from starling.report.meter import FAR
 from starling.report.progress import Display
-from starling.runs.observers import Keep, Log, Message, Messages, Metered, Saver, show
+from starling.runs.observers import Keep, Log, Messages, Metered, Saver, show
 from starling.training.job import Averaging, EpochReport, Spent
 from starling.workload import Ticket
 from tests.checkpoint.test_checkpoints import state, write_model, writer
@@ -36,11 +44,11 @@ class Kept:
         self.heard.append(end)
 
 
-def shown(message: Message) -> str:
+def shown(message: LearnerMessage) -> str:
     """What the launcher prints of a message."""
     text = io.StringIO()
     with Display("demo", 2, Console(file=text, force_terminal=False, width=200)) as display:
-        show(json.loads(json.dumps(message)), display)
+        show(decode_from_learner(encode(message), 0), display)
     return text.getvalue()
 
 
@@ -60,49 +68,67 @@ def test_no_step_is_lost_between_snapshots() -> None:
 
 
 def test_messages_arrive_as_json_and_are_shown() -> None:
-    """What a learner sends can be sent as JSON, and the other end shows the same lines as a log of its own."""
-    sent: list[str] = []
+    """The other end of the line shows an epoch of all learners as one line; a learner's own log has its own."""
+    sent: list[bytes] = []
     here, there = io.StringIO(), io.StringIO()
-    for listener in (Log(here), Messages(lambda message: sent.append(json.dumps(message)))):
-        observer = Metered(listener, world=2, every=0.0)
-        observer.on_step(step(3))
-        averaging = Averaging(rounds=6, bytes_sent=3_000_000, staleness=Counter({0: 1, 2: 3}))
-        observer.on_epoch(EpochReport(0, 0, 4, 5.0, Spent(4.0, 0.5, 0.5), averaging), state(0, 2, Ticket(1, 0, 10)))
+    for listener in (Log(here), Messages(lambda message: sent.append(encode(message)))):
+        for rank in range(2):
+            observer = Metered(listener, world=2, every=0.0)
+            observer.on_step(step(3, rank=rank))
+            averaging = Averaging(rounds=6, bytes_sent=3_000_000, staleness=Counter({0: 1, 2: 3}))
+            report = EpochReport(rank, 0, 4, 5.0, Spent(4.7, 0.1, 0.2), averaging)
+            observer.on_epoch(report, state(rank, 2, Ticket(1, 0, 10)))
     console = Console(file=there, force_terminal=False, width=200)
     with Display("demo", 2, console) as display:
         for line in sent:
-            show(json.loads(line), display)
-    lines = there.getvalue().splitlines()
-    assert lines == here.getvalue().splitlines()
-    assert "1.50 rounds per gradient, staleness 1.5 (at most 2), 3.0 MB sent" in lines[-1]
+            show(decode_from_learner(line, 0), display)
+    assert there.getvalue() == (
+        "epoch 1 ended after 5.0 s, 2 learners: loss 1.0000, lr 0.5, 94 % computing, waiting for data 2 %, for peers "
+        "4 %, staleness 1.5 (at most 2), 1.50 rounds per gradient\n"
+    )
+    assert "1.50 rounds per gradient, staleness 1.5 (at most 2), 3.0 MB sent" in here.getvalue().splitlines()[-1]
+
+
+def test_a_log_gives_each_advice_once() -> None:
+    """Not at the end of each epoch."""
+    text = io.StringIO()
+    log = Log(text)
+    for epoch in range(3):
+        log.epoch(EpochEnd(1, 2, epoch, 4, 10.0, 5.0, 4.0, 1.0))
+    lines = text.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "(1/2) epoch 1 ended",
+        "learner 1 waits for data 40 % of its time",
+        "(1/2) epoch 2 ended",
+        "(1/2) epoch 3 ended",
+    ]
 
 
 def test_the_end_of_an_epoch_arrives_as_it_was() -> None:
     """Through JSON, the histogram and the distance included."""
-    kept, sent = Kept(), list[str]()
+    kept, sent = Kept(), list[bytes]()
     averaging = Averaging(rounds=6, bytes_sent=3, staleness=Counter({0: 1, 2: 3, 10 * FAR: 1}))
-    for listener in (kept, Messages(lambda message: sent.append(json.dumps(message, allow_nan=False)))):
+    for listener in (kept, Messages(lambda message: sent.append(encode(message)))):
         Metered(listener, world=2, every=0.0).on_epoch(
             EpochReport(0, 0, 5, 5.0, Spent(4.0, 0.5, 0.5), averaging, 0.25), state(0, 2, Ticket(1, 0, 10))
         )
     (end,) = kept.heard
     assert isinstance(end, EpochEnd)
-    assert EpochEnd(**json.loads(sent[0])["epoch"]) == end
+    assert decode_from_learner(sent[0], 0) == end
     assert (end.step, end.consensus_distance, end.num_rounds) == (10, 0.25, 6)
 
 
 def test_a_checkpoint_is_shown_with_the_consensus_distance() -> None:
     """Three digits; without it where it is not known."""
-    assert shown({"saved": "exp/demo/checkpoints/step-00000010", "consensus_distance": 0.0123456}) == (
+    assert shown(Saved("exp/demo/checkpoints/step-00000010", "barrier", 0.0123456)) == (
         "saved exp/demo/checkpoints/step-00000010, consensus distance 0.0123\n"
     )
-    for message in ({"saved": "step-00000010", "consensus_distance": None}, {"saved": "step-00000010"}):
-        assert shown(message) == "saved step-00000010\n"
+    assert shown(Saved("step-00000010", "barrier")) == "saved step-00000010\n"
 
 
-def test_who_completes_a_checkpoint_tells_and_draws_how_far_learners_are_apart(tmp_path: Path) -> None:
-    """Nobody else does, and the points of different learners make one curve by the step of the run."""
-    told: list[tuple[int, Message]] = []
+def test_the_learner_that_completes_a_checkpoint_tells_and_draws_how_far_learners_are_apart(tmp_path: Path) -> None:
+    """No other does, and the points of different learners make one curve by the step of the run."""
+    told: list[tuple[int, Saved]] = []
     together = writer(tmp_path)
     savers = [
         Saver(together, lambda message, rank=rank: told.append((rank, message)), lambda: Curves(tmp_path / "curves"))
@@ -114,11 +140,11 @@ def test_who_completes_a_checkpoint_tells_and_draws_how_far_learners_are_apart(t
             savers[rank].on_epoch(EpochReport(rank, epoch - 1, 4, 5.0, Spent()), end)
             savers[rank].close()
     assert [rank for rank, _ in told] == [1, 0]
-    distances = [message["consensus_distance"] for _, message in told]
-    assert [message["saved"] for _, message in told] == [
+    distances = [message.consensus_distance for _, message in told]
+    assert [message.folder for _, message in told] == [
         str(tmp_path / "checkpoints" / name) for name in ("step-00000008", "step-00000016")
     ]
-    assert distances == [load(Path(message["saved"])).manifest.consensus_distance for _, message in told]
+    assert distances == [load(Path(message.folder)).manifest.consensus_distance for _, message in told]
     assert distances[1] > distances[0] > 0.0
     drawn = [
         (each.step, each.value)
@@ -128,18 +154,18 @@ def test_who_completes_a_checkpoint_tells_and_draws_how_far_learners_are_apart(t
     assert sorted(drawn) == [(8, pytest.approx(distances[0])), (16, pytest.approx(distances[1]))]
 
 
-def saver_of(folder: Path, told: list[Message]) -> Saver:
+def saver_of(folder: Path, told: list[Saved]) -> Saver:
     """A saver of a single learner."""
     return Saver(writer(folder), told.append, lambda: Curves(folder / "curves"))
 
 
 def test_what_was_begun_is_finished_when_the_training_fails(tmp_path: Path) -> None:
     """And told, and the error of the training is the one that counts."""
-    told: list[Message] = []
+    told: list[Saved] = []
     with pytest.raises(PeerLost, match="learner 1") as caught, saver_of(tmp_path, told) as saver:
         saver.on_mark(state(0, 1, Ticket(0, 4, 4)))
         raise PeerLost("learner 1 was lost")
-    assert [message["saved"] for message in told] == [str(tmp_path / "checkpoints" / "step-00000004")]
+    assert [message.folder for message in told] == [str(tmp_path / "checkpoints" / "step-00000004")]
     load(tmp_path / "checkpoints" / "step-00000004")
     assert not hasattr(caught.value, "__notes__")
 
@@ -165,28 +191,17 @@ def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
 
 def test_what_a_learner_does_is_told_to_the_launcher() -> None:
     """So that it can say when a learner was lost."""
-    sent: list[Message] = []
+    sent: list[LearnerMessage] = []
     observer = Metered(Messages(sent.append), world=2, every=0.0)
     observer.on_step(step(13, epoch=1))
-    assert [message["doing"] for message in sent] == ["computing batch 4 of epoch 2"]
-
-
-@pytest.mark.parametrize(
-    "message",
-    [{"progress": {"speed": 3}}, {"epoch": {"speed": 3}}, {"saved": "step-00000010", "consensus_distance": "far"}],
-)
-def test_a_message_of_another_version_is_an_error(message: Message) -> None:
-    """Rather than a guess."""
-    with (
-        Display("demo", 2, Console(file=io.StringIO())) as display,
-        pytest.raises(ProtocolError, match="does not understand"),
-    ):
-        show(message, display)
+    (snapshot,) = sent
+    assert isinstance(snapshot, Snapshot)
+    assert snapshot.doing == "computing batch 4 of epoch 2"
 
 
 def test_of_an_epoch_that_needs_no_checkpoint_only_the_model_is_written_or_nothing(tmp_path: Path) -> None:
     """Without what optimizers remember; the launcher is told where it is."""
-    told: list[Message] = []
+    told: list[LearnerMessage] = []
     kept: list[Keep] = ["", "model", "checkpoint"]
     models = CheckpointWriter(tmp_path / "validation", lambda name: 1, write_model, {})
     with Saver(
@@ -195,9 +210,9 @@ def test_of_an_epoch_that_needs_no_checkpoint_only_the_model_is_written_or_nothi
         for epoch in range(3):
             report = EpochReport(0, epoch, 4, 5.0, Spent(), is_last=epoch == 2)
             saver.on_epoch(report, state(0, 1, Ticket(epoch + 1, 0, 8 * epoch + 8)))
-    assert [message.get("moment") for message in told] == [None, "end"]
-    assert told[0] == {"to_validate": str(tmp_path / "validation" / "step-00000016")}
-    assert told[1]["saved"] == str(tmp_path / "checkpoints" / "step-00000024")
+    assert [type(message) for message in told] == [ModelSaved, Saved]
+    assert told[0] == ModelSaved(str(tmp_path / "validation" / "step-00000016"))
+    assert told[1] == Saved(str(tmp_path / "checkpoints" / "step-00000024"), "end", 0.0)
     whole, slim = (
         load(tmp_path / name).learner(0) for name in ("checkpoints/step-00000024", "validation/step-00000016")
     )

@@ -11,6 +11,7 @@ import torch
 
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
+from starling.report.epochs import Score
 from starling.runs import validate
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.job import ModelWriter
@@ -46,7 +47,7 @@ def test_a_score_says_after_how_much_training(
     saved = writer.save(LearnerState(0, 1, Position(position), 0.0, weights, {}, {}, epochs_ended=epochs))
     assert saved is not None
     said: list[str] = []
-    with Validation(recipe, folder, said.append) as validation:
+    with Validation(recipe, folder, said.append, lambda score: said.append(score.told)) as validation:
         validation.saved(saved.folder)
     assert [line[: len(beginning or "")] for line in said] == ([beginning] if beginning else [])
 
@@ -85,7 +86,7 @@ def test_the_best_model_is_kept_also_across_a_resume(tree: Tree, monkeypatch: py
     rates: Iterator[float] = iter([50.0, 40.0, 60.0, 45.0])
     monkeypatch.setattr(validate, "score", lambda references, hypotheses: Scored(next(rates)))
     for epoch, best in ((1, "step-00000004"), (2, "step-00000008"), (3, "step-00000008"), (4, "step-00000008")):
-        with Validation(recipe, folder, lambda line: None) as validation:
+        with Validation(recipe, folder, lambda line: None, lambda score: None) as validation:
             validation.saved(write(folder, epoch))
         kept = best_model(folder)
         assert kept is not None
@@ -102,7 +103,11 @@ def test_scoring_takes_a_twentieth_of_the_time_at_most(tree: Tree) -> None:
     times = iter(range(0, 10_000, 100))
     choice = Choice(None, 1, folder, lambda name, own: own)
     second_end = EpochReport(0, 1, 4, 1.0, Spent())
-    with Validation(recipe, folder, lines.put, lambda: float(next(times))) as validation:
+
+    def put(score: Score) -> None:
+        lines.put(score.told)
+
+    with Validation(recipe, folder, lines.put, put, lambda: float(next(times))) as validation:
         assert choice(second_end) == "model"
         first = write(folder, 1)
         validation.saved(first)

@@ -96,7 +96,7 @@ class CheckpointWriter:
         with writing(final, states[0].weights.nbytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
             partial.mkdir(parents=True, exist_ok=True)
             weights = consensus((state.weights for state in states), [state.kept for state in states])
-            buffers = _mean_of_buffers([state.buffers for state in states if state.is_worker])
+            buffers = mean_of_buffers([state.buffers for state in states if state.is_worker])
             self._write_model(partial / MODEL, weights, buffers)
             distance = consensus_distance((state.weights for state in states if state.is_worker), weights)
             minutes = max(state.minutes for state in states)
@@ -115,7 +115,7 @@ class CheckpointWriter:
         kept = [[(shard["start"], shard["stop"]) for shard in each["shards"]] for each in scalars]
         weights = consensus((_weights(path) for path in paths), kept)
         workers = [path for path, each in zip(paths, scalars, strict=True) if each["is_worker"]]
-        buffers = _mean_of_buffers([_buffers(read_tensors(path)) for path in workers]) if state.buffers else {}
+        buffers = mean_of_buffers([_buffers(read_tensors(path)) for path in workers]) if state.buffers else {}
         self._write_model(partial / MODEL, weights, buffers)
         distance = consensus_distance((_weights(path) for path in workers), weights)
         minutes = max(float(each["minutes"]) for each in scalars)
@@ -191,7 +191,7 @@ def _buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _mean_of_buffers(buffers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def mean_of_buffers(buffers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Floating-point buffers of those that compute are averaged; the others are the first one's."""
     return {
         name: rank_ordered_mean(each[name] for each in buffers) if first.is_floating_point() else first

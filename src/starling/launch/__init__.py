@@ -1,1 +1,1 @@
-"""Starts, watches and ends learner processes; owns the store."""
+"""Starts, watches and ends learner processes; owns the store and the messages between processes."""

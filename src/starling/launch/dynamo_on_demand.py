@@ -1,6 +1,6 @@
 """Learners start without Dynamo, the front end of `torch.compile`, unless they compile something.
 
-The first optimizer that a process makes imports `torch._dynamo`, which takes as long as importing torch. Torch imports
+The first optimizer of a process imports `torch._dynamo`, which takes as long as importing torch. Torch imports
 it for two things that matter only while Dynamo traces:
 
 - A function marked with `torch._disable_dynamo`, such as `Optimizer.zero_grad`, asks Dynamo for a version of itself
@@ -8,7 +8,7 @@ it for two things that matter only while Dynamo traces:
 - An optimizer's `step` marks graph breaks before and after the actual step. In eager mode they do nothing.
 
 `postpone_dynamo` stores the function itself in that attribute, and gives `step` the same code without graph breaks.
-Both are undone just before `torch._dynamo` is first imported, whoever imports it. From then on torch is as installed.
+Both are undone just before `torch._dynamo` is first imported. From then on torch is as installed.
 """
 
 import sys
@@ -30,7 +30,7 @@ _MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 def postpone_dynamo() -> None:
     """Let the optimizers of torch work without Dynamo until something imports it.
 
-    Does nothing where it is imported already, and where this version of torch imports it in another way.
+    Does nothing if it is imported already, or if this version of torch imports it in another way.
     """
     if _DYNAMO in sys.modules:
         return
@@ -42,8 +42,8 @@ def postpone_dynamo() -> None:
 
 
 class _Postponed(MetaPathFinder):
-    """Keeps Dynamo away from `marked` functions and from the steps whose code is `with_breaks`. As it is the first that
-    is asked where a module is, it hears of the import of Dynamo in time."""
+    """Keeps Dynamo away from `marked` functions and from the steps whose code is `with_breaks`. It is the first finder
+    that Python asks for a module, so that it notices the import of Dynamo in time."""
 
     def __init__(self, marked: Sequence[Callable[..., Any]], with_breaks: CodeType) -> None:
         self._marked = marked

@@ -1,4 +1,4 @@
-"""The drop-in: a training loop of anybody's becomes one learner among several."""
+"""`starling.join`: an existing PyTorch training loop becomes one learner among several."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -16,9 +16,8 @@ from starling.configuration import Config
 from starling.engines.loop.joined import JoinedLearner
 from starling.engines.loop.replica import check_loop
 from starling.engines.processes.peers import Place
-from starling.errors import ConfigError
+from starling.errors import ConfigError, did_you_mean
 from starling.launch.rendezvous import find_place, is_learner
-from starling.registry import did_you_mean
 from starling.strategies import Strategy, find_strategy
 
 
@@ -36,8 +35,8 @@ def join(
 
     `strategy` is a name that `starling strategies` lists, a `module:name`, or a `Strategy` of your own; `options` are
     its options, such as `pattern="pairs"`.
-    Started as plain `python`, it is one learner by itself, and the loop gives the bits it gave before. The model is on
-    its device already, and the optimizer is any of `torch.optim` over the model's parameters; parameter groups,
+    Started as plain `python`, it is the only learner, and the loop gives the same bits as without `join`. The model is
+    on its device already, and the optimizer is any of `torch.optim` over the model's parameters; parameter groups,
     learning rate schedulers, gradient clipping and autocast are yours as before. All learners start from learner 0's
     model.
 
@@ -45,7 +44,7 @@ def join(
     with `requires_grad_(False)`, and unfreeze them when their time comes. Change the model's dtype, device or layers
     before joining.
 
-    `seed` is what random patterns are drawn from, and `timeout_seconds` the longest wait for another learner's word.
+    Random patterns are drawn from `seed`. `timeout_seconds` is the longest wait for another learner.
     Gradients that are not finite make no optimizer step; `most_not_finite` of them in a row end the run.
 
     Raises `ConfigError` for a strategy, options, a model or an optimizer that do not fit, `ProtocolError` when
@@ -72,7 +71,7 @@ def join(
 
 
 def _meet(timeout_seconds: float) -> Place:
-    """This process's place, with names in the store for this one joining: all learners join equally often."""
+    """This process's place, with a part of the store for this call of `join`: all learners call it equally often."""
     place = _find_place(timeout_seconds)
     store = PrefixStore(f"join/{next(_JOININGS)}", place.store)
     return Place(place.rank, place.world, place.local_rank, place.local_world, store)
@@ -80,11 +79,11 @@ def _meet(timeout_seconds: float) -> Place:
 
 _JOININGS: Iterator[int] = count()
 _find_place = cache(find_place)
-"""A process connects to the store once: learner 0 may own it, and it must outlive each joining."""
+"""A process connects to the store once: learner 0 may own it, and it must outlive each call of `join`."""
 
 
 def _checked(strategy: Strategy, options: dict[str, Any]) -> Config:
-    """The strategy's options; `ConfigError` lists all that is wrong with them."""
+    """The strategy's options; `ConfigError` lists all problems."""
     try:
         return strategy.options.model_validate(options)
     except ValidationError as error:

@@ -1,7 +1,7 @@
 """Starts learner processes on this machine, watches them, and leaves none behind.
 
-When a learner is killed, or has given no sign of life for too long and is killed therefore, the others may go on: they
-are told the next view of who is there.
+When a learner is killed, or has sent no heartbeat for too long and is killed for that, the others may continue: the
+launcher announces the next membership to them.
 """
 
 import math
@@ -20,10 +20,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.engines.processes import run_token
 from starling.launch.joiners import Changes, Joiners
-from starling.launch.process import Process, Seconds, end, signal_group, start
+from starling.launch.process import LearnerProcess, end, signal_group, start
+from starling.launch.roster import LearnerRecord, Roster
 from starling.launch.watch import Loss, OnMessage, Watch
 
 NO_CHANGES = Changes()
+Seconds = float
 
 
 @contextmanager
@@ -45,34 +47,39 @@ def launch(
     command: Sequence[str],
     world: int,
     log_folder: Path,
-    on_message: OnMessage = lambda rank, message: None,
+    on_message: OnMessage = lambda learner_id, message: None,
     on_loss: Callable[[Loss], None] | None = None,
     silence_seconds: Seconds = math.inf,
     changes: Changes = NO_CHANGES,
+    roster: Roster | None = None,
 ) -> list[Loss]:
-    """Run `world` processes of `command` as learners until all have ended; the losses that were borne.
+    """Run `world` processes of `command` as learners until all have ended, and return the losses that the others
+    survived.
 
-    What a learner prints goes to `log_folder/learner-<rank>.log`; what it sends through its `Link` to `on_message`.
-    When one fails the others are ended and its error is raised here; `PeerLost` when it was killed; `Stopped` when
-    this process is asked to end (a second signal ends everything at once). With `on_loss`, which is called then, the
-    others go on without one that was killed, and may be joined by others as `changes` says. Who gives no sign of life
-    for `silence_seconds` is killed.
+    What a learner prints goes to `log_folder/learner-<id>.log`; what it sends through its `Link`, to `on_message`. When
+    one fails the others are ended and its error is raised here: `PeerLost` when it was killed, `Stopped` when this
+    process is asked to end (a second signal ends everything at once). With `on_loss`, which is called then, the others
+    continue without a learner that was killed, and may be joined by others as `changes` says. A learner that sends no
+    heartbeat for `silence_seconds` is killed. `roster` is for those who want to look at it meanwhile.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
-    processes: list[Process] = []
+    roster = roster or Roster(world)
+    processes: list[LearnerProcess] = []
     token = run_token.new_token()
     with loopback_store() as port, _scratch() as scratch, _signals(processes, scratch) as received:
         try:
 
-            def begin(name: int, joins: bool = True) -> Process:
-                process = start(command, name, world, port, log_folder, scratch, token, on_loss is not None, joins)
+            def begin(learner_id: int, joins: bool = True) -> LearnerRecord:
+                process = start(
+                    command, learner_id, world, port, log_folder, scratch, token, on_loss is not None, joins
+                )
                 processes.append(process)
-                return process
+                return roster.start(learner_id, process, joins)
 
-            for rank in range(world):
-                begin(rank, joins=False)
-            joiners = Joiners(changes, processes, begin)
-            watch = Watch(processes, on_message, on_loss, silence_seconds, received, changes, joiners)
+            for learner_id in range(world):
+                begin(learner_id, joins=False)
+            joiners = Joiners(changes, roster, begin)
+            watch = Watch(roster, on_message, on_loss, silence_seconds, received, changes, joiners)
             watch.until_all_ended()
             return watch.losses
         finally:
@@ -89,7 +96,7 @@ def _scratch() -> Generator[Path, None, None]:
 
 
 @contextmanager
-def _signals(processes: list[Process], scratch: Path) -> Generator[list[int], None, None]:
+def _signals(processes: list[LearnerProcess], scratch: Path) -> Generator[list[int], None, None]:
     """A list that SIGINT and SIGTERM are added to instead of ending this process; the second one ends it."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

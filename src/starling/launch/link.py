@@ -1,10 +1,9 @@
-"""The line between a launcher and each of its learners: JSON messages both ways, and a sign of life.
+"""The line between a launcher and each of its learners: messages both ways, and a learner's heartbeat.
 
-A learner whose launcher has died reads the end of the line and ends itself, so nothing is left behind. A launcher that
-hears nothing from a learner for long knows that it stands still.
+A learner whose launcher has died reads the end of the line and ends itself, so that nothing is left behind. A launcher
+that receives no heartbeat from a learner for long knows that it is stalled.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -15,9 +14,10 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any
 
-from starling.errors import StarlingError
+from starling.errors import ProtocolError, StarlingError
+from starling.launch.messages import Failed, Heartbeat, LauncherMessage, LearnerMessage, decode_from_launcher, encode
+from starling.timeouts import HEARTBEAT_EVERY
 
 VARIABLE = "STARLING_LINK_FD"
 SCRATCH = "STARLING_SCRATCH"
@@ -25,11 +25,8 @@ SCRATCH = "STARLING_SCRATCH"
 WATCHED = "STARLING_WATCHED"
 """The variable that is 1 where a launcher tells learners of the loss of others."""
 JOINS = "STARLING_JOINS"
-"""The variable that is 1 for a learner that comes while others compute already."""
+"""The variable that is 1 for a learner that comes while others train already."""
 ORPHANED = 3
-BEAT_SECONDS = 0.5
-"""Between two signs of life, which are empty messages if there is nothing to say."""
-Message = dict[str, Any]
 
 
 class Link:
@@ -39,10 +36,10 @@ class Link:
         self._line = line
         self._lock = threading.Lock()
         self._listening = threading.Lock()
-        self._heard: list[Message] = []
-        self._listeners: list[Callable[[Message], None]] = []
-        self.heartbeat: Callable[[], Message] = dict
-        """What is sent every `BEAT_SECONDS`."""
+        self._heard: list[LauncherMessage] = []
+        self._listeners: list[Callable[[LauncherMessage], None]] = []
+        self.heartbeat: Callable[[], Heartbeat] = Heartbeat
+        """Makes what is sent every `HEARTBEAT_EVERY` seconds."""
         threading.Thread(target=self._watch_launcher, name="starling-link", daemon=True).start()
         threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
 
@@ -52,12 +49,13 @@ class Link:
         descriptor = os.environ.pop(VARIABLE, None)
         return None if descriptor is None else cls(socket.socket(fileno=int(descriptor)))
 
-    def send(self, message: Message) -> None:
-        """Send a message of JSON values to the launcher."""
+    def send(self, message: LearnerMessage) -> None:
+        """Send a message to the launcher."""
+        line = encode(message)
         with self._lock:
-            self._line.sendall(json.dumps(message).encode() + b"\n")
+            self._line.sendall(line)
 
-    def listen(self, listener: Callable[[Message], None]) -> None:
+    def listen(self, listener: Callable[[LauncherMessage], None]) -> None:
         """Call `listener`, in a thread of the link, with each message of the launcher; at once with those so far."""
         with self._listening:
             self._listeners.append(listener)
@@ -66,25 +64,32 @@ class Link:
 
     def _beat(self) -> None:
         while True:
-            time.sleep(BEAT_SECONDS)
-            with suppress(OSError):  # the launcher is gone, or a disk is full: one more reason to go on beating
+            time.sleep(HEARTBEAT_EVERY)
+            with suppress(OSError):  # the launcher is gone, or a log cannot be written: the next heartbeat may succeed
                 self.send(self.heartbeat())
 
     def _watch_launcher(self) -> None:
-        with suppress(OSError), self._line.makefile("rb") as lines:
-            for line in lines:
-                with self._listening:
-                    self._heard.append(json.loads(line))
-                    for listener in self._listeners:
-                        listener(self._heard[-1])
-        with suppress(OSError):  # a disk that is full
-            sys.stderr.write("the launcher is gone: this learner ends\n")
+        code, reason = ORPHANED, "the launcher is gone: this learner ends"
+        try:
+            with self._line.makefile("rb") as lines:
+                for line in lines:
+                    message = decode_from_launcher(line)
+                    with self._listening:
+                        self._heard.append(message)
+                        for listener in self._listeners:
+                            listener(message)
+        except OSError:
+            pass  # the launcher is gone
+        except ProtocolError as error:
+            code, reason = error.exit_code, f"{error}: this learner ends"
+        with suppress(OSError):  # the disk may be full
+            sys.stderr.write(f"{reason}\n")
             sys.stderr.flush()
         if SCRATCH in os.environ:
             shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
         if os.getpgrp() == os.getpid():  # the launcher gave this learner a group of its own: its loading processes
             os.killpg(0, signal.SIGTERM)  # not SIGKILL, which would leave their semaphores in shared memory
-        os._exit(ORPHANED)
+        os._exit(code)
 
 
 @contextmanager
@@ -99,5 +104,5 @@ def reported_errors(link: Link | None) -> Generator[None, None, None]:
         if link is None:
             raise
         traceback.print_exc()
-        link.send({"error": type(error).__name__, "message": str(error)})
+        link.send(Failed(type(error).__name__, str(error)))
         raise SystemExit(error.exit_code if isinstance(error, StarlingError) else 1) from error

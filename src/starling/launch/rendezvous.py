@@ -1,8 +1,7 @@
-"""Where a process finds its place among the learners: in the variables that Starling's launcher, torchrun and Slurm
-scripts set alike."""
+"""How a process finds its place among the learners: in the variables that Starling's launcher, torchrun and Slurm
+scripts all set."""
 
 import os
-import socket
 import sys
 from datetime import timedelta
 
@@ -10,7 +9,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from starling.engines.processes.learner import Place
 from starling.errors import ConfigError, ProtocolError
-from starling.launch.link import JOINS, WATCHED, Link, Message
+from starling.launch.link import JOINS, WATCHED, Link
+from starling.launch.messages import Arrived, Entered, LauncherMessage, NewMembership, Ready
+from starling.launch.process import loopback_interface
+from starling.timeouts import CONNECT
 from starling.training.membership import Membership, MembershipFeed
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -33,12 +35,12 @@ def is_first() -> bool:
 
 
 def joins() -> bool:
-    """Whether the others compute already, so that this process waits until they expect it."""
+    """Whether the others train already, so that this process waits until they expect it."""
     return os.environ.get(JOINS) == "1"
 
 
 def find_membership(place: Place, link: Link | None) -> MembershipFeed:
-    """What a launcher of ours tells of the other learners; without one that watches, they are always the same."""
+    """The memberships that a launcher of ours announces; without one that watches, there is only the first."""
     first = None if joins() else Membership(0, tuple(range(place.world)))
     if link is None or os.environ.get(WATCHED) != "1":
         return MembershipFeed(place.rank, first)
@@ -46,20 +48,20 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
         place.rank,
         first,
         is_watched=True,
-        on_enter=lambda view: link.send({"view": view.number}),
-        on_arrive=lambda view: link.send({"arrived": view.number}),
-        on_ready=lambda: link.send({"ready": True}),
+        on_enter=lambda entered: link.send(Entered(entered.number)),
+        on_arrive=lambda arrived: link.send(Arrived(arrived.number)),
+        on_ready=lambda: link.send(Ready()),
     )
 
-    def hear(message: Message) -> None:
-        if "view" in message:
-            membership.announce(Membership(message["view"], tuple(message["members"]), message["reason"]))
+    def hear(message: LauncherMessage) -> None:
+        if isinstance(message, NewMembership):
+            membership.announce(Membership(message.generation, message.members, message.reason))
 
     link.listen(hear)
     return membership
 
 
-def find_place(timeout_seconds: float = 600.0) -> Place:
+def find_place(timeout_seconds: float = CONNECT) -> Place:
     """This process's place, with the store already connected.
 
     Raises `ConfigError` for variables that make no sense, `ProtocolError` when the store does not answer.
@@ -85,22 +87,16 @@ def find_place(timeout_seconds: float = 600.0) -> Place:
 
 
 def _warn_if_exposed(address: str) -> None:
-    """Say in one line that learners who meet at `address` can be reached from other machines, if so."""
+    """Warn in one line if learners that meet at `address` can be reached from other machines."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if address in LOOPBACK and interface == loopback_interface():
         return
     where = f"MASTER_ADDR is {address}" if address not in LOOPBACK else f"GLOO_SOCKET_IFNAME is {interface}"
     sys.stderr.write(
-        f"warning: {where}, not this machine's loopback: whoever reaches the learners' ports can read or disturb this "
-        "run; use a private network, and see SECURITY.md\n"
+        f"warning: {where}, not this machine's loopback: any process that reaches the learners' ports can read or "
+        "disturb this run; use a private network, and see SECURITY.md\n"
     )
     sys.stderr.flush()
-
-
-def loopback_interface() -> str:
-    """The name of this machine's loopback interface."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name.startswith("lo")), "lo")
 
 
 def _number(name: str, default: int | None = None) -> int:

@@ -1,49 +1,26 @@
 """Asking the launcher of a run for more learners, from another process: files in a folder of the experiment.
 
-    joins/open                  locked by the launcher as long as it takes requests; which launcher it is
-    joins/request-<id>.json     how many learners; removed when it was read
-    joins/answer-<id>.json      what became of them; removed by who asked
+    joins/open                  locked by the launcher while it takes requests; identifies the launcher
+    joins/request-<id>.json     a `JoinRequest`; removed by the launcher that has read it
+    joins/answer-<id>.json      a `JoinAnswer`; removed by the process that asked
 
-Files are written aside and renamed. No socket listens, and who may ask is who may write to the folder.
+Files are written aside and renamed. No socket listens: any user who may write to the folder may ask.
 """
 
 import fcntl
-import json
 import secrets
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 
+from starling.errors import ProtocolError
+from starling.launch.messages import JoinAnswer, JoinRequest, decode_answer, decode_request, encode_file
+from starling.timeouts import LOCK, REQUESTS_EVERY
+
 Seconds = float
-LOOK_EVERY: Seconds = 0.5
-"""Between two looks of the launcher."""
-LOCK_PATIENCE: Seconds = 0.5
-"""For those who just look whether somebody takes requests."""
 _LOCK, _REQUEST, _ANSWER = "open", "request-{}.json", "answer-{}.json"
-
-
-@dataclass(frozen=True)
-class Request:
-    """Somebody wants more learners."""
-
-    id: str
-    learners: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What became of a request."""
-
-    refused: str = ""
-    """Why nobody was started; empty if somebody was."""
-    joined: tuple[int, ...] = ()
-    """The names of those who compute."""
-    failed: tuple[str, ...] = ()
-    """What became of the others."""
-    learners: int = 0
-    """How many compute now."""
 
 
 class Requests:
@@ -54,30 +31,31 @@ class Requests:
         self._clock = clock
         self._next_look = clock()
 
-    def take(self) -> list[Request]:
-        """The requests that have come; none if it is not yet time to look again."""
+    def take(self) -> list[JoinRequest]:
+        """The requests that have come; none if it is not yet time to look again. One that makes no sense asks for 0
+        learners."""
         if self._clock() < self._next_look:
             return []
-        self._next_look = self._clock() + LOOK_EVERY
+        self._next_look = self._clock() + REQUESTS_EVERY
         found = []
         for path in sorted(self._folder.glob(_REQUEST.format("*"))):
             name = path.stem.removeprefix("request-")
             with suppress(OSError):
                 content = path.read_bytes()
                 path.unlink()
-                found.append(Request(name, _learners(content)))
+                found.append(_request(content, name))
         return found
 
-    def answer(self, request: Request, answer: Answer) -> None:
-        """Say what became of a request; a disk that is full takes the answer along, not the run."""
+    def answer(self, request: JoinRequest, answer: JoinAnswer) -> None:
+        """Say what became of a request. A full disk costs the answer, not the run."""
         with suppress(OSError):
-            _write(self._folder / _ANSWER.format(request.id), asdict(answer))
+            _write(self._folder / _ANSWER.format(request.id), answer)
 
 
 @contextmanager
 def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
-    """Take requests as long as the context lasts; None where the folder cannot be written, or another run takes
-    requests there."""
+    """Take requests while the context lasts; None where the folder cannot be written, or another run takes requests
+    there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / _LOCK).open("ab")
@@ -85,7 +63,7 @@ def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
         yield None
         return
     with lock:
-        deadline = time.monotonic() + LOCK_PATIENCE
+        deadline = time.monotonic() + LOCK
         while not (is_ours := _lock(lock.fileno(), fcntl.LOCK_EX)) and time.monotonic() < deadline:
             time.sleep(0.01)
         if not is_ours:
@@ -93,7 +71,7 @@ def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
             return
         for old in (*folder.glob(_REQUEST.format("*")), *folder.glob(_ANSWER.format("*"))):
             old.unlink(missing_ok=True)
-        with suppress(OSError):  # a disk that is full
+        with suppress(OSError):  # the disk may be full
             lock.truncate(0)
             lock.write(secrets.token_hex(8).encode())
             lock.flush()
@@ -101,7 +79,7 @@ def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
 
 
 def who_takes(folder: Path) -> bytes | None:
-    """Which launcher takes requests there now, the same as long as it does; None if nobody does."""
+    """The launcher that takes requests there now, as the same bytes while it does; None if there is none."""
     try:
         with (folder / _LOCK).open("rb") as lock:
             return None if _lock(lock.fileno(), fcntl.LOCK_SH) else lock.read()  # others may look at the same time
@@ -109,48 +87,45 @@ def who_takes(folder: Path) -> bytes | None:
         return None
 
 
-def ask(folder: Path, learners: int) -> Request:
+def ask(folder: Path, learners: int) -> JoinRequest:
     """Ask for more learners."""
-    request = Request(f"{time.time_ns():020d}-{secrets.token_hex(4)}", learners)
-    _write(folder / _REQUEST.format(request.id), {"learners": learners})
+    request = JoinRequest(learners, f"{time.time_ns():020d}-{secrets.token_hex(4)}")
+    _write(folder / _REQUEST.format(request.id), request)
     return request
 
 
-def answered(folder: Path, request: Request) -> Answer | None:
-    """What became of a request, once that is known."""
+def answered(folder: Path, request: JoinRequest) -> JoinAnswer | None:
+    """What became of a request, once that is known. Raises ProtocolError for a file that is no answer."""
     path = folder / _ANSWER.format(request.id)
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
     path.unlink(missing_ok=True)
-    return Answer(read["refused"], tuple(read["joined"]), tuple(read["failed"]), read["learners"])
+    return decode_answer(content)
 
 
-def withdraw(folder: Path, request: Request) -> None:
-    """Nobody waits for the answer any more."""
+def withdraw(folder: Path, request: JoinRequest) -> None:
+    """Remove what is left of a request: its answer is not waited for any more."""
     for name in (_REQUEST, _ANSWER):
         (folder / name.format(request.id)).unlink(missing_ok=True)
 
 
-def _learners(content: bytes) -> int:
-    """How many learners a request asks for; 0 if it makes no sense."""
+def _request(content: bytes, name: str) -> JoinRequest:
     try:
-        read = json.loads(content)
-    except ValueError:
-        return 0
-    wanted = read.get("learners") if isinstance(read, dict) else None
-    return wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else 0
+        return replace(decode_request(content), id=name)
+    except ProtocolError:
+        return JoinRequest(0, name)
 
 
-def _write(path: Path, content: dict[str, object]) -> None:
+def _write(path: Path, content: JoinRequest | JoinAnswer) -> None:
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    aside.write_text(encode_file(content), encoding="utf-8")
     aside.replace(path)
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock a file that is open, for as long as it is; whether that could be done."""
+    """Lock an open file until it is closed; whether that could be done."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:

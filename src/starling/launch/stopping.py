@@ -1,7 +1,7 @@
-"""What a learner process wants because somebody else does: marks by the clock, and an end where all have saved.
+"""When learners save and stop: checkpoints by the clock, and a common end after a signal.
 
-A launcher of ours hears the signals, and tells its learners over their lines. Learners hear them, too, for systemd and
-Slurm may send them to all processes, and torchrun passes them on: they tell the launcher, or each other without one.
+A launcher of ours receives the signals and tells its learners. Learners receive them, too, since systemd and Slurm may
+signal all processes and torchrun passes signals on: they tell the launcher, or each other where there is none.
 """
 
 import os
@@ -14,17 +14,24 @@ from types import FrameType
 
 from starling.engines.processes.checkpoint_barrier import Wishes
 from starling.launch.link import Link
+from starling.launch.messages import CanStop, LauncherMessage, Signalled, Stop
 
 HEARD = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
 def wishes_of(link: Link | None, minutes: float | None) -> Generator[Wishes, None, None]:
-    """What this learner process wants, with a mark after every so many `minutes`, while the context lasts."""
+    """The checkpoints and stops that this learner process asks for, while the context lasts: a checkpoint after every
+    so many `minutes`, and a stop after a signal."""
     wishes = Wishes(minutes, ignores_signals=True)
+
+    def hear(message: LauncherMessage) -> None:
+        if isinstance(message, Stop):
+            wishes.stop(message.signal_number)
+
     if link is not None:
-        wishes.on_ready = lambda: link.send({"can_stop": True})
-        link.listen(lambda message: wishes.stop(message["stop"]) if "stop" in message else None)
+        wishes.on_ready = lambda: link.send(CanStop())
+        link.listen(hear)
 
     def stop(number: int) -> None:
         if not wishes.is_ready:  # there is nothing to save
@@ -32,25 +39,25 @@ def wishes_of(link: Link | None, minutes: float | None) -> Generator[Wishes, Non
         if link is None:
             wishes.stop(number)
         else:
-            with suppress(OSError):  # a launcher that is gone ends this process by that
-                link.send({"signalled": number})
+            with suppress(OSError):  # without its launcher this process ends anyway
+                link.send(Signalled(number))
 
     with hearing(stop):
         yield wishes
 
 
 def end_now(number: int) -> None:
-    """End this process as a signal of this number would."""
+    """End this process with the exit code that a signal gives it in a shell."""
     os._exit(128 + number)
 
 
 @contextmanager
 def hearing(on_signal: Callable[[int], None]) -> Generator[None, None, None]:
-    """Call `on_signal` with the number of the first SIGINT or SIGTERM, while the context lasts; the second one ends
-    this process at once.
+    """Call `on_signal` with the number of the first SIGINT or SIGTERM while the context lasts; the second one ends this
+    process at once.
 
-    Both happen in a thread, also while the main thread waits inside torch. Nothing is heard in another thread than the
-    main one.
+    Both happen in a thread, so that the main thread may wait inside torch. Entered in another thread than the main one,
+    the context does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -84,4 +91,4 @@ def hearing(on_signal: Callable[[int], None]) -> Generator[None, None, None]:
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """What Python itself does at a signal: an exception would be swallowed where C calls Python, as in soundfile."""
+    """Replaces Python's own handler: its exception would be lost where C code calls Python, as in soundfile."""

@@ -1,34 +1,24 @@
-"""What a launcher makes of its learners: what they say, who is lost, who is there from then on, and what went wrong."""
+"""How a launcher watches its learners: it reads their messages, decides which are lost, and announces memberships."""
 
-import json
 import selectors
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
-from starling import errors
 from starling.errors import ConfigError, PeerLost, StarlingError, Stopped
 from starling.launch.joiners import Changes, Joiners
-from starling.launch.process import LOADING_GRACE, Process, Seconds, end_loading, signal_name
+from starling.launch.messages import LearnerMessage, NewMembership, Signalled, Stop, decode_from_learner
+from starling.launch.process import LearnerProcess, end_loaders, signal_name
+from starling.launch.roster import LearnerRecord, Roster
+from starling.timeouts import ENTRY, EXPLANATION, JOINER_SILENT, READ, STOP
 
-CAUSE_PATIENCE: Seconds = 1.0
-"""How long to look for the cause after a learner said only that it lost another."""
-JOINERS_SILENCE: Seconds = 10.0
-"""How long a learner that joins may give no sign of life: the others wait for it, and it has nothing to lose yet."""
-ENTRY_SECONDS: Seconds = 30.0
-"""How long the others wait for newcomers in the place where they meet. Who has come there may take longer: a large
-model's state travels to it."""
-STOP_PATIENCE: Seconds = 28.0
-"""How long learners may take to save and end. Slurm and Kubernetes kill everything after 30 s."""
-
-OnMessage = Callable[[int, dict[str, Any]], None]
+Seconds = float
+OnMessage = Callable[[int, LearnerMessage], None]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A learner that a run went on without."""
+    """A learner that was lost, and that the others trained on without."""
 
     learner: int
     reason: str
@@ -36,11 +26,11 @@ class Loss:
 
 
 class Watch:
-    """Watches learners until all have ended."""
+    """Watches the learners of a roster until all have ended. `received` are the signals to this process."""
 
     def __init__(
         self,
-        processes: list[Process],
+        roster: Roster,
         on_message: OnMessage,
         on_loss: Callable[[Loss], None] | None,
         silence_seconds: Seconds,
@@ -49,182 +39,190 @@ class Watch:
         joiners: Joiners,
     ) -> None:
         self.losses: list[Loss] = []
-        self._processes = processes
+        self._roster = roster
         self._on_message = on_message
         self._on_loss = on_loss
         self._silence_seconds = silence_seconds
         self._received = received
+        self._received_by_learners: list[int] = []
         self._changes = changes
         self._joiners = joiners
-        self._view = 0
-        self._members = tuple(process.rank for process in processes)
         self._all_here: float | None = None
-        """Since when all but newcomers have been where they meet in the newest view."""
+        """Since when all but the joiners have been where the members of the newest membership meet."""
         self._asked_to_stop: Seconds | None = None
 
     def until_all_ended(self) -> None:
-        """Pass messages on until all processes have ended well, but for those whose loss is borne; raise what else went
-        wrong."""
+        """Handle messages until all processes have exited well, except those whose loss the others survive; raise
+        whatever else went wrong."""
         with selectors.DefaultSelector() as selector:
-            for process in self._processes:
-                selector.register(process.line, selectors.EVENT_READ, process)
-            while any(process.is_running for process in self._counted()):
-                _read(selector, self._on_message, timeout=0.05)
+            for record in self._roster.learners.values():
+                _register(selector, record)
+            while any(record.is_running for record in self._counted()):
+                self._read(selector, READ)
                 if number := self._signal():
                     self._stop(number)
-                self._end_the_silent()
-                if not self._bear(selector):
+                self._kill_the_silent()
+                if not self._survive(selector):
                     break
                 self._let_in(selector)
-            deadline = time.monotonic() + CAUSE_PATIENCE
-            # a learner that still runs may go on talking: it is not listened to for ever
-            while (
-                _read(selector, self._on_message, timeout=0.0) or _is_unexplained(self._counted())
-            ) and time.monotonic() < deadline:
-                _read(selector, self._on_message, timeout=0.05)
-        failed = [process for process in self._counted() if process.popen.poll()]
+            deadline = self._roster.clock() + EXPLANATION
+            # a learner that still runs may keep talking: it is not listened to for ever
+            while (self._read(selector, 0.0) or _is_unexplained(self._counted())) and self._roster.clock() < deadline:
+                self._read(selector, READ)
+        failed = [record for record in self._counted() if record.has_failed]
         if failed:
             raise _cause(failed)
         self._joiners.close(self._members)
         if number := self._signal():
             raise Stopped(f"stopped by {signal_name(number)}", number, has_saved=True)
 
+    @property
+    def _members(self) -> tuple[int, ...]:
+        return self._roster.membership.members
+
     def _signal(self) -> int | None:
-        """What signal asked the launcher, or else one of its learners, to stop."""
-        return next(chain(self._received, (each.signalled for each in self._processes if each.signalled)), None)
+        """The signal by which the launcher, or else one of its learners, was asked to stop."""
+        return next(chain(self._received, self._received_by_learners), None)
 
     def _stop(self, number: int) -> None:
         """Let the learners save and end together; raise `Stopped` where they cannot, or take too long."""
-        name, now = signal_name(number), time.monotonic()
+        name, now = signal_name(number), self._roster.clock()
         if self._asked_to_stop is None:
-            if not any(process.can_stop for process in self._counted()):
-                raise Stopped(f"stopped by {name}; the learners were ended", number)
+            if not any(record.process is not None and record.process.can_stop for record in self._counted()):
+                raise Stopped(f"stopped by {name}; the learners were killed", number)
             self._asked_to_stop = now
-            for process in self._counted():
-                process.tell({"stop": number})
-        elif now - self._asked_to_stop > STOP_PATIENCE:
-            raise Stopped(f"stopped by {name}; the learners had not saved after {STOP_PATIENCE:g} s", number)
+            for record in self._counted():
+                record.tell(Stop(number))
+        elif now - self._asked_to_stop > STOP:
+            raise Stopped(f"stopped by {name}; the learners had not saved after {STOP:g} s", number)
 
-    def _counted(self) -> list[Process]:
-        """All who compute, or end: neither those whose loss was borne, nor those who have not joined yet."""
-        return [each for each in self._processes if not each.is_out and each not in self._joiners]
+    def _counted(self) -> list[LearnerRecord]:
+        """The learners whose end matters: neither those that the others train without, nor those that have not joined
+        yet."""
+        return [each for each in self._roster.learners.values() if not each.is_out and each not in self._joiners]
 
-    def _with_names(self, names: Collection[int]) -> list[Process]:
-        """The processes of the members of a view that have these names."""
-        return [each for each in self._processes if not each.is_out and each.rank in names]
-
-    def _bear(self, selector: selectors.BaseSelector) -> bool:
-        """Whether the others go on without those that have failed, if any have; if so, they are told."""
-        ended = [
-            process
-            for process in self._processes
-            if not process.is_running and (not process.is_out or process in self._joiners)
+    def _survive(self, selector: selectors.BaseSelector) -> bool:
+        """Whether the others can train on without those that have failed, if any have; if so, they are told."""
+        exited = [
+            record
+            for record in self._roster.learners.values()
+            if not record.is_running and (not record.is_out or record in self._joiners)
         ]
-        while ended and _read(selector, self._on_message, timeout=0.0):  # what they said last
+        while exited and self._read(selector, 0.0):  # what they said last
             pass
-        failed = [process for process in ended if process.popen.poll() and process not in self._joiners]
+        failed = [record for record in exited if record.has_failed and record not in self._joiners]
         if failed and (
             self._on_loss is None
-            or not all(process.was_killed for process in failed)
-            or any(process.view < 0 for process in self._counted())  # they have not all met yet
+            or not all(record.was_killed for record in failed)
+            or any(record.generation < 0 for record in self._counted())  # they have not all met yet
         ):
             return False
-        never_came = self._joiners.settle(self._members, ended)
+        never_came = self._joiners.settle(self._members, exited)
         if failed or never_came:
-            return self._go_on_without(failed, never_came)
+            return self._continue_without(failed, never_came)
         return True
 
-    def _go_on_without(self, failed: list[Process], never_came: list[int]) -> bool:
-        """Tell the others the next view, without some; whether there are others."""
-        before, reasons = self._members, [process.death() for process in failed]
-        joining = {process.rank for process in self._joiners.joining(before)}
-        reason = "; ".join([*reasons, *(f"learner {name} did not join" for name in never_came)])
-        lost = [*(process.rank for process in failed), *never_came]
-        with_state = [each.rank for each in self._with_names(before) if each.view >= 0 and each not in failed]
-        if not with_state:
-            return False
+    def _continue_without(self, failed: list[LearnerRecord], never_came: list[int]) -> bool:
+        """Announce a membership without some learners; whether there are others."""
+        before, reasons = self._members, [record.death() for record in failed]
+        expected = {record.learner_id for record in self._joiners.expected(before)}
+        reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
+        lost = [*(record.learner_id for record in failed), *never_came]
+        if not any(each.generation >= 0 and each not in failed for each in self._roster.records(before)):
+            return False  # no other has a state
         try:
             members = self._changes.succession(before, lost, ())
         except (ConfigError, PeerLost) as error:
-            raise PeerLost(f"{reason}; the run cannot go on without: {error}") from error
-        for process in failed:
-            process.is_out = True
+            raise PeerLost(f"{reason}; the run cannot continue without: {error}") from error
+        for record, why in zip(failed, reasons, strict=True):
+            self._roster.lose(record.learner_id, why)
         self._announce(members, reason)
-        for process, why in zip(failed, reasons, strict=True):
-            end_loading([process], time.monotonic() + LOADING_GRACE)
-            self.losses.append(Loss(process.rank, why))
+        for record, why in zip(failed, reasons, strict=True):
+            if record.process is not None:
+                end_loaders([record.process])
+            self.losses.append(Loss(record.learner_id, why))
             if self._on_loss is not None:
                 self._on_loss(self.losses[-1])
-        self._joiners.leave_out_the_stranded(self._members)
-        self._replace([name for name in before if name not in {*members, *never_came, *joining}], failed)
+        self._joiners.drop_the_rest(self._members)
+        self._replace([each for each in before if each not in {*members, *never_came, *expected}], failed)
         return True
 
-    def _replace(self, gone: list[int], failed: list[Process]) -> None:
-        """Start those again that are gone, unless that has led to nothing before, or all are about to end."""
-        idle = [process for process in failed if process.joins and not process.has_computed]
+    def _replace(self, gone: list[int], failed: list[LearnerRecord]) -> None:
+        """Start those again that are gone, unless that has led to nothing before, or the run is about to stop."""
         if not self._changes.replaces or self._asked_to_stop is not None:
             return
-        for process in idle:
-            self._changes.say(f"learner {process.rank} had computed nothing since it joined, and is not started again")
+        idle = [record for record in failed if record.is_joiner and not record.has_computed]
+        for record in idle:
+            self._changes.say(
+                f"learner {record.learner_id} had computed nothing since it joined, and is not started again"
+            )
         if not idle and gone:
             self._changes.say(f"learner {', '.join(map(str, gone))}: started again")
             self._joiners.want(gone)
 
     def _let_in(self, selector: selectors.BaseSelector) -> None:
-        """Start those who are wanted, and let those join who are ready, unless the others are just changing views."""
-        if self._asked_to_stop is not None or any(process.view < 0 for process in self._counted()):
+        """Start the learners that are wanted, and let those join that are ready, unless the others are just meeting."""
+        if self._asked_to_stop is not None or any(record.generation < 0 for record in self._counted()):
             return
-        here = self._with_names(self._members)
-        is_ending = any(not process.is_running for process in here)
-        for process in self._joiners.tend(self._members, is_ending):
-            selector.register(process.line, selectors.EVENT_READ, process)
-        if is_ending or any(process.view < self._view for process in here):
+        here = self._roster.records(self._members)
+        is_ending = any(not record.is_running for record in here)
+        for record in self._joiners.tend(self._members, is_ending):
+            _register(selector, record)
+        if is_ending or any(record.generation < self._roster.membership.generation for record in here):
             return
-        names, members = self._joiners.ready(self._members)
-        if names:
-            self._announce(members, f"learner {', '.join(map(str, names))} joined")
+        joining, members = self._joiners.ready(self._members)
+        if joining:
+            self._announce(members, f"learner {', '.join(map(str, joining))} joined")
 
     def _announce(self, members: tuple[int, ...], reason: str) -> None:
-        """Tell who is there from now on to them, and to those who have to leave."""
-        told = self._with_names({*self._members, *members})
-        self._view, self._members, self._all_here = self._view + 1, members, None
-        for process in told:
-            process.tell({"view": self._view, "members": members, "reason": reason})
-            process.is_out = process.rank not in members  # it leaves, and nobody waits for it
+        """Tell a new membership to its members, and to those that have to leave."""
+        told = self._roster.records({*self._members, *members})
+        membership = NewMembership(self._roster.membership.generation + 1, members, reason)
+        self._all_here = None
+        self._roster.announce(membership)
+        for record in told:
+            record.tell(membership)
 
-    def _end_the_silent(self) -> None:
-        """Kill who gives no sign of life for too long, and newcomers whom the others wait for in vain."""
-        now = time.monotonic()
-        joining = self._joiners.joining(self._members)
-        for process in self._counted():  # before learners have met, they load libraries, and wait for each other
-            if process.is_running and process.view >= 0 and now - process.heard > self._silence_seconds:
-                _kill(process, now - process.heard)
-        for process in self._joiners.waiting(self._members):
-            if process.is_running and now - process.heard > self._silence_seconds:
-                _kill(process, now - process.heard)
-        others = [each for each in self._with_names(self._members) if each not in joining]
-        if not all(max(process.arrived, process.view) >= self._view for process in others):
+    def _kill_the_silent(self) -> None:
+        """Kill learners that have sent nothing for too long, and joiners that the others wait for in vain."""
+        roster, generation = self._roster, self._roster.membership.generation
+        expected = self._joiners.expected(self._members)
+        # before learners have met, they load libraries, which may hold up their heartbeats, and wait for each other
+        met = [record for record in self._counted() if record.generation >= 0]
+        for record in (*met, *self._joiners.waiting(self._members)):
+            if record.is_running and (silence := roster.since_heard(record)) > self._silence_seconds:
+                record.kill(_silent_for(silence))
+        others = [record for record in roster.records(self._members) if record not in expected]
+        if not all(max(record.arrived, record.generation) >= generation for record in others):
             self._all_here = None
         elif self._all_here is None:
-            self._all_here = now
-        for process in joining:
-            patience = ENTRY_SECONDS if process.arrived < self._view else max(ENTRY_SECONDS, self._silence_seconds)
-            is_late = self._all_here is not None and now - self._all_here > patience
-            if process.is_running and (is_late or now - process.heard > min(JOINERS_SILENCE, self._silence_seconds)):
-                _kill(process, now - process.heard)
+            self._all_here = roster.clock()
+        for record in expected:
+            patience = ENTRY if record.arrived < generation else max(ENTRY, self._silence_seconds)
+            if not record.is_running:
+                continue
+            if (silence := roster.since_heard(record)) > min(JOINER_SILENT, self._silence_seconds):
+                record.kill(_silent_for(silence))
+            elif self._all_here is not None and roster.clock() - self._all_here > patience:
+                record.kill(f"did not meet the others within {patience:g} s")
 
+    def _read(self, selector: selectors.BaseSelector, timeout: Seconds) -> bool:
+        """Handle what learners sent; whether there was any."""
+        ready = selector.select(timeout)
+        for key, _ in ready:
+            record, process = key.data
+            for message in self._received_from(selector, record, process):
+                if process is record.process:  # not the one before it was started again
+                    self._roster.hear(record.learner_id, message)
+                if isinstance(message, Signalled):
+                    self._received_by_learners.append(message.signal_number)
+                self._on_message(record.learner_id, message)
+        return bool(ready)
 
-def _kill(process: Process, silence: Seconds) -> None:
-    process.silence = silence
-    process.popen.kill()
-    process.popen.wait()
-
-
-def _read(selector: selectors.BaseSelector, on_message: OnMessage, timeout: Seconds) -> bool:
-    """Handle what learners sent; whether there was any."""
-    ready = selector.select(timeout)
-    for key, _ in ready:
-        process: Process = key.data
+    def _received_from(
+        self, selector: selectors.BaseSelector, record: LearnerRecord, process: LearnerProcess
+    ) -> list[LearnerMessage]:
+        """The messages that are complete; the process's line is closed if it has ended."""
         try:
             received = process.line.recv(65536)
         except ConnectionResetError:
@@ -232,54 +230,42 @@ def _read(selector: selectors.BaseSelector, on_message: OnMessage, timeout: Seco
         if not received:
             selector.unregister(process.line)
             process.line.close()  # it has ended, or will soon
-            continue
-        process.heard = time.monotonic()
+            return []
+        if process is record.process:
+            record.heard_at = self._roster.clock()
         process.unread += received
         if b"\n" not in received:
-            continue
+            return []
         *lines, process.unread = process.unread.split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if not message:
-                continue
-            process.doing = message.get("doing", process.doing)
-            process.view = message.get("view", process.view)
-            process.arrived = message.get("arrived", process.arrived)
-            process.is_ready = process.is_ready or "ready" in message
-            process.has_computed = process.has_computed or (process.view >= 0 and "doing" in message)
-            process.can_stop = message.get("can_stop", process.can_stop)
-            process.signalled = message.get("signalled", process.signalled)
-            if "error" in message:
-                process.error = _revived(message["error"], message["message"])
-            on_message(process.rank, message)
-    return bool(ready)
+        return [decode_from_learner(bytes(line), record.learner_id) for line in lines]
 
 
-def _revived(name: str, text: str) -> StarlingError:
-    """The error that a learner reported, here."""
-    kind = getattr(errors, name, StarlingError)
-    if isinstance(kind, type) and issubclass(kind, StarlingError) and kind is not Stopped:
-        return kind(text)
-    return StarlingError(f"{name}: {text}")
+def _register(selector: selectors.BaseSelector, record: LearnerRecord) -> None:
+    if record.process is not None:
+        selector.register(record.process.line, selectors.EVENT_READ, (record, record.process))
 
 
-def _is_unexplained(processes: list[Process]) -> bool:
-    """Whether learners failed, but only by losing others."""
-    failed = [process for process in processes if process.popen.poll()]
-    return bool(failed) and all(isinstance(process.error, PeerLost) for process in failed)
+def _silent_for(silence: Seconds) -> str:
+    return f"sent no heartbeat for {silence:.1f} s"
 
 
-def _cause(failed: list[Process]) -> StarlingError:
+def _is_unexplained(records: list[LearnerRecord]) -> bool:
+    """Whether learners failed, but only because they lost others."""
+    failed = [record for record in records if record.has_failed]
+    return bool(failed) and all(isinstance(record.error, PeerLost) for record in failed)
+
+
+def _cause(failed: list[LearnerRecord]) -> StarlingError:
     """The first cause among failures: a death, then an error of a learner's own, then the loss of another."""
-    for process in failed:
-        if process.was_killed:
-            return PeerLost(f"{process.death()}; its log: {process.log}")
-    for process in failed:
-        if process.error is None:
+    for record in failed:
+        if record.was_killed:
+            return PeerLost(f"{record.death()}; its log: {record.log}")
+    for record in failed:
+        if record.error is None and record.process is not None:
             return StarlingError(
-                f"learner {process.rank} ended with exit code {process.popen.returncode} while {process.doing}; "
-                f"its log: {process.log}"
+                f"learner {record.learner_id} exited with code {record.process.exit_code} while {record.doing}; "
+                f"its log: {record.log}"
             )
-    own = [process for process in failed if not isinstance(process.error, PeerLost)]
+    own = [record for record in failed if not isinstance(record.error, PeerLost)]
     first = (own or failed)[0]
-    return first.error or StarlingError(f"learner {first.rank} failed; its log: {first.log}")
+    return first.error or StarlingError(f"learner {first.learner_id} failed; its log: {first.log}")

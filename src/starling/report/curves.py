@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from starling.report.meter import EpochEnd, Snapshot
+from starling.launch.messages import EpochEnd, Snapshot
 
 
 class Curves:
     """Writes one learner's snapshots as event files; the step is that of the whole run."""
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a third of a second, for those who write
+        from torch.utils.tensorboard import SummaryWriter  # takes 0.3 s, so only for those that write
 
         self._writer = SummaryWriter(str(folder))
 

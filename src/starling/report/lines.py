@@ -1,15 +1,17 @@
-"""Log lines. Each begins with `(rank/world)`; epochs and batches are counted from 1."""
+"""Log lines. Epochs and batches are counted from 1."""
 
-from starling.report.meter import EpochEnd, Snapshot
+from starling.launch.messages import EpochEnd, Snapshot
 
-_BUSY = 90.0  # per cent of the time spent computing below which a line says what the learner waits for
+_BUSY = 90.0  # per cent of the time spent computing below which there is advice
 _LITTLE = 5.0  # per cent of the time; less waiting than this is not worth advice
+MORE_WORKERS = "raise batches.num_workers if cores are idle"
+OTHER_STRATEGY = "another strategy may wait less"
 
 
 def progress_line(snapshot: Snapshot) -> str:
     """Where a learner is: epoch, batch, loss over how many frames, running loss, learning rate, speed, time left."""
     line = (
-        f"({snapshot.rank}/{snapshot.world}) epoch {snapshot.epoch + 1}, "
+        f"({snapshot.learner_id}/{snapshot.world}) epoch {snapshot.epoch + 1}, "
         f"batch {snapshot.batch + 1}/{snapshot.num_batches}: loss {snapshot.loss:.4f} over {snapshot.num_frames} "
         f"frames, running {snapshot.running_loss:.4f}, lr {snapshot.learning_rate:.3g}"
     )
@@ -20,28 +22,41 @@ def progress_line(snapshot: Snapshot) -> str:
 
 
 def epoch_line(end: EpochEnd) -> str:
-    """How an epoch went for a learner: steps, time, the share of it spent computing, and how learners agreed if that
-    went on beside it."""
+    """How an epoch went for one learner: steps, time, the share of it spent computing, and how learners agreed if that
+    happened behind the training."""
     steps = "step" if end.num_steps == 1 else "steps"
     line = (
-        f"({end.rank}/{end.world}) epoch {end.epoch + 1} ended: {end.num_steps} {steps} in {duration(end.seconds)}, "
-        f"{end.share(end.computing):.1f} % computing, {end.share(end.waiting_for_data):.1f} % waiting for data, "
+        f"({end.learner_id}/{end.world}) epoch {end.epoch + 1} ended: {end.num_steps} {steps} in "
+        f"{duration(end.seconds)}, {end.share(end.computing):.1f} % computing, "
+        f"{end.share(end.waiting_for_data):.1f} % waiting for data, "
         f"{end.share(end.waiting_for_peers):.1f} % waiting for peers{_averaging(end)}"
     )
     if end.num_not_finite:
         line += f", {end.num_not_finite} gradients not finite and left out"
-    if end.num_steps == 0 or end.share(end.computing) >= _BUSY:
-        return line
-    for_data, for_peers = end.share(end.waiting_for_data), end.share(end.waiting_for_peers)
-    if for_data > for_peers and for_data >= _LITTLE:
-        return f"{line}; it waits for data: raise batches.num_workers if cores are idle"
-    if for_peers >= _LITTLE and end.world > 1:
-        return f"{line}; it waits for peers: another strategy may wait less"
     return line
 
 
+def advice(end: EpochEnd) -> str | None:
+    """What to change if a learner waited for much of an epoch."""
+    if end.num_steps == 0 or end.share(end.computing) >= _BUSY:
+        return None
+    for_data, for_peers = end.share(end.waiting_for_data), end.share(end.waiting_for_peers)
+    if for_data > for_peers and for_data >= _LITTLE:
+        return MORE_WORKERS
+    if for_peers >= _LITTLE and end.world > 1:
+        return OTHER_STRATEGY
+    return None
+
+
+def advice_line(end: EpochEnd, what: str) -> str:
+    """An advice with its reason."""
+    is_data = what == MORE_WORKERS
+    share = end.share(end.waiting_for_data if is_data else end.waiting_for_peers)
+    return f"learner {end.learner_id} waits for {'data' if is_data else 'peers'} {share:.0f} % of its time: {what}"
+
+
 def _averaging(end: EpochEnd) -> str:
-    """How a strategy agreed that leaves gradients behind the weights; nothing of the others."""
+    """How a strategy agreed that leaves gradients behind the weights; nothing for the others."""
     if end.num_rounds == 0 and end.largest_staleness == 0:
         return ""
     rounds = f", {end.rounds_per_gradient:.2f} rounds per gradient" if end.num_rounds else ""
@@ -50,7 +65,7 @@ def _averaging(end: EpochEnd) -> str:
 
 
 def time_left(snapshot: Snapshot) -> str:
-    """The time left, or nothing as long as nobody can say."""
+    """The time left, or nothing while it is not known."""
     left = snapshot.minutes_left
     return "" if left is None else duration(60.0 * left)
 

@@ -1,7 +1,8 @@
-"""What people see while a run goes on: a live table on a terminal, lines anywhere else."""
+"""What a run prints: a live table on a terminal, a line for each epoch, and a line for whatever else happens."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Self
 
@@ -10,32 +11,50 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from starling.report.lines import duration, epoch_line, progress_line, time_left
-from starling.report.meter import EpochEnd, Snapshot
+from starling.launch.messages import EpochEnd, Saved, Snapshot
+from starling.report.epochs import EpochCollector, EpochSummary, Score
+from starling.report.events import Events
+from starling.report.lines import advice, advice_line, duration, time_left
+from starling.timeouts import SCORE_WAIT, SCREEN_EVERY
 
 Say = Callable[[str], None]
-"""Where a line goes that people read."""
+"""Prints a line."""
 MAX_ROWS = 16
-"""Learners that are shown one by one; of more, these are the first."""
-LINES_EVERY = 5.0
-"""Seconds between two lines of one learner where there is no terminal."""
+"""Learners that have a row of their own in the table; of more, these are the first."""
 
 
 class Display:
-    """The progress of all learners, as a context manager.
+    """The screen of a run, as a context manager; `events` hears of everything, too.
 
-    `clock` gives seconds; between two lines about one learner at least `LINES_EVERY` of them pass.
+    Its methods may be called by any thread. `clock` gives seconds.
     """
 
-    def __init__(self, title: str, world: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._title = title
-        self._world = world
-        self._console = console
-        self._clock = clock
+    def __init__(
+        self,
+        title: str,
+        world: int,
+        console: Console,
+        events: Events | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.away: set[int] = set()
         """Learners that were lost and have not come back."""
+        self._title = title
+        self._members: Collection[int] = range(world)
+        self._console = console
+        self._events = events
+        self._clock = clock
+        self._lock = threading.RLock()
         self._snapshots: dict[int, Snapshot] = {}
-        self._said: dict[int, float] = {}
+        self._epochs = EpochCollector()
+        self._advised: set[str] = set()
+        self._score: Score | None = None
+        """The newest, unless it was printed."""
+        self._score_at = 0.0
+        self._has_told_saved = False
+        """Whether a checkpoint was printed since the last line about all learners."""
+        self._told_at = clock()
+        """When there was a line about all learners."""
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -47,67 +66,160 @@ class Display:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.update(self._table(ended=kind is None))
-            self._live.stop()
-            self._live = None
+        with self._lock:
+            for summary in self._epochs.rest():
+                self._tell_epoch(summary, None)
+            self._tell_score()
+            if self._live is not None:
+                self._live.update(self._table(ended=kind is None))
+                self._live.stop()
+                self._live = None
 
     def progress(self, snapshot: Snapshot) -> None:
-        """A learner has gone on."""
-        self._snapshots[snapshot.rank] = snapshot
-        if self._live is not None:
-            self._live.update(self._table())
-        elif snapshot.rank < MAX_ROWS and self._is_time(snapshot.rank):
-            self.say(progress_line(snapshot))
-
-    def lost(self, learner: int) -> None:
-        """A learner is gone; what it did last is shown no more."""
-        self.away.add(learner)
-        self._snapshots.pop(learner, None)
-
-    def joined(self, learner: int) -> None:
-        """A learner has come, or come back."""
-        self.away.discard(learner)
-        self._world = max(self._world, learner + 1)
+        """A learner has made progress."""
+        with self._lock:
+            self._snapshots[snapshot.learner_id] = snapshot
+            if self._live is not None:
+                self._live.update(self._table())
+            elif self._clock() - self._told_at >= SCREEN_EVERY:
+                self._print(self._progress_line())
+                self._has_told()
 
     def epoch(self, end: EpochEnd) -> None:
         """A learner has ended an epoch."""
-        if end.rank < MAX_ROWS:
-            self.say(epoch_line(end))
+        with self._lock:
+            self._epochs.add(end)
+            self._tell_epochs()
+
+    def train_with(self, members: Collection[int]) -> None:
+        """These learners train from now on."""
+        with self._lock:
+            self._members = members
+            self._tell_epochs()
+
+    def lost(self, learner_id: int, reason: str) -> None:
+        """A learner was lost; what it did last is not shown any more."""
+        with self._lock:
+            self._write("loss", learner=learner_id, reason=reason)
+            self._print(f"{reason}; the others continue without it")
+            self.away.add(learner_id)
+            self._snapshots.pop(learner_id, None)
+
+    def joined(self, learner_id: int, num_learners: int) -> None:
+        """A learner is new, or has come back."""
+        with self._lock:
+            self._write("join", learner=learner_id, num_learners=num_learners)
+            self._print(f"learner {learner_id} has joined; {num_learners} learners train now")
+            self.away.discard(learner_id)
+
+    def left_out(self, learner_id: int, reason: str) -> None:
+        """A learner was started and did not join."""
+        self._write("left-out", learner=learner_id, reason=reason)
+        self._print(f"{reason}; it had not joined, and the others continue without it")
+
+    def saved(self, message: Saved) -> None:
+        """A checkpoint is complete. Not each is printed: one between two lines about all learners, and that of the
+        end."""
+        with self._lock:
+            distance = message.consensus_distance
+            self._write("checkpoint", folder=message.folder, moment=message.moment, consensus_distance=distance)
+            if self._has_told_saved and message.moment != "end":
+                return
+            self._has_told_saved = True
+            self._print(
+                f"saved {message.folder}{f', consensus distance {distance:.3g}' if distance is not None else ''}"
+            )
+
+    def scored(self, score: Score) -> None:
+        """A model was scored on the valid set. The next epoch line says so, or, after a while, a line of its own."""
+        with self._lock:
+            self._write("validation", set=score.set_name, wer=score.wer, epochs=score.epochs, step=score.steps)
+            self._score, self._score_at = score, self._clock()
+
+    def tick(self) -> None:
+        """To be called about once a second."""
+        with self._lock:
+            if self._clock() - self._score_at >= SCORE_WAIT:
+                self._tell_score()
 
     def say(self, line: str) -> None:
         """Print a line above the table."""
+        self._write("message", text=line)
+        self._print(line)
+
+    def _tell_epochs(self) -> None:
+        for summary in self._epochs.complete(self._members):
+            self._tell_epoch(summary, self._score)
+            self._score = None
+
+    def _tell_epoch(self, summary: EpochSummary, score: Score | None) -> None:
+        self._write("epoch", **summary.fields())
+        self._print(summary.line(score))
+        self._has_told()
+        for end in sorted(summary.ends, key=lambda each: each.share(each.computing)):
+            what = advice(end)
+            if what is not None and what not in self._advised:
+                self._advised.add(what)
+                line = advice_line(end, what)
+                self._write("advice", text=line)
+                self._print(line)
+
+    def _tell_score(self) -> None:
+        if self._score is not None:
+            self._print(self._score.told)
+            self._score = None
+
+    def _has_told(self) -> None:
+        self._told_at, self._has_told_saved = self._clock(), False
+
+    def _write(self, kind: str, **fields: object) -> None:
+        if self._events is not None:
+            self._events.write(kind, **fields)
+
+    def _print(self, line: str) -> None:
         say_on(self._console)(line)
 
-    def _is_time(self, rank: int) -> bool:
-        now = self._clock()
-        if now - self._said.get(rank, now - LINES_EVERY) < LINES_EVERY:
-            return False
-        self._said[rank] = now
-        return True
+    def _progress_line(self) -> str:
+        newest = self._newest()
+        if newest is None:
+            return self._title
+        frames = sum(each.num_frames for each in self._snapshots.values())
+        loss = sum(each.loss * each.num_frames for each in self._snapshots.values()) / max(1, frames)
+        return (
+            f"epoch {newest.epoch + 1}, batch {newest.batch + 1}/{newest.num_batches}: loss {loss:.4f}, "
+            f"lr {newest.learning_rate:.3g}{self._speed()}, {100 * newest.fraction:.0f} % done"
+            f"{f', {left} left' if (left := time_left(newest)) else ''}"
+        )
+
+    def _newest(self) -> Snapshot | None:
+        return max(self._snapshots.values(), key=lambda each: each.fraction, default=None)
+
+    def _speed(self) -> str:
+        total = sum(each.audio_rate for each in self._snapshots.values())
+        return f", {total:.0f} s of audio per s" if total > 0.0 else ""
 
     def _table(self, ended: bool = False) -> Table:
-        newest = max(self._snapshots.values(), key=lambda each: each.fraction, default=None)
+        newest = self._newest()
         if newest is None:
             done = "starting"
         elif ended:
             done = f"ended after {duration(60.0 * newest.minutes)}"
         else:
             done = f"{100 * newest.fraction:.0f} %, {time_left(newest) or '?'} left"
-        total = sum(each.audio_rate for each in self._snapshots.values())
-        speed = f", {total:.0f} s of audio per s" if total > 0.0 else ""
-        table = Table(title=f"{self._title}: {done}{speed}", title_justify="left")
+        table = Table(title=f"{self._title}: {done}{self._speed()}", title_justify="left")
         for name in ("learner", "epoch", "batch", "loss", "running", "lr", "audio s/s"):
             table.add_column(name, justify="right")
-        for rank in range(min(self._world, MAX_ROWS)):
-            table.add_row(str(rank), *_cells(self._snapshots.get(rank), "lost" if rank in self.away else "starting"))
-        if self._world > MAX_ROWS:
-            table.add_row("…", f"{self._world} learners", *[""] * 5)
+        known = sorted({*self._members, *self._snapshots, *self.away})
+        for learner_id in known[:MAX_ROWS]:
+            otherwise = "lost" if learner_id in self.away else "starting"
+            table.add_row(str(learner_id), *_cells(self._snapshots.get(learner_id), otherwise))
+        if len(known) > MAX_ROWS:
+            table.add_row("…", f"{len(known)} learners", *[""] * 5)
         return table
 
 
 def say_on(console: Console) -> Say:
-    """Print lines on a console as they are."""
+    """A function that prints lines on a console as they are."""
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -148,7 +260,7 @@ class Bars:
         self._progress.stop()
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """`done` of `total` (0: not known) of what `name` names."""
+        """`done` of `total` (0: not known) of the bar `name`."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=None)
         self._progress.update(self._tasks[name], completed=done, total=total or None)

@@ -1,42 +1,43 @@
-"""Why learners stand still: for whom, since when, what that one last reported and how long ago, and where its log is.
+"""Why a run is stalled: which learners wait, for which others and since when, and what those did last.
 
-A learner knows what it waits for. In a mean nobody knows who is late: it is who takes part and does not wait in it.
+A learner knows what it waits for. In a mean it cannot know which learner is late: that is the one that takes part in
+the mean and does not wait in it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from starling.engines.processes.stalls import Stall
+from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.report.lines import duration
-from starling.report.roster import Known, Roster
 
 Seconds = float
 TIMES_AS_LONG = 10.0
-"""A wait is unusual when it is so many times as long as the time between two such waits."""
+"""A wait is unusual when it takes so many times the usual time between two such waits."""
 DATA = "data"
-"""What a learner waits for when it is its mini-batch that is late."""
+"""What a learner waits for when its own mini-batch is late."""
 LogOf = Callable[[int], str]
-"""Where the log of a learner is, by its name."""
+"""Where the log of a learner is, by its id."""
 
 
 @dataclass
 class _Episode:
-    """Learners that wait for one reason, and were told of."""
+    """Learners that wait for one reason, about which there was a line."""
 
     cause: tuple[int, ...] | str
     waits: dict[int, int] = field(default_factory=dict)
-    """The number of the wait of each that waits still."""
-    names: set[int] = field(default_factory=set)
+    """The number of the wait of each learner that still waits."""
+    learners: set[int] = field(default_factory=set)
     """All that waited."""
     since: float = 0.0
     again_at: Seconds = 0.0
-    """How long the wait has to be until it is told again."""
+    """How long the wait must be for the next line about it."""
 
 
 class Stalls:
-    """Tells of unusual waits: once for each, again whenever one has doubled, and one line when it ends.
+    """Reports stalls, that is, unusual waits: a line for each, another whenever it has doubled, and one when it ends.
 
-    Unusual is more than `long_seconds`, and more than `TIMES_AS_LONG` the usual.
+    A wait is unusual beyond `long_seconds` and beyond `TIMES_AS_LONG` times the usual one.
     """
 
     def __init__(self, roster: Roster, log_of: LogOf, long_seconds: Seconds) -> None:
@@ -45,26 +46,27 @@ class Stalls:
         self._long_seconds = long_seconds
         self._episodes: list[_Episode] = []
         self.ended: list[str] = []
-        """The lines about waits that are over."""
+        """The lines about stalls that are over."""
 
     def look(self) -> list[str]:
-        """The lines to say now. To be called about once a second."""
+        """The lines to print now. To be called about once a second."""
         lines = []
         waiting = self._roster.waiting()
         for episode in list(self._episodes):
             waits = episode.waits
-            episode.waits = {name: waits[name] for name in waits if _number(waiting.get(name)) == waits[name]}
+            episode.waits = {each: waits[each] for each in waits if _number(waiting.get(each)) == waits[each]}
             if not episode.waits:
                 self._episodes.remove(episode)
                 cause = episode.cause if isinstance(episode.cause, tuple) else ()
-                self.ended.append(resumed_line(sorted(episode.names), self._roster.clock() - episode.since, cause))
+                self.ended.append(resumed_line(sorted(episode.learners), self._roster.clock() - episode.since, cause))
                 lines.append(self.ended[-1])
         for episode in self._episodes:
             self._narrow(episode)
         self._unite()
-        known = {name for episode in self._episodes for name in episode.waits}
+        known = {learner_id for episode in self._episodes for learner_id in episode.waits}
         for each in waiting.values():
-            if each.name not in known and each.wait and each.wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
+            is_new = each.learner_id not in known
+            if is_new and each.wait and each.wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
                 self._join(each, each.wait)
         for episode in self._episodes:
             if (lasted := self._roster.clock() - episode.since) >= episode.again_at:
@@ -73,43 +75,44 @@ class Stalls:
         return lines
 
     def _narrow(self, episode: _Episode) -> None:
-        """Of those who looked late at first, some have said since that they wait themselves."""
+        """Some learners that seemed late at first have reported since that they wait themselves."""
         if isinstance(episode.cause, tuple):
             causes = _causes(_late(sorted(episode.waits), self._roster), self._roster)
             if causes and set(causes) < set(episode.cause):
                 episode.cause = tuple(causes)
 
     def _unite(self) -> None:
-        """Make one of those that wait for the same learners, as it turned out."""
+        """Make one stall of those that turned out to have the same cause."""
         by_cause: dict[tuple[int, ...] | str, _Episode] = {}
         for episode in self._episodes:
             first = by_cause.setdefault(episode.cause, episode)
             if first is not episode:
                 first.waits |= episode.waits
-                first.names |= episode.names
+                first.learners |= episode.learners
                 first.since = min(first.since, episode.since)
                 first.again_at = max(first.again_at, episode.again_at)
         self._episodes = list(by_cause.values())
 
-    def _join(self, known: Known, wait: Stall) -> None:
-        """Count a wait to those of the same kind that are told of already, or begin to tell."""
-        causes = [known.name] if wait.what == DATA else _causes(_late([known.name], self._roster), self._roster)
+    def _join(self, record: LearnerRecord, wait: Stall) -> None:
+        """Add a wait to the stall that has the same cause, or begin a new one."""
+        own = record.learner_id
+        causes = [own] if wait.what == DATA else _causes(_late([own], self._roster), self._roster)
         cause = tuple(causes) or wait.what
         same = [each for each in self._episodes if each.cause == cause]
-        episode = same[0] if same else _Episode(cause, since=known.waits_since)
+        episode = same[0] if same else _Episode(cause, since=record.waits_since)
         if not same:
             self._episodes.append(episode)
-        episode.waits[known.name] = wait.number
-        episode.names.add(known.name)
-        episode.since = min(episode.since, known.waits_since)
+        episode.waits[own] = wait.number
+        episode.learners.add(own)
+        episode.since = min(episode.since, record.waits_since)
 
 
 def explain(waiters: Sequence[int], roster: Roster, log_of: LogOf) -> str:
-    """Why these learners, of which some wait still, stand still."""
-    waits = {name: each.wait for name in waiters if (each := roster.learners[name]).wait}
-    starved = sorted(name for name, wait in waits.items() if wait.what == DATA)
+    """Why these learners are stalled; some of them may have stopped waiting."""
+    waits = {waiter: each.wait for waiter in waiters if (each := roster.learners[waiter]).wait}
+    starved = sorted(waiter for waiter, wait in waits.items() if wait.what == DATA)
     waiters = starved or sorted(waits)
-    longest = max((waits[name] for name in waiters), key=lambda each: each.seconds)
+    longest = max((waits[waiter] for waiter in waiters), key=lambda each: each.seconds)
     verb = "has" if len(waiters) == 1 else "have"
     line = f"{_names(waiters)} {verb} waited {duration(longest.seconds)} in {longest.what}{_beside(longest)}"
     if starved:
@@ -119,103 +122,107 @@ def explain(waiters: Sequence[int], roster: Roster, log_of: LogOf) -> str:
     late = _late(waiters, roster)
     if not late:
         return (
-            f"{line}: all of those who take part wait in it, so what is between them is stuck; {_logs(waiters, log_of)}"
+            f"{line}: all learners that take part wait in it, so the connection between them is stuck; "
+            f"{_logs(waiters, log_of)}"
         )
     causes = _causes(late, roster)
     whom = "" if longest.what.endswith(_names(late)) else f" for {_names(late)}"
-    chain = f", on account of {_names(causes)}" if set(causes) != set(late) else ""
-    told = "; ".join(f"{_state(roster.learners[name], roster)}; its log: {log_of(name)}" for name in causes[:3])
+    waits_itself = "which waits" if len(late) == 1 else "which wait"
+    chain = f", {waits_itself} for {_names(causes)}" if set(causes) != set(late) else ""
+    told = "; ".join(f"{_state(roster.learners[each], roster)}; its log: {log_of(each)}" for each in causes[:3])
     more = f"; and {len(causes) - 3} more" if len(causes) > 3 else ""
     return f"{line}{whom}{chain}: {told}{more}"
 
 
-def own_line(name: int, wait: Stall) -> str:
+def own_line(learner_id: int, wait: Stall) -> str:
     """What a learner itself can say about its wait."""
-    line = f"learner {name} has waited {duration(wait.seconds)} in {wait.what}{_beside(wait)}"
+    line = f"learner {learner_id} has waited {duration(wait.seconds)} in {wait.what}{_beside(wait)}"
     if wait.whom and not wait.what.endswith(_names(wait.whom)):
         line += f" for {_names(wait.whom)}"
     if wait.whom:
-        line += ": see its log" if len(wait.whom) == 1 else ", or for some of them: see their logs"
+        line += ": see its log" if len(wait.whom) == 1 else " or some of them: see their logs"
     return line
 
 
-def resumed_line(names: Sequence[int], seconds: Seconds, cause: Sequence[int] = ()) -> str:
-    """A wait that was told of, on account of those that are the `cause`, is over."""
+def resumed_line(waiters: Sequence[int], seconds: Seconds, cause: Sequence[int] = ()) -> str:
+    """A stall about which there was a line, with these learners as its `cause`, is over."""
     whom = f" for {_names(cause)}" if cause else ""
-    return f"{_names(names)} {'goes' if len(names) == 1 else 'go'} on after {duration(seconds)} of waiting{whom}"
+    verb = "continues" if len(waiters) == 1 else "continue"
+    return f"{_names(waiters)} {verb} after waiting {duration(seconds)}{whom}"
 
 
 def _beside(wait: Stall) -> str:
-    usual = f", one every {wait.usual:.2g} s until then" if wait.usual else ""
-    behind = ", behind its training" if wait.is_behind else ""
-    return f" ({'; '.join(filter(None, (usual[2:], behind[2:])))})" if usual or behind else ""
+    usual = f"one every {wait.usual:.2g} s until then" if wait.usual else ""
+    behind = "behind its training" if wait.is_behind else ""
+    return f" ({'; '.join(filter(None, (usual, behind)))})" if usual or behind else ""
 
 
 def _late(waiters: Sequence[int], roster: Roster) -> list[int]:
-    """Those who these learners wait for, as far as it can be told."""
+    """The learners that these wait for, as far as it is known."""
     waiting = roster.waiting()
     late: set[int] = set()
-    for wait in (waiting[name].wait for name in waiters):
+    for wait in (waiting[waiter].wait for waiter in waiters):
         if wait is None:
             continue
-        everybody = wait.whom or tuple(each.name for each in roster.present())
+        group = wait.whom or tuple(each.learner_id for each in roster.present())
         if wait.whom and not wait.is_group:
             late.update(wait.whom)
         else:
-            late.update(name for name in everybody if not _waits_in(waiting.get(name), wait.what))
-    return sorted(name for name in late - set(waiters) if name in roster.learners)
+            late.update(each for each in group if not _waits_in(waiting.get(each), wait.what))
+    return sorted(each for each in late - set(waiters) if each in roster.learners)
 
 
-def _waits_in(known: Known | None, what: str) -> bool:
-    return known is not None and known.wait is not None and known.wait.what == what
+def _waits_in(record: LearnerRecord | None, what: str) -> bool:
+    return record is not None and record.wait is not None and record.wait.what == what
 
 
 def _causes(late: Sequence[int], roster: Roster) -> list[int]:
-    """Who those that are late wait for themselves, and so on, as far as it leads."""
+    """The ends of the chains of waits that begin with the learners that are late."""
     causes: set[int] = set()
     seen, ahead = set(late), list(late)
     while ahead:
-        name = ahead.pop()
-        known = roster.learners[name]
-        waits_itself = known.wait is not None and known.wait.what != DATA and not roster.silence(known)
-        further = _late([name], roster) if waits_itself else []
+        learner_id = ahead.pop()
+        record = roster.learners[learner_id]
+        waits_itself = record.wait is not None and record.wait.what != DATA and not roster.silence(record)
+        further = _late([learner_id], roster) if waits_itself else []
         if not further:
-            causes.add(name)
+            causes.add(learner_id)
         new = [each for each in further if each not in seen]
         seen.update(new)
         ahead += new
     return sorted(causes) or sorted(late)
 
 
-def _state(known: Known, roster: Roster) -> str:
-    """What a learner is known to do, or not to do."""
-    who = f"learner {known.name}"
-    if known.is_lost:
-        return f"{who} was lost"
-    if known.has_ended:
-        return f"{who} has ended"
-    if known.heard_at is None:
-        return f"{who} has not said anything yet"
+def _state(record: LearnerRecord, roster: Roster) -> str:
+    """What is known of a learner that others wait for."""
+    learner = f"learner {record.learner_id}"
+    if record.state is LearnerState.LOST:
+        return f"{learner} was lost"
+    if not record.is_present:
+        return f"{learner} has ended"
+    if record.heard_at is None:
+        return f"{learner} has sent nothing yet"
     now = roster.clock()
-    said = f"it last said {duration(now - known.said_at)} ago: {known.doing}"
-    if silence := roster.silence(known):
-        return f"{who} has given no sign of life for {duration(silence)}; {said}"
-    state = f"{who} lives, heard {duration(now - known.heard_at)} ago"
-    if known.wait is not None and not known.wait.is_behind:
-        state += f", and has waited {duration(known.wait.seconds)} in {known.wait.what}"
-    return f"{state}; {said}"
+    reported = f"it last reported {duration(now - record.doing_since)} ago: {record.doing}"
+    if silence := roster.silence(record):
+        return f"{learner} has not sent a heartbeat for {duration(silence)}; {reported}"
+    state = f"{learner} runs, last heard {duration(now - record.heard_at)} ago"
+    if record.wait is not None and not record.wait.is_behind:
+        state += f", and has waited {duration(record.wait.seconds)} in {record.wait.what}"
+    return f"{state}; {reported}"
 
 
-def _number(known: Known | None) -> int | None:
-    return None if known is None or known.wait is None else known.wait.number
+def _number(record: LearnerRecord | None) -> int | None:
+    return None if record is None or record.wait is None else record.wait.number
 
 
-def _names(names: Sequence[int]) -> str:
-    if len(names) == 1:
-        return f"learner {names[0]}"
-    shown = ", ".join(map(str, names[:8])) if len(names) > 8 else ", ".join(map(str, names[:-1]))
-    return f"learners {shown} and {len(names) - 8} more" if len(names) > 8 else f"learners {shown} and {names[-1]}"
+def _names(learners: Sequence[int]) -> str:
+    if len(learners) == 1:
+        return f"learner {learners[0]}"
+    if len(learners) > 8:
+        return f"learners {', '.join(map(str, learners[:8]))} and {len(learners) - 8} more"
+    return f"learners {', '.join(map(str, learners[:-1]))} and {learners[-1]}"
 
 
-def _logs(names: Iterable[int], log_of: LogOf) -> str:
-    return ", ".join(log_of(name) for name in list(names)[:3])
+def _logs(learners: Iterable[int], log_of: LogOf) -> str:
+    return ", ".join(log_of(each) for each in list(learners)[:3])

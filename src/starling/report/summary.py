@@ -1,4 +1,4 @@
-"""What became of a run, on one screen: who did how much, who was lost, what was given out again, what was saved."""
+"""What became of a run, on one screen: how much each learner did, which were lost, what was re-issued and saved."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,44 +7,44 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.report.lines import duration
-from starling.report.roster import Known, Roster
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has written down of who computed what, itself alone, without the runs that it goes on with."""
+    """What a run has noted of its mini-batches; those of the runs that it resumed do not count."""
 
     num_computed: dict[int, int] = field(default_factory=dict)
     """Mini-batches by learner."""
     num_again: int = 0
-    """Mini-batches that were given out again when learners were lost."""
+    """Mini-batches that were re-issued when learners were lost."""
     num_skipped: int = 0
-    """Utterances that could not be used, as often as they were skipped."""
+    """Utterances that could not be used, each counted as often as it was skipped."""
 
 
 def summarise(title: str, roster: Roster, record: Record, waits: Sequence[str], experiment: str) -> Group:
     """The table and the lines below it. `waits` are the lines about unusual waits."""
     table = Table()
-    for heading in ("learner", "batches", "share", "computing", "waiting for data", "for peers", "became"):
-        table.add_column(heading, justify="left" if heading == "became" else "right")
-    numbers = {name: record.num_computed.get(name, known.num_steps) for name, known in roster.learners.items()}
+    for heading in ("learner", "batches", "share", "computing", "waiting for data", "for peers", "outcome"):
+        table.add_column(heading, justify="left" if heading == "outcome" else "right")
+    numbers = {each: record.num_computed.get(each, learner.num_steps) for each, learner in roster.learners.items()}
     total = sum(numbers.values())
-    for name, known in sorted(roster.learners.items()):
-        share = f"{100 * numbers[name] / total:.1f} %" if total else ""
-        table.add_row(str(name), str(numbers[name]), share, *_shares(known), _became(known))
+    for learner_id, learner in sorted(roster.learners.items()):
+        share = f"{100 * numbers[learner_id] / total:.1f} %" if total else ""
+        table.add_row(str(learner_id), str(numbers[learner_id]), share, *_shares(learner), _became(learner))
     return Group(Text(title), table, *(Text(line) for line in _lines(roster, record, waits, experiment)))
 
 
 def _lines(roster: Roster, record: Record, waits: Sequence[str], experiment: str) -> list[str]:
     lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.losses]
-    joined = [str(each.name) for each in roster.learners.values() if each.has_joined]
+    joined = [str(each.learner_id) for each in roster.learners.values() if each.has_joined]
     if joined:
-        lines.append(f"joined while the run went on: learner {', '.join(joined)}")
-    if roster.losses or roster.view > 0:
+        lines.append(f"joined the running experiment: learner {', '.join(joined)}")
+    if roster.losses or roster.generation > 0:
         lines.append(
-            f"{record.num_again} mini-batches that others had begun were given out again; who saw what, and whether "
-            f"nobody did: starling audit {experiment}"
+            f"{record.num_again} mini-batches that others had begun were re-issued; to check that nothing was missed: "
+            f"starling audit {experiment}"
         )
     if record.num_skipped:
         lines.append(f"skipped utterances: {record.num_skipped}, listed in {experiment}/seen")
@@ -55,15 +55,17 @@ def _lines(roster: Roster, record: Record, waits: Sequence[str], experiment: str
     return lines
 
 
-def _shares(known: Known) -> list[str]:
-    if known.seconds <= 0.0:
+def _shares(learner: LearnerRecord) -> list[str]:
+    if learner.seconds <= 0.0:
         return [""] * 3  # it reported no epoch
-    parts = (known.computing, known.waiting_for_data, known.waiting_for_peers)
-    return [f"{100 * part / known.seconds:.1f} %" for part in parts]
+    parts = (learner.computing, learner.waiting_for_data, learner.waiting_for_peers)
+    return [f"{100 * part / learner.seconds:.1f} %" for part in parts]
 
 
-def _became(known: Known) -> str:
-    if known.is_lost:
+def _became(learner: LearnerRecord) -> str:
+    if learner.state is LearnerState.LOST:
         return "lost"
-    joined = "joined, " if known.has_joined else ""
-    return f"{joined}{'ended' if known.has_ended else 'was ended'}"
+    if learner.state is LearnerState.LEFT:
+        return "left"
+    joined = "joined, " if learner.has_joined else ""
+    return f"{joined}{'ended' if learner.state is LearnerState.ENDED else 'was ended'}"

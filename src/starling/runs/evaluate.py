@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from starling.checkpoint.reader import latest, load
-from starling.errors import CheckpointError, ConfigError, DataError
-from starling.registry import did_you_mean
+from starling.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from starling.report.progress import Bars, Say
+from starling.runs.cores import use_threads
 from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.job import use_threads
 from starling.runs.recipe.recipe import Recipe, load_resolved
 from starling.runs.validate import best_model
 from starling.speech.check.findings import seen_in_training

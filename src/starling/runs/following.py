@@ -1,73 +1,64 @@
-"""A launcher follows its run: it explains what stands still, writes `status.json`, and sums up in the end."""
+"""A launcher follows its run: it explains stalls, writes `status.json`, and sums up in the end."""
 
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Literal, Self
 
 from rich.console import Console
 
 from starling.errors import DataError, StarlingError
+from starling.launch.messages import Status, encode_file
+from starling.launch.roster import Roster
+from starling.report.events import Events
 from starling.report.progress import say_on
-from starling.report.roster import Roster
 from starling.report.stalls import Stalls
-from starling.report.status import Status, learners_of
+from starling.report.status import learners_of
 from starling.report.summary import Record, summarise
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import segments, start_of
-from starling.runs.recipe.recipe import Recipe
+from starling.runs.recipe.run import RunConfig
+from starling.timeouts import LOOK_EVERY
 
-LOOK_SECONDS = 1.0
-"""Between two looks at all learners, and two writings of `status.json`."""
 _WIDTH = 120
 
 
 class Following:
-    """What is known of a run of real learners, as a context manager around all of it.
+    """Follows a run of real learners, as a context manager around all of it.
 
-    `hear` and `lose` are for what the launcher hears of. When the context ends there is a summary on the console and
-    in `log/summary.txt`, however the run ended; `scoring` is for what comes after a good one.
+    The launcher keeps `roster` up to date, and `events` go to `log/events.jsonl`. When the context ends a summary is
+    printed and written to `log/summary.txt`, however the run ended; `scoring` is for what comes after a good run.
+    `on_look` is called about once a second while learners train.
     """
 
-    def __init__(self, recipe: Recipe, folder: ExperimentFolder, console: Console) -> None:
-        self._recipe = recipe
+    def __init__(self, run: RunConfig, folder: ExperimentFolder, console: Console) -> None:
+        self._run = run
         self._folder = folder
         self._console = console
         self._say = say_on(console)
-        self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._roster = Roster(recipe.learners)
+        self.roster = Roster(run.learners)
+        self.events = Events(folder.log / "events.jsonl", self._warn)
+        self.on_look: Callable[[], None] = lambda: None
         self._stalls = Stalls(
-            self._roster, lambda name: f"{folder.log}/learner-{name}.log", recipe.engine.explain_seconds
+            self.roster, lambda learner: f"{folder.log}/learner-{learner}.log", run.engine.explain_seconds
         )
         self._began = time.time()
         self._first_segment = segments(folder.seen)[-1].name
-        self._stage, self._message = "training", ""
+        self._stage: Literal["training", "scoring", "ended"] = "training"
+        self._message = ""
         self._exit_code: int | None = None
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look_again_and_again, name="starling-following", daemon=True)
+        self._thread = threading.Thread(target=self._keep_looking, name="starling-following", daemon=True)
         self._has_warned = False
 
-    def hear(self, learner: int, message: dict[str, Any]) -> None:
-        """A learner has sent a message."""
-        with self._lock:
-            self._roster.hear(learner, message)
-
-    def lose(self, learner: int, reason: str) -> None:
-        """The others go on without a learner."""
-        with self._lock:
-            self._roster.lose(learner, reason)
-
-    def leave_out(self, learner: int, reason: str) -> None:
-        """A learner was started, and did not join."""
-        with self._lock:
-            self._roster.leave_out(learner)
-
     def __enter__(self) -> Self:
+        run = self._run
+        self.events.write("start", name=run.name, strategy=run.strategy.name, learners=run.learners, pid=os.getpid())
         self._write()
         self._thread.start()
         return self
@@ -84,7 +75,7 @@ class Following:
 
     @contextmanager
     def scoring(self) -> Generator[None, None, None]:
-        """What follows a run that ended well, as long as the context lasts."""
+        """Around what follows a run that ended well."""
         error: BaseException | None = None
         try:
             yield
@@ -101,25 +92,30 @@ class Following:
             self._thread.join()
         self._stage, self._message = "ended", "ended well" if error is None else _first_line(error)
         self._exit_code = _exit_code(error)
+        self.events.write("end", exit_code=self._exit_code, message=self._message)
+        self.events.close()
 
-    def _look_again_and_again(self) -> None:
-        while not self._is_over.wait(LOOK_SECONDS):
-            with self._lock:
+    def _keep_looking(self) -> None:
+        while not self._is_over.wait(LOOK_EVERY):
+            with self.roster.lock:
                 lines = self._stalls.look()
+                over = self._stalls.ended[-len(lines) :] if lines else []
             for line in lines:
+                self.events.write("stall-over" if line in over else "stall", text=line)
                 self._say(line)
+            self.on_look()
             self._write()
 
     def _status(self) -> Status:
-        roster = self._roster
+        roster = self.roster
         return Status(
-            name=self._recipe.name,
-            strategy=self._recipe.strategy.name,
+            name=self._run.name,
+            strategy=self._run.strategy.name,
             stage=self._stage,
             began=self._began,
             written=time.time(),
             pid=os.getpid(),
-            view=roster.view,
+            generation=roster.generation,
             learners=tuple(learners_of(roster)),
             losses=tuple(each.reason for each in roster.losses),
             saved=roster.saved,
@@ -129,8 +125,8 @@ class Following:
         )
 
     def _write(self) -> None:
-        with self._lock:
-            text = self._status().encode()
+        with self.roster.lock:
+            text = encode_file(self._status())
         aside = self._folder.status.with_name(f".{self._folder.status.name}.partial")
         with self._writing:
             try:
@@ -140,10 +136,10 @@ class Following:
                 self._warn(self._folder.status, error)
 
     def _sum_up(self, how: str) -> None:
-        roster = self._roster
+        roster = self.roster
         took = roster.clock() - roster.began_at
-        title = f"{self._recipe.name}, {self._recipe.strategy.name}: {how}, after {took:.0f} s"
-        with self._lock:
+        title = f"{self._run.name}, {self._run.strategy.name}: {how}, after {took:.0f} s"
+        with roster.lock:
             record = self._record()
             summary = summarise(title, roster, record, self._stalls.ended, str(self._folder.path))
         self._console.print(summary, markup=False, highlight=False)
@@ -163,14 +159,19 @@ class Following:
             return Record()
 
     def _warn(self, path: Path, error: OSError) -> None:
-        """Once: it is no reason for a run to end."""
+        """Warn once: it is no reason for a run to end."""
         if not self._has_warned:
             self._has_warned = True
-            self._say(f"warning: {path} cannot be used ({error}); the run goes on without it")
+            self._say(unusable(path, error))
+
+
+def unusable(path: Path, error: OSError) -> str:
+    """The warning that a file of the experiment cannot be read or written."""
+    return f"warning: {path} cannot be used ({error}); the run continues without it"
 
 
 def read_record(seen: Path, first_segment: str) -> Record:
-    """What learners wrote down since a start of the run, that one included. What cannot be read does not count."""
+    """What learners noted since the segment of this name began. What cannot be read does not count."""
     begun = segments(seen)
     names = [each.name for each in begun]
     own = begun[names.index(first_segment) if first_segment in names else 0 :]
@@ -178,15 +179,15 @@ def read_record(seen: Path, first_segment: str) -> Record:
     num_again = num_skipped = 0
     for place, segment in enumerate(own):
         for path in segment.glob("learner-*.tsv"):
-            name = int(path.stem.removeprefix("learner-"))
-            num_computed[name] = num_computed.get(name, 0) + _count_lines(path)
+            learner = int(path.stem.removeprefix("learner-"))
+            num_computed[learner] = num_computed.get(learner, 0) + _count_lines(path)
         num_skipped += sum(_count_lines(path) for path in segment.glob("skipped-*.tsv"))
         if place > 0:
-            num_again += _given_again(segment)
+            num_again += _num_reissued(segment)
     return Record(num_computed, num_again, num_skipped)
 
 
-def _given_again(segment: Path) -> int:
+def _num_reissued(segment: Path) -> int:
     try:
         return len(start_of(segment).outstanding)
     except DataError:
@@ -194,7 +195,7 @@ def _given_again(segment: Path) -> int:
 
 
 def _count_lines(path: Path) -> int:
-    """Whole lines below the header."""
+    """Complete lines below the header."""
     with path.open("rb") as file:
         return max(0, sum(line.endswith(b"\n") for line in file) - 1)
 

@@ -1,6 +1,5 @@
 """From a recipe to what the engines run."""
 
-import os
 from pathlib import Path
 from typing import cast
 
@@ -8,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from starling.runs.cores import cores_here
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.recipe import Recipe
 from starling.runs.setup import load_workload
@@ -102,13 +102,3 @@ class ModelWriter:
     def _look_at(self, weights: Tensor) -> None:
         for parameter, view in zip(self._parameters, split(weights, self._parameters), strict=True):
             parameter.data = view
-
-
-def use_threads(recipe: Recipe, learners_here: int) -> None:
-    """Give torch its share of this machine's cores."""
-    torch.set_num_threads(recipe.engine.threads or max(1, cores_here() // learners_here))
-
-
-def cores_here() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The process of one learner: whatever ends it, the launcher hears of it."""
+"""The process of one learner; whatever ends it is reported to the launcher."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,31 +1,26 @@
-"""Who listens to a learner: its log, its curves, its checkpoints, and the launcher."""
+"""Where the reports of a learner go: to its log, its curves, its checkpoints, and the launcher."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TextIO
+from typing import Literal, Protocol, Self, TextIO
 
 from starling.checkpoint.background import BackgroundWriter
 from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
-from starling.errors import ProtocolError
+from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Said, Saved, Snapshot
 from starling.report.curves import Curves
-from starling.report.lines import epoch_line, progress_line
-from starling.report.meter import EpochEnd, Meter, Snapshot
+from starling.report.lines import advice, advice_line, epoch_line, progress_line
+from starling.report.meter import Meter
 from starling.report.progress import Display
 from starling.training.job import EpochReport, Observer, StepReport
 from starling.workload import Position
 
-Message = dict[str, Any]
-SEND_EVERY = 0.2  # seconds between two messages to the launcher
-CURVES_EVERY = 1.0
-LOG_EVERY = 5.0
-
 
 class Listener(Protocol):
-    """Who wants snapshots of a learner, now and then."""
+    """Takes snapshots of learners."""
 
     def progress(self, snapshot: Snapshot) -> None: ...
 
@@ -33,7 +28,7 @@ class Listener(Protocol):
 
 
 class Metered:
-    """An observer that passes on snapshots at most every so many seconds, and at the end of an epoch."""
+    """An observer that passes on snapshots, at most one every so many seconds, and the ends of epochs."""
 
     def __init__(self, listener: Listener, world: int, every: float, clock: Callable[[], float] = time.monotonic):
         self._listener = listener
@@ -50,7 +45,7 @@ class Metered:
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self._pass_on(report.rank)
-        self._listener.epoch(EpochEnd.of(report, self._world, state.position.num_done))
+        self._listener.epoch(self._meter(report.rank).end_epoch(report, state.position.num_done))
 
     def on_mark(self, state: LearnerState) -> None: ...
 
@@ -65,16 +60,21 @@ class Metered:
 
 
 class Log:
-    """Writes lines to a text stream."""
+    """Writes lines to a text stream, each advice once."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._advised: set[str] = set()
 
     def progress(self, snapshot: Snapshot) -> None:
         self._write(progress_line(snapshot))
 
     def epoch(self, end: EpochEnd) -> None:
         self._write(epoch_line(end))
+        what = advice(end)
+        if what is not None and what not in self._advised:
+            self._advised.add(what)
+            self._write(advice_line(end, what))
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
@@ -84,38 +84,34 @@ class Log:
 class Messages:
     """Sends what the launcher shows; `show` is its other end."""
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    def __init__(self, send: Callable[[LearnerMessage], None]) -> None:
         self._send = send
 
     def progress(self, snapshot: Snapshot) -> None:
-        doing = f"computing batch {snapshot.batch + 1} of epoch {snapshot.epoch + 1}"
-        self._send({"doing": doing, "progress": asdict(snapshot)})
+        self._send(snapshot)
 
     def epoch(self, end: EpochEnd) -> None:
-        self._send({"doing": f"saving after epoch {end.epoch + 1}", "epoch": asdict(end)})
+        self._send(end)
 
 
-def show(message: Message, display: Display) -> None:
-    """Show a message of a learner."""
-    try:
-        if "progress" in message:
-            display.progress(Snapshot(**message["progress"]))
-        if "epoch" in message:
-            display.epoch(EpochEnd(**message["epoch"]))
-        if "say" in message:
-            display.say(message["say"])
-        if "saved" in message:
-            display.say(_saved_line(message["saved"], message.get("consensus_distance")))
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"a learner sent what this version does not understand: {error}") from error
-
-
-def _saved_line(folder: str, distance: float | None) -> str:
-    return f"saved {folder}" if distance is None else f"saved {folder}, consensus distance {distance:.3g}"
+def show(message: LearnerMessage, display: Display) -> None:
+    """Show a message of a learner, if it is one for people."""
+    match message:
+        case Snapshot():
+            display.progress(message)
+        case EpochEnd():
+            display.epoch(message)
+        case Said():
+            display.say(message.line)
+        case Saved():
+            display.saved(message)
+        case _:
+            pass
 
 
 Keep = Literal["checkpoint", "model", ""]
 """What is kept of the end of an epoch."""
+Moment = Literal["epoch", "barrier", "end"]
 
 
 def keep_everything(report: EpochReport) -> Keep:
@@ -124,18 +120,18 @@ def keep_everything(report: EpochReport) -> Keep:
 
 
 class Saver:
-    """Writes checkpoints behind the training: at every mark, and at the ends of epochs where `choose` says so, the same
-    to all learners. Where it says `model`, `model_writer` writes what the consensus model is made from, and no more.
-    Who completes either tells, and draws the consensus distance with the curves that `make_curves` makes: a new file
-    for each point, for they may come from any learner. Both happen in a thread of their own.
+    """Writes checkpoints behind the training: at every checkpoint barrier, and at the ends of epochs that `choose`
+    selects, the same on all learners. Where it returns `model`, `model_writer` writes what the consensus model is made
+    from, and no more. The learner that completes either reports it with `tell`, and draws the consensus distance with
+    curves of `make_curves`: a new file for each point, since any learner may be the last. All this happens in a thread.
 
-    As a context manager it lets what was begun end, also when the training has failed.
+    As a context manager it finishes what was begun, also when the training has failed.
     """
 
     def __init__(
         self,
         writer: CheckpointWriter,
-        tell: Callable[[Message], None],
+        tell: Callable[[LearnerMessage], None],
         make_curves: Callable[[], Curves],
         choose: Callable[[EpochReport], Keep] = keep_everything,
         model_writer: CheckpointWriter | None = None,
@@ -162,7 +158,7 @@ class Saver:
 
     def close(self) -> None:
         """Wait until all is written. Raises CheckpointError for what could not be."""
-        self._last = None  # others may be there when it goes on, and a checkpoint that not all have written be gone
+        self._last = None  # in the next membership, a checkpoint that not all have written is gone
         self._background.close()
 
     def on_step(self, report: StepReport) -> None:
@@ -176,9 +172,9 @@ class Saver:
             self._save_model(state)
 
     def on_mark(self, state: LearnerState) -> None:
-        self._save(state, "mark")
+        self._save(state, "barrier")
 
-    def _save(self, state: LearnerState, moment: str) -> None:
+    def _save(self, state: LearnerState, moment: Moment) -> None:
         if state.position == self._last:
             return  # several epochs ended at once
         self._last = state.position
@@ -192,13 +188,12 @@ class Saver:
         slim = replace(state, optimizer={}, shards=shards)
         self._background.save(slim, self._completed_model, self._model_writer)
 
-    def _completed(self, checkpoint: Checkpoint, moment: str) -> None:
-        distance = checkpoint.manifest.consensus_distance
-        self._tell({"saved": str(checkpoint.folder), "consensus_distance": distance, "moment": moment})
+    def _completed(self, checkpoint: Checkpoint, moment: Moment) -> None:
+        self._tell(Saved(str(checkpoint.folder), moment, checkpoint.manifest.consensus_distance))
         self._draw(checkpoint)
 
     def _completed_model(self, checkpoint: Checkpoint) -> None:
-        self._tell({"to_validate": str(checkpoint.folder)})
+        self._tell(ModelSaved(str(checkpoint.folder)))
         self._draw(checkpoint)
 
     def _draw(self, checkpoint: Checkpoint) -> None:
@@ -210,31 +205,31 @@ class Saver:
 
 
 class CurvesByRank:
-    """A listener that writes the curves of every learner it hears of."""
+    """A listener that writes the curves of each learner."""
 
     def __init__(self, make: Callable[[int], Curves]) -> None:
         self._make = make
         self._curves: dict[int, Curves] = {}
 
     def progress(self, snapshot: Snapshot) -> None:
-        self._of(snapshot.rank).progress(snapshot)
+        self._of(snapshot.learner_id).progress(snapshot)
 
     def epoch(self, end: EpochEnd) -> None:
-        self._of(end.rank).epoch(end)
+        self._of(end.learner_id).epoch(end)
 
     def close(self) -> None:
         """Write what is still in memory."""
         for curves in self._curves.values():
             curves.close()
 
-    def _of(self, rank: int) -> Curves:
-        if rank not in self._curves:
-            self._curves[rank] = self._make(rank)
-        return self._curves[rank]
+    def _of(self, learner_id: int) -> Curves:
+        if learner_id not in self._curves:
+            self._curves[learner_id] = self._make(learner_id)
+        return self._curves[learner_id]
 
 
 class Together:
-    """Several observers, asked in their order."""
+    """Several observers, called in their order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers

@@ -1,4 +1,4 @@
-"""What an experiment's folder needs when its learners change: a record of its own for each view of them."""
+"""What an experiment's folder needs when the membership changes: a record of what was seen for each membership."""
 
 from collections.abc import Callable
 
@@ -7,45 +7,46 @@ from torch.distributed import DistError
 from starling.checkpoint.files import remove_partial
 from starling.engines.processes.learner import Place
 from starling.errors import PeerLost
+from starling.launch.messages import LearnerMessage, Said
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import Seen, begin_segment, segments
-from starling.runs.observers import Message, Saver
+from starling.runs.observers import Saver
 from starling.training.membership import IgnoreMembership, Membership
 from starling.workload import Position
 
 
 class Regrouping:
-    """Lets one learner's record, counts and checkpoints go on in each view: what an earlier one left undone, a
-    checkpoint that not everybody wrote included, is dropped."""
+    """Carries one learner's record, counts and checkpoints from membership to membership. What an earlier one left
+    unfinished, such as a checkpoint that some learners had not written, is dropped."""
 
-    def __init__(self, folder: ExperimentFolder, place: Place, tell: Callable[[Message], None]) -> None:
+    def __init__(self, folder: ExperimentFolder, place: Place, tell: Callable[[LearnerMessage], None]) -> None:
         self._folder = folder
         self._place = place
-        self._behind = place.store.clone()  # type: ignore[attr-defined]  # a store serves one question at a time
+        self._behind = place.store.clone()  # type: ignore[attr-defined]  # a store serves one request at a time
         self._tell = tell
-        self._view = 0
+        self._generation = 0
         self._seen: Seen | None = None
         self._saver: Saver | None = None
 
     def watch(self, seen: Seen, saver: Saver) -> None:
-        """These two are told of what changes."""
+        """Pass changes of the membership on to these two."""
         self._seen, self._saver = seen, saver
 
     def count(self, name: str, number: int) -> int:
-        """Add to what all learners count under a name in this view; the sum."""
+        """Add to a number that all learners of this membership count together; the sum."""
         return int(self._place.store.add(self._key(name), number))
 
     def agree(self, name: str, own: str) -> str:
-        """What the first learner to ask under a name in this view has answered, the same for all."""
+        """The answer of the first learner of this membership that asks under a name, the same for all."""
         return self._place.store.compare_set(self._key(name), "", own).decode()
 
     def arrive(self, name: str) -> int:
-        """Count the learners that have written their part of a checkpoint in this view; called by a thread."""
+        """Count the learners of this membership that have written their part of a checkpoint; called by a thread."""
         try:
             return int(self._behind.add(self._key(f"checkpoint/{name}"), 1))
         except DistError as error:
             raise PeerLost(
-                f"learner {self._place.rank} lost the store that the learners meet in, while saving {name}"
+                f"learner {self._place.rank} lost its connection to the store while saving {name}"
             ) from error
 
     def pause(self) -> None:
@@ -53,15 +54,15 @@ class Regrouping:
         if self._seen is not None:
             self._seen.close()
 
-    def begin(self, view: Membership, position: Position, is_first: bool) -> None:
-        if view.number == 0:
+    def begin(self, membership: Membership, position: Position, is_first: bool) -> None:
+        if membership.number == 0:
             return
-        self._view = view.number
+        self._generation = membership.number
         if is_first:
             remove_partial(self._folder.checkpoints)
             remove_partial(self._folder.validation)
             begin_segment(self._folder.seen, position)
-            self._tell({"say": _told(view, position)})
+            self._tell(Said(_told(membership, position)))
         if self._seen is not None:
             self._seen.go_on_in(segments(self._folder.seen)[-1])
 
@@ -70,28 +71,37 @@ class Regrouping:
             self._saver.close()
 
     def _key(self, name: str) -> str:
-        return f"{Membership(self._view, ()).key}/{name}"
+        return f"{Membership(self._generation, ()).key}/{name}"
 
 
 class InOneProcess(IgnoreMembership):
-    """The same where all learners are in one process, which saves nothing before the end."""
+    """The same where all learners are in one process, which saves nothing before the end. `on_members` is called with
+    the members of each new membership."""
 
-    def __init__(self, folder: ExperimentFolder, seen: Seen, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: ExperimentFolder,
+        seen: Seen,
+        say: Callable[[str], None],
+        on_members: Callable[[tuple[int, ...]], None],
+    ) -> None:
         self._folder = folder
         self._seen = seen
         self._say = say
+        self._on_members = on_members
 
     def pause(self) -> None:
         self._seen.close()
 
-    def begin(self, view: Membership, position: Position, is_first: bool) -> None:
+    def begin(self, membership: Membership, position: Position, is_first: bool) -> None:
+        self._on_members(membership.members)
         self._seen.go_on_in(begin_segment(self._folder.seen, position))
-        self._say(f"{view.reason}; {_told(view, position)}")
+        self._say(f"{membership.reason}; {_told(membership, position)}")
 
 
-def _told(view: Membership, position: Position) -> str:
-    learners = ", ".join(map(str, view.members))
-    line = f"learners {learners} go on behind {position.num_done} mini-batches"
+def _told(membership: Membership, position: Position) -> str:
+    learners = ", ".join(map(str, membership.members))
+    line = f"learners {learners} continue after {position.num_done} mini-batches"
     if position.outstanding:
-        line += f"; {len(position.outstanding)} that others had begun are given out again"
+        line += f"; {len(position.outstanding)} that others had begun are re-issued"
     return line

@@ -1,5 +1,7 @@
 """Training on the virtual engine: any number of learners in this one process, on a simulated clock."""
 
+from contextlib import closing
+
 import torch
 from rich.console import Console
 
@@ -12,16 +14,20 @@ from starling.errors import Stopped
 from starling.launch.process import signal_name
 from starling.launch.stopping import hearing
 from starling.report.curves import Curves
+from starling.report.events import Events
 from starling.report.lines import duration
 from starling.report.progress import Bars, Display, Say, say_on
 from starling.runs.evaluate import evaluate
 from starling.runs.experiment.claim import resolve_resume
+from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import Seen, counter, segments
+from starling.runs.following import unusable
 from starling.runs.job import ModelWriter, make_job, most_skipped
-from starling.runs.observers import CURVES_EVERY, LOG_EVERY, SEND_EVERY, CurvesByRank, Log, Metered, Together
+from starling.runs.observers import CurvesByRank, Log, Metered, Together
 from starling.runs.recipe.recipe import Recipe, fingerprints
 from starling.runs.regrouping import InOneProcess
 from starling.runs.setup import make_ready
+from starling.timeouts import CURVES_EVERY, LOG_EVERY, SEND_EVERY
 from starling.training.job import EpochReport, StepReport
 
 
@@ -43,11 +49,11 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
     checkpoint = load(recipe.resume) if recipe.resume else None
-    ranks = range(recipe.learners)
-    start = [checkpoint.start(rank, len(ranks)) for rank in ranks] if checkpoint else None
+    start = [checkpoint.start(rank, recipe.learners) for rank in range(recipe.learners)] if checkpoint else None
     with (
         (folder.log / "virtual.log").open("w", encoding="utf-8") as log,
-        Display(title, recipe.learners, console) as display,
+        closing(_events(folder, say_on(console))) as events,
+        Display(title, recipe.learners, console, events) as display,
     ):
         job = make_job(recipe, folder)
         stop = _Stop()
@@ -66,7 +72,7 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
                     Together([*observers, seen, stop]),
                     start,
                     bears_losses=recipe.on_loss != "stop",
-                    views=InOneProcess(folder, seen, display.say),
+                    views=InOneProcess(folder, seen, display.say, display.train_with),
                 ).run()
         finally:
             seen.close()
@@ -85,6 +91,10 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     evaluate(folder.path, None, tell, console)
     tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
     tell(f"event hash: {outcome.event_hash}")
+
+
+def _events(folder: ExperimentFolder, say: Say) -> Events:
+    return Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
 
 
 def _described(cluster: Cluster) -> str:

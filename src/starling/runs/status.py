@@ -1,4 +1,4 @@
-"""`starling status`: how a running experiment does, from another terminal."""
+"""`starling status`: the state of a running experiment, from another terminal."""
 
 import os
 import time
@@ -7,19 +7,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from starling.errors import ConfigError, DataError
-from starling.report.status import Status, describe
+from starling.errors import ConfigError, DataError, ProtocolError
+from starling.launch.messages import Status, decode_status
+from starling.report.status import describe
 from starling.runs.experiment.folder import ExperimentFolder
-
-FRESH_SECONDS = 10.0
-"""A status that is older was not written by a launcher that is well: it writes one a second."""
-REFRESH_SECONDS = 1.0
+from starling.timeouts import LOOK_EVERY, STATUS_FRESH
 
 
 def status(experiment: Path, watch: bool, output: Console) -> None:
-    """Print how an experiment does; with `watch` again and again, until it ends or its launcher is gone.
+    """Print the state of an experiment; with `watch` again and again, until it ends or its launcher is gone.
 
-    Raises ConfigError for a folder that is no experiment, or never ran, and DataError for a status that is damaged.
+    Raises ConfigError for a folder that is no experiment or never ran, and DataError for a damaged status.
     """
     read = read_status(experiment)
     if not watch:
@@ -31,7 +29,7 @@ def status(experiment: Path, watch: bool, output: Console) -> None:
             live.update(describe(read, time.time(), alive), refresh=True)
             if read.stage == "ended" or not alive:
                 return
-            time.sleep(REFRESH_SECONDS)
+            time.sleep(LOOK_EVERY)
             read = read_status(experiment)
 
 
@@ -41,19 +39,21 @@ def read_status(experiment: Path) -> Status:
     if not folder.config.is_file():
         raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
     try:
-        return Status.decode(folder.status.read_text(encoding="utf-8"))
+        return decode_status(folder.status.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
-            f"{experiment}: it has no status, for it never ran under `starling train`; simulations, and learners that "
-            "torchrun or Slurm start, write none"
+            f"{experiment}: it has no status, since it never ran under `starling train`; simulations, and learners "
+            "that torchrun or Slurm start, write none"
         ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder.status}: cannot be read ({error}); a run that goes on writes it anew") from error
+    except (OSError, ProtocolError) as error:
+        raise DataError(
+            f"{folder.status}: cannot be read ({error}); a running launcher soon writes it again"
+        ) from error
 
 
 def is_alive(status: Status) -> bool:
-    """Whether the launcher that wrote a status goes on: its process is there, and wrote it a moment ago."""
-    if time.time() - status.written < FRESH_SECONDS:
+    """Whether the launcher that wrote a status still runs: its process is there, and wrote it a moment ago."""
+    if time.time() - status.written < STATUS_FRESH:
         return _is_running(status.pid)
     return False
 
@@ -63,6 +63,6 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is somebody else's
+    except PermissionError:  # it belongs to another user
         return True
     return True

@@ -23,60 +23,19 @@ import torch
 from starling.checkpoint.files import partial_folder, publish, remove, write_json
 from starling.checkpoint.manifest import age, read_manifest
 from starling.checkpoint.reader import Checkpoint
-from starling.checkpoint.writer import CheckpointWriter, WriteModel
 from starling.errors import StarlingError
 from starling.report.curves import Curves
+from starling.report.epochs import Score
 from starling.report.progress import Say
 from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.observers import Keep
 from starling.runs.recipe.recipe import Recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring import score
 from starling.speech.store import SpeechSet
-from starling.training.job import EpochReport
 
 _SCORE = "score.json"
 _REST = 19.0
 """Times what a scoring took until the next one begins: scoring takes a twentieth of the time at most."""
-
-
-class Choice:
-    """What learners keep of the end of an epoch: a checkpoint after every `checkpoints` epochs and when the run ends;
-    otherwise a model to score after every `validate` epochs, if the launcher waits for one; None for never.
-
-    The first learner there looks whether it does; `agree` tells its answer to the others.
-    """
-
-    def __init__(
-        self,
-        checkpoints: int | None,
-        validate: int | None,
-        folder: ExperimentFolder,
-        agree: Callable[[str, str], str],
-    ) -> None:
-        self._checkpoints = checkpoints
-        self._validate = validate
-        self._folder = folder
-        self._agree = agree
-
-    def __call__(self, report: EpochReport) -> Keep:
-        num_ended = report.epoch + 1
-        if report.is_last or (self._checkpoints is not None and num_ended % self._checkpoints == 0):
-            return "checkpoint"
-        if self._validate is None or num_ended % self._validate != 0:
-            return ""
-        return "model" if self._agree(f"validate/{num_ended}", self._own_answer()) == "yes" else ""
-
-    def _own_answer(self) -> str:
-        folder = self._folder.validation
-        return "no" if folder.is_dir() and any(folder.iterdir()) else "yes"
-
-
-def model_writer(
-    folder: ExperimentFolder, arrive: Callable[[str], int], write_model: WriteModel, sync_group_size: int
-) -> CheckpointWriter:
-    """Writes models to be scored, which stay until the launcher has done so."""
-    return CheckpointWriter(folder.validation, arrive, write_model, {}, keep=1000, sync_group_size=sync_group_size)
 
 
 def best_model(folder: ExperimentFolder) -> Path | None:
@@ -93,11 +52,17 @@ class Validation:
     """
 
     def __init__(
-        self, recipe: Recipe, folder: ExperimentFolder, say: Say, clock: Callable[[], float] = time.monotonic
+        self,
+        recipe: Recipe,
+        folder: ExperimentFolder,
+        say: Say,
+        on_score: Callable[[Score], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._recipe = recipe
         self._folder = folder
         self._say = say
+        self._on_score = on_score
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starling-validation")
         self._under_way: Future[None] | None = None
@@ -150,8 +115,7 @@ class Validation:
         speech_set = SpeechSet.open(self._recipe.data.set_folder(name))
         references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
         result = score(references, recogniser.recognise(speech_set))
-        trained = f"epoch {epochs}" if epochs is not None else f"{steps} steps"
-        self._say(f"after {trained}, {name}: {result.lines()[0]}")
+        self._on_score(Score(name, result.wer, epochs, steps, result.lines()[0]))
         curves = Curves(self._folder.tensorboard / "valid")
         curves.word_error_rate(result.wer, steps)
         curves.close()

@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from starling.configuration import Config, differing, digest
-from starling.registry import did_you_mean
+from starling.errors import did_you_mean
 from starling.speech.check.config import CheckConfig
 from starling.speech.corpora import CorpusConfig
 from starling.speech.left_out import left_out_of

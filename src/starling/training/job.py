@@ -12,7 +12,7 @@ from starling.budget import Budget, Schedule
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.errors import ConfigError
-from starling.strategies import NoOptions, Strategy, SyncGroups, find_strategy
+from starling.strategies import Strategy, SyncGroups, find_strategy
 from starling.training.faults import Fault
 from starling.training.stragglers import Stragglers
 from starling.workload import Ticket, Weighting, Workload
@@ -29,7 +29,8 @@ class Job:
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
     """Makes the local optimizer of one learner, at the peak learning rate."""
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
-    options: Config = field(default_factory=NoOptions)
+    options: Config = None  # type: ignore[assignment]
+    """The strategy's; None: its defaults."""
     clip_norm: float | None = None
     """Gradients longer than this (2-norm) are shortened to it before the optimizer sees them."""
     autocast: bool = False
@@ -50,6 +51,8 @@ class Job:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.options is None:
+            object.__setattr__(self, "options", self.strategy.options())
         if isinstance(self.strategy, str):
             object.__setattr__(self, "strategy", find_strategy(self.strategy))
         if problem := self.strategy.weighting_problem(self.options, self.weighting):

@@ -4,7 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -19,6 +19,7 @@ from starling.files import sync
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import begin_segment
 from starling.runs.recipe.recipe import Recipe, dump_recipe, fingerprints, fixed_settings, load_resolved
+from starling.runs.recipe.run import RunConfig
 from starling.speech.data import setting_differences
 from starling.workload import Position
 
@@ -28,31 +29,45 @@ _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentence
 
 
 def resolve_resume(recipe: Recipe) -> Recipe:
-    """The recipe with `resume` naming one checkpoint, checked to fit.
+    """The recipe with `resume` naming one checkpoint, checked to fit; see `checkpoint_to_resume`."""
+    if recipe.resume is None:
+        return recipe
+    folder = checkpoint_to_resume(
+        recipe, fingerprints(recipe), lambda folder, sections: _changed_keys(folder, recipe, sections)
+    )
+    return recipe.model_copy(update={"resume": folder})
 
+
+def checkpoint_to_resume(
+    run: RunConfig,
+    fingerprints: Mapping[str, str],
+    changed: Callable[[Path, Sequence[str]], str] = lambda folder, sections: "",
+) -> Path:
+    """The checkpoint that `run.resume` names, checked to fit.
+
+    `fingerprints` are those of what this run trains; `changed` says in words what differs in some sections.
     Raises CheckpointError for a checkpoint that is missing, damaged, not finite, or of another model or data, and
     ConfigError if it has spent the budget.
     """
-    if recipe.resume is None:
-        return recipe
-    folder = latest(recipe.resume)
+    if run.resume is None:
+        raise ConfigError("resume: name an experiment or a checkpoint")
+    folder = latest(run.resume)
     checkpoint = load(folder)
-    own = fingerprints(recipe)
-    sections = [name for name, digest in checkpoint.manifest.fingerprints.items() if own.get(name) != digest]
+    sections = [name for name, digest in checkpoint.manifest.fingerprints.items() if fingerprints.get(name) != digest]
     if sections:
         config = ExperimentFolder(folder.parent.parent).config
         raise CheckpointError(
-            f"{folder}: it was trained with another {', '.join(sorted(sections))} than this recipe says"
-            f"{_changed_keys(folder, recipe, sorted(sections))}; resume with what {config} holds, or train again "
+            f"{folder}: it was trained with another {', '.join(sorted(sections))} than this run asks for"
+            f"{changed(folder, sorted(sections))}; resume with what {config} holds, or train again "
             "without resume"
         )
     if not is_finite(folder):
         good = newest_good(folder.parent)
         advice = "none beside it is" if good is None else f"{good} is: to continue from it, move later ones away first"
         raise CheckpointError(f"{folder}: not every number in it is finite; {advice}, and lower the learning rate")
-    _check_budget(recipe, folder, checkpoint.manifest)
-    checkpoint.start(0, recipe.learners)
-    return recipe.model_copy(update={"resume": folder})
+    _check_budget(run, folder, checkpoint.manifest)
+    checkpoint.start(0, run.learners)
+    return folder
 
 
 def earlier_recipe(checkpoint: Path) -> Recipe | None:
@@ -82,9 +97,9 @@ def _changed_keys(checkpoint: Path, recipe: Recipe, sections: Sequence[str]) -> 
     return f": {', '.join(changes)}" if changes else ""
 
 
-def _check_budget(recipe: Recipe, folder: Path, manifest: Manifest) -> None:
+def _check_budget(run: RunConfig, folder: Path, manifest: Manifest) -> None:
     """Raises ConfigError when nothing of the budget is left behind a checkpoint."""
-    position, budget = manifest.position, recipe.budget
+    position, budget = manifest.position, run.budget
     reached = {"minutes": manifest.minutes}
     if not position.outstanding:
         reached |= {"epochs": position.next_ticket.epoch, "steps": position.num_done}
@@ -97,23 +112,23 @@ def _check_budget(recipe: Recipe, folder: Path, manifest: Manifest) -> None:
             )
 
 
-def check_claim(recipe: Recipe) -> None:
+def check_claim(run: RunConfig) -> None:
     """Raises ConfigError when resuming as the recipe says would mix two runs in the experiment's folder, or when no
     checkpoint can be written there."""
-    if recipe.resume is None or _is_elsewhere(recipe):
+    if run.resume is None or _is_elsewhere(run):
         return
-    own = age(checkpoint_name(read_manifest(recipe.resume).position))
-    found = checkpoints_in(recipe.folder / "checkpoints")
+    own = age(checkpoint_name(read_manifest(run.resume).position))
+    found = checkpoints_in(run.folder / "checkpoints")
     later = [path for path in found if own is not None and (age(path.name) or own) > own]
     if later:
         raise ConfigError(
-            f"{recipe.folder} holds checkpoints later than {recipe.resume}, such as {later[-1].name}; "
+            f"{run.folder} holds checkpoints later than {run.resume}, such as {later[-1].name}; "
             "resume from the last one, or give another name"
         )
     try:
-        check_writable(recipe.folder / "checkpoints")
+        check_writable(run.folder / "checkpoints")
     except OSError as error:
-        raise unwritable(recipe.folder / "checkpoints", error) from error
+        raise unwritable(run.folder / "checkpoints", error) from error
 
 
 def check_writable(folder: Path) -> None:
@@ -126,18 +141,18 @@ def check_writable(folder: Path) -> None:
     shutil.rmtree(probe)
 
 
-def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder:
+def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder:
     """Make the experiment's folder and write the recipe into it.
 
     An earlier run there is continued if the recipe says `resume`, removed if it says `overwrite`, and otherwise moved
     aside, to `<name>.1`, `<name>.2` and so on. A folder that cannot be written is a ConfigError.
     """
-    folder = ExperimentFolder(recipe.folder)
-    check_claim(recipe)
+    folder = ExperimentFolder(run.folder)
+    check_claim(run)
     existing = [path for path in folder.checkpoints.glob("[!.]*") if (path / MANIFEST).is_file()]
     try:
-        is_new = recipe.resume is None or _is_elsewhere(recipe)
-        if existing and is_new and not recipe.overwrite:
+        is_new = run.resume is None or _is_elsewhere(run)
+        if existing and is_new and not run.overwrite:
             say(f"{folder.path} held an earlier run, which is now in {_move_aside(folder.path)}")
         if is_new:
             _clear(folder.path)
@@ -145,24 +160,24 @@ def claim_folder(recipe: Recipe, say: Callable[[str], None]) -> ExperimentFolder
         remove_partial(folder.checkpoints)
         shutil.rmtree(folder.validation, ignore_errors=True)
         check_writable(folder.checkpoints)
-        begin_segment(folder.seen, *_continued(recipe))
-        folder.config.write_text(dump_recipe(recipe), encoding="utf-8")
+        begin_segment(folder.seen, *_continued(run))
+        folder.config.write_text(dump_recipe(run), encoding="utf-8")
         folder.environment.write_text(describe_environment(), encoding="utf-8")
     except OSError as error:
         raise unwritable(folder.path, error) from error
     return folder
 
 
-def _is_elsewhere(recipe: Recipe) -> bool:
+def _is_elsewhere(run: RunConfig) -> bool:
     """Whether the run continues from a checkpoint of another experiment."""
-    return recipe.resume is not None and recipe.resume.resolve().parent.parent != recipe.folder.resolve()
+    return run.resume is not None and run.resume.resolve().parent.parent != run.folder.resolve()
 
 
-def _continued(recipe: Recipe) -> tuple[Position, Path | None]:
+def _continued(run: RunConfig) -> tuple[Position, Path | None]:
     """Where a run begins, and the record of what was seen before."""
-    if recipe.resume is None:
+    if run.resume is None:
         return Position(), None
-    return read_manifest(recipe.resume).position, ExperimentFolder(recipe.resume.parent.parent).seen
+    return read_manifest(run.resume).position, ExperimentFolder(run.resume.parent.parent).seen
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:

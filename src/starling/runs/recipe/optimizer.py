@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from starling.budget import Schedule
 from starling.configuration import Config
-from starling.registry import did_you_mean
+from starling.errors import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from starling.registry import did_you_mean, nearest
+from starling.errors import did_you_mean, nearest
 
 _MAX_SHOWN = 60  # characters of a wrong value
 

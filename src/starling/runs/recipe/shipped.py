@@ -3,8 +3,7 @@
 import shutil
 from pathlib import Path
 
-from starling.errors import ConfigError
-from starling.registry import did_you_mean
+from starling.errors import ConfigError, did_you_mean
 from starling.runs.recipe.file import SHIPPED, read_base
 
 

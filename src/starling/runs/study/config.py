@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from starling.configuration import Config, digest
-from starling.errors import ConfigError
-from starling.registry import did_you_mean
+from starling.errors import ConfigError, did_you_mean
 from starling.runs.recipe.file import Tree, read_recipe
 from starling.runs.recipe.overrides import apply_overrides
 from starling.runs.recipe.problems import describe

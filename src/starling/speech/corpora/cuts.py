@@ -10,8 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from starling.errors import DataError
-from starling.registry import did_you_mean
+from starling.errors import DataError, did_you_mean
 from starling.speech.corpora.archives import check_archive
 from starling.speech.corpora.audio import MAX_SECONDS, read_audio
 from starling.speech.corpora.lines import read_json_lines

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from starling.errors import DataError
-from starling.registry import did_you_mean
+from starling.errors import DataError, did_you_mean
 from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.utterance import FileCorpus, Utterance
 

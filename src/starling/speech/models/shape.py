@@ -101,7 +101,7 @@ class Architecture:
     """A kind of network as recipes see it."""
 
     network: str | Callable[..., nn.Module]
-    """`network(shape, num_features, vocab_size)`, or `module:name` of it; the shape is of the presets' class."""
+    """`network(shape, num_features, vocab_size)`, or its `module:name`; the shape is of the presets' class."""
     presets: Mapping[str, ModelShape]
     """Complete sets of sizes, by name; all of one class, and one of them is `small`."""
 
@@ -112,7 +112,7 @@ class Architecture:
         return [field.name for field in fields(self.presets["small"]) if field.name not in common] + common
 
     def load(self) -> Callable[..., nn.Module]:
-        """What makes the network. Starling's own need torch from here on; what a recipe says of them does not."""
+        """What makes the network, which needs torch; what a recipe says of it does not."""
         if not isinstance(self.network, str):
             return self.network
         module, name = self.network.split(":")
@@ -126,7 +126,6 @@ MODELS = {
     "transformer": Architecture(f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER),
     "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
 }
-"""Starling's own architectures by name."""
 
 
 def frames_after(num_frames: int, subsampling: int) -> int:

@@ -1,0 +1,194 @@
+"""One line for each epoch of a run, for all learners together."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from starling.launch.messages import EpochEnd
+from starling.report.lines import duration
+
+Seconds = float
+_MUCH = 5.0
+"""Per cent of the time: a learner that computes so much less than all together is named."""
+_EPOCHS_BEHIND = 2
+"""An epoch is told without the learners that are so many epochs behind another."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a model of this run did on the valid set."""
+
+    set_name: str
+    wer: float
+    """Word error rate, in per cent."""
+    epochs: int | None
+    """Whole epochs that it was trained for; None in the middle of one."""
+    steps: int
+    """Mini-batches that it was trained on."""
+    line: str
+    """Kaldi's summary."""
+
+    @property
+    def trained(self) -> str:
+        """How long the model was trained, in words."""
+        return f"epoch {self.epochs}" if self.epochs is not None else f"{self.steps} steps"
+
+    @property
+    def told(self) -> str:
+        """A line of its own."""
+        return f"after {self.trained}, {self.set_name}: {self.line}"
+
+
+@dataclass(frozen=True)
+class EpochSummary:
+    """An epoch, by the reports of the learners that took part."""
+
+    epoch: int
+    ends: tuple[EpochEnd, ...]
+    """One of each learner, by `learner_id`."""
+
+    @property
+    def num_steps(self) -> int:
+        """Gradients of all learners."""
+        return sum(each.num_steps for each in self.ends)
+
+    @property
+    def seconds(self) -> Seconds:
+        """Of the learner that took longest."""
+        return max((each.seconds for each in self.ends), default=0.0)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over all frames; None if there was none."""
+        summed = sum(each.loss * each.num_frames for each in self.ends if each.loss is not None)
+        frames = sum(each.num_frames for each in self.ends)
+        return summed / frames if frames else None
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The smallest of the learners' last ones: the schedules decay."""
+        return min((each.learning_rate for each in self._computing if each.learning_rate is not None), default=None)
+
+    @property
+    def num_rounds(self) -> int:
+        """Averaging rounds, summed over the learners."""
+        return sum(each.num_rounds for each in self.ends)
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean over all gradients."""
+        summed = sum(each.mean_staleness * sum(each.staleness) for each in self.ends)
+        counted = sum(sum(each.staleness) for each in self.ends)
+        return summed / counted if counted else max((each.mean_staleness for each in self.ends), default=0.0)
+
+    @property
+    def largest_staleness(self) -> int:
+        return max((each.largest_staleness for each in self.ends), default=0)
+
+    @property
+    def num_not_finite(self) -> int:
+        """Gradients that were left out because they were not finite."""
+        return sum(each.num_not_finite for each in self.ends)
+
+    @property
+    def worst(self) -> EpochEnd | None:
+        """The learner that computed for the smallest share of its time; None if there is no difference worth a word."""
+        worst = min(self._computing, key=lambda each: each.share(each.computing), default=None)
+        if worst is None or self.share("computing") - worst.share(worst.computing) < _MUCH:
+            return None
+        return worst
+
+    def share(self, what: str) -> float:
+        """`computing`, `waiting_for_data` or `waiting_for_peers` in per cent of the time of the learners that compute:
+        a parameter server that only serves is left out."""
+        total = sum(each.seconds for each in self._computing)
+        return 100.0 * sum(getattr(each, what) for each in self._computing) / total if total > 0.0 else 0.0
+
+    def line(self, score: Score | None = None) -> str:
+        """For people; `score` is the newest of the valid set, if it is news."""
+        num = len(self.ends)
+        begin = f"epoch {self.epoch + 1} ended after {duration(self.seconds)}, {num} learner{'s' * (num != 1)}: "
+        parts = [f"loss {self.loss:.4f}"] if self.loss is not None else []
+        if self.learning_rate is not None:
+            parts.append(f"lr {self.learning_rate:.3g}")
+        parts += [f"{self.share('computing'):.0f} % computing", self._waiting()]
+        if self.num_rounds or self.largest_staleness:
+            parts.append(f"staleness {self.mean_staleness:.1f} (at most {self.largest_staleness})")
+        if self.num_rounds and self.num_steps:
+            parts.append(f"{self.num_rounds / self.num_steps:.2f} rounds per gradient")
+        if self.num_not_finite:
+            parts.append(f"{self.num_not_finite} gradients not finite and left out")
+        if score is not None:
+            parts.append(f"{score.set_name} WER {score.wer:.2f} % after {score.trained}")
+        return begin + ", ".join(parts)
+
+    def fields(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "epoch": self.epoch + 1,
+            "step": max((each.step for each in self.ends), default=0),
+            "steps_in_epoch": self.num_steps,
+            "seconds": self.seconds,
+            "loss": self.loss,
+            "learning_rate": self.learning_rate,
+            "learners": {
+                str(each.learner_id): {
+                    "steps": each.num_steps,
+                    "seconds": each.seconds,
+                    "computing": each.computing,
+                    "waiting_for_data": each.waiting_for_data,
+                    "waiting_for_peers": each.waiting_for_peers,
+                    "loss": each.loss,
+                    "rounds": each.num_rounds,
+                    "bytes_sent": each.bytes_sent,
+                    "mean_staleness": each.mean_staleness,
+                    "largest_staleness": each.largest_staleness,
+                    "not_finite": each.num_not_finite,
+                }
+                for each in self.ends
+            },
+        }
+
+    @property
+    def _computing(self) -> tuple[EpochEnd, ...]:
+        return tuple(each for each in self.ends if each.num_steps) or self.ends
+
+    def _waiting(self) -> str:
+        data, peers = self.share("waiting_for_data"), self.share("waiting_for_peers")
+        worst = self.worst
+        named = f" (learner {worst.learner_id}: {worst.share(worst.computing):.0f} % computing)" if worst else ""
+        return f"waiting for data {data:.0f} %, for peers {peers:.0f} %{named}"
+
+
+class EpochCollector:
+    """Puts together what learners report of an epoch, at times of their own.
+
+    An epoch is complete when every member has reported it or a later one. A learner that is `_EPOCHS_BEHIND` another is
+    not waited for: what it still reports of that epoch is in its own log.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[int, dict[int, EpochEnd]] = {}
+        self._newest: dict[int, int] = {}
+        self._told = -1
+
+    def add(self, end: EpochEnd) -> None:
+        """A learner has reported the end of an epoch."""
+        self._newest[end.learner_id] = max(end.epoch, self._newest.get(end.learner_id, -1))
+        if end.epoch > self._told:
+            self._pending.setdefault(end.epoch, {})[end.learner_id] = end
+
+    def complete(self, members: Collection[int]) -> list[EpochSummary]:
+        """The epochs that are complete now, each once, where these learners train."""
+        all_at = min((self._newest.get(each, -1) for each in members), default=-1)
+        due = max(all_at, max(self._newest.values(), default=-1) - _EPOCHS_BEHIND)
+        return [self._take(epoch) for epoch in sorted(self._pending) if epoch <= due]
+
+    def rest(self) -> list[EpochSummary]:
+        """The epochs that some learners have reported and others never will: the run has ended."""
+        return [self._take(epoch) for epoch in sorted(self._pending)]
+
+    def _take(self, epoch: int) -> EpochSummary:
+        self._told = max(self._told, epoch)
+        ends = self._pending.pop(epoch)
+        return EpochSummary(epoch, tuple(ends[learner_id] for learner_id in sorted(ends)))

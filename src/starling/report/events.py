@@ -1,0 +1,66 @@
+"""What happens in a run, for machines: `log/events.jsonl`, one JSON object a line; `docs/events.md` lists the kinds."""
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Events:
+    """Appends to a file. A full disk, or a folder that cannot be written, costs events and one call of `warn`.
+
+    `write` may be called by any thread; `clock` gives seconds since the epoch.
+    """
+
+    def __init__(
+        self, path: Path, warn: Callable[[Path, OSError], None], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._path = path
+        self._warn = warn
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._descriptor: int | None = None
+        self._is_torn = False
+        """Whether the file ends in part of a line."""
+        self._has_warned = False
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """One thing has happened now."""
+        line = json.dumps(_plain({"time": round(self._clock(), 3), "kind": kind, **fields}), ensure_ascii=False)
+        with self._lock:
+            try:
+                self._append(line.encode() + b"\n")
+            except OSError as error:
+                if not self._has_warned:
+                    self._has_warned = True
+                    self._warn(self._path, error)
+
+    def close(self) -> None:
+        """Nothing more happens."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+    def _append(self, line: bytes) -> None:
+        if self._descriptor is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        left = b"\n" + line if self._is_torn else line
+        while left:
+            written = os.write(self._descriptor, left)
+            left = left[written:]
+            self._is_torn = bool(left)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that JSON does not know, NaN and infinities, become null."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

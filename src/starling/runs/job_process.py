@@ -1,0 +1,20 @@
+"""The process of one learner that `starling.train` started: `python -m starling.runs.job_process FILE`."""
+
+import sys
+from pathlib import Path
+
+from starling.launch.link import Link, reported_errors
+from starling.launch.rendezvous import find_place
+from starling.runs.train_job import learn_job, unpack
+
+
+def main(file: Path) -> None:
+    """Be a learner of the job that the launcher has packed into `file`."""
+    link = Link.from_environment()
+    with reported_errors(link):
+        job, run = unpack(file.read_bytes())
+        learn_job(job, run, find_place(run.engine.timeout_seconds), link)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,96 @@
+"""A learner of a run, from its place to its end: what it records, saves and reports, whatever it trains."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from starling.checkpoint.reader import load
+from starling.checkpoint.writer import CheckpointWriter, WriteModel
+from starling.engines.processes.learner import Place, choose_device
+from starling.engines.processes.member import run_learner
+from starling.launch.link import Link
+from starling.launch.messages import LearnerMessage, Said
+from starling.launch.rendezvous import find_membership, joins
+from starling.launch.stopping import wishes_of
+from starling.report.curves import Curves
+from starling.report.progress import say_on
+from starling.runs.cores import use_threads
+from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.experiment.seen import Seen, segments
+from starling.runs.heartbeat import HeartbeatSource, beating
+from starling.runs.keeping import Choice, model_writer
+from starling.runs.observers import CurvesByRank, Log, Messages, Metered, Saver, Together
+from starling.runs.recipe.run import RunConfig
+from starling.runs.regrouping import Regrouping
+from starling.timeouts import CURVES_EVERY, LOG_EVERY, SEND_EVERY
+from starling.training.job import Job
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a run trains, as far as a learner needs it."""
+
+    make_job: Callable[[], Job]
+    write_model: WriteModel
+    digest: str
+    """Of everything that must be the same on all learners."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Digests of what a resumed run may not change."""
+    max_skipped: Callable[[Job], int] = lambda job: 0
+    """How many examples of an epoch may be skipped."""
+    validate_every: int | None = None
+    """Epochs between two models that the launcher scores."""
+
+
+def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
+    """Be a learner to the end; the signal by which all were asked to stop early, if they were."""
+    use_threads(run, place.local_world)
+
+    def tell(message: LearnerMessage) -> None:
+        if link is not None:
+            link.send(message)
+
+    regrouping = Regrouping(folder, place, tell)
+    curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
+    sync_group_size = run.sync_group_size
+    keep = run.checkpoints.keep
+    writer = CheckpointWriter(
+        folder.checkpoints, regrouping.arrive, task.write_model, task.fingerprints, keep, sync_group_size
+    )
+    validate_every = task.validate_every if link is not None else None
+    saver = Saver(
+        writer,
+        tell,
+        lambda: Curves(folder.tensorboard / "consensus"),
+        Choice(run.checkpoints.epochs, validate_every, folder, regrouping.agree),
+        model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), task.write_model, sync_group_size),
+    )
+    job = task.make_job()
+    seen = Seen(segments(folder.seen)[-1], regrouping.count, task.max_skipped(job), lambda line: tell(Said(line)))
+    regrouping.watch(seen, saver)
+    world = max(place.world, place.rank + 1)  # a joiner's id may be beyond the first learners'
+    listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
+    if link is not None:
+        listeners.append(Metered(Messages(tell), world, SEND_EVERY))
+    start = load(run.resume).start(place.rank, place.world) if run.resume and not joins() else None
+    heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), run.engine.explain_seconds)
+    try:
+        with beating(heartbeat, link), wishes_of(link, run.checkpoints.minutes) as wishes, saver:
+            run_learner(
+                job,
+                place,
+                choose_device(run.engine.device, place),
+                task.digest,
+                Together([heartbeat, *listeners, seen, saver]),
+                start,
+                run.engine.timeout_seconds,
+                find_membership(place, link),
+                regrouping,
+                wishes,
+            )
+            return wishes.stopped_by
+    finally:
+        curves.close()
+        seen.close()

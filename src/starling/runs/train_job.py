@@ -1,0 +1,325 @@
+"""`starling.train` and `starling.simulate`: any PyTorch model and data, with everything that a recipe's run has."""
+
+import io
+import pickle
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from multiprocessing import current_process, spawn
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from starling.checkpoint.manifest import MODEL
+from starling.checkpoint.reader import latest
+from starling.checkpoint.writer import mean_of_buffers
+from starling.configuration import digest
+from starling.consensus import consensus
+from starling.engines.processes.learner import Place
+from starling.engines.virtual.cluster import Cluster
+from starling.engines.virtual.engine import Outcome, VirtualEngine
+from starling.errors import ConfigError, Stopped
+from starling.launch.link import Link
+from starling.launch.process import signal_name
+from starling.launch.rendezvous import find_place, is_learner
+from starling.report.progress import Display, say_on
+from starling.runs.cores import cores_here
+from starling.runs.experiment.claim import checkpoint_to_resume, claim_folder
+from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.following import Following
+from starling.runs.launching import check_alone, check_engine, crowding, resumable, run_learners
+from starling.runs.learning import Task, learn
+from starling.runs.recipe.run import EngineConfig, RunConfig, check_run
+from starling.training.flat import split, trainable
+from starling.training.job import Job
+
+WEIGHTS = "model.safetensors"
+
+
+class JobConfig(RunConfig):
+    """The settings of a run that trains a job; `config.yaml` in its folder."""
+
+    trains: str
+    """The class of the workload, for people."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What `starling.train` leaves behind."""
+
+    job: Job
+    folder: Path
+    checkpoint: Path
+    """The newest checkpoint; it holds the consensus model and the state of every learner."""
+
+    def model(self) -> nn.Module:
+        """The consensus model, in evaluation mode, on the CPU."""
+        model = self.job.workload.make_model()
+        model.load_state_dict(load_file(self.checkpoint / MODEL / WEIGHTS))
+        return model.eval()
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What `starling.simulate` finds."""
+
+    job: Job
+    outcome: Outcome
+
+    @property
+    def seconds(self) -> float:
+        """The simulated time."""
+        return self.outcome.seconds
+
+    def model(self) -> nn.Module:
+        """The consensus model, in evaluation mode, on the CPU."""
+        states = self.outcome.states
+        model = self.job.workload.make_model()
+        weights = consensus((state.weights for state in states), [state.kept for state in states])
+        means = mean_of_buffers([state.buffers for state in states if state.is_worker])
+        _fill(model, weights, means)
+        return model.eval()
+
+
+def train(
+    job: Job,
+    learners: int = 1,
+    *,
+    strategy: str | Mapping[str, Any] | None = None,
+    name: str = "run",
+    exp: Path | str = "exp",
+    resume: Path | str | None = None,
+    overwrite: bool = False,
+    on_loss: str = "continue",
+    checkpoints: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+) -> Trained:
+    """Train a job with `learners` processes on this machine.
+
+    Every mini-batch of an epoch is computed once, at whatever speeds the learners have; checkpoints, resuming, learners
+    that are lost or join, faults on purpose, `starling status` and `starling join` work as they do for a recipe.
+
+    Learners receive a pickled copy of the job and import this script, so what the job refers to must be defined at the
+    top level of a module or of the script, and the call must be under `if __name__ == "__main__":`. Under `torchrun` or
+    Slurm every process makes the same call, and `learners` is the number of processes.
+
+    Args:
+        job: What to train, how and for how long.
+        learners: Processes.
+        strategy: A name from `starling strategies`, `module:name`, or a mapping with `name` and options; None: the
+            job's.
+        name: The experiment's folder inside `exp`. An earlier run there is moved aside.
+        exp: Where experiments are.
+        resume: An experiment, or a checkpoint, to continue from.
+        overwrite: Remove an earlier run instead of moving it aside.
+        on_loss: What happens when a learner is killed: `continue` without it, `replace` it, or `stop`.
+        checkpoints: Options of a recipe's `checkpoints` section: `minutes`, `epochs`, `every`, `keep`.
+        engine: Options of a recipe's `engine` section: `device`, `threads`, `timeout_seconds`, `explain_seconds`.
+        console: Where progress goes; None: standard error.
+
+    Raises:
+        ConfigError: for settings that cannot work, before any process starts.
+        StarlingError: whatever ended the run; its notes say how to resume.
+
+    Example:
+        >>> trained = starling.train(job, learners=4, strategy="adpsgd", name="digits")  # doctest: +SKIP
+        >>> model = trained.model()  # doctest: +SKIP
+    """
+    console = console or Console(stderr=True)
+    if getattr(current_process(), "_inheriting", False):
+        raise ConfigError(
+            "starling.train was called while a learner imported this script; put the call under "
+            '`if __name__ == "__main__":`'
+        )
+    given = {
+        "name": name,
+        "seed": job.seed,
+        "learners": learners,
+        "strategy": strategy or {"name": job.strategy.name, **job.options.model_dump(mode="json")},
+        "budget": job.budget,
+        "engine": engine or EngineConfig(),
+        "stragglers": job.stragglers,
+        "faults": job.faults,
+        "on_loss": on_loss,
+        "checkpoints": {"every": job.checkpoint_every, **(checkpoints or {})},
+        "resume": resume,
+        "overwrite": overwrite,
+        "exp": exp,
+        "trains": f"{type(job.workload).__module__}.{type(job.workload).__qualname__}",
+    }
+    run = check_run(JobConfig, given, "starling.train")
+    job = job_of(job, run)
+    if is_learner():
+        return _train_under_another_launcher(job, run, console)
+    run = _resolved(job, run)
+    check_engine(run)
+    check_alone(run)
+    packed = pack(job, run)
+    if line := crowding(run.learners, cores_here()):
+        say_on(console)(line)
+    folder = claim_folder(run, say_on(console))
+    title = f"{run.name}: {run.learners} learners, {run.strategy.name}"
+    with (
+        tempfile.TemporaryDirectory(prefix="starling-job-") as scratch,
+        Following(run, folder, console) as following,
+        Display(title, run.learners, console, following.events) as display,
+    ):
+        file = Path(scratch) / "job"
+        file.write_bytes(packed)
+        command = [sys.executable, "-m", "starling.runs.job_process", str(file)]
+        run_learners(run, folder, command, following, display, how_to_resume(folder))
+    with following.scoring():
+        return Trained(job, folder.path, latest(folder.path))
+
+
+def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulated:
+    """Train a job with `learners` virtual learners in this process, on a simulated cluster and clock.
+
+    The gradients are real; the same seed gives the same run. Functions need not be importable, and nothing is written.
+
+    Args:
+        job: What to train, how and for how long.
+        learners: Virtual learners.
+        cluster: How fast its machines and links are; None: the default of `starling.Cluster`.
+
+    Raises:
+        Deadlock: if every learner waits and nothing can happen any more.
+        PeerLost: if faults leave no learner.
+
+    Example:
+        >>> starling.simulate(job, learners=64).seconds  # doctest: +SKIP
+    """
+    return Simulated(job, VirtualEngine(job, learners, cluster).run())
+
+
+def job_of(job: Job, run: RunConfig) -> Job:
+    """The job with the strategy and the other settings of a run."""
+    return replace(
+        job,
+        strategy=run.strategy.strategy,
+        options=run.strategy.options,
+        checkpoint_every=run.checkpoints.every,
+        autocast=job.autocast or run.engine.autocast == "bf16",
+    )
+
+
+def how_to_resume(folder: ExperimentFolder) -> str:
+    """The argument that resumes a run from its newest checkpoint."""
+    return f"starling.train(job, ..., resume={str(folder.path)!r})"
+
+
+def pack(job: Job, run: JobConfig) -> bytes:
+    """What a learner needs to make the same job: how to import this script, the settings, and the job.
+
+    Raises ConfigError for a job that cannot be pickled.
+    """
+    preparation = spawn.get_preparation_data("starling-learner")
+    preparation.pop("authkey", None)
+    buffer = io.BytesIO()
+    pickle.dump((preparation, run.model_dump(mode="json")), buffer)
+    try:
+        pickle.dump(job, buffer)  # by value: what multiprocessing would share ends with this process
+    except Exception as error:
+        raise ConfigError(
+            f"job: it cannot be sent to learner processes ({error}); define its functions and classes at the top level "
+            "of a module or of the script, and bind their arguments with functools.partial"
+        ) from error
+    return buffer.getvalue()
+
+
+def unpack(packed: bytes) -> tuple[Job, JobConfig]:
+    """What `pack` has packed in the launcher of this very process."""
+    buffer = io.BytesIO(packed)
+    preparation, settings = pickle.load(buffer)  # noqa: S301 - written by this learner's own launcher
+    process = current_process()
+    process._inheriting = True  # type: ignore[attr-defined]  # multiprocessing's word for: the script is being imported
+    try:
+        spawn.prepare(preparation)
+        job = pickle.load(buffer)  # noqa: S301 - as above
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"job: a learner cannot import what it refers to ({error}); define it at the top level of a module or of "
+            "the script, not in a notebook or under `if __name__`"
+        ) from error
+    finally:
+        del process._inheriting  # type: ignore[attr-defined]
+    return job, JobConfig.model_validate(settings)
+
+
+def learn_job(job: Job, run: JobConfig, place: Place, link: Link | None) -> int | None:
+    """Be a learner of a job; see `learn`."""
+    folder = ExperimentFolder(run.folder)
+    task = Task(
+        make_job=lambda: job,
+        write_model=WeightsWriter(job.workload.make_model()),
+        digest=digest(run.model_dump(mode="json", exclude={"overwrite"})),
+        fingerprints=fingerprints(job),
+    )
+    return learn(run, task, folder, place, link)
+
+
+def fingerprints(job: Job) -> dict[str, str]:
+    """Digests of what a resumed run may not change: the shape of the model, and the number of mini-batches."""
+    model = job.workload.make_model()
+    shapes = {key: [list(value.shape), str(value.dtype)] for key, value in model.state_dict().items()}
+    return {"model": digest(shapes), "data": digest([job.workload.num_batches(0), job.seed])}
+
+
+class WeightsWriter:
+    """Writes a model's state with given weights `[P]` and buffers as `model.safetensors`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
+        _fill(self._model, weights, buffers)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {key: value.detach().clone().contiguous() for key, value in self._model.state_dict().items()}
+        save_file(state, folder / WEIGHTS)
+
+
+def _fill(model: nn.Module, weights: Tensor, buffers: Mapping[str, Tensor]) -> None:
+    """Copy flat weights `[P]` and buffers into a model."""
+    parameters = trainable(model)
+    with torch.no_grad():
+        for parameter, values in zip(parameters, split(weights, parameters), strict=True):
+            parameter.copy_(values)
+        own = dict(model.named_buffers())
+        for name, buffer in buffers.items():
+            own[name].copy_(buffer)
+
+
+def _resolved(job: Job, run: JobConfig) -> JobConfig:
+    """The settings with `resume` naming one checkpoint, checked to fit."""
+    if run.resume is None:
+        return run
+    return run.model_copy(update={"resume": checkpoint_to_resume(run, fingerprints(job))})
+
+
+def _train_under_another_launcher(job: Job, run: JobConfig, console: Console) -> Trained:
+    """Be one of the processes that torchrun or Slurm started; learner 0 makes the folder."""
+    place = find_place(run.engine.timeout_seconds)
+    run = run.model_copy(update={"learners": place.world})
+    job = job_of(job, run)
+    key = "set up"
+    if place.rank == 0:
+        run = _resolved(job, run)
+        check_engine(run)
+        claim_folder(run, say_on(console))
+        place.store.set(key, str(run.resume or ""))
+    else:
+        place.store.wait([key])
+        resume = place.store.get(key).decode()
+        run = run.model_copy(update={"resume": Path(resume) if resume else None})
+    folder = ExperimentFolder(run.folder)
+    stopped_by = learn_job(job, run, place, None)
+    if stopped_by is not None:
+        stopped = Stopped(f"stopped by {signal_name(stopped_by)}", stopped_by, has_saved=True)
+        raise resumable(stopped, folder, how_to_resume(folder))
+    return Trained(job, folder.path, latest(folder.path))

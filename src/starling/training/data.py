@@ -1,0 +1,187 @@
+"""A workload made from what every PyTorch user has: a model, a loss and data."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from starling.chance import derive_seed
+from starling.errors import ConfigError, DataError
+from starling.workload import Ticket, Workload
+
+MakeModel = Callable[[], nn.Module]
+Loss = Callable[[nn.Module, Any], Tensor]
+"""The scalar to minimise, from the model and a mini-batch on the model's device: a mean over its examples."""
+MakeBatch = Callable[[Ticket], Any]
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A mini-batch of any structure of tensors."""
+
+    content: Any
+    num_examples: int
+    ids: tuple[str, ...] = ()
+    """The examples' places in a map-style dataset."""
+    num_frames: int = 0
+    seconds: float = 0.0
+
+    def to(self, device: torch.device) -> Self:
+        """The same with every tensor on `device`."""
+        moved = _moved(self.content, device)
+        return type(self)(moved, self.num_examples, self.ids)
+
+
+class DataWorkload(Workload[Batch]):
+    """Trains `make_model()` to minimise `loss(model, batch)` over `data`.
+
+    Learners and loading processes receive a pickled copy, so the functions must be importable: defined at the top level
+    of a module or of the script that is run, not lambdas.
+
+    Args:
+        make_model: Returns a new model on the CPU. The same random seed is set before each call.
+        loss: The mean loss over the examples of a batch.
+        data: A map-style dataset (`__len__` and `__getitem__`), an iterable (such as an `IterableDataset`), or a
+            function from a `Ticket` to a mini-batch.
+        batch_size: Examples in a mini-batch; None where `data` is a function.
+        num_batches: Mini-batches in an epoch. Needed unless `data` is map-style, whose epoch is all of its examples in
+            an order drawn anew for each epoch.
+        collate: Makes a mini-batch of a list of examples, as in `torch.utils.data.DataLoader`.
+        shuffle: Whether a map-style dataset is shuffled.
+        seed: Of the model and of the order.
+
+    Raises:
+        ConfigError: if the arguments do not fit together.
+
+    An iterable must yield the same examples in the same order whenever it is iterated: each learner reads all of it and
+    collates only the mini-batches it computes. If it has a method `set_epoch`, that is called before each epoch.
+    """
+
+    def __init__(
+        self,
+        make_model: MakeModel,
+        loss: Loss,
+        data: "Dataset[Any] | Sequence[Any] | Iterable[Any] | MakeBatch",
+        batch_size: int | None = None,
+        num_batches: int | None = None,
+        collate: Collate = default_collate,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self._make_model, self._loss, self._collate = make_model, loss, collate
+        self._data, self._batch_size, self._shuffle, self._seed = data, batch_size, shuffle, seed
+        self._is_map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        self._is_map_style = self._is_map_style and not isinstance(data, IterableDataset)
+        self._is_iterable = not self._is_map_style and hasattr(data, "__iter__")
+        self._check(num_batches)
+        if self._is_map_style:
+            num_batches = math.ceil(len(cast(Sequence[Any], data)) / cast(int, batch_size))
+        self._num_batches = cast(int, num_batches)
+        self._order: tuple[int, Tensor] | None = None  # of the newest epoch
+        self._reading: tuple[int, int, Iterator[Any]] | None = None  # epoch, the next mini-batch, examples from there
+
+    def _check(self, num_batches: int | None) -> None:
+        has_size = self._batch_size is not None
+        if not (self._is_map_style or self._is_iterable or callable(self._data)):
+            raise ConfigError(
+                f"data: a {type(self._data).__name__} is neither a dataset, an iterable nor a function of a ticket"
+            )
+        if has_size != (self._is_map_style or self._is_iterable):
+            what = "a dataset needs batch_size" if not has_size else "a function of a ticket makes whole mini-batches"
+            raise ConfigError(f"batch_size: {what}")
+        if has_size and cast(int, self._batch_size) < 1:
+            raise ConfigError(f"batch_size: {self._batch_size} is not at least 1")
+        if self._is_map_style:
+            if num_batches is not None:
+                raise ConfigError("num_batches: a map-style dataset has as many as its length and batch_size say")
+            if len(cast(Sequence[Any], self._data)) == 0:
+                raise DataError("data: the dataset is empty")
+        elif num_batches is None or num_batches < 1:
+            raise ConfigError(f"num_batches: {num_batches} is not at least 1; say how many mini-batches an epoch has")
+
+    def make_model(self) -> nn.Module:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(derive_seed(self._seed, "model"))
+            return self._make_model()
+
+    def num_batches(self, epoch: int) -> int:
+        return self._num_batches
+
+    def load(self, ticket: Ticket) -> Sequence[Batch]:
+        if self._is_map_style:
+            return [self._of_places(ticket)]
+        if self._is_iterable:
+            return [self._of_iterable(ticket)]
+        content = cast(MakeBatch, self._data)(ticket)
+        return [Batch(content, _num_examples(content))]
+
+    def loss(self, model: nn.Module, examples: Batch) -> Tensor:
+        return self._loss(model, examples.content)
+
+    def planned_size(self, ticket: Ticket, unit: str) -> float:
+        if self._is_map_style and unit == "utterances":
+            return float(len(self._places(ticket)))
+        return super().planned_size(ticket, unit)  # type: ignore[arg-type]
+
+    def _of_places(self, ticket: Ticket) -> Batch:
+        data, places = cast(Sequence[Any], self._data), self._places(ticket)
+        return Batch(self._collate([data[place] for place in places]), len(places), tuple(map(str, places)))
+
+    def _places(self, ticket: Ticket) -> list[int]:
+        """The places of a mini-batch's examples in a map-style dataset."""
+        size, length = cast(int, self._batch_size), len(cast(Sequence[Any], self._data))
+        first = ticket.index * size
+        if not self._shuffle:
+            return list(range(first, min(first + size, length)))
+        if self._order is None or self._order[0] != ticket.epoch:
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", ticket.epoch))
+            self._order = ticket.epoch, torch.randperm(length, generator=generator)
+        return [int(place) for place in self._order[1][first : first + size]]
+
+    def _of_iterable(self, ticket: Ticket) -> Batch:
+        """Read on to a ticket's mini-batch, or from the beginning where it lies behind."""
+        size = cast(int, self._batch_size)
+        epoch, following, examples = self._reading or (-1, 0, iter(()))
+        if epoch != ticket.epoch or following > ticket.index:
+            if hasattr(self._data, "set_epoch"):
+                self._data.set_epoch(ticket.epoch)
+            following, examples = 0, iter(cast(Iterable[Any], self._data))
+        skipped = size * (ticket.index - following)
+        next(islice(examples, skipped, skipped), None)
+        found = list(islice(examples, size))
+        self._reading = ticket.epoch, ticket.index + 1, examples
+        if not found:
+            raise DataError(
+                f"data: the iterable ended before mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1}; "
+                f"num_batches={self._num_batches} of {size} examples promise more, so lower num_batches"
+            )
+        return Batch(self._collate(found), len(found))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reading": None}  # an iterator cannot be pickled, and each process has its own
+
+
+def _moved(content: Any, device: torch.device) -> Any:
+    if isinstance(content, Tensor):
+        return content.to(device, non_blocking=True)
+    if isinstance(content, Mapping):
+        return {key: _moved(value, device) for key, value in content.items()}
+    if isinstance(content, tuple) and hasattr(content, "_fields"):
+        return type(content)(*(_moved(value, device) for value in content))
+    if isinstance(content, list | tuple):
+        return type(content)(_moved(value, device) for value in content)
+    return content.to(device) if hasattr(content, "to") else content
+
+
+def _num_examples(content: Any) -> int:
+    """The length of the first tensor in a mini-batch; 1 if there is none."""
+    if isinstance(content, Tensor):
+        return len(content) if content.dim() else 1
+    values = content.values() if isinstance(content, Mapping) else content if isinstance(content, list | tuple) else ()
+    return next((_num_examples(value) for value in values if isinstance(value, Tensor | Mapping | list | tuple)), 1)

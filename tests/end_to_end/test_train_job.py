@@ -1,0 +1,121 @@
+"""`starling.train` trains anybody's model and data on real processes, with what a recipe's run has."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from starling.checkpoint.reader import latest, load
+from starling.runs.experiment.seen import read_seen
+
+SCRIPT = """
+import sys
+from functools import partial
+import torch
+from torch import nn
+import starling
+from starling.training.faults import Kill
+
+def make_model():
+    return nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+
+def loss(model, batch):
+    points, labels = batch
+    return nn.functional.cross_entropy(model(points), labels)
+
+points = torch.randn(1200, 2, generator=torch.Generator().manual_seed(1))
+labels = (points.prod(dim=1) > 0).long()
+data = torch.utils.data.TensorDataset(points, labels)
+job = starling.Job(
+    starling.DataWorkload(make_model, loss, data, batch_size=20),
+    starling.STRATEGIES["adpsgd"],
+    starling.Budget(epochs=int(sys.argv[2])),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    options=starling.STRATEGIES["adpsgd"].options(),
+    faults=(Kill(kill=1, at_step=10),) if "kill" in sys.argv else (),
+)
+"""
+TRAIN = """
+if __name__ == "__main__":
+    resume = "exp/quadrants" if "resume" in sys.argv else None
+    trained = starling.train(job, learners=int(sys.argv[1]), name="quadrants", resume=resume, engine={"threads": 1})
+    right = (trained.model()(points).argmax(dim=1) == labels).float().mean()
+    print(f"accuracy {right:.3f}")
+"""
+
+
+def run(folder: Path, text: str, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """What a script of somebody's own does."""
+    script = folder / "quadrants.py"
+    script.write_text(text, encoding="utf-8")
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=200
+    )
+
+
+def accuracy(done: "subprocess.CompletedProcess[str]") -> float:
+    assert done.returncode == 0, done.stderr
+    return float(re.findall(r"accuracy ([\d.]+)", done.stdout)[0])
+
+
+def test_a_job_survives_a_killed_learner_sees_everything_once_and_resumes_with_other_learners(tmp_path: Path) -> None:
+    """One of three is killed with -9; then two go on from the checkpoint."""
+    first = run(tmp_path, SCRIPT + TRAIN, "3", "5", "kill")
+    assert accuracy(first) > 0.8
+    assert "learner 1 was killed by SIGKILL" in first.stderr
+    experiment = tmp_path / "exp" / "quadrants"
+    assert json.loads((experiment / "status.json").read_text())["exit_code"] == 0
+    second = run(tmp_path, SCRIPT + TRAIN, "2", "7", "resume")
+    assert accuracy(second) > 0.9
+    manifest = load(latest(experiment)).manifest
+    assert (manifest.position.num_done, manifest.world) == (7 * 60, 2)
+    seen = Counter(sight.ticket.step for sight in read_seen(experiment / "seen", manifest.position))
+    assert seen == Counter(range(7 * 60))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            SCRIPT.replace("make_model, loss", "lambda: make_model(), loss") + TRAIN,
+            "job: it cannot be sent to learner processes",
+        ),
+        (
+            SCRIPT + TRAIN.replace('if __name__ == "__main__":', "if True:"),
+            "starling.train was called while a learner imported this script",
+        ),
+        (
+            SCRIPT + TRAIN.replace("name=", "on_loss='shrug', strategy='adpgsd', name="),
+            "starling.train: 2 problems",
+        ),
+        (SCRIPT.replace("batch_size=20", "batch_size=0") + TRAIN, "batch_size: 0 is not at least 1"),
+    ],
+)
+def test_what_cannot_work_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
+    """Before or after learners have started; nothing is left behind."""
+    done = run(tmp_path, text, "2", "1")
+    assert done.returncode != 0
+    assert message in done.stderr, done.stderr
+    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("starling-job-*/job"))
+
+
+def test_a_resume_with_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    """The shapes of the model are compared with the checkpoint's."""
+    assert accuracy(run(tmp_path, SCRIPT + TRAIN, "1", "1")) > 0.4
+    other = run(tmp_path, SCRIPT.replace("16", "17") + TRAIN, "1", "2", "resume")
+    assert "it was trained with another model than this run asks for" in other.stderr
+
+
+def test_under_torchrun_every_process_makes_the_same_call(tmp_path: Path) -> None:
+    """Its learners are those that torchrun started."""
+    (tmp_path / "quadrants.py").write_text(SCRIPT + TRAIN, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "quadrants.py"]
+    done = subprocess.run([*command, "7", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert accuracy(done) > 0.7
+    assert load(latest(tmp_path / "exp" / "quadrants")).manifest.world == 2
