@@ -22,12 +22,13 @@ def sync(*paths: Path) -> None:
             os.close(descriptor)
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str, aside: Path | None = None) -> None:
     """Write a UTF-8 text file under another name, sync it, and rename it: readers see the old text or the new one.
 
-    Characters that UTF-8 cannot hold are written as escapes. Raises OSError when the file cannot be written.
+    Until then it lies in the folder `aside` of the same file system, by default beside `path`. Characters that UTF-8
+    cannot hold are written as escapes. Raises OSError when the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    partial = (aside or path.parent) / f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial"
     try:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
         sync(partial)

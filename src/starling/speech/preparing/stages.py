@@ -99,7 +99,7 @@ class Stage:
             self.file.unlink(missing_ok=True)
             if self.writes:
                 self._publish(aside, result.shard)
-            replace_file(self.file, json.dumps(asdict(result), separators=_SEPARATORS))
+            replace_file(self.file, json.dumps(asdict(result), separators=_SEPARATORS), aside)
         return len(result.places)
 
     def _checked(self, tick: Tick) -> Result:
