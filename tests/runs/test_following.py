@@ -130,7 +130,7 @@ def test_a_learner_writes_what_it_knows_into_its_own_log_and_not_too_often() -> 
     """Once, again when the wait has doubled, and when it is over; that it stood still itself is no wait."""
     clock, lines = Clock(), list[str]()
     waits = Waits(clock)
-    sign = Heartbeat(3, lines.append, 10.0, waits, clock)
+    sign = Heartbeat(3, lines.append, waits, 10.0, clock)
 
     def go_on(seconds: float) -> None:
         for _ in range(int(seconds / 0.5)):

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from starling.checkpoint.state import LearnerState
-from starling.engines.processes.stalls import WAITS, Stall, Waits
+from starling.engines.processes.stalls import Stall, Waits
 from starling.launch.link import BEAT_SECONDS, Link
 from starling.report.stalls import TIMES_AS_LONG, own_line, resumed_line
 from starling.training.job import EpochReport, StepReport
@@ -26,15 +26,15 @@ STILL_SECONDS = 2.0
 class Heartbeat:
     """An observer that counts, and the messages made of that; `write` takes the lines for this learner's log.
 
-    Waits are unusual beyond `long_seconds`.
+    `waits` are those of the learner; beyond `long_seconds` they are unusual.
     """
 
     def __init__(
         self,
         name: int,
         write: Callable[[str], None],
+        waits: Waits,
         long_seconds: float = 10.0,
-        waits: Waits = WAITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_steps = 0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch.distributed import DistError
 
 from starling.checkpoint.files import remove_partial
-from starling.engines.processes.learner import Place
+from starling.engines.processes.place import Place
 from starling.errors import PeerLost
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import Seen, begin_segment, segments

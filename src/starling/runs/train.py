@@ -11,8 +11,9 @@ from rich.console import Console
 from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import checkpoints_in, load
 from starling.checkpoint.writer import CheckpointWriter
-from starling.engines.processes.learner import Place, choose_device
 from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import Place, choose_device
+from starling.engines.processes.stalls import Waits
 from starling.errors import ConfigError, StarlingError, Stopped
 from starling.launch.launcher import launch
 from starling.launch.link import Link
@@ -196,7 +197,7 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
 
     regrouping = Regrouping(folder, place, tell)
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
-    write_model = ModelWriter(folder.initial)
+    write_model, waits = ModelWriter(folder.initial), Waits()
     writer = CheckpointWriter(
         folder.checkpoints,
         regrouping.arrive,
@@ -226,7 +227,7 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
     if link is not None:
         listeners.append(Metered(Messages(tell), world, SEND_EVERY))
     start = load(recipe.resume).start(place.rank, place.world) if recipe.resume and not joins() else None
-    sign = Heartbeat(place.rank, say_on(Console(file=sys.stdout)), recipe.engine.explain_seconds)
+    sign = Heartbeat(place.rank, say_on(Console(file=sys.stdout)), waits, recipe.engine.explain_seconds)
     try:
         with giving(sign, link), wishes_of(link, recipe.checkpoints.minutes) as wishes, saver:
             run_learner(
@@ -240,6 +241,7 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
                 find_membership(place, link),
                 regrouping,
                 wishes,
+                waits,
             )
             return wishes.stopped_by
     finally:
