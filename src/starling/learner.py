@@ -1,8 +1,8 @@
-"""All that a strategy may ask for: the learner, and the handles of work that it has started.
+"""All that a strategy may use: the learner, and the handles of the work that it has started.
 
 A strategy is an `async def` over one `Learner`. It is not asyncio: an engine drives the coroutine. Starting work
-returns a `Handle` at once; only `await` waits. On the `processes` engine time passes as it does, on the `virtual`
-engine on a simulated clock; the text of the strategy is the same.
+returns a `Handle` at once; only `await` waits. Time is real on the `processes` engine and simulated on the `virtual`
+engine; the text of the strategy is the same.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Handle(ABC, Generic[T]):
-    """Work that was started; `await` waits for its result."""
+    """Work under way; `await` waits for its result."""
 
     def __await__(self) -> Generator["Handle[Any]", None, T]:
         yield self
@@ -23,28 +23,28 @@ class Handle(ABC, Generic[T]):
 
     @abstractmethod
     def result(self) -> T:
-        """The result of finished work; raises what the work raised."""
+        """The result of finished work; raises the work's exception."""
 
 
 class LoopEnded(Exception):  # noqa: N818 - it is no error
-    """Raised where a strategy awaits a gradient that somebody's own training loop will not make: the loop has ended.
+    """Raised where a strategy awaits a gradient that a user's training loop will not make, because the loop has ended.
 
-    A strategy whose learners have something to do after their last gradient suppresses it around its loop.
+    A strategy whose learners have work to do after their last gradient suppresses it around its loop.
     """
 
 
 class Shard(ABC):
-    """A piece of the model in host memory with an optimizer of its own: a server's, or memory that learners share."""
+    """A piece of the model in host memory, with its own optimizer: a server's, or memory that learners share."""
 
     @property
     @abstractmethod
     def piece(self) -> slice:
-        """Which piece of the weights `[P]` it is."""
+        """Its place in the weights `[P]`."""
 
     @property
     @abstractmethod
     def num_steps(self) -> int:
-        """How many steps were made on it, by whomever."""
+        """The number of steps made on it, by any learner."""
 
     @abstractmethod
     def read(self) -> Handle[Tensor]:
@@ -52,10 +52,10 @@ class Shard(ABC):
 
     @abstractmethod
     def step(self, gradient: Tensor, step_metadata: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Handle[None]:
-        """Start letting the optimizer change the piece by `gradient` `[n]`, which is of host memory.
+        """Start changing the piece by `gradient` `[n]`, in host memory, with the optimizer.
 
-        `stamp` is that of the learner whose gradient it is (or the last of those in it); `read_at` tells for each
-        gradient in it what `num_steps` was when its weights were read; `scale` multiplies the learning rate.
+        `step_metadata` is that of the learner whose gradient it is (of a sum, the last). `read_at` gives, for each
+        gradient in it, `num_steps` when its weights were read; `scale` multiplies the learning rate.
         """
 
 
@@ -69,22 +69,22 @@ class Learner(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """Who am I, in [0, world)."""
+        """This learner's number, in [0, world)."""
 
     @property
     @abstractmethod
     def world(self) -> int:
-        """How many learners are there."""
+        """The number of learners."""
 
     @property
     @abstractmethod
     def seed(self) -> int:
-        """The seed of the run, the same on all learners: what they draw from it they agree on without a word."""
+        """The seed of the run, the same on all learners: they agree on what they draw from it without a message."""
 
     @property
     @abstractmethod
     def weights(self) -> Tensor:
-        """This learner's own model, flat, `[P]`; the model's parameters are views into it. Not to be written to."""
+        """This learner's own model, flat, `[P]`; the model's parameters are views into it. Do not write to it."""
 
     @abstractmethod
     def claim(self) -> bool:
@@ -93,101 +93,100 @@ class Learner(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """How many changes were made to `weights`."""
+        """The number of changes made to `weights`."""
 
     @property
     @abstractmethod
     def step_metadata(self) -> Tensor:
-        """What a `Shard` must know of the claimed mini-batch, `[k]` of float64 in host memory: its learning rate and
-        the like. k is the same on all learners and at all times."""
+        """What a `Shard` must know about the claimed mini-batch, such as its learning rate: `[k]` of float64 in host
+        memory. k is the same on all learners and at all times."""
 
     @abstractmethod
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         """Start computing the gradient `[P]` of the claimed mini-batch at the weights `at`.
 
-        `at` is not to be changed before the handle was awaited: where something in the background changes `weights`,
-        take the gradient at a `snapshot()`. The result is valid until the next gradient of this learner begins.
+        Do not change `at` before the handle was awaited: if the background changes `weights`, take the gradient at a
+        `snapshot()`. The result is valid until this learner's next gradient begins.
         """
 
     @abstractmethod
     def clip(self, gradient: Tensor) -> Tensor | None:
-        """Shorten a gradient `[P]` in place to the longest that the run allows, as `step` does by itself.
+        """Clip a gradient `[P]` in place to the norm that the run allows, as `step` does anyway.
 
-        None for one that is not finite: it must make no step anywhere. `NonFiniteError` after many in a row.
+        None for a non-finite gradient: it must make no step anywhere. `NonFiniteError` after many in a row.
         """
 
     @abstractmethod
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
         """Start averaging a vector, as it is now, over a group of learners (None: all), summed in rank order.
 
-        A group other than all is the learner's own team: the learners that claim together with it. The result is not
-        to be written to: learners may share it. A handle given to `mean` while its work is under way is not to be
-        awaited for itself. The mean of a gradient's handle may begin before the gradient is complete: the `processes`
-        engine reduces each part while the rest is still being computed, and then a backend chooses the order of the
-        sum.
+        A group other than all is the learner's own sync group. Do not write to the result: learners may share it. Do
+        not await a handle that was given to `mean` while its work was under way. The mean of a gradient's handle may
+        begin before the gradient is complete: the `processes` engine reduces each part while the rest is still being
+        computed, and then a backend chooses the order of the sum.
         """
 
     @abstractmethod
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """Start sending `tensor` to `peer`, which receives it under the same `tag`. A learner may send to itself.
 
-        The tensor is not to be changed before the handle was awaited, and a `snapshot` of a piece not at all: a peer on
-        the same machine may read it where it lies. Several of one tag arrive in their order.
+        Do not change the tensor before the handle was awaited, and a `snapshot` of a piece not at all: a peer on the
+        same machine may read it in place. Messages under one tag arrive in order.
         """
 
     @abstractmethod
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        """Start receiving what `peer` sends under `tag`, of the shape, dtype and device of `like`.
+        """Start receiving what `peer` sends under `tag`, with the shape, dtype and device of `like`.
 
-        The result is not to be written to: the peer may have lent it.
+        Do not write to the result: it may be the peer's memory.
         """
 
     @abstractmethod
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
-        """Wait until one of `handles` is finished; its key. However long it takes, as long as all peers live.
+        """Wait until one of `handles` is finished; its key. There is no time-out as long as all peers live.
 
-        What is not finished may be waited for again, under the same key.
+        Unfinished handles may be waited for again, under the same keys.
         """
 
     @abstractmethod
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
-        """Start sending `tensor` to `peer` and receiving the one it sends, alike, under the same `tag`."""
+        """Start sending `tensor` to `peer` and receiving its tensor, of the same shape, under the same `tag`."""
 
     @abstractmethod
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
-        """Start a second coroutine of this learner, beside the first. An error in it ends the learner."""
+        """Start a second coroutine of this learner, concurrent with the first. An error in it ends the learner."""
 
     @abstractmethod
     def round(self, period: float) -> Handle[int | None]:
         """Wait for the next averaging round of the run; its number, or None after the last.
 
-        All learners go through the same rounds, 0, 1, 2, …, and through equally many, whatever order they finish in.
-        A round opens for everybody as soon as one learner has made `period` gradients for it: so a slow learner delays
-        nobody's rounds, and about 1 / `period` rounds pass for each gradient of the fastest.
+        All learners go through the same rounds, 0, 1, 2, …, and through equally many, in whatever order they finish.
+        A round opens for all as soon as one learner has made `period` gradients for it: so a slow learner delays no
+        rounds, and about 1 / `period` rounds pass per gradient of the fastest learner.
         """
 
     @abstractmethod
     def keep_up(self, most: float) -> Handle[None]:
         """Wait until this learner is less than `most` gradients ahead of the last round that its background completed.
 
-        It waits for its own background, while that is in a round; never for a round to open, nor for another learner's
-        gradient.
+        It waits for its own background, while that is in a round, and never for a round to open or for another
+        learner's gradient.
         """
 
     @abstractmethod
     def step(self, gradient: Tensor, read_at: int | None = None) -> None:
-        """Let the local optimizer change `weights` by `gradient` `[P]`.
+        """Change `weights` by `gradient` `[P]`, with the local optimizer.
 
-        `read_at` is what `version` was when the weights of the gradient were read; None: it is the newest gradient.
+        `read_at` was `version` when the weights of the gradient were read; None: it is the newest gradient.
         """
 
     @abstractmethod
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        """weights += delta; or a piece of them, as `pieces` cuts them."""
+        """weights += delta, for all weights or for a piece, as `pieces` cuts them."""
 
     @abstractmethod
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        """Put `weights` `[P]`, or a piece `[n]` of them, in the place of this learner's own."""
+        """Replace this learner's weights by `weights` `[P]`, or a piece of them by `[n]`."""
 
     @abstractmethod
     def snapshot(self, piece: slice | None = None) -> Tensor:
@@ -195,20 +194,20 @@ class Learner(ABC):
 
     @abstractmethod
     def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        """`weights` cut into pieces of at most `largest` numbers, so that each is changed and sent in little time.
+        """`weights` cut into pieces of at most `largest` numbers, so that changing and sending each is quick.
 
-        With `optimizer_state` the pieces of what the optimizer remembers about each weight (momentum, Adam's two
-        moments) follow behind those of the weights, the same on all learners.
+        With `optimizer_state` the pieces of the optimizer's state for each weight (momentum, Adam's two moments)
+        follow those of the weights, in the same order on all learners.
         """
 
     @abstractmethod
     def keep(self, piece: slice) -> Shard:
-        """Keep a piece of the model on behalf of all learners, from this learner's weights on."""
+        """Keep a piece of the model for all learners, starting from this learner's weights."""
 
     @abstractmethod
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
-        """Start sharing the model with all learners, in memory that everybody changes without a lock.
+        """Start sharing the model with all learners, in memory that all of them change without a lock.
 
-        It begins with learner 0's weights; optimizers are each learner's own. ConfigError unless all learners run on
+        It starts from learner 0's weights; each learner has its own optimizers. ConfigError unless all learners run on
         one machine.
         """

@@ -320,7 +320,7 @@ class Communicator:
 
         def result() -> int:
             begin, is_behind = self._now(), threading.current_thread() is self._background
-            with self._waits.waiting("whoever comes first"):
+            with self._waits.waiting("the first of several"):
                 key = self._firsts[is_behind].of(work, self._notice_losses)
             if not is_behind:
                 self._statistics.spent.waiting_for_peers += self._now() - begin
