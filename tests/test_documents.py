@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import sys
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -53,17 +54,43 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+WITHOUT_EXTRAS = """
+import sys
+
+class WithoutExtras:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {!r}:
+            raise ModuleNotFoundError("No module named " + name, name=name)
+
+sys.meta_path.insert(0, WithoutExtras())
+"""
+"""A `sitecustomize` module with which Python finds no package of the extras."""
+
+
+def extras() -> set[str]:
+    """The packages that only extras install, as they are imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    listed = [line for name, lines in project["optional-dependencies"].items() if name != "dev" for line in lines]
+    names = {re.split(r"[\[<>=!~ ]", line)[0].replace("-", "_") for line in listed}
+    return names - {"starling_asr"}
+
+
 def environment() -> dict[str, str]:
     """The variables of a user who has activated the virtual environment."""
     return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
 def test_the_script_of_the_readme_trains_on_real_processes_survives_a_kill_and_is_simulated(tmp_path: Path) -> None:
-    """Anybody's model and data, in under 30 lines, from the README's own text."""
+    """Any model and data, in under 30 lines, from the README's own text, with what the package installs by default."""
     (script,) = [block for block in blocks("README.md", "python") if "starling.train(" in block]
     assert len([line for line in script.splitlines() if line.strip()]) < 30
     (tmp_path / "quadrants.py").write_text(script, encoding="utf-8")
-    code, said, left = run_to_end([sys.executable, "quadrants.py"], tmp_path, environment())
+    without_extras = tmp_path / "without-extras"
+    without_extras.mkdir()
+    (without_extras / "sitecustomize.py").write_text(WITHOUT_EXTRAS.format(extras()), encoding="utf-8")
+    paths = [str(without_extras), *filter(None, [os.environ.get("PYTHONPATH")])]
+    bare = {**environment(), "PYTHONPATH": os.pathsep.join(paths)}
+    code, said, left = run_to_end([sys.executable, "quadrants.py"], tmp_path, bare)
     assert code == 0, said
     assert not left
     assert "learner 1 was killed by SIGKILL" in said

@@ -1,18 +1,25 @@
 """Curves for TensorBoard, one folder for each learner."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from starling.launch.messages import EpochEnd, Snapshot
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 
 class Curves:
-    """Writes one learner's snapshots as event files; the step is that of the whole run."""
+    """Writes one learner's snapshots as event files; the step is that of the whole run.
+
+    Without TensorBoard, which the extra `speech` installs, nothing is written.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes 0.3 s, so only for those that write
-
-        self._writer = SummaryWriter(str(folder))
+        self._writer = _writer(folder)
 
     def progress(self, snapshot: Snapshot) -> None:
         """Add loss, learning rate and throughput."""
@@ -70,3 +77,21 @@ class Curves:
     def close(self) -> None:
         """Write what is still in memory."""
         self._writer.close()
+
+
+class _NoWriter:
+    """Stands in where TensorBoard is not installed."""
+
+    def add_scalar(self, *what: object) -> None: ...
+
+    def add_histogram_raw(self, *what: object, **how: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _writer(folder: Path) -> SummaryWriter | _NoWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # takes 0.3 s, so only for those that write
+    except ModuleNotFoundError:
+        return _NoWriter()
+    return SummaryWriter(str(folder))
