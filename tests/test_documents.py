@@ -58,6 +58,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
+def test_the_script_of_the_readme_trains_on_real_processes_survives_a_kill_and_is_simulated(tmp_path: Path) -> None:
+    """Anybody's model and data, in under 30 lines, from the README's own text."""
+    (script,) = [block for block in blocks("README.md", "python") if "starling.train(" in block]
+    assert len([line for line in script.splitlines() if line.strip()]) < 30
+    (tmp_path / "quadrants.py").write_text(script, encoding="utf-8")
+    code, said, left = run_to_end([sys.executable, "quadrants.py"], tmp_path, environment())
+    assert code == 0, said
+    assert not left
+    assert "learner 1 was killed by SIGKILL" in said
+    (accuracy,) = re.findall(r"checkpoints/step-\d+ tensor\((0\.\d+)\)", said)
+    assert float(accuracy) > 0.9
+    assert re.search(r"[\d.]+ simulated seconds", said)
+
+
 def test_the_two_make_commands_are_what_ci_runs() -> None:
     """`make demo` and `make test` take minutes and install things: the CI script runs them, and no test does."""
     assert MAKE == ["make demo", "make test"]

@@ -35,7 +35,7 @@ STRATEGIES = ("adpsgd", "allreduce")
 FEWEST, MOST = 4, 6
 LONGEST_RUN = 1500.0  # seconds, undisturbed
 LONGEST_SILENCE = 300.0
-"""Seconds in which a run that was not begun anew must have saved something; they save every 15 s."""
+"""Seconds in which a run that was not restarted must have saved something; they save every 15 s."""
 WORSE = 2.0  # per cent, absolute
 KILLED, STOPPED, LOST = -signal.SIGKILL, 128 + signal.SIGTERM, 3
 
@@ -103,7 +103,7 @@ class Run:
         self.process.kill()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the run ended by itself, or was ended, within some seconds."""
+        """Whether the run ended, for whatever reason, within some seconds."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -120,7 +120,7 @@ class Run:
                 try:
                     self.disturb()
                 except psutil.NoSuchProcess:
-                    continue  # it had ended by itself
+                    continue  # it had just ended
                 continue
             self._leaves_nothing()
             if self.process.returncode == 0:
@@ -131,7 +131,7 @@ class Run:
             self._let_begin()
 
     def _let_begin(self) -> None:
-        """Usually wait until all have met: whoever is killed before ends the run, and nothing would come of it."""
+        """Usually wait until all have met: a learner killed before that ends the run, and nothing would come of it."""
         if self.random.random() < 0.25:
             return
         while not (self._are_met() or self.wait(0.5)):

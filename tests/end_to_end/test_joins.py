@@ -124,7 +124,7 @@ def test_a_lost_learner_and_one_more_join_and_all_is_seen_once(
 def test_a_run_that_learners_joined_can_be_gone_on_with(
     songs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A learner comes on purpose; four, under another strategy, go on from the checkpoint of three."""
+    """A learner comes on purpose; four, under another strategy, resume from the checkpoint of three."""
     run = Training(
         tmp_path, songs, "learners=2", "strategy=delay-by-one", "budget.epochs=100000", "checkpoints.every=20",
         "faults=[{join: 7, at_seconds: 1}]",

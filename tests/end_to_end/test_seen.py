@@ -92,7 +92,7 @@ def test_a_run_that_lost_a_learner_and_goes_on_with_fewer_sees_everything_once(
 def test_survivors_see_what_a_killed_learner_had_begun(
     strategy: str, digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of three go on to the end of the budget; each utterance of each epoch was seen once, by one of the three."""
+    """Two of three continue to the end of the budget; one of the three saw each utterance of each epoch, once."""
     command = [
         sys.executable, "-m", "starling", "train", digits, "learners=3", f"strategy={strategy}", "budget.epochs=16",
         "checkpoints.every=20",

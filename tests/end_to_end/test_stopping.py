@@ -53,7 +53,7 @@ def resumed(message: str, folder: Path, *arguments: str) -> None:
 def test_a_run_stopped_by_a_signal_and_resumed_ends_in_the_bits_of_one_that_was_not(
     strategy: str, number: signal.Signals, tree: Tree, tmp_path: Path
 ) -> None:
-    """128 + the signal, and one message that names the checkpoint and how to go on; then the same weights, momentum
+    """128 + the signal, and one message that names the checkpoint and how to resume; then the same weights, momentum
     and place in the data."""
     recipe = written(tree, tmp_path)
     choice = (f"strategy={strategy}", f"budget.epochs={EPOCHS}")
@@ -87,7 +87,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_ends_in_the_bits_of_one_that_was_
 def test_a_run_stopped_by_a_signal_and_resumed_sees_everything_once(
     strategy: str, learners: int, workers: int, tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 143 and one message that names the checkpoint and how to go on; the record of what was seen says that
+    """Exit code 143 and one message that names the checkpoint and how to resume; the record of what was seen says that
     each utterance of each epoch was seen once."""
     recipe = written(tree, tmp_path)
     choice = (f"strategy={strategy}", f"learners={learners}", f"batches.num_workers={workers}")

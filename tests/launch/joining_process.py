@@ -86,9 +86,9 @@ def main(mode: str, hurry: Path, link: Link | None) -> None:
     )
     membership = find_membership(place, link)
     if trouble == "stuck":  # ready, and then never seen where they meet
-        membership.arrive = lambda view: time.sleep(1000)  # type: ignore[method-assign]
+        membership.arrive = lambda next_one: time.sleep(1000)  # type: ignore[method-assign]
     if trouble == "shot":
-        membership.arrive = lambda view: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        membership.arrive = lambda next_one: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     if trouble == "late" and link is not None:
         await_word(membership, hurry.with_name("come"), link)
     state = run_learner(

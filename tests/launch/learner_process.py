@@ -66,8 +66,8 @@ class Failing(TinyRegression):
         return list(super().load(ticket))
 
 
-def die_in_the_next_view(membership: MembershipFeed) -> None:
-    """Be killed where this learner is connected to the others, and they are linked for the second view."""
+def die_in_the_next_membership(membership: MembershipFeed) -> None:
+    """Be killed when this learner is connected to the others, and they are being linked for the second membership."""
     links = peers.Links
 
     def shot(*what: Any, **how: Any) -> Any:
@@ -99,7 +99,7 @@ def main(mode: str, link: Link | None) -> None:
     reporter = Stopping(link, dies=False) if stops else Reporter(link, dies=trouble == "dies" and place.rank == 2)
     membership = find_membership(place, link)
     if trouble == "between" and place.rank == 2:
-        die_in_the_next_view(membership)
+        die_in_the_next_membership(membership)
     state = run_learner(
         job,
         place,

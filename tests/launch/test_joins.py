@@ -51,7 +51,7 @@ class Run:
         replaces: bool = False,
         expect: int = 1,
     ) -> None:
-        """To its end, in a hurry once `expect` learners have joined and done their share; nobody is left behind."""
+        """To its end, in a hurry once `expect` learners have joined and done their share; no process is left behind."""
         self.expected = expect
         self.victims = [] if kill is None else [kill]
         self.wanted, self.wanted_after_loss = ask_for, ask_after_loss
@@ -101,7 +101,7 @@ class Run:
             self.hurry.touch()
 
     def is_enough(self) -> bool:
-        """Whether all who were to join have done a share of the work."""
+        """Whether all expected joiners have done a share of the work."""
         shares = [self.num_steps[learner] - before for learner, before in self.steps_before.items()]
         return len(self.joined) >= self.expected and all(share >= 3 for share in shares)
 
@@ -227,8 +227,8 @@ def test_a_joiner_that_fails_while_it_joins_is_left_out(trouble: str, reason: st
 
 @pytest.mark.parametrize("trouble", ["half-fails", pytest.param("half-shot", marks=pytest.mark.soak)])
 def test_half_a_super_learner_does_not_wait_for_ever(trouble: str, tmp_path: Path) -> None:
-    """One of the two who come fails, before it is ready or when the others expect both: the other one is left out too,
-    and who asked is told of both."""
+    """One of two joiners fails, before it is ready or when the others expect both: the other one is left out too, and
+    the answer to the request names both."""
     run = Run(f"hadpsgd/{trouble}", 2, tmp_path)
     run.is_enough = lambda: len(run.left_out) >= 2  # type: ignore[method-assign]
     run.go(ask_for=(2,))
@@ -253,7 +253,7 @@ def test_a_learner_that_dies_before_it_computes_is_not_started_again(tmp_path: P
 @pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
 @pytest.mark.parametrize("margin", [1, 5, 20, 100])
 def test_a_learner_that_comes_at_the_very_end_disturbs_nobody(strategy: str, margin: int, tmp_path: Path) -> None:
-    """All end in the old view, or all in the new one; who asked hears which."""
+    """All end in the old membership, or all in the new one; the answer to the request says which."""
     run = Run(f"{strategy}/late", 3, tmp_path)
     hear = run.on_message
     come = run.hurry.with_name("come")
@@ -286,7 +286,7 @@ def test_who_asks_for_nothing_sensible_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_who_takes_requests_is_told_from_the_launcher_before(tmp_path: Path) -> None:
-    """Who asked the one before does not wait for the next one's answer, which has forgotten the request."""
+    """A request to the launcher before is not answered by the next one, which has forgotten it."""
     seen = []
     for _ in range(2):
         with taking_requests(tmp_path):

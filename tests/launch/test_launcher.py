@@ -137,7 +137,7 @@ def test_two_runs_on_one_machine_never_meet(side_by_side: dict[int, GoodRun]) ->
     ],
 )
 def test_a_killed_learner_is_named_and_the_others_are_ended(mode: str, tmp_path: Path) -> None:
-    """kill -9 of one learner: one message with who, how and when; no orphan.
+    """kill -9 of one learner: one message that says which learner, how and when; no orphan.
 
     One strategy in step, and one with threads and loading processes; `make soak` has the others.
     """
@@ -157,7 +157,7 @@ def test_a_killed_learner_is_named_and_the_others_are_ended(mode: str, tmp_path:
     ],
 )
 def test_survivors_name_the_learner_they_lost(mode: str, where: str, tmp_path: Path) -> None:
-    """gloo names a network address; without a launcher to tell, the survivors find out who is silent and say when."""
+    """gloo names a network address; without a launcher, the survivors find out which learner is silent and say when."""
     with start_learners(command(mode), 3, tmp_path) as learners:
         ends = [learners.end(rank) for rank in range(3)]
     assert ends[2][0] == -signal.SIGKILL
@@ -189,7 +189,7 @@ def test_learners_that_differ_are_refused_in_the_greeting(mode: str, difference:
 
 
 def test_a_program_that_fails_to_start_is_named_with_its_log(tmp_path: Path) -> None:
-    """An exit without a word still says who and where to look."""
+    """For a learner that exits without a message, the error still says which one and where to look."""
     with pytest.raises(StarlingError, match=r"learner [01] exited with code 1 while starting; its log: "):
         launch([sys.executable, "-c", "raise SystemExit(1)"], 2, tmp_path)
 

@@ -108,7 +108,7 @@ def test_requests_and_answers_are_read_as_they_were_written() -> None:
     ],
 )
 def test_a_message_of_another_version_is_one_clear_error(line: bytes, problem: str) -> None:
-    """Who sent it, what is wrong, and what it reads."""
+    """The sender, what is wrong, and how the message begins."""
     with pytest.raises(
         ProtocolError, match=r"^learner 3 sent a message that this version does not understand"
     ) as error:

@@ -69,7 +69,7 @@ def test_no_step_one_step_and_unequal_shares_are_a_clean_end(
 
 @pytest.mark.parametrize("is_borne", [False, True], ids=["stop", "continue"])
 def test_a_learner_killed_while_starting_is_a_clear_end(is_borne: bool, tmp_path: Path) -> None:
-    """Before all have met there is nothing to go on with: one message with who and when, soon, and no orphan."""
+    """Before all have met the run cannot continue: one message says which learner and when, soon; no orphan."""
     fired = threading.Event()
 
     def kill() -> None:
@@ -95,7 +95,7 @@ def test_a_learner_killed_while_starting_is_a_clear_end(is_borne: bool, tmp_path
 
 @pytest.mark.parametrize("strategy", ["adpsgd", pytest.param("allreduce", marks=pytest.mark.soak)])
 def test_a_learner_killed_after_its_last_step_is_a_clear_end(strategy: str, tmp_path: Path) -> None:
-    """All mini-batches are done, but nobody has said farewell: the others end well and name it."""
+    """All mini-batches are done, but the closing barrier is not: the others end well and name it."""
     said: dict[int, dict[str, Any]] = {}
     begin = time.monotonic()
 
@@ -134,7 +134,7 @@ def test_a_learner_killed_behind_the_farewell_is_a_clear_end(tmp_path: Path) -> 
 
 
 def test_a_late_riser_finds_the_others_gone_and_ends(tmp_path: Path) -> None:
-    """Without a launcher nobody can kill who stands still: the others name it and end, and so does it when it wakes."""
+    """Without a launcher a stalled learner is not killed: the others name it and end, and it ends when it wakes."""
     stops = [sys.executable, "-m", "tests.launch.learner_process", "delay-by-one/stops"]
     with start_learners(stops, 2, tmp_path) as learners:
         code, said = learners.end(1, within=FENCE)

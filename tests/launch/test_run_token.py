@@ -1,4 +1,4 @@
-"""Who belongs to a run, and who may listen."""
+"""Which processes belong to a run, and which may listen."""
 
 import json
 import socket
@@ -93,7 +93,7 @@ def test_a_stranger_is_refused_before_anything_it_says_is_read(message: bytes, m
 
 
 def test_a_greeting_cannot_be_repeated_under_another_rank_or_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who only listens to the store learns nothing with which to greet."""
+    """A process that only listens to the store learns nothing with which to shake hands."""
     monkeypatch.setenv(VARIABLE, new_token())
     said = sign(0, "hello").encode()
     assert verified(1, 0, said) == "hello"

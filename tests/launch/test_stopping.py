@@ -1,4 +1,4 @@
-"""A run that is asked to stop, and one that saves by the clock: what is in the checkpoint, and who ends how."""
+"""Runs that are asked to stop, or save by the clock: what is in the checkpoint, and how each process ends."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def run_for(folder: Path, name: str, **what: Any) -> Run:
 
 
 def noted(run: Run, world: int) -> list[Noted]:
-    """What each learner noted; nobody went wrong."""
+    """What each learner noted; none went wrong."""
     return [json.loads((Path(run.folder) / f"noted-{rank}.json").read_text()) for rank in range(world)]
 
 
@@ -58,7 +58,7 @@ def assert_same_states(one: Path, other: Path, world: int) -> None:
 
 
 def assert_seen_once(runs: list[Run], world: int) -> None:
-    """Runs that go on from each other computed each mini-batch of the stream once, up to where the last one ended."""
+    """Runs that resume each other computed each mini-batch of the stream once, up to where the last one ended."""
     together = [each for run in runs for each in noted(run, world)]
     seen = Counter(step for each in together for step in each["seen"])
     assert set(seen.values()) == {1}
@@ -81,7 +81,7 @@ def test_learners_in_step_that_stop_and_go_on_end_in_the_same_bits(
     strategy: str, world: int, number: int, options: dict[str, Any], workers: int, tmp_path: Path
 ) -> None:
     """Without a launcher, one of them hears the signal and all stop at one mark, with 128 + the signal; weights,
-    moments and place in the data are then those of a run that nobody stopped. Under `allreduce` that is so with two:
+    moments and place in the data are then those of a run that was not stopped. Under `allreduce` that is so with two:
     torch sums the gradients of more in an order that it changes after its first step."""
     how: dict[str, Any] = {"strategy": strategy, "options": options, "workers": workers}
     stopped = run_for(tmp_path, "stopped", signals={world - 1: number}, **how)
@@ -145,7 +145,7 @@ def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path
 
 @pytest.mark.soak
 def test_nobody_waits_for_a_slow_learner_to_agree_on_a_mark(tmp_path: Path) -> None:
-    """While one asynchronous learner computes for seconds, the other goes on past several marks; both save each."""
+    """While one asynchronous learner computes for seconds, the other passes several barriers; both save at each."""
     pause = {"learner": 1, "after": 20, "seconds": 3.0}
     run = run_for(tmp_path, "run", strategy="adpsgd", options={"pattern": "pairs"}, minutes=0.005, pause=pause,
                   signals={1: signal.SIGTERM}, at_step=100)  # fmt: skip
@@ -195,8 +195,8 @@ def test_a_signal_to_the_launcher_lets_all_learners_save_and_end(
 
 @pytest.mark.parametrize("whom", ["one learner", pytest.param("everybody", marks=pytest.mark.soak)])
 def test_a_signal_to_the_learners_stops_all_of_them_as_one_to_the_launcher_does(whom: str, tmp_path: Path) -> None:
-    """Slurm and systemd may signal every process there is, loading processes included: nobody ends before all have
-    saved."""
+    """Slurm and systemd may signal every process there is, loading processes included: no learner ends before all
+    have saved."""
     run = run_for(tmp_path, "run", strategy="delay-by-one", workers=1 if whom == "everybody" else 0)
 
     def signal_them() -> None:
@@ -220,7 +220,7 @@ def test_a_signal_to_the_learners_stops_all_of_them_as_one_to_the_launcher_does(
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["adpsgd", "delay-by-one"])
 def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(strategy: str, tmp_path: Path) -> None:
-    """The mark that was wanted in the view before is agreed on in the next one, by those who are left."""
+    """The checkpoint barrier requested in one membership is agreed on in the next, by the learners that are left."""
     run = run_for(tmp_path, "run", strategy=strategy, minutes=0.002)
     losses: list[Loss] = []
 
@@ -243,7 +243,7 @@ def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(st
 
 @pytest.mark.soak
 def test_learners_that_do_not_save_in_time_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them stands still: everything ends before a scheduler would end it."""
+    """One of them is stopped: everything ends before a scheduler would end it."""
     monkeypatch.setattr(watch, "STOP", 1.0)
     run = run_for(tmp_path, "run", strategy="delay-by-one")
 
@@ -261,7 +261,7 @@ def test_learners_that_do_not_save_in_time_are_ended(tmp_path: Path, monkeypatch
 
 @pytest.mark.soak
 def test_a_second_signal_does_not_wait_for_anybody_to_save(tmp_path: Path) -> None:
-    """Of learners that would save, one stands still: the second signal ends the launcher and all of them at once."""
+    """Of learners that would save, one is stopped: the second signal ends the launcher and all of them at once."""
     run = replace(run_for(tmp_path, "run", strategy="delay-by-one"), signals={1: signal.SIGSTOP})
     program = (
         "import sys; from pathlib import Path; from starling.launch.launcher import launch\n"

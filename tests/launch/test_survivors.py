@@ -1,4 +1,4 @@
-"""When a learner is killed, or stands still for too long, the others go on without it to the end of the budget."""
+"""When a learner is killed, or is silent for too long, the others continue without it to the end of the budget."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ class Harm:
 
 
 def survive(mode: str, world: int, victim: int, folder: Path, **how: Any) -> tuple[Harm, list[Loss]]:
-    """A run that bears the loss of a learner; what was said, and who was lost."""
+    """A run that survives the loss of a learner; what was said, and which learners were lost."""
     harm = Harm(victim, world, how.pop("number", signal.SIGKILL))
     told: list[Loss] = []
     losses = launch(command(mode), world, folder, harm, told.append, **how)
@@ -86,7 +86,7 @@ def test_the_others_finish_the_budget_of_all(strategy: str, world: int, victim: 
 
 
 def test_a_second_death_while_the_survivors_meet_anew_is_borne_too(tmp_path: Path) -> None:
-    """When all are connected, and are linked for the next view: nobody waits for the one that died until its
+    """When all are connected, and are being linked for the next membership: none waits for the dead one until its
     time-out, which is longer than that of this test."""
     harm, losses = survive("delay-by-one/between", 4, 3, tmp_path)
     assert sorted(loss.learner for loss in losses) == [2, 3]
@@ -96,7 +96,7 @@ def test_a_second_death_while_the_survivors_meet_anew_is_borne_too(tmp_path: Pat
 
 @pytest.mark.soak
 def test_a_super_learner_that_has_lost_a_learner_leaves_whole(tmp_path: Path) -> None:
-    """The other one goes on; who leaves does so in peace."""
+    """The other super-learner continues; the learner that leaves ends well."""
     harm, losses = survive("hadpsgd/ends", 4, 1, tmp_path)
     assert [loss.learner for loss in losses] == [1]
     assert harm.said[0] == {"left": True}
@@ -121,7 +121,7 @@ def test_who_gives_no_sign_of_life_for_too_long_is_ended_and_the_others_go_on(tm
 
 @pytest.mark.soak
 def test_a_learner_that_stands_still_for_a_moment_is_waited_for(tmp_path: Path) -> None:
-    """Below the time-out nobody is lost, and nothing of the work."""
+    """Below the time-out no learner is lost, and no work."""
     harm = Harm(1, 2, signal.SIGSTOP)
 
     def wake(rank: int, message: LearnerMessage) -> None:

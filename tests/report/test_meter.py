@@ -25,7 +25,7 @@ def test_a_snapshot_is_the_mean_since_the_last_one() -> None:
     assert meter.take() is None
 
 
-def test_the_running_loss_begins_anew_with_every_epoch() -> None:
+def test_the_running_loss_restarts_with_every_epoch() -> None:
     """What was lost in the epoch before does not weigh on this one."""
     meter = Meter(world=1)
     meter.add(step(9, loss=100.0))

@@ -45,7 +45,7 @@ class Run:
 
 
 def test_in_a_mean_it_is_who_takes_part_and_does_not_wait_that_is_late() -> None:
-    """Nobody in the mean knows who it is; one line says it for all that wait."""
+    """No learner in the mean knows which one it is; one line says it for all that wait."""
     run = Run(4)
     run.silent.add(2)
     for name in (0, 1, 3):
@@ -162,7 +162,7 @@ def test_who_waits_for_data_is_the_cause_itself() -> None:
 
 
 def test_a_learner_that_was_lost_waits_no_more() -> None:
-    """Its last word is not taken for a wait that goes on."""
+    """Its last message is not taken for a wait that lasts."""
     run = Run(3)
     run.wait(1, "a mean", [0], is_group=True)
     run.go_on(4.0)

@@ -83,8 +83,8 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
         for line in sent:
             show(decode_from_learner(line, 0), display)
     assert there.getvalue() == (
-        "epoch 1 ended after 5.0 s, 2 learners: loss 1.0000, lr 0.5, 94 % computing, waiting for data 2 %, for peers "
-        "4 %, staleness 1.5 (at most 2), 1.50 rounds per gradient\n"
+        "epoch 1 ended after 5.0 s: loss 1.0000, lr 0.5, computing 94 %, waiting 2 % for data, 4 % for peers, "
+        "staleness 1.5 (at most 2), 1.50 rounds per gradient\n"
     )
     assert "1.50 rounds per gradient, staleness 1.5 (at most 2), 3.0 MB sent" in here.getvalue().splitlines()[-1]
 

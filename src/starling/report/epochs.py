@@ -46,6 +46,8 @@ class EpochSummary:
     epoch: int
     ends: tuple[EpochEnd, ...]
     """One of each learner, by `learner_id`."""
+    missing: tuple[int, ...] = ()
+    """Members that are far behind and have not reported it."""
 
     @property
     def num_steps(self) -> int:
@@ -106,12 +108,19 @@ class EpochSummary:
 
     def line(self, score: Score | None = None) -> str:
         """For people; `score` is the newest of the valid set, if it is news."""
-        num = len(self.ends)
-        begin = f"epoch {self.epoch + 1} ended after {duration(self.seconds)}, {num} learner{'s' * (num != 1)}: "
+        begin = f"epoch {self.epoch + 1} ended after {duration(self.seconds)}"
+        if self.missing:
+            begin += f" (without learner {', '.join(map(str, self.missing))})"
         parts = [f"loss {self.loss:.4f}"] if self.loss is not None else []
         if self.learning_rate is not None:
             parts.append(f"lr {self.learning_rate:.3g}")
-        parts += [f"{self.share('computing'):.0f} % computing", self._waiting()]
+        worst = self.worst
+        named = f" (learner {worst.learner_id}: {worst.share(worst.computing):.0f} %)" if worst else ""
+        parts += [
+            f"computing {self.share('computing'):.0f} %{named}",
+            f"waiting {self.share('waiting_for_data'):.0f} % for data",
+            f"{self.share('waiting_for_peers'):.0f} % for peers",
+        ]
         if self.num_rounds or self.largest_staleness:
             parts.append(f"staleness {self.mean_staleness:.1f} (at most {self.largest_staleness})")
         if self.num_rounds and self.num_steps:
@@ -120,7 +129,7 @@ class EpochSummary:
             parts.append(f"{self.num_not_finite} gradients not finite and left out")
         if score is not None:
             parts.append(f"{score.set_name} WER {score.wer:.2f} % after {score.trained}")
-        return begin + ", ".join(parts)
+        return f"{begin}: {', '.join(parts)}"
 
     def fields(self) -> dict[str, Any]:
         """For machines."""
@@ -153,12 +162,6 @@ class EpochSummary:
     def _computing(self) -> tuple[EpochEnd, ...]:
         return tuple(each for each in self.ends if each.num_steps) or self.ends
 
-    def _waiting(self) -> str:
-        data, peers = self.share("waiting_for_data"), self.share("waiting_for_peers")
-        worst = self.worst
-        named = f" (learner {worst.learner_id}: {worst.share(worst.computing):.0f} % computing)" if worst else ""
-        return f"waiting for data {data:.0f} %, for peers {peers:.0f} %{named}"
-
 
 class EpochCollector:
     """Puts together what learners report of an epoch, at times of their own.
@@ -182,13 +185,14 @@ class EpochCollector:
         """The epochs that are complete now, each once, where these learners train."""
         all_at = min((self._newest.get(each, -1) for each in members), default=-1)
         due = max(all_at, max(self._newest.values(), default=-1) - _EPOCHS_BEHIND)
-        return [self._take(epoch) for epoch in sorted(self._pending) if epoch <= due]
+        return [self._take(epoch, members) for epoch in sorted(self._pending) if epoch <= due]
 
     def rest(self) -> list[EpochSummary]:
         """The epochs that some learners have reported and others never will: the run has ended."""
         return [self._take(epoch) for epoch in sorted(self._pending)]
 
-    def _take(self, epoch: int) -> EpochSummary:
+    def _take(self, epoch: int, members: Collection[int] = ()) -> EpochSummary:
         self._told = max(self._told, epoch)
         ends = self._pending.pop(epoch)
-        return EpochSummary(epoch, tuple(ends[learner_id] for learner_id in sorted(ends)))
+        missing = tuple(sorted(each for each in members if self._newest.get(each, -1) < epoch))
+        return EpochSummary(epoch, tuple(ends[learner_id] for learner_id in sorted(ends)), missing)

@@ -29,6 +29,11 @@ def fits_any(options: Config, world: int) -> None:
     """These options suit any number of learners."""
 
 
+def averages_none(options: Config) -> bool:
+    """No gradients are averaged."""
+    return False
+
+
 def all_but_the_lost(options: Config, world: int, lost: Collection[int]) -> Sequence[int]:
     """The ranks of the learners that are left."""
     return [rank for rank in range(world) if rank not in lost]
@@ -73,7 +78,7 @@ class Strategy:
     survivors: Callable[[Any, int, Collection[int]], Sequence[int]] = all_but_the_lost
     """From the options, the number of learners and the ranks of the lost to the ranks that can continue. PeerLost if
     none can."""
-    averages_gradients: Callable[[Any], bool] = lambda options: False
+    averages_gradients: Callable[[Any], bool] = averages_none
     """Whether, with these options, a step is made with the mean gradient of a sync group."""
     is_served: bool = False
     """Whether servers keep the model; otherwise it is the mean of all learners' weights."""
@@ -81,6 +86,12 @@ class Strategy:
     """Whether all learners have the same weights after each step."""
     steps_itself: bool = True
     """Whether each gradient of a learner becomes a step of its own optimizer, in the order of its claims."""
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """A strategy of Starling's own travels to another process by its name."""
+        from starling.strategies import STRATEGIES, find_strategy
+
+        return (find_strategy, (self.name,)) if STRATEGIES.get(self.name) is self else super().__reduce_ex__(2)
 
     def validate(self, options: Config, world: int) -> None:
         """Check that `options` fit `world` learners.
