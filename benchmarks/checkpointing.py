@@ -13,8 +13,8 @@ from benchmarks.measuring import Bar
 from benchmarks.training import WARM_UP, job_for, recipe_for
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
-from starling.engines.processes.learner import choose_device
 from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import choose_device
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, LearnerMessage, Saved, values_of

@@ -15,8 +15,9 @@ from benchmarks.runs import DDP, SENDING, Notes, Outcome, Run, weights_file
 from benchmarks.slow_link import SlowLink
 from benchmarks.tuned_ddp import tuned_ddp
 from starling.engines.processes.handshake import part
-from starling.engines.processes.learner import Place, process_group
 from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import Place
+from starling.engines.processes.process_group import process_group
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
 

@@ -8,8 +8,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from benchmarks.measuring import Bar, median_speed_up, milliseconds_of_both
 from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.training import SideBySide, job_for
-from starling.engines.processes.learner import Place
 from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import Place
 from starling.runs.observers import Log, Metered, Together
 from starling.timeouts import LOG_EVERY
 

@@ -14,8 +14,8 @@ import torch
 from benchmarks.measuring import Bar
 from benchmarks.training import job_for
 from starling.checkpoint.state import LearnerState
-from starling.engines.processes.learner import choose_device
 from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import choose_device
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, Entered, LearnerMessage, values_of

@@ -10,8 +10,8 @@ from benchmarks.measuring import Bar, median_speed_up, milliseconds_of_both
 from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.training import SideBySide, job_for
 from benchmarks.tuned_ddp import tuned_ddp
-from starling.engines.processes.learner import choose_device
 from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import choose_device
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, LearnerMessage, values_of

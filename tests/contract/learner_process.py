@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.distributed_c10d import PrefixStore
 
-from starling.engines.processes.learner import Place, choose_device
 from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import Place, choose_device
 from starling.launch.rendezvous import find_place
 from starling.training.job import Silence
 from tests.contract.cases import cases

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from starling.engines.processes import learner as processes
-from starling.engines.processes import peers
+from starling.engines.processes import nccl
+from starling.engines.processes.place import Place
 from tests.contract.learner_process import main
 
 users: dict[Any, set[int]] = {}
@@ -33,7 +33,7 @@ def watched(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    peers.DEVICE_BACKEND = "gloo"
-    processes.has_own_device = lambda *_: True
+    nccl.BACKEND = "gloo"
+    Place.has_own_device = lambda *_: True  # type: ignore[method-assign]
     dist.all_reduce = watched(dist.all_reduce)
     main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from starling.engines.processes.peers import PeerLearner
 from starling.training.streams import Streams
 
 Clock = Counter[str]
@@ -95,10 +94,3 @@ class StandIn(Streams):
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:  # type: ignore[override]
         self.kept.append((tensor.data_ptr(), stream))
-
-
-class Unconnected(PeerLearner):
-    """A learner that has met nobody; a test gives it what it needs."""
-
-
-Unconnected.__abstractmethods__ = frozenset()

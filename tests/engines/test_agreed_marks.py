@@ -188,7 +188,7 @@ def test_who_waits_for_a_mark_in_vain_says_so() -> None:
     part = CheckpointBarrier(store, 0, 2, wishes, lambda mark, number: None, 0.2)
     part.start()
     deadline = time.monotonic() + PATIENCE
-    with pytest.raises(DistStoreError, match="no mark was agreed on"):
+    with pytest.raises(DistStoreError, match="no checkpoint barrier was agreed on"):
         for portion in count():
             part.reach(portion)
             assert time.monotonic() < deadline

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.processes.communication import ConnectionFailed, ReducingModel, communicating
+from starling.engines.processes.backend import ConnectionFailed, ReducingModel, communicating
 from tests.contract.cases import CHOICES, LEARNING_RATE
 from tests.warm_start import run_learners
 

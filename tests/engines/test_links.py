@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.averaging import rank_ordered_mean
 from starling.engines.processes import links
-from starling.engines.processes.communication import ConnectionFailed
+from starling.engines.processes.backend import ConnectionFailed
 from starling.engines.processes.links import NUM_SLOTS, SMALL_BYTES, LinkBoard, Links, SharedMean
 
 pytestmark = pytest.mark.skipif(links._machine() is None, reason="links need Linux")

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.processes import learner as processes
-from starling.engines.processes import nccl, peers
-from starling.engines.processes.learner import process_group
-from starling.engines.processes.peers import Place
-from starling.engines.processes.sockets import Connections
-from starling.engines.processes.waiting import Release
-from tests.engines.stand_in_streams import Unconnected
+from starling.engines.processes import communicator, nccl
+from starling.engines.processes.communicator import Communicator
+from starling.engines.processes.place import Place
+from starling.engines.processes.process_group import Connections, process_group
+from starling.engines.processes.threads import Release
 
 
 class PeerGoneError(Exception):
@@ -124,7 +122,7 @@ def test_the_watchdog_is_told_to_let_survivors_live_before_a_group_is_made(
         assert backend == "cpu:gloo,cuda:nccl"
         seen.append({name: os.environ.get(name) for name in nccl.SETTINGS})
 
-    monkeypatch.setattr(processes, "has_own_device", lambda place, device: True)
+    monkeypatch.setattr(Place, "has_own_device", lambda place, device: True)
     monkeypatch.setattr(dist, "init_process_group", make_group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     for outlives_losses in (False, True):
@@ -137,10 +135,10 @@ def test_the_watchdog_is_told_to_let_survivors_live_before_a_group_is_made(
 
 def test_what_an_abort_leaves_is_used_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean that was aborted looks complete; the learner raises what ended it before it takes the result."""
-    learner = Unconnected.__new__(Unconnected)
-    learner._by_nccl, learner._device, learner._release = True, torch.device("cpu"), Release()
-    learner._await_device()
+    unconnected = Communicator.__new__(Communicator)
+    unconnected._by_nccl, unconnected._device, unconnected.release = True, torch.device("cpu"), Release()
+    unconnected.await_device()
     # another thread aborts while this one waits for its stream
-    monkeypatch.setattr(peers, "synchronize", lambda device: learner._release.fail(PeerGoneError()))
+    monkeypatch.setattr(communicator, "synchronize", lambda device: unconnected.release.fail(PeerGoneError()))
     with pytest.raises(PeerGoneError):
-        learner._await_device()
+        unconnected.await_device()

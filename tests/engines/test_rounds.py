@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 
 import pytest
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.budget import Budget
@@ -30,14 +31,14 @@ def run_on_slow_link(monkeypatch: pytest.MonkeyPatch, options: AsynchronousOptio
     ahead: Counter[int] = Counter()
     most = 0
     gradients = rounds = 0
-    own_step, own_round = VirtualLearner._step, VirtualLearner.round
+    own_step, own_round = VirtualLearner.step, VirtualLearner.round
 
-    def step(self: VirtualLearner, gradient: object) -> None:
+    def step(self: VirtualLearner, gradient: Tensor, read_at: int | None = None) -> None:
         nonlocal most, gradients
         gradients += 1
         ahead[self.rank] += 1
         most = max(most, ahead[self.rank])
-        own_step(self, gradient)  # type: ignore[arg-type]
+        own_step(self, gradient, read_at)
 
     def begin_round(self: VirtualLearner, period: float) -> object:
         nonlocal rounds
@@ -45,7 +46,7 @@ def run_on_slow_link(monkeypatch: pytest.MonkeyPatch, options: AsynchronousOptio
         ahead[self.rank] = 0
         return own_round(self, period)
 
-    monkeypatch.setattr(VirtualLearner, "_step", step)
+    monkeypatch.setattr(VirtualLearner, "step", step)
     monkeypatch.setattr(VirtualLearner, "round", begin_round)
     job = Job(TinyRegression(), STRATEGIES["adpsgd"], Budget(steps=STEPS), sgd(0.01), options=options)
     VirtualEngine(job, 4, SLOW_LINK).run()

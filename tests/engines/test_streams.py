@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from starling.engines.processes.communicator import Communicator
 from starling.engines.processes.staging import Staging
 from starling.training import replica
 from starling.training import streams as engine_streams
 from starling.training.replica import Replica
 from starling.training.streams import OrderedLock, lock_for
-from tests.engines.stand_in_streams import Clock, StandIn, Stream, Unconnected
+from tests.engines.stand_in_streams import Clock, StandIn, Stream
 
 SIZE = 6
 
@@ -196,14 +197,14 @@ def test_a_background_works_on_a_stream_of_its_own_behind_what_was_there_before(
 ) -> None:
     """It begins behind the work of the thread that started it, such as the weights' first values."""
     monkeypatch.setattr(engine_streams, "streams_of", lambda device: streams)
-    learner = Unconnected.__new__(Unconnected)
-    learner._device, learner._rank, learner._background = torch.device("cpu"), 0, None
+    unconnected = Communicator.__new__(Communicator)
+    unconnected._device, unconnected._rank, unconnected._background = torch.device("cpu"), 0, None
     before, seen = streams.compute.work(), []
 
     async def activity() -> None:
         seen.append((streams.current().name, streams.current().is_behind(before)))
 
-    learner.background(activity())
-    learner._background.join()
+    unconnected.start_background(activity(), lambda error: pytest.fail(str(error)))
+    unconnected._background.join()
     assert seen == [(streams.made[0].name, True)]
     assert streams.current() is streams.compute

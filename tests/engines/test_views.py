@@ -16,9 +16,9 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.engines.processes import regroup
-from starling.engines.processes.sockets import Connections
-from starling.engines.processes.transfer import share_state
+from starling.engines.processes.done_notes import DoneNotes, noted
+from starling.engines.processes.member import agree_on_plan, share_state, write_first_plan
+from starling.engines.processes.process_group import Connections
 from starling.errors import PeerLost
 from starling.strategies import find_strategy
 from starling.training.job import Job
@@ -55,10 +55,10 @@ def agreed(strategy: str, pasts: list[Past], noted: dict[int, list[int]], world:
     """What the members of view 1 agree on when those of view 0 had noted some tickets as done."""
     root = HashStore()
     before = PrefixStore("view/0", root)
-    regroup.begin(before, 0, Plan(world, Position(), 1.0))
+    write_first_plan(before, 0, Plan(world, Position(), 1.0))
     sequence = TicketSequence(WORKLOAD, Ticket(0, 0, 0))
     for rank, steps in noted.items():
-        notes = regroup.DoneNotes(before, rank, world)
+        notes = DoneNotes(before, rank, world)
         for step in steps:
             notes.add(sequence[step])
     view = Membership(1, tuple(range(len(pasts))))
@@ -66,7 +66,7 @@ def agreed(strategy: str, pasts: list[Past], noted: dict[int, list[int]], world:
     makers: list[Plan] = []
 
     def take_part(rank: int) -> None:
-        plans[rank] = regroup.agree(root, view, rank, pasts[rank], job(strategy), 20.0, lambda: None, makers.append)
+        plans[rank] = agree_on_plan(root, view, rank, pasts[rank], job(strategy), 20.0, lambda: None, makers.append)
 
     threads = [threading.Thread(target=take_part, args=[rank]) for rank in range(len(pasts))]
     for thread in threads:
@@ -86,7 +86,7 @@ def test_notes_of_done_tickets_do_not_grow_with_their_number_and_are_read_as_the
     """By learners of any speeds, also those that begin with what an earlier run left unfinished."""
     store, world = HashStore(), len(speeds)
     start = Position(Ticket(0, 50, 50), tuple(Ticket(0, step, step) for step in range(7, 7 + num_unfinished)))
-    notes = [regroup.DoneNotes(store, rank, world) for rank in range(world)]
+    notes = [DoneNotes(store, rank, world) for rank in range(world)]
     given = [*(ticket.step for ticket in start.outstanding), *range(50, 50 + random.randint(0, 4000))]
     done, under_way, most = set[int](), dict[int, int](), 0
     for step in given:  # whoever is free does what it has, and takes the next
@@ -96,7 +96,7 @@ def test_notes_of_done_tickets_do_not_grow_with_their_number_and_are_read_as_the
             done.add(under_way[rank])
         under_way[rank] = step
         most = max(most, store.num_keys())
-    assert regroup.noted(store, world, start) == done
+    assert noted(store, world, start) == done
     assert most <= 4 * world + 3 * sum(speeds)
 
 
@@ -122,8 +122,8 @@ def test_who_is_new_takes_the_state_of_a_neighbour() -> None:
 
 def test_nobody_goes_on_from_nothing() -> None:
     """Were all that had begun lost, it would be a new run."""
-    with pytest.raises(PeerLost, match="before anybody had begun"):
-        regroup.agree(HashStore(), Membership(1, (4,)), 0, Past(), job("adpsgd"), 5.0, lambda: None, lambda plan: None)
+    with pytest.raises(PeerLost, match="before any had begun"):
+        agree_on_plan(HashStore(), Membership(1, (4,)), 0, Past(), job("adpsgd"), 5.0, lambda: None, lambda plan: None)
 
 
 def test_a_plan_is_written_and_read() -> None:
@@ -209,5 +209,5 @@ def test_a_state_that_is_shared_arrives_whole(make: Callable[..., torch.optim.Op
 def test_a_change_carries_its_view() -> None:
     """And says why."""
     view = Membership(3, (0, 2), "learner 1 was killed")
-    assert MembershipChanged(view).view is view
+    assert MembershipChanged(view).membership is view
     assert str(MembershipChanged(view)) == "learner 1 was killed"

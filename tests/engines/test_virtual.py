@@ -15,6 +15,7 @@ from starling.engines.virtual.membership import VirtualMembership
 from starling.errors import CheckpointError, DataError, Deadlock, NonFiniteError, ProtocolError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
+from starling.training.flat import FlatModel
 from starling.training.job import EpochReport, Job, StepReport
 from starling.training.stragglers import Stragglers
 from tests.contract.cases import CHOICES, Choice, cases, sgd
@@ -63,8 +64,8 @@ def test_what_a_run_remembers_of_its_tickets_does_not_grow_with_their_number(
     monkeypatch.setattr(VirtualMembership, "finish", noting)
     run(strategy, 4, Budget(steps=200, minutes=1000.0), UNEQUAL, stragglers=Stragglers(slow={1: 1.5}))
     (end,) = ends
-    assert len(end.noted) >= 200
-    assert end.noted.num_kept == len(end._draws) == len(end._agreed_seconds) == 0
+    assert len(end.batches.done) >= 200
+    assert end.batches.done.num_kept == len(end.batches.draws) == len(end.batches.times) == 0
 
 
 @every_strategy
@@ -288,7 +289,7 @@ def test_an_epoch_without_mini_batches_is_an_error_and_not_an_endless_search() -
 def test_an_empty_budget_is_a_clean_end(strategy: str, budget: Budget) -> None:
     """No step, no error: the weights are those of the beginning."""
     outcome = run(strategy, 3, budget)
-    start = VirtualEngine(cases()["allreduce/sgd"].job(1), 1).model.weights
+    start = FlatModel(cases()["allreduce/sgd"].job(1).workload.make_model(), torch.device("cpu")).weights
     assert all(torch.equal(state.weights, start) for state in outcome.states)
 
 

@@ -84,7 +84,7 @@ def run(
         faults=faults,
         seed=seed,
     )
-    return VirtualEngine(job, world, cluster, record, start, views=record).run(), record
+    return VirtualEngine(job, world, cluster, record, start, changes=record).run(), record
 
 
 def check(outcome: Outcome, record: Record, steps: int = STEPS) -> None:
@@ -111,7 +111,7 @@ def kill_at(name: str, event: int, victim: int) -> None:
         return
     assert [loss.learner for loss in outcome.losses] == [victim]
     assert len(outcome.states) == (2 if name == "hadpsgd" else 3)
-    assert outcome.num_views == 2
+    assert outcome.num_memberships == 2
     check(outcome, record)
 
 
@@ -162,7 +162,7 @@ def test_where_no_loss_is_borne_it_ends_the_run() -> None:
     """With who, when and why."""
     job = Job(TinyRegression(), CHOICES["allreduce"].strategy, Budget(steps=9), sgd(0.1), faults=(_KILL,))
     with pytest.raises(PeerLost, match=r"learner 1 was killed on purpose after 0\.2\d* simulated seconds"):
-        VirtualEngine(job, 3, EQUAL, bears_losses=False).run()
+        VirtualEngine(job, 3, EQUAL, survives_losses=False).run()
 
 
 _KILL = Kill(kill=1, at_step=3)
@@ -199,7 +199,7 @@ def test_a_learner_that_stands_still_is_waited_for_or_taken_for_dead(name: str) 
     num_events = run(name)[0].num_events
     for event in range(1, num_events, num_events // 7):
         outcome, record = run(name, Pause(pause=2, at_event=event, seconds=4.0))
-        assert (outcome.losses, outcome.num_views) == ((), 1)
+        assert (outcome.losses, outcome.num_memberships) == ((), 1)
         check(outcome, record)
         outcome, record = run(name, Pause(pause=2, at_event=event, seconds=60.0))
         check(outcome, record)

@@ -5,7 +5,7 @@ import threading
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.engines.processes.handshake import await_keys
-from starling.engines.processes.stalls import BACKGROUND, OWN_ROUNDS, WAITS, Waits
+from starling.engines.processes.stalls import BACKGROUND, OWN_ROUNDS, Waits
 
 
 class Clock:
@@ -101,16 +101,16 @@ def test_time_in_which_the_process_stood_still_is_no_wait() -> None:
 
 def test_who_has_not_written_a_key_is_known_while_it_is_awaited() -> None:
     """Of all that greet each other, those that are missing."""
-    store = HashStore()
+    store, waits = HashStore(), Waits()
     store.set("word/0", "")
     seen: list[tuple[int, ...]] = []
 
     def look_around() -> None:
-        wait = WAITS.longest()
+        wait = waits.longest()
         if wait is not None and wait.what == "a word" and wait.whom == (1,):
             seen.append(wait.whom)
             store.set("word/1", "")
 
-    WAITS.among(7, range(8))
-    await_keys(store, ["word/0", "word/1"], 20.0, look_around, "a word", [0, 1])
+    waits.among(7, range(8))
+    await_keys(store, ["word/0", "word/1"], 20.0, look_around, "a word", [0, 1], waits)
     assert seen == [(1,)]

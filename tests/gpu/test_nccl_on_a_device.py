@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.engines.processes import nccl
-from starling.engines.processes.communication import ReducingModel
-from starling.engines.processes.learner import process_group
-from starling.engines.processes.peers import Place
+from starling.engines.processes.backend import ReducingModel
+from starling.engines.processes.place import Place
+from starling.engines.processes.process_group import process_group
 from tests.launch.test_survivors import NUM_MINI_BATCHES, survive
 
 

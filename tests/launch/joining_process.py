@@ -57,7 +57,7 @@ class Dying(Unhurried):
 
 def await_word(membership: MembershipFeed, word: Path, link: Link) -> None:
     """Be ready only when there is a file."""
-    first_view = membership.first_view
+    first_view = membership.first
 
     def late() -> Membership:
         link.send(Activity(values={"waits": True}))

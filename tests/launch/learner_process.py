@@ -12,9 +12,9 @@ import torch
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.engines.processes import peers
-from starling.engines.processes.learner import choose_device
+from starling.engines.processes import communicator
 from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import choose_device
 from starling.engines.processes.run_token import VARIABLE
 from starling.errors import DataError
 from starling.launch.link import Link, reported_errors
@@ -68,14 +68,14 @@ class Failing(TinyRegression):
 
 def die_in_the_next_membership(membership: MembershipFeed) -> None:
     """Be killed when this learner is connected to the others, and they are being linked for the second membership."""
-    links = peers.Links
+    links = communicator.Links
 
     def shot(*what: Any, **how: Any) -> Any:
         if membership.latest.number > 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return links(*what, **how)
 
-    peers.Links = shot
+    communicator.Links = shot
 
 
 def main(mode: str, link: Link | None) -> None:

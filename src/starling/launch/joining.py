@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from starling.configuration import Config
 from starling.engines.loop.joined import JoinedLearner
 from starling.engines.loop.replica import check_loop
-from starling.engines.processes.peers import Place
+from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
 from starling.launch.rendezvous import find_place, is_learner
 from starling.strategies import Strategy, find_strategy

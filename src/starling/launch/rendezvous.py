@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed.rendezvous import rendezvous
 
-from starling.engines.processes.learner import Place
+from starling.engines.processes.place import Place
 from starling.errors import ConfigError, ProtocolError
 from starling.launch.link import JOINS, WATCHED, Link
 from starling.launch.messages import Arrived, Entered, LauncherMessage, NewMembership, Ready

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from starling.checkpoint.state import LearnerState
-from starling.engines.processes.stalls import WAITS, Stall, Waits
+from starling.engines.processes.stalls import Stall, Waits
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat
 from starling.report.stalls import TIMES_AS_LONG, own_line, resumed_line
@@ -20,15 +20,15 @@ from starling.training.job import EpochReport, StepReport
 class HeartbeatSource:
     """An observer that counts mini-batches and makes heartbeats; `write` takes the lines for this learner's log.
 
-    A wait is a stall beyond `long_seconds`.
+    `waits` are those of the learner; a wait is a stall beyond `long_seconds`.
     """
 
     def __init__(
         self,
         learner_id: int,
         write: Callable[[str], None],
+        waits: Waits,
         long_seconds: float = 10.0,
-        waits: Waits = WAITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_steps = 0

@@ -8,8 +8,9 @@ from rich.console import Console
 
 from starling.checkpoint.reader import load
 from starling.checkpoint.writer import CheckpointWriter, WriteModel
-from starling.engines.processes.learner import Place, choose_device
 from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import Place, choose_device
+from starling.engines.processes.stalls import Waits
 from starling.launch.link import Link
 from starling.launch.messages import LearnerMessage, Said
 from starling.launch.rendezvous import find_membership, joins
@@ -75,7 +76,8 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
     if link is not None:
         listeners.append(Metered(Messages(tell), world, SEND_EVERY))
     start = load(run.resume).start(place.rank, place.world) if run.resume and not joins() else None
-    heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), run.engine.explain_seconds)
+    waits = Waits()
+    heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), waits, run.engine.explain_seconds)
     try:
         with beating(heartbeat, link), wishes_of(link, run.checkpoints.minutes) as wishes, saver:
             run_learner(
@@ -89,6 +91,7 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
                 find_membership(place, link),
                 regrouping,
                 wishes,
+                waits,
             )
             return wishes.stopped_by
     finally:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch.distributed import DistError
 
 from starling.checkpoint.files import remove_partial
-from starling.engines.processes.learner import Place
+from starling.engines.processes.place import Place
 from starling.errors import PeerLost
 from starling.launch.messages import LearnerMessage, Said
 from starling.runs.experiment.folder import ExperimentFolder

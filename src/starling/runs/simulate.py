@@ -71,8 +71,8 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
                     recipe.cluster,
                     Together([*observers, seen, stop]),
                     start,
-                    bears_losses=recipe.on_loss != "stop",
-                    views=InOneProcess(folder, seen, display.say, display.train_with),
+                    survives_losses=recipe.on_loss != "stop",
+                    changes=InOneProcess(folder, seen, display.say, display.train_with),
                 ).run()
         finally:
             seen.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from starling.engines.processes.learner import Place
+from starling.engines.processes.place import Place
 from starling.errors import Stopped
 from starling.launch.link import Link
 from starling.launch.messages import LearnerMessage, ModelSaved, Saved

@@ -20,7 +20,7 @@ from starling.checkpoint.reader import latest
 from starling.checkpoint.writer import mean_of_buffers
 from starling.configuration import digest
 from starling.consensus import consensus
-from starling.engines.processes.learner import Place
+from starling.engines.processes.place import Place
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError, Stopped

@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests of one's own: learners that die, stand still, or compute nonsense."""
+"""Injected faults: learners that die, pause, or compute non-finite gradients; network partitions; joiners."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from starling.configuration import Config
 Name = Annotated[int, Field(ge=0)]
 """Which learner."""
 AtStep = Annotated[int, Field(ge=1)]
-"""At which of its own mini-batches, from 1; a resumed run counts anew, a run that lost learners goes on counting."""
+"""The learner's own mini-batch, from 1. Counting restarts on resume, and continues after a membership change."""
 AtSeconds = Annotated[float, Field(ge=0.0)]
 """When, on the engine's clock, counted from the beginning of the run."""
 AtEvent = Annotated[int, Field(ge=1)]
@@ -48,8 +48,7 @@ class Kill(_Placed):
 
 
 class Pause(_Placed):
-    """A learner that stands still, as by SIGSTOP; with `at_step`, before it computes that mini-batch, by default its
-    first."""
+    """A learner that pauses, as by SIGSTOP; with `at_step`, before it computes that mini-batch (default: its first)."""
 
     pause: Name
     seconds: float = Field(gt=0.0)
@@ -67,7 +66,7 @@ class Pause(_Placed):
 
 
 class Split(_Placed):
-    """Learners that neither the others nor who watches them can hear for a while. On the simulated clock only."""
+    """Learners that a network partition cuts off, from the others and the launcher, for a while. Simulated only."""
 
     split: tuple[Name, ...] = Field(min_length=1)
     seconds: float = Field(gt=0.0)
@@ -79,7 +78,7 @@ class Split(_Placed):
 
 
 class Join(Config):
-    """A learner that comes: one that was lost comes back, any other name is new."""
+    """A learner that joins: a lost one returns, any other name is new."""
 
     join: Name
     at_seconds: AtSeconds
@@ -129,7 +128,7 @@ class FaultsOf:
         self._num_steps = 0
 
     def next(self) -> Sequence[Kill | Pause | NotFinite]:
-        """What happens at the next mini-batch; to be asked once for each."""
+        """The faults at the next mini-batch; call once for each."""
         self._num_steps += 1
         return [fault for fault in self._faults if fault.at_step == self._num_steps]
 
@@ -151,12 +150,12 @@ def only_simulated(faults: Sequence[Fault]) -> Iterator[str]:
 
 
 def kill_this_process() -> None:
-    """End without a word."""
+    """End this process at once, as kill -9 does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop_this_process(seconds: float) -> None:
-    """Stand still, with all threads, until another process has waited for so long."""
+    """Stop this process, with all its threads; another process wakes it after so many seconds."""
     waking = subprocess.Popen([sys.executable, "-I", "-S", "-c", _WAKE, str(os.getpid()), str(seconds)])
     os.kill(os.getpid(), signal.SIGSTOP)
     waking.wait()

@@ -1,5 +1,6 @@
-"""What an engine runs, and what it tells about it."""
+"""What an engine runs, what each learner counts, and what observers are told."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -32,21 +33,22 @@ class Job:
     options: Config = None  # type: ignore[assignment]
     """The strategy's; None: its defaults."""
     clip_norm: float | None = None
-    """Gradients longer than this (2-norm) are shortened to it before the optimizer sees them."""
+    """Gradients with a larger 2-norm are scaled down to this norm before the optimizer sees them."""
     autocast: bool = False
     """Compute losses in bfloat16 where torch considers it safe; weights and gradients stay float32."""
     num_workers: int = 0
     """Processes that load mini-batches ahead, for each learner; 0 loads them in the learner itself."""
     stragglers: Stragglers = field(default_factory=Stragglers)
-    """Slowness on purpose."""
+    """Injected slowness."""
     faults: tuple[Fault, ...] = ()
-    """Faults on purpose."""
+    """Injected faults."""
     checkpoint_every: int | None = None
-    """Mini-batches of all learners together between two marks inside an epoch; None: no marks but the epochs' ends."""
+    """Mini-batches of all learners together between two checkpoint barriers within an epoch; None: only at epoch
+    ends."""
     most_not_finite: int = 10
-    """Gradients of one learner in a row that are not finite, at which the run fails; single ones are left out."""
+    """The run fails after so many consecutive non-finite gradients of one learner; fewer are skipped."""
     weighting: Weighting = "batches"
-    """How the mini-batches whose gradients learners average count: each alike, or in proportion to its planned size.
+    """How mini-batches count when learners average their gradients: equally, or in proportion to their planned size.
     ConfigError where the strategy averages no gradients."""
     seed: int = 0
 
@@ -108,12 +110,35 @@ class Averaging:
     """What one learner did to agree with the others."""
 
     rounds: int = 0
-    """Averaging rounds it went through in its background."""
+    """Averaging rounds completed in its background."""
     bytes_sent: int = 0
-    """To other learners; of a collective, what it sends as a ring."""
+    """To other learners; a collective counts as a ring."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """Gradients by the number of changes made to the weights between their being read for the gradient and the step; of
-    weights that servers keep, counted by each server."""
+    """Gradients by staleness: the changes made to the weights between reading them for the gradient and the step. Each
+    server counts for the weights that it keeps."""
+
+
+class Statistics:
+    """What one learner counts: where its time goes, and what it does to agree with the others."""
+
+    def __init__(self) -> None:
+        self.num_claimed = 0
+        """Portions of tickets that its sync group has claimed."""
+        self.spent = Spent()
+        self.averaging = Averaging()
+        self.lock = threading.Lock()
+        """Guards `averaging` where the background counts while an epoch ends."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a learner has counted since its last epoch ended."""
+
+    num_steps: int
+    seconds: float
+    spent: Spent
+    averaging: Averaging
+    num_not_finite: int
 
 
 @dataclass(frozen=True)
@@ -129,23 +154,23 @@ class EpochReport:
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at this moment, where the engine knows it: on the virtual clock."""
     num_not_finite: int = 0
-    """Gradients that were not finite, and so did nothing."""
+    """Non-finite gradients, which were skipped."""
     is_last: bool = False
     """Whether the run ends here."""
 
 
 class Observer(Protocol):
-    """Who wants to know how a run goes. Called by each learner, between two mini-batches."""
+    """Follows a run. Each learner calls it between two mini-batches."""
 
     def on_step(self, report: StepReport) -> None:
-        """After each gradient was computed."""
+        """Called after each gradient."""
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        """After an epoch, and after the last mini-batch of the run. `state` shares memory with the learner: copy
-        or write what is to be kept before returning."""
+        """Called after each epoch and after the last mini-batch of the run. `state` shares memory with the learner:
+        copy or write what is to be kept before returning."""
 
     def on_mark(self, state: LearnerState) -> None:
-        """At a mark inside an epoch, where the job asks for marks. `state` as above."""
+        """Called at a checkpoint barrier within an epoch. `state` shares memory as above."""
 
 
 class Silence:
@@ -159,7 +184,7 @@ class Silence:
 
 
 class Named:
-    """An observer that is told a learner's name, for it may have other ranks from view to view."""
+    """Reports to another observer under a learner's name, because its rank may change with the membership."""
 
     def __init__(self, observer: Observer, name: int) -> None:
         self._observer = observer

@@ -74,11 +74,11 @@ class Lookahead:
 
 
 class Loader:
-    """Loads mini-batches in `num_workers` processes ahead of who computes on them; 0: when asked for.
+    """Loads mini-batches ahead, in `num_workers` processes; with 0, when they are requested.
 
-    The processes are spawned: a fork of a process with gloo's threads in it crashes, and a fork server outlives a
-    learner that is killed. That takes seconds, in which who asks for a mini-batch loads it. With `ignores_signals` they
-    outlive a SIGTERM or SIGINT to all processes of a learner that goes on for a while; they end when it does.
+    The processes are spawned: a fork of a process with gloo's threads crashes, and a fork server outlives a killed
+    learner. Spawning takes seconds, in which the caller loads mini-batches itself. With `ignores_signals` the processes
+    survive a SIGTERM or SIGINT to the learner's process group, and end when the learner does.
     """
 
     def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool = False) -> None:

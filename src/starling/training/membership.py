@@ -1,7 +1,7 @@
-"""Who is there: numbered views of the learners of a run, and what one learner hears of them.
+"""Memberships: the numbered sets of living learners of a run, and what one learner hears of them.
 
-Who starts learners watches them, and says when one is lost or comes: the living ones, and those to come, are the next
-view. Between two views learners do nothing together; each view has process groups and keys in the store of its own.
+The launcher watches the learners. When one is lost or joins, it announces the next membership. Between two memberships
+learners do nothing together; each membership has its own process groups and its own keys in the store.
 """
 
 import threading
@@ -18,7 +18,7 @@ class Membership:
     """The learners of a run from one change to the next."""
 
     number: int
-    """0 is the view that the run begins with."""
+    """The run begins with membership 0."""
     members: tuple[int, ...]
     """Their names. A learner keeps its name for life; its rank is its place among these."""
     reason: str = ""
@@ -26,7 +26,7 @@ class Membership:
 
     @property
     def key(self) -> str:
-        """Where the store has what belongs to this view."""
+        """The prefix of this membership's keys in the store."""
         return f"view/{self.number}"
 
 
@@ -34,18 +34,19 @@ _NONE = Membership(-1, ())
 
 
 class MembershipChanged(Exception):  # noqa: N818 - it is no error
-    """Ends what a learner does in a view that is over."""
+    """Ends what a learner does in a membership that is over."""
 
-    def __init__(self, view: Membership) -> None:
-        super().__init__(view.reason)
-        self.view = view
+    def __init__(self, membership: Membership) -> None:
+        super().__init__(membership.reason)
+        self.membership = membership
 
 
 class MembershipFeed:
-    """The views that one learner hears of, by any thread.
+    """The memberships that one learner hears of; usable from any thread.
 
-    Where nobody watches (`is_watched` False), the first view is the only one, and who loses another learner fails.
-    Without a first view (None) this learner is new: others compute already, and it waits to be told of a view with it.
+    If the learners are not watched (`is_watched` False), the first membership is the only one, and a learner that
+    loses another fails. A learner without a `first` membership (None) joins a running experiment: it waits until a
+    membership includes it.
     """
 
     def __init__(
@@ -53,89 +54,90 @@ class MembershipFeed:
         name: int,
         first: Membership | None,
         is_watched: bool = False,
-        on_enter: Callable[[Membership], None] = lambda view: None,
-        on_arrive: Callable[[Membership], None] = lambda view: None,
+        on_enter: Callable[[Membership], None] = lambda membership: None,
+        on_arrive: Callable[[Membership], None] = lambda membership: None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.is_watched = is_watched
         self.is_new = first is None
-        """Whether the others had begun without this learner."""
+        """Whether this learner joins a running experiment."""
         self._on_enter = on_enter
         self._on_arrive = on_arrive
         self._on_ready = on_ready
         self._latest = first or _NONE
         self._changed = threading.Condition()
-        self._on_change: Callable[[Membership], None] = lambda view: None
+        self._on_change: Callable[[Membership], None] = lambda membership: None
 
     @property
     def latest(self) -> Membership:
-        """The newest view."""
+        """The newest membership."""
         return self._latest
 
-    def first_view(self) -> Membership:
-        """The view to begin in. Who is new says that it is ready, and waits until the others expect it."""
+    def first(self) -> Membership:
+        """The membership to begin in. A joiner reports that it is ready, and waits until a membership includes it."""
         if self.is_new:
             self._on_ready()
             with self._changed:
                 self._changed.wait_for(lambda: self._latest.number >= 0)
         return self._latest
 
-    def arrive(self, view: Membership) -> None:
-        """This learner is about to meet the other members of a view. Who watches is told by `on_arrive`."""
-        self._on_arrive(view)
+    def arrive(self, membership: Membership) -> None:
+        """Report that this learner is about to connect to the other members."""
+        self._on_arrive(membership)
 
-    def enter(self, view: Membership) -> None:
-        """This learner has met the other members of a view. Who watches is told by `on_enter`."""
-        self._on_enter(view)
+    def enter(self, membership: Membership) -> None:
+        """Report that this learner has connected to the other members."""
+        self._on_enter(membership)
 
-    def announce(self, view: Membership) -> None:
-        """There is a new view. Called by who listens to the launcher, in any thread."""
+    def announce(self, membership: Membership) -> None:
+        """There is a new membership. Called from the thread that listens to the launcher."""
         with self._changed:
-            if view.number <= self._latest.number:
+            if membership.number <= self._latest.number:
                 return
-            self._latest = view
+            self._latest = membership
             self._changed.notify_all()
-            self._on_change(view)
+            self._on_change(membership)
 
-    def beyond(self, view: Membership, within: float) -> Membership | None:
-        """A later view, as soon as there is one; None if none comes within so many seconds."""
+    def beyond(self, membership: Membership, within: float) -> Membership | None:
+        """Wait at most `within` seconds for a membership later than this one; None if none comes."""
         with self._changed:
-            self._changed.wait_for(lambda: self._latest.number > view.number, within if self.is_watched else 0.0)
-            return self._latest if self._latest.number > view.number else None
+            self._changed.wait_for(lambda: self._latest.number > membership.number, within if self.is_watched else 0.0)
+            return self._latest if self._latest.number > membership.number else None
 
     @contextmanager
-    def telling(self, view: Membership, on_change: Callable[[Membership], None]) -> Generator[None, None, None]:
-        """Call `on_change`, in any thread, as soon as there is a view beyond `view`, while the context lasts."""
+    def telling(self, membership: Membership, on_change: Callable[[Membership], None]) -> Generator[None, None, None]:
+        """While the context lasts, call `on_change`, from any thread, as soon as a later membership is announced."""
         with self._changed:
             self._on_change = on_change
-            if self._latest.number > view.number:
+            if self._latest.number > membership.number:
                 on_change(self._latest)
         try:
             yield
         finally:
             with self._changed:
-                self._on_change = lambda view: None
+                self._on_change = lambda membership: None
 
 
 class MembershipObserver(Protocol):
-    """Who wants to know, in each learner, that others were lost or came."""
+    """Follows membership changes, in each learner."""
 
     def pause(self) -> None:
-        """This learner leaves a view. What was begun for it is to be finished, or left, before this returns."""
+        """This learner leaves a membership: finish, or drop, what was begun for it before returning."""
 
-    def begin(self, view: Membership, position: Position, is_first: bool) -> None:
-        """A view begins, with what all have done together. Where `is_first`, before the others go on."""
+    def begin(self, membership: Membership, position: Position, is_first: bool, /) -> None:
+        """A membership begins at the position that all learners have reached together. Exactly one learner is called
+        with `is_first`, before the others continue."""
 
     def end(self) -> None:
-        """All is done. What others must be able to rely on when they hear of it is to be done before this returns."""
+        """All is done. What other learners rely on when they hear of it must be complete before this returns."""
 
 
 class IgnoreMembership:
-    """Does not care who is there."""
+    """Ignores membership changes."""
 
     def pause(self) -> None: ...
 
-    def begin(self, view: Membership, position: Position, is_first: bool) -> None: ...
+    def begin(self, membership: Membership, position: Position, is_first: bool) -> None: ...
 
     def end(self) -> None: ...

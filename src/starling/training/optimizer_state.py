@@ -1,4 +1,4 @@
-"""What an optimizer remembers about each weight, as flat vectors that learners can average."""
+"""An optimizer's state for each weight, as flat vectors that learners can average."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,10 @@ NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delt
 
 
 class OptimizerMemory:
-    """Vectors `[P]`, one for each thing that the optimizer keeps per weight; its own state becomes views into them.
+    """Vectors `[P]`, one for each number that the optimizer keeps per weight; its own state becomes views into them.
 
     `another` makes an optimizer like it for other parameters, by number. Raises ConfigError for an optimizer that keeps
-    anything else than such things and a count of steps.
+    anything but such numbers and a count of steps.
     """
 
     def __init__(

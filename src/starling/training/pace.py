@@ -1,7 +1,7 @@
 """When a learner opens the next averaging round, and whether its background keeps up."""
 
 ENOUGH_GRADIENTS = 100
-"""From so many gradients on a learner's rounds per gradient are judged."""
+"""A learner's rounds per gradient are judged after so many gradients."""
 FEW_ROUNDS = 0.4
 """A learner complains of fewer than this part of the rounds that its period asks for; the default of `max_lag` keeps it
 above 0.5."""
@@ -10,9 +10,9 @@ above 0.5."""
 class Pace:
     """Whether a learner has made enough gradients to open another round, and how far it is ahead of its rounds.
 
-    Each of its gradients earns it 1 / period rounds, and each round costs it one, whoever opened it: so among learners
-    of one speed one of them opens the rounds for all. Neither credit nor debt grows: after a jam the rounds are not
-    made up for, and when the fastest learner leaves a slower one soon opens rounds in its place.
+    Each gradient earns 1 / period rounds of credit, and each round costs one, whichever learner opened it: so among
+    equally fast learners one opens the rounds for all. Credit and debt are bounded: rounds missed in a jam are not made
+    up for, and when the fastest learner leaves, a slower one soon opens rounds in its place.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Pace:
         self._is_due = True
 
     def entered(self) -> None:
-        """A round began, whoever opened it."""
+        """A round began, opened by any learner."""
         self._is_due = True
         self.num_rounds += 1
         self._credit = max(-self._most, self._credit - 1.0)

@@ -1,4 +1,4 @@
-"""One learner's own weights and optimizer; the parts of `Learner` that are the same on both engines."""
+"""One learner's own weights and optimizer, the same on all engines."""
 
 import math
 from collections.abc import Callable, Generator, Sequence
@@ -17,8 +17,8 @@ from starling.training.streams import lock_for
 class Replica:
     """Weights `[P]`, the parameters that view them, and the optimizer that changes them, under one lock.
 
-    `gradients` `[P]` is what the parameters' gradients view, and where a step's gradient is copied to unless it is
-    there. Where it has to be kept meanwhile, there is a `workspace` `[P]` for others, which replicas may share.
+    `gradients` `[P]` backs `param.grad`; a gradient computed elsewhere is first copied into it, or into a `workspace`
+    `[P]`, which replicas may share, if `gradients` must be kept.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Replica:
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._memory: OptimizerMemory | None = None
         self.sometimes_unused: set[int] = set()
-        """Parameters, by number, that got no gradient from some mini-batch of this learner. A mean over learners is
-        without a gradient for a parameter only where its own was."""
+        """Parameters, by number, that got no gradient from some mini-batch of this learner. Only for these can a mean
+        over learners lack a gradient."""
         self._lock = lock_for(weights.device)
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
         """Clip `gradient` `[P]`, set the learning rate and let the optimizer change the weights.
 
-        Whether that was done: a gradient that is not finite changes nothing.
+        Returns whether it did: a non-finite gradient changes nothing.
         """
         with self._lock:
             if gradient.data_ptr() != self.gradients.data_ptr():
@@ -64,7 +64,7 @@ class Replica:
 
     @contextmanager
     def _looking_at(self, gradient: Tensor) -> Generator[None, None, None]:
-        """Let the parameters' gradients be views into `gradient` `[P]` for a while, or None where it has none."""
+        """A context in which the parameters' gradients are views into `gradient` `[P]`, or None where it has none."""
         if gradient.data_ptr() == self.gradients.data_ptr() and not self.sometimes_unused:
             yield
             return
@@ -79,7 +79,7 @@ class Replica:
                 parameter.grad = before
 
     def clip(self, gradient: Tensor) -> float:
-        """Shorten `gradient` `[P]` to the longest allowed; its length before."""
+        """Clip `gradient` `[P]` to the allowed norm; returns its norm before."""
         norm = float(torch.linalg.vector_norm(gradient))
         if self._clip_norm is not None and norm > self._clip_norm:
             gradient.mul_(self._clip_norm / norm)
@@ -124,7 +124,7 @@ class Replica:
             return own.clone() if into is None else into.copy_(own)
 
     def on_host(self) -> Tensor:
-        """The weights in host memory, after all changes made so far: a copy, unless they are there."""
+        """The weights in host memory, after all changes so far; a copy, unless they are there already."""
         if self.weights.device.type == "cpu":
             return self.weights.detach()
         return self.snapshot().cpu()
@@ -145,12 +145,12 @@ class Replica:
         ]
 
     def restore(self, weights: Tensor, optimizer: dict[str, Any]) -> None:
-        """Go on from saved weights `[P]` and a saved optimizer's `state_dict`."""
+        """Continue from saved weights `[P]` and a saved optimizer's `state_dict`."""
         self.replace(weights)
         self.optimizer.load_state_dict(optimizer)
 
     def _at(self, piece: slice) -> tuple[int, Tensor]:
-        """The vector that a piece is of, by number, and the piece itself: the weights are vector 0."""
+        """The number of the vector that a piece belongs to (the weights are 0), and the piece itself."""
         number, start = divmod(piece.start, len(self.weights))
         vector = self.weights if number == 0 or self._memory is None else self._memory.vectors[number - 1]
         return number, vector[start : start + piece.stop - piece.start]

@@ -1,4 +1,4 @@
-"""Slowness on purpose, on both engines: slow learners, random jitter, learners that pause."""
+"""Injected slowness, on both engines: slow learners, random jitter, pauses."""
 
 import random
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ Rank = Annotated[int, Field(ge=0)]
 
 
 class Pause(Config):
-    """A learner that stands still for a while."""
+    """A learner that pauses for a while."""
 
     learner: Rank
     after: int = Field(ge=1)
-    """Gradients of this learner before the pause; a resumed run counts anew."""
+    """Gradients of this learner before the pause; counting restarts on resume."""
     seconds: float = Field(gt=0.0)
 
 
 class Stragglers(Config):
-    """The `stragglers:` section of a recipe. The engine `processes` sleeps, `virtual` lets its clock go on."""
+    """The `stragglers:` section of a recipe. The `processes` engine sleeps, `virtual` advances its clock."""
 
     slow: dict[Rank, Factor] = Field(default_factory=dict)
     """Learners whose gradients take so many times as long, such as {0: 10x}."""
@@ -47,7 +47,7 @@ class Stragglers(Config):
 
 
 class Delays:
-    """The delays of one learner, a stream of its own per learner and seed."""
+    """The delays of one learner, with a random stream per learner and seed."""
 
     def __init__(self, stragglers: Stragglers, seed: int, rank: int) -> None:
         self._factor = stragglers.slow.get(rank, 1.0)
@@ -60,7 +60,7 @@ class Delays:
         self._num_gradients = 0
 
     def after(self, seconds: float) -> float:
-        """Seconds to wait after a gradient that took `seconds`; to be asked once for each gradient."""
+        """Seconds to wait after a gradient that took `seconds`; call once for each gradient."""
         self._num_gradients += 1
         longer = seconds * (self._factor - 1.0)
         if self._jitter > 0.0:

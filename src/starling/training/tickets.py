@@ -1,9 +1,9 @@
-"""Which mini-batch is whose: tickets in order, and the budget that ends them.
+"""Which learner computes which mini-batch: the tickets in order, and the budget that ends them.
 
-The tickets of a run are one stream: those that an earlier run was given and did not finish, and then all others in the
-order of the epochs. Learners claim in teams: a team takes as many consecutive tickets of the stream at once as it has
-learners, one for each, also across the end of an epoch. All learners are one team of a synchronous strategy, each is
-its own where nobody waits for anybody.
+The tickets of a run are one stream: first those that an earlier run left outstanding, then all others in the order of
+the epochs. Sync groups claim portions: as many consecutive tickets as the group has learners, one for each, even across
+the end of an epoch. Under a synchronous strategy all learners are one sync group; under an asynchronous one each
+learner is its own.
 """
 
 from bisect import bisect_right
@@ -49,7 +49,7 @@ class TicketSequence:
 
 
 def position_after(start: Position, workload: Workload[Any], done: Collection[int]) -> Position:
-    """How far a run has come that began at `start` when the tickets with these numbers are done."""
+    """The position of a run that began at `start`, when the tickets with these numbers are done."""
     sequence = TicketSequence(workload, start.next_ticket)
     first, beyond = start.next_ticket.step, max([start.next_ticket.step, *(step + 1 for step in done)])
     handed_out = [*start.outstanding, *(sequence[step] for step in range(first, beyond))]
@@ -57,8 +57,8 @@ def position_after(start: Position, workload: Workload[Any], done: Collection[in
 
 
 class DoneTickets(Collection[int]):
-    """The numbers of the tickets that are done, of those from a standing on. Takes as much memory as tickets are
-    between the first that is not done and the last that is."""
+    """The numbers of the done tickets after a position. Its memory grows with the number of tickets between the first
+    that is not done and the last that is."""
 
     def __init__(self, start: Position) -> None:
         self._first = self._below = start.next_ticket.step  # all from the first to below this are done
@@ -73,7 +73,7 @@ class DoneTickets(Collection[int]):
 
     @property
     def num_kept(self) -> int:
-        """How many numbers are kept one by one."""
+        """The numbers that are kept individually."""
         return len(self._others)
 
     def __contains__(self, step: object) -> bool:
@@ -88,27 +88,27 @@ class DoneTickets(Collection[int]):
 
 
 class SyncGroupTickets:
-    """The tickets of a run in portions, one ticket for each learner of a team.
+    """The tickets of a run in portions, one ticket for each learner of a sync group.
 
-    The budget in steps and epochs is checked at the beginning of each portion, so that a team ends together without a
-    word; the last portion is a whole one. Minutes are the engine's to check.
+    The budget in steps and epochs is checked at the beginning of each portion, so that a sync group ends together
+    without a message; the last portion is a whole one. Minutes are checked elsewhere, with the engine's clock.
     """
 
     def __init__(self, workload: Workload[Any], start: Position, budget: Budget, sync_group_size: int) -> None:
         self.sequence = TicketSequence(workload, start.next_ticket)
         self._start = start
         self._budget = budget
-        self._team_size = sync_group_size
+        self._group_size = sync_group_size
         self._places = {ticket.step: place for place, ticket in enumerate(start.outstanding)}
         self._end: int | None = None
 
     def end_at(self, number: int) -> None:
-        """Let the run end before portion `number`, as if its budget were spent there. May be called by any thread."""
+        """End the run before portion `number`, as if its budget were spent there. Called by any thread."""
         self._end = number
 
     def ticket(self, number: int, member: int = 0) -> Ticket:
-        """The ticket of a `member` (its place in the team) in portion `number`."""
-        place = number * self._team_size + member
+        """The ticket of a `member` (its place in the sync group) in portion `number`."""
+        place = number * self._group_size + member
         outstanding = self._start.outstanding
         if place < len(outstanding):
             return outstanding[place]
@@ -117,41 +117,41 @@ class SyncGroupTickets:
     def number_of(self, ticket: Ticket) -> int:
         """The portion that a ticket is in."""
         place = self._places.get(ticket.step, ticket.step - self._start.next_ticket.step + len(self._start.outstanding))
-        return place // self._team_size
+        return place // self._group_size
 
     def position(self, number: int, undone: Iterable[int] = ()) -> Position:
-        """How far the run has come when the portions below `number` are done, except for `undone` ones."""
-        num_given = number * self._team_size
+        """The position of the run when the portions below `number` are done, except for `undone` ones."""
+        num_given = number * self._group_size
         outstanding = self._start.outstanding
-        returned = [self.ticket(each, member) for each in sorted(undone) for member in range(self._team_size)]
+        returned = [self.ticket(each, member) for each in sorted(undone) for member in range(self._group_size)]
         return Position(
             self.sequence[self._start.next_ticket.step + max(0, num_given - len(outstanding))],
             tuple(sorted((*returned, *outstanding[num_given:]), key=lambda ticket: ticket.step)),
         )
 
     def num_before(self, number: int) -> int:
-        """How many mini-batches are done when portion `number` is the first that is not."""
-        return self._start.num_done + number * self._team_size
+        """The number of done mini-batches when portion `number` is the first that is not done."""
+        return self._start.num_done + number * self._group_size
 
     def progress(self, number: int, minutes: float) -> Progress:
-        """How far the run has come when portion `number` is the first that nobody has claimed."""
+        """The progress of the run when portion `number` is the first that is not claimed."""
         num_done = self.num_before(number)
         return Progress(num_done, self.sequence.epochs_before(num_done), minutes)
 
     def is_beyond(self, number: int) -> bool:
-        """Whether the budget is spent before portion `number`, and no mini-batch in it is owed: was given to somebody
-        before and not done, while others within the budget were."""
+        """Whether the budget is spent before portion `number`, and the portion holds no re-issued ticket that is within
+        the budget."""
         if self._end is not None and number >= self._end:
             return True
-        return self._budget.is_spent(self.progress(number, minutes=0.0)) and not self._is_owed(self.ticket(number))
+        return self._budget.is_spent(self.progress(number, minutes=0.0)) and not self._is_reissued(self.ticket(number))
 
-    def _is_owed(self, ticket: Ticket) -> bool:
+    def _is_reissued(self, ticket: Ticket) -> bool:
         if ticket.step not in self._places:
             return False
         return not self._budget.is_spent(Progress(ticket.step, self.sequence.epochs_before(ticket.step), minutes=0.0))
 
     def take(self, numbers: Iterable[int], members: Iterable[int]) -> Iterator[Ticket]:
-        """The tickets of `members` (places in a team) in the portions with these numbers, until the budget is spent."""
+        """The tickets of `members` (places in a sync group) in these portions, until the budget is spent."""
         members = list(members)
         for number in numbers:
             if self.is_beyond(number):
@@ -160,7 +160,7 @@ class SyncGroupTickets:
                 yield self.ticket(number, member)
 
     def handed_out(self, num_drawn: int) -> int:
-        """How many portions are within the budget when numbers below `num_drawn` were drawn."""
+        """The number of portions within the budget, when the numbers below `num_drawn` were drawn."""
         while num_drawn > 0 and self.is_beyond(num_drawn - 1):
             num_drawn -= 1
         return num_drawn
@@ -168,7 +168,7 @@ class SyncGroupTickets:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in the stream where all learners keep what they have: before portion `number`."""
+    """A checkpoint barrier: all learners save their state before portion `number`."""
 
     number: int
     ended: tuple[int, ...] = ()
@@ -176,11 +176,12 @@ class Mark:
 
 
 class Marks:
-    """The marks of a run, in their order: where epochs end, if asked for after every so many mini-batches, and where
-    learners agree that there is one.
+    """The checkpoint barriers of a run, in order: at epoch ends, every so many mini-batches if requested, and where
+    learners agree on one.
 
-    Every learner passes a mark when it claims a portion behind it, having done all of its own before it. So all tickets
-    before it are done by then, and in step no other; asynchronous learners also have what they got from others by then.
+    A learner passes a barrier when it claims a portion after it, having done all its own mini-batches before it. So
+    once all have passed, all tickets before it are done. In a synchronous run no others are; an asynchronous learner
+    may also have received what others did after it.
     """
 
     def __init__(self, tickets: SyncGroupTickets, every: int | None = None) -> None:
@@ -192,15 +193,15 @@ class Marks:
         """The epoch that portions before the last mark, or the first portion, are in."""
 
     def add(self, number: int) -> None:
-        """There is a mark before portion `number`, which no learner has claimed. May be called by any thread."""
+        """Add a barrier before portion `number`, which no learner has claimed. Called by any thread."""
         self._agreed.add(number)
 
     def end_at(self, number: int) -> None:
-        """The run ends before portion `number`: that is no mark that was agreed on, even if it was."""
+        """The run ends before portion `number`: drop a barrier that was agreed on there."""
         self._agreed.discard(number)
 
     def until(self, number: int) -> Iterator[Mark]:
-        """The marks up to portion `number`, from the one after the last that was given."""
+        """The barriers up to portion `number`, after the last one returned."""
         while self._next < number:
             following = self._first_mark(range(self._next + 1, number + 1))
             self._next = number if following is None else following
@@ -211,7 +212,7 @@ class Marks:
                 yield Mark(following, ended)
 
     def _first_mark(self, numbers: range) -> int | None:
-        """The first of the marks among consecutive portions, without a look at each of them."""
+        """The first barrier among consecutive portions, without examining each of them."""
         agreed = [each for each in list(self._agreed) if each in numbers and not self._tickets.is_beyond(each)]
         periodic = bisect_right(numbers, self._periods_before(numbers[0] - 1), key=self._periods_before)
         epoch_end = bisect_right(numbers, self.epoch, key=lambda number: self._tickets.ticket(number).epoch)

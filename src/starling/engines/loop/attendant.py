@@ -1,12 +1,12 @@
-"""What learners that run somebody's own loops tell each other beside it: who has ended, who failed, and the consensus.
+"""What learners with users' loops announce to each other: which have finished, which have failed, and the consensus.
 
-Announcements are numbered keys in the store, the same sequence for everybody. Each learner has a thread that waits for
-the next one, without polling; so consensus is served while loops compute, and all of these threads end at the same
-place of the sequence.
+Announcements are numbered keys in the store, the same sequence for all learners. In each learner a thread waits for the
+next one, without polling; so consensus is answered while loops compute, and all these threads end at the same place of
+the sequence.
 
 A learner ends in three announcements. `finished`: it has made its last step. When all have, strategies run to their
-ends. `settled`: its weights change no more. When all have settled, the last consensus follows, if anybody wants it.
-`closed`: it needs nobody any more.
+ends. `settled`: its weights are final. When all have settled, the final consensus follows, if a learner wants it.
+`closed`: it needs the others no longer.
 """
 
 import json
@@ -29,18 +29,18 @@ from starling.errors import ProtocolError
 
 @dataclass(frozen=True)
 class Consensus:
-    """What all learners agree on: the mean of what they bring `[P + B]`, and how far their weights `[P]` are from it,
-    (1/L) sum_l |w_l - mean|^2."""
+    """What all learners agree on: the mean of their contributions `[P + B]`, and the distance of their weights `[P]`
+    from it, (1/L) sum_l |w_l - mean|^2."""
 
     mean: Tensor
     distance: float
 
 
 class Attendant(threading.Thread):
-    """Listens to what learners announce, and takes part in consensus means on its learner's behalf.
+    """Listens to the announcements, and takes part in consensus means on its learner's behalf.
 
-    `contribution` gives the number of steps made and then what the learner brings, with all these steps in it;
-    `own_weights` its weights `[P]`, whose distance from the mean is measured.
+    `contribution` gives the number of steps made and the learner's contribution after these steps; `own_weights` its
+    weights `[P]`, whose distance from the mean is measured.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class Attendant(threading.Thread):
     ) -> None:
         super().__init__(name=f"starling-attendant-{rank}", daemon=True)  # it must not keep a failed process alive
         self.finished: dict[int, int] = {}
-        """Who has made its last step, and after how many steps."""
+        """The ranks that have made their last step, each with its number of steps."""
         self.settled: set[int] = set()
-        """Whose weights are final."""
+        """The ranks whose weights are final."""
         self.final: Future[Consensus | None] = Future()
-        """The consensus of the final weights, when all have settled; None if nobody wants it."""
+        """The consensus of the final weights, once all have settled; None if no learner wants it."""
         self.closed: set[int] = set()
         self.failed: dict[int, str] = {}
-        """Who failed by itself, and how."""
+        """The ranks that failed, each with its error."""
         self.bereft: dict[int, str] = {}
-        """Who failed because it had lost another."""
+        """The ranks that failed because they had lost another."""
         self.bytes_sent = 0
         self._store = store
-        self._own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, for it blocks
+        self._own = store.clone()  # type: ignore[attr-defined]  # its own connection, because it blocks
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world, self._means = rank, world, means
         self._contribution = contribution
@@ -78,18 +78,19 @@ class Attendant(threading.Thread):
         self._under_way: tuple[int, Future[Consensus]] | None = None
 
     def listen(self, on_news: Callable[[], None], on_error: Callable[[BaseException], None]) -> None:
-        """Start: `on_news` is called after somebody finished, closed or failed, `on_error` when attending fails."""
+        """Start. `on_news` is called when a learner has finished, settled, closed or failed; `on_error` when this
+        thread fails."""
         self._on_news, self._on_error = on_news, on_error
         self.start()
 
     def announce(self, what: str, word: int | str = "") -> int:
-        """Tell all learners, this one included; the number of the announcement."""
+        """Tell all learners, including this one; returns the number of the announcement."""
         number = self._store.add("announced", 1) - 1
         self._store.set(f"announced/{number}", json.dumps([self._rank, what, word]))
         return number
 
     def request(self, num_steps: int) -> "Future[Consensus]":
-        """A consensus that sees the `num_steps` which this learner has made; one under way that does is shared."""
+        """A consensus after this learner's `num_steps`; shares one under way that has seen them."""
         with self._lock:
             if self._under_way is not None and self._under_way[0] == num_steps:
                 return self._under_way[1]
@@ -148,10 +149,10 @@ class Attendant(threading.Thread):
             num_steps, mine = self._contribution()
             own = self._own_weights()
             self._under_way = num_steps, future
-        with suppress(InvalidStateError):  # somebody released who waits for it
+        with suppress(InvalidStateError):  # the wait for it was released
             try:
                 agreed = self._agree(mine, own)
-            except BaseException as error:  # the thread goes on, to answer the others' questions
+            except BaseException as error:  # the thread continues, to answer the others
                 self._on_error(error)
                 future.set_exception(error)
             else:

@@ -1,4 +1,4 @@
-"""What somebody's own PyTorch loop holds of Starling."""
+"""What a user's own PyTorch loop holds of Starling."""
 
 import atexit
 import hashlib
@@ -17,28 +17,29 @@ from torch.distributed import DistError
 from torch.optim import Optimizer
 
 from starling.configuration import Config
-from starling.engines.loop.learner import DropInLearner
+from starling.engines.loop.learner import LoopLearner
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.processes.handshake import Handshake, part, shake_hands
-from starling.engines.processes.learner import process_group
-from starling.engines.processes.peers import Place
+from starling.engines.processes.place import Place
+from starling.engines.processes.process_group import process_group
+from starling.engines.processes.stalls import Waits
 from starling.errors import ConfigError, ProtocolError
 from starling.strategies import Strategy
 
 
 @dataclass(frozen=True)
 class LoopStats:
-    """What one learner did so far."""
+    """What one learner has done so far."""
 
     steps: int
     """Gradients that the loop has handed over, skipped ones included."""
     steps_skipped: int
-    """Gradients that were not finite, and so made no optimizer step."""
+    """Non-finite gradients, which made no optimizer step."""
     rounds: int
     """Averaging rounds in its background."""
     rounds_per_gradient: float
     staleness: dict[int, int]
-    """Gradients by the number of changes made to the weights between their being read for the gradient and the step."""
+    """Gradients by staleness: the changes made to the weights between reading them for the gradient and the step."""
     bytes_sent: int
     seconds_computing: float
     """Between two calls of `step`, and in the optimizer; not in `consensus`."""
@@ -49,12 +50,12 @@ class LoopStats:
 
 
 class JoinedLearner:
-    """A model and an optimizer of your own loop, as one learner among several: what `starling.join` returns.
+    """The model and the optimizer of your own loop, as one learner among several; `starling.join` returns it.
 
-    Call `step()` in place of `optimizer.step()`, evaluate and save inside `with consensus(final=True):` when the loop
-    has ended (and inside `with consensus():` before), and `close()` at the end. Used as a context manager it closes
-    itself, and tells the others at once if your loop fails. All methods raise `PeerLost`, naming the learner, when
-    another one is gone. A process that ends without having closed ends with exit code 1, and 130 after Ctrl-C.
+    Call `step()` in place of `optimizer.step()`. Evaluate and save within `with consensus(final=True):` after the loop
+    (within `with consensus():` before), and call `close()` at the end. As a context manager it closes itself, and tells
+    the others at once if your loop fails. All methods raise `PeerLost`, naming the learner, when another one is gone. A
+    process that ends without closing exits with code 1, or 130 after Ctrl-C.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class JoinedLearner:
         timeout_seconds: float,
         most_not_finite: int,
     ) -> None:
-        """Meet the others. Raises as `starling.join` says."""
+        """Connect to the other learners. Raises as `starling.join` does."""
         sync_groups = strategy.sync_groups(options, place.world)
         if sync_groups.num_workers < place.world:
             raise ConfigError(
@@ -80,6 +81,7 @@ class JoinedLearner:
         self._place, self._timeout_seconds = place, timeout_seconds
         self._connections = ExitStack()
         self._is_closed = False
+        waits = self._waits = Waits()
         if place.world > 1:
             mine = Handshake(
                 world=place.world,
@@ -90,38 +92,37 @@ class JoinedLearner:
                 f"{len(optimizer.param_groups)} parameter groups",
                 **Handshake.of_versions(),
             )
-            shake_hands(place.store, place.rank, mine, timeout_seconds)
-            self._connections.enter_context(process_group(place, replica.weights.device, timeout_seconds))
-        self._learner = DropInLearner(place, strategy, options, replica, seed, timeout_seconds, most_not_finite)
+            shake_hands(place.store, place.rank, mine, timeout_seconds, waits=waits)
+            self._connections.enter_context(process_group(place, replica.weights.device, timeout_seconds, waits=waits))
+        self._learner = LoopLearner(place, strategy, options, replica, seed, timeout_seconds, most_not_finite, waits)
         atexit.register(self._at_exit)
 
     @property
     def rank(self) -> int:
-        """Which learner this is, in [0, world): for the choice of data, and of who prints and saves."""
+        """This learner's number, in [0, world): to choose its data, and the learner that prints and saves."""
         return self._place.rank
 
     @property
     def world(self) -> int:
-        """How many learners there are."""
+        """The number of learners."""
         return self._place.world
 
     def step(self, scaler: GradScaler | None = None) -> None:
         """Make an optimizer step with the gradients that `backward` left, and agree with the others as the strategy
         does.
 
-        With fp16, give the `scaler` in place of `scaler.step(optimizer)`, and call `scaler.update()` afterwards as
-        usual. The gradients are unscaled first, unless `scaler.unscale_(optimizer)` has done that; each learner may
-        have another scale. A scaler looks at its own learner's gradients.
+        With fp16, pass the `scaler` instead of calling `scaler.step(optimizer)`, and call `scaler.update()` afterwards
+        as usual. Gradients are unscaled first, unless `scaler.unscale_(optimizer)` has done so; scales may differ
+        between learners. A scaler sees only its own learner's gradients.
 
-        Gradients that are not finite make no optimizer step: the learner takes part in what follows with unchanged
-        weights, and nobody else notices. Where learners step with the mean of their gradients, as under `allreduce`,
-        that mean is not finite for any of them, so all skip that step alike.
+        Non-finite gradients make no optimizer step: the learner continues with unchanged weights, and the others are
+        not affected. Where learners step with the mean of their gradients, as under `allreduce`, that mean is
+        non-finite for all of them, so all skip the step.
 
         Raises `NonFiniteError` after `most_not_finite` such gradients in a row (an argument of `starling.join`), and
-        `ProtocolError` where learners of a strategy that works in step make unequal numbers of steps, or where a
-        parameter of the model is trained that was unknown when it joined or has another dtype, shape or device now. A
-        parameter that only has other memory now (`model.to(memory_format=...)`, an assignment to its `data`) is
-        trained on with the values that it has there.
+        `ProtocolError` if learners of a synchronous strategy make unequal numbers of steps, or if a trained parameter
+        was unknown when the model joined, or has changed its dtype, shape or device. A parameter that was only
+        reallocated (`model.to(memory_format=...)`, an assignment to its `data`) continues with its present values.
         """
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ProtocolError(
@@ -132,49 +133,50 @@ class JoinedLearner:
 
     @contextmanager
     def consensus(self, final: bool = False) -> Generator[None, None, None]:
-        """Inside of it the model holds the mean of all learners' weights and floating-point buffers.
+        """A context in which the model holds the mean of all learners' weights and floating-point buffers.
 
         By default that is the mean at this moment, and afterwards the model holds exactly what it held before. One
-        learner may ask alone, and as often as it likes, while others compute: those that are still training have not
-        finished, and another learner that asks gets the mean of another moment.
+        learner may call it alone, as often as it likes, while others compute; another learner's call gives the mean at
+        another moment.
 
-        With `final` it is the finished model, the same bits on all learners that ask for it: this learner has made its
-        last step, waits until all others have (they call this, or `close`), and then holds the mean of all final
-        weights, inside and from then on. After that there are no more steps; another `consensus` shows the same model.
+        With `final` it is the finished model, with the same bits on all learners that ask for it: this learner has made
+        its last step, waits until all others have (they call this, or `close`), and then holds the mean of all final
+        weights, within the context and afterwards. No steps may follow; another `consensus` shows the same model.
 
-        Raises `PeerLost` as `close` does, and warns if there were gradients and never a step.
+        Raises `PeerLost` as `close` does, and warns if there were gradients but no steps.
         """
         with self._learner.consensus(final):
             yield
 
     def stats(self) -> LoopStats:
-        """What this learner did so far."""
+        """What this learner has done so far."""
         learner = self._learner
+        averaging, spent = learner.statistics.averaging, learner.statistics.spent
         return LoopStats(
             steps=learner.num_steps,
             steps_skipped=learner.num_skipped,
-            rounds=learner.averaging.rounds,
-            rounds_per_gradient=learner.averaging.rounds / max(1, learner.num_steps),
-            staleness=dict(sorted(learner.averaging.staleness.items())),
+            rounds=averaging.rounds,
+            rounds_per_gradient=averaging.rounds / max(1, learner.num_steps),
+            staleness=dict(sorted(averaging.staleness.items())),
             bytes_sent=learner.bytes_sent,
-            seconds_computing=learner.spent.computing,
-            seconds_waiting=learner.spent.waiting_for_peers,
+            seconds_computing=spent.computing,
+            seconds_waiting=spent.waiting_for_peers,
             consensus_distance=learner.consensus_distance,
         )
 
     def close(self) -> None:
-        """Leave when everybody has closed; until then this learner goes on averaging and serving `consensus` calls.
+        """Leave once all learners have closed; until then this learner continues averaging and answering `consensus`.
 
-        The model then holds this learner's own weights, or, after `consensus(final=True)`, the finished model. Calling
-        it again does nothing. Raises `PeerLost` if a learner that is waited for ends, or makes no step for
-        `timeout_seconds` before its last one; it may take longer between its last step and its `close`.
+        The model then holds this learner's own weights or, after `consensus(final=True)`, the finished model. Further
+        calls do nothing. Raises `PeerLost` if another learner ends, or makes no step for `timeout_seconds` before its
+        last one; between its last step and its `close` it may take longer.
         """
         if self._is_closed:
             return
         try:
             self._learner.close()
             if self.world > 1:
-                part(self._place.store, self.rank, self.world, self._timeout_seconds)
+                part(self._place.store, self.rank, self.world, self._timeout_seconds, waits=self._waits)
         except BaseException as error:
             self._abandon(error)
             raise
@@ -194,7 +196,7 @@ class JoinedLearner:
             self._abandon(error)
 
     def _abandon(self, error: BaseException | None) -> None:
-        """Tell the others, and wait for nobody. Connections stay as they are: threads may wait in them."""
+        """Tell the others, and leave without waiting. Connections stay open: threads may be waiting in them."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -204,8 +206,8 @@ class JoinedLearner:
             self._learner.announce_failure(error)
 
     def _at_exit(self) -> None:
-        """End a process whose learner has not closed: torch would wait for what its groups still wait for, and Python
-        abort when a thread comes back from there."""
+        """End a process whose learner has not closed: torch would wait for its groups, and Python would abort when a
+        thread wakes up from there."""
         error = getattr(sys, "last_value", None)
         self._abandon(error)
         if self.world > 1:

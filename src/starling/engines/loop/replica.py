@@ -1,7 +1,8 @@
-"""A model and an optimizer that belong to somebody's own training loop, as a learner's replica."""
+"""A user's own model and optimizer as a learner's replica, whatever the user's loop does to them."""
 
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from typing import Any
@@ -12,19 +13,204 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from starling.engines.loop.adopted import AdoptedParameters
-from starling.engines.loop.gradients import are_finite, flatten, unflatten
-from starling.engines.processes.communication import communicating
-from starling.engines.processes.peers import ProcessHandle
-from starling.errors import ConfigError
+from starling.engines.processes.backend import communicating
+from starling.engines.processes.communicator import ProcessHandle
+from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle
-from starling.training.flat import split, trainable
+from starling.training.flat import in_cudnn_order, split, trainable, view_weights
 from starling.training.replica import Replica
+
+_SAME_PARAMETERS = (
+    "all parameters that are ever trained must be the model's, and trainable or in the optimizer, at starling.join; "
+    "freeze them after it, with requires_grad_(False), until they are to be trained"
+)
+_SMALL = 10_000
+"""Up to this size, copying takes less time than a call of torch."""
+
+
+def check_loop(model: nn.Module, optimizer: Optimizer) -> None:
+    """`ConfigError` for a model or an optimizer that learners cannot train together."""
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError("model: it averages gradients itself (DistributedDataParallel); give its `.module`")
+    parameters = trainable(model)
+    if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
+        raise ConfigError(f"model: its parameters must be on one device, found {', '.join(sorted(devices))}")
+    own = {id(parameter) for parameter in model.parameters()}
+    known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if strange := [parameter for parameter in known if id(parameter) not in own]:
+        raise ConfigError(
+            f"optimizer: {len(strange)} of its {len(known)} parameters are not the model's, the first has shape "
+            f"{list(strange[0].shape)}; make it from `model.parameters()`, and join all that it trains as one "
+            "`nn.ModuleList`"
+        )
+    if not {id(parameter) for parameter in known} & {id(parameter) for parameter in parameters}:
+        raise ConfigError("optimizer: it has none of the model's trainable parameters")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} needs a closure, with which it computes several gradients in one "
+            "step, and learners agree on one gradient per step; use an optimizer without a closure, such as SGD or "
+            "AdamW"
+        )
+
+
+class AdoptedParameters:
+    """The parameters that learners train together, as views into `flat` `[P]`.
+
+    These are the model's parameters that are trainable or in the optimizer when it joins. Each may be frozen and
+    unfrozen later. `check`, at every step, detects parameters that were reallocated, replaced, or are trained now but
+    were unknown before. It takes about half a microsecond per parameter.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        like = trainable(model)[0]
+        in_optimizer = {id(parameter) for parameter in _parameters_of(optimizer)}
+        self.names, self.parameters = [], []
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter in in_cudnn_order(model):
+            may_be_unfrozen = id(parameter) in in_optimizer and _fits(parameter, like)
+            if parameter.requires_grad or may_be_unfrozen:
+                self.names.append(names[parameter])
+                self.parameters.append(parameter)
+        self._known = {id(parameter) for parameter in self.parameters}
+        self._note_structure()
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+
+    def view(self, flat: Tensor) -> None:
+        """Make the parameters views into `flat` `[P]`."""
+        view_weights(self._model, self.parameters, flat)
+        self._views = [parameter.data for parameter in self.parameters]
+        self._addresses = [view.data_ptr() for view in self._views]
+
+    def check(self, learner: str) -> list[tuple[int, Tensor]]:
+        """The reallocated parameters, by number, each with a copy of its present values.
+
+        `ProtocolError` for a parameter that is trained now but was unknown when the model joined.
+        """
+        if self._structure() != self._noted or any(parameter.requires_grad for parameter in self._others):
+            self._check_structure(learner)
+            self._note_structure()
+        # addresses first: `is_set_to`, which also compares sizes and strides, refuses tensors of two devices
+        if [parameter.data_ptr() for parameter in self.parameters] == self._addresses and all(
+            map(Tensor.is_set_to, self.parameters, self._views)
+        ):
+            return []
+        moved = [number for number in range(len(self.parameters)) if self._has_moved(number)]
+        return [(number, self.parameters[number].data.clone()) for number in moved]
+
+    def take_back(self, number: int, learner: str) -> None:
+        """Make a reallocated parameter a view into the flat vector again, whose values it then has.
+
+        `ProtocolError` if its dtype, shape or device has changed.
+        """
+        parameter, view = self.parameters[number], self._views[number]
+        if not _fits(parameter, view) or parameter.shape != view.shape:
+            raise ProtocolError(
+                f"{learner}: parameter {self.names[number]} was {_describe(view)} at starling.join and is "
+                f"{_describe(parameter)} now; change the model's dtype, device or shapes before starling.join"
+            )
+        parameter.data = view
+
+    def release(self) -> None:
+        """Give reallocated parameters, of any dtype and device, the values of the flat vector."""
+        for number, parameter in enumerate(self.parameters):
+            if self._has_moved(number) and parameter.shape == self._views[number].shape:
+                parameter.data.copy_(self._views[number])
+
+    def _has_moved(self, number: int) -> bool:
+        parameter, view = self.parameters[number], self._views[number]
+        return not (_fits(parameter, view) and parameter.is_set_to(view))
+
+    def _structure(self) -> list[int]:
+        """The objects that the model and the optimizer consist of, by `id`; `_alive` keeps them alive."""
+        inside = [id(each) for contents in self._contents for each in contents.values()]
+        return inside + [id(parameter) for parameter in _parameters_of(self._optimizer)]
+
+    def _note_structure(self) -> None:
+        modules = list(self._model.modules())
+        self._contents = [contents for module in modules for contents in (module._parameters, module._modules)]
+        self._others = [parameter for parameter in self._model.parameters() if id(parameter) not in self._known]
+        self._alive = modules, list(_parameters_of(self._optimizer))
+        self._noted = self._structure()
+
+    def _check_structure(self, learner: str) -> None:
+        named = list(self._model.named_parameters())
+        strange = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in self._known]
+        names = {id(parameter): name for name, parameter in named}
+        for parameter in _parameters_of(self._optimizer):
+            name = names.get(id(parameter), f"of shape {list(parameter.shape)} in the optimizer")
+            if parameter.requires_grad and id(parameter) not in self._known and name not in strange:
+                strange.append(name)
+        if strange:
+            shown = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
+            raise ProtocolError(
+                f"{learner}: parameter {shown} is trained now but was unknown when the model joined, so no other "
+                f"learner would see it; {_SAME_PARAMETERS}"
+            )
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _fits(tensor: Tensor, like: Tensor) -> bool:
+    return tensor.dtype == like.dtype and tensor.device == like.device
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def flatten(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Copy the parameters' gradients into `flat` `[P]`; `unflatten` is the reverse.
+
+    A parameter without a gradient becomes -0.0 throughout, and no gradient contains a -0.0 (adding 0.0 makes it 0.0).
+    A mean of such vectors is -0.0 only where all learners have -0.0: so without a further message it also says which
+    parameters no learner used.
+    """
+    for parameter, part in zip(parameters, split(flat, parameters), strict=True):
+        gradient = parameter.grad
+        if gradient is None:
+            part.fill_(-0.0)
+        else:
+            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            torch.add(dense, 0.0, out=part)
+
+
+def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Make the parameters' gradients views into `flat` `[P]`, or None where no learner had one."""
+    sizes = torch.tensor([0, *(parameter.numel() for parameter in parameters[:-1])], device=flat.device)
+    first = flat[sizes.cumsum(0).clamp_(max=len(flat) - 1)]
+    may_be_unused = _is_negative_zero(first).tolist()  # by one number each, so that few are examined in full
+    for parameter, part, suspect in zip(parameters, split(flat, parameters), may_be_unused, strict=True):
+        parameter.grad = None if suspect and bool(_is_negative_zero(part).all()) else part
+
+
+def _is_negative_zero(numbers: Tensor) -> Tensor:
+    return (numbers == 0.0) & torch.signbit(numbers)
+
+
+def are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether all numbers are finite, in one pass over them."""
+    dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    if not dense:
+        return True
+    precise = torch.promote_types(dense[0].dtype, torch.float32)  # a sum in float16 would overflow
+    if dense[0].device.type != "cpu":  # one kernel for many
+        return math.isfinite(float(torch.stack(list(torch._foreach_norm(dense, 2, precise))).sum()))
+    # a sum is NaN or infinite if one of its numbers is, and takes half the time of a norm
+    vectors = [gradient.reshape(-1) for gradient in dense if gradient.numel() > _SMALL]
+    if small := [gradient.reshape(-1) for gradient in dense if gradient.numel() <= _SMALL]:
+        vectors.append(torch.cat(small))
+    return all(math.isfinite(float(vector.sum(dtype=precise))) for vector in vectors)
 
 
 class OwnGradient(Tensor):
-    """A loop's gradient `[P]`. It is copied together from the parameters' `grad` when something first looks at it: a
-    learner that only steps with it never pays for the copy."""
+    """A loop's gradient `[P]`. It is gathered from the parameters' `grad` when it is first read: a learner that only
+    steps with it never pays for the copy."""
 
     fill: Callable[[Tensor], None]
     is_filled: bool
@@ -55,7 +241,7 @@ def _gradients_in(arguments: object) -> Generator[OwnGradient, None, None]:
 
 
 class LoopGradient(ProcessHandle[Tensor]):
-    """The gradient that the loop computes next; who awaits it waits for the loop."""
+    """The gradient that the loop computes next; awaiting it waits for the loop."""
 
     def __init__(self, gradient: OwnGradient) -> None:
         super().__init__(lambda: gradient)
@@ -70,41 +256,15 @@ class MeanOfGradient(ProcessHandle[Tensor]):
         self.gradient = gradient
 
 
-def check_loop(model: nn.Module, optimizer: Optimizer) -> None:
-    """`ConfigError` for a model and an optimizer that cannot be trained together with others."""
-    if isinstance(model, DistributedDataParallel):
-        raise ConfigError("model: it averages gradients by itself (DistributedDataParallel); give its `.module`")
-    parameters = trainable(model)
-    if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
-        raise ConfigError(f"model: its parameters must be on one device, found {', '.join(sorted(devices))}")
-    own = {id(parameter) for parameter in model.parameters()}
-    known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if strange := [parameter for parameter in known if id(parameter) not in own]:
-        raise ConfigError(
-            f"optimizer: {len(strange)} of its {len(known)} parameters are not the model's, the first has shape "
-            f"{list(strange[0].shape)}; make it from `model.parameters()`, and join all that it trains as one "
-            "`nn.ModuleList`"
-        )
-    if not {id(parameter) for parameter in known} & {id(parameter) for parameter in parameters}:
-        raise ConfigError("optimizer: it has none of the model's trainable parameters")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} needs a closure, with which it computes several gradients in one "
-            "step, and learners agree on one gradient per step; use an optimizer without a closure, such as SGD or "
-            "AdamW"
-        )
-
-
 class LoopReplica(Replica):
-    """The weights that a loop computes at, `loop` `[P]`, into which the model's parameters are views; and this
-    learner's own, `weights` `[P]`.
+    """The weights that a loop computes at, `loop` `[P]`, which the model's parameters view, and this learner's own
+    `weights` `[P]`.
 
-    They are one vector where all learners step together. Otherwise others change `weights` while the loop computes,
-    and `loop` holds what they were when the gradient began: right after the step before.
+    They are one vector if all learners step together. Otherwise other learners change `weights` while the loop
+    computes, and `loop` holds the weights as they were when the gradient began: right after the step before.
 
-    The parameters are contiguous. A loop that gives them another memory format (`channels_last`) after joining trains
-    on with the same values, but finds them contiguous after its next step.
+    The parameters are contiguous. A loop that gives them another memory format (`channels_last`) after joining keeps
+    their values, but finds them contiguous after its next step.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, is_shared: bool) -> None:
@@ -114,22 +274,22 @@ class LoopReplica(Replica):
         self.loop = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self._adopted.view(self.loop)
         self.is_stepping = False
-        """Whether it is this replica that calls the optimizer's `step`."""
+        """Whether this replica is calling the optimizer's `step`."""
         self.was_finite = True
-        """Whether the gradient of the newest step was, so that there was an optimizer step."""
+        """Whether the gradient of the newest step was finite, and the optimizer made a step."""
         self._is_shared = is_shared
         weights = self.loop if is_shared else self.loop.clone()
         super().__init__(weights, torch.empty(0), parameters, lambda _: optimizer, clip_norm=None)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # a server may step in its place: no schedule warns
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # a server may step instead: schedulers must not warn
         self.loop_version = 0
         self._own_gradient = torch.empty_like(self.loop).as_subclass(OwnGradient)
         self._own_gradient.fill = partial(flatten, parameters)
-        self._aside: tuple[Tensor, list[Tensor]] | None = None  # the loop's weights and buffers, when others are shown
+        self._aside: tuple[Tensor, list[Tensor]] | None = None  # the loop's weights and buffers, while others are shown
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
-        """Let the loop's optimizer change the weights by `gradient` `[P]`, at the learning rates it has itself.
+        """Let the loop's optimizer change the weights by `gradient` `[P]`, at its own learning rates.
 
-        Whether that was done: a gradient that is not finite changes nothing.
+        Returns whether it did: a non-finite gradient changes nothing.
         """
         is_own = gradient is self._own_gradient
         self.was_finite = are_finite(self._gradients_of_optimizer() if is_own else [gradient])
@@ -160,33 +320,33 @@ class LoopReplica(Replica):
         finally:
             self.is_stepping = False
 
-    def check_model(self, who: str) -> None:
-        """Make the model's parameters views into the loop's weights again where the loop has given them other memory,
-        with the values that they have there. Raises `ProtocolError` as `AdoptedParameters` does."""
-        moved = self._adopted.check(who)
+    def check_model(self, learner: str) -> None:
+        """Make reallocated parameters views into the loop's weights again, with their present values. Raises
+        `ProtocolError` as `AdoptedParameters` does."""
+        moved = self._adopted.check(learner)
         if not moved:
             return
         views = list(split(self.loop, self._parameters))
         own = list(split(self.weights, self._parameters))
         with self._lock:
             for number, values in moved:
-                self._adopted.take_back(number, who)
-                if not self._is_shared:  # in delta form: what the background has done meanwhile stays
+                self._adopted.take_back(number, learner)
+                if not self._is_shared:  # in delta form, which keeps what the background did meanwhile
                     own[number].add_(values - views[number])
                 views[number].copy_(values)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a backward of the loop has left a gradient."""
+        """Whether a backward pass of the loop has left a gradient."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def finish(self) -> None:
-        """Let the model hold this learner's weights, whatever memory the loop has given its parameters."""
+        """Let the model hold this learner's weights, even where the loop has reallocated its parameters."""
         self.refresh_loop()
         self._adopted.release()
 
     def adopt(self, consensus: Tensor) -> None:
-        """Take over a consensus `[P + B]` for good."""
+        """Adopt a consensus `[P + B]` permanently."""
         with self._lock:
             self._hold(consensus)
             if not self._is_shared:
@@ -195,7 +355,7 @@ class LoopReplica(Replica):
             self.loop_version = self.version
 
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
-        """An optimizer of the kind that the loop has, with its groups and their options."""
+        """An optimizer like the loop's, with its groups and their options."""
         places = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         groups = []
         for group in self.optimizer.param_groups:
@@ -223,7 +383,7 @@ class LoopReplica(Replica):
         return self._own_gradient
 
     def refresh_loop(self, at: Tensor | None = None) -> None:
-        """Let the loop compute at the weights as they are now, or at others `[P]`."""
+        """Let the loop compute at the present weights, or at others `[P]`."""
         with self._lock:
             self.loop.copy_(self.weights if at is None else at)
             self.loop_version = self.version
@@ -232,7 +392,7 @@ class LoopReplica(Replica):
         if not optimizer_state or self._memory is not None:
             return super().pieces(largest, optimizer_state)
         gradients = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:  # an optimizer remembers nothing about one that has no gradient
+        for parameter in self._parameters:  # optimizers keep no state for parameters without a gradient
             parameter.grad = torch.zeros_like(parameter)
         try:
             return super().pieces(largest, optimizer_state)
@@ -246,7 +406,7 @@ class LoopReplica(Replica):
                 parameter.grad = gradient
 
     def start_from_first(self) -> None:
-        """Take over all that learner 0's model holds, frozen parameters and buffers included."""
+        """Copy learner 0's whole model, including frozen parameters and buffers."""
         tensors = [tensor.detach() for tensor in (*self.model.parameters(), *self.model.buffers())]
         sizes = [tensor.nbytes for tensor in tensors]
         contents = torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8).cpu() for tensor in tensors])
@@ -257,13 +417,13 @@ class LoopReplica(Replica):
         self.refresh_weights()
 
     def refresh_weights(self) -> None:
-        """Take the loop's weights for this learner's own."""
+        """Copy the loop's weights to this learner's own."""
         with self._lock:
             self.weights.copy_(self.loop)
 
     def contribution(self) -> Tensor:
-        """What this learner brings to the consensus: its weights and the model's floating-point buffers `[P + B]`, in
-        float32 or better; its own also while it is shown a consensus."""
+        """This learner's part of the consensus: its weights and the model's floating-point buffers `[P + B]`, in
+        float32 or better; its own even while the model shows a consensus."""
         with self._lock:
             loop, buffers = self._aside or (self.loop, self._floating_buffers())
             parts = [loop if self._is_shared else self.weights, *buffers]
@@ -272,7 +432,8 @@ class LoopReplica(Replica):
 
     @contextmanager
     def showing(self, consensus: Tensor) -> Generator[None, None, None]:
-        """Let the model hold a consensus `[P + B]` while the context lasts, and then exactly what it held before."""
+        """Let the model hold a consensus `[P + B]` while the context lasts, and afterwards exactly what it held
+        before."""
         every = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         with self._lock:
             self._aside = self.loop.clone(), [buffer.clone() for buffer in self._floating_buffers()]
@@ -287,7 +448,7 @@ class LoopReplica(Replica):
                 self._aside = None
 
     def _hold(self, consensus: Tensor) -> None:
-        """Copy a consensus `[P + B]` into the loop's weights and the model's buffers; the lock is taken."""
+        """Copy a consensus `[P + B]` into the loop's weights and the model's buffers; the caller holds the lock."""
         own = (self.loop, *self._floating_buffers())
         for tensor, agreed in zip(own, split(consensus, own), strict=True):
             tensor.copy_(agreed)

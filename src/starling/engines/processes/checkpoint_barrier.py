@@ -1,10 +1,10 @@
-"""Marks that nobody can compute: learners agree on them while they go on.
+"""Checkpoint barriers on which learners agree while they train.
 
-Somebody wants one, by the clock or because it was asked to stop, and says so under a key of the view's store. In each
-learner a thread looks at that key, and answers with the number of the first portion that its learner has not reached.
-The first learner makes the mark of these numbers: the highest, and a margin. Who has answered goes on below its own
-answer and the margin, and waits for the mark before it goes further: so nobody passes a mark without knowing it, and
-nobody waits for a slow learner, whose thread answers for it.
+A learner requests a barrier, by the clock or because it was asked to stop, under a key of the membership's store. In
+each learner a thread polls that key, and answers with the first portion that its learner has not reached. Learner 0
+places the barrier a margin above the highest answer. Meanwhile each learner may reach the portions below its own answer
+plus the margin, and then waits for the barrier's place: so no learner passes a barrier unknowingly, and none waits for
+a slow learner, whose thread answers for it.
 """
 
 import json
@@ -19,61 +19,62 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes.handshake import await_keys, do_nothing
+from starling.engines.processes.stalls import Waits
 
 LOOK_SECONDS = 0.2
-"""Between two looks at whether somebody wants a mark."""
+"""Time between two looks for a request."""
 MARGIN_SECONDS = 0.5
-"""What learners are to have left to compute while they agree, so that none of them waits."""
+"""Seconds of computing that the margin leaves to learners while they agree, so that none of them waits."""
 WAKE_SECONDS = 0.05
 
 
 @dataclass
 class Wishes:
-    """What marks a learner process wants, from view to view. `stop` may be called by any thread."""
+    """The checkpoint barriers that a learner process requests, in all memberships. Any thread may call `stop`."""
 
     minutes: float | None = None
-    """A mark after every so many minutes, on the clock of the first learner of the view; None: none."""
+    """Minutes between two barriers, on the clock of learner 0; None: none."""
     on_ready: Callable[[], None] = do_nothing
-    """Called when the learners have met, so that they can stop together."""
+    """Called once the learners are connected, so that they can stop together."""
     ignores_signals: bool = False
-    """Whether this process goes on after a SIGTERM or SIGINT, which its loading processes are then to outlive."""
+    """Whether this process, and therefore its loading processes, survive a SIGTERM or SIGINT for a while."""
     stopped_by: int | None = None
-    """The signal by which this run, all learners together, is asked to end."""
+    """The signal by which the run, all learners together, is asked to end."""
     is_ready: bool = False
     _before: float = field(default_factory=time.monotonic)
 
     def stop(self, number: int) -> None:
-        """Let all learners end at one mark, because of a signal of this number."""
+        """Request that all learners end at one barrier, because of a signal of this number."""
         self.stopped_by = self.stopped_by or number
 
     def ready(self) -> None:
-        """The learners have met."""
+        """The learners are connected."""
         if not self.is_ready:
             self.is_ready = True
             self._before = time.monotonic()
             self.on_ready()
 
     def wanted(self, is_first: bool) -> int | None:
-        """The signal to stop because of; 0 for a mark at which to go on; None if no mark is wanted now."""
+        """The signal that stops the run; 0 for a barrier after which it continues; None if none is wanted now."""
         if self.stopped_by is not None:
             return self.stopped_by
         is_due = self.minutes is not None and time.monotonic() - self._before >= 60.0 * self.minutes
         return 0 if is_first and is_due else None
 
     def agreed(self) -> None:
-        """There is a mark."""
+        """A barrier was agreed on."""
         self._before = time.monotonic()
 
 
 class _Over(Exception):  # noqa: N818 - it is no error
-    """Ends the thread of a view that is over."""
+    """Ends the thread of a membership that is over."""
 
 
 class CheckpointBarrier(threading.Thread):
-    """One learner's part in the marks of a view, in which it is number `rank` of `world`.
+    """One learner's part in the checkpoint barriers of a membership.
 
-    `on_mark` is called with the number of each new mark, the first portion behind it, and the signal to stop there or
-    0; by the thread, before this learner reaches it. Without `wishes` there are no marks.
+    `on_mark` is called with the first portion after each new barrier, and the signal to stop there or 0; by the thread,
+    before this learner reaches that portion. Without `wishes` there are no barriers.
     """
 
     def __init__(
@@ -84,18 +85,20 @@ class CheckpointBarrier(threading.Thread):
         wishes: Wishes | None,
         on_mark: Callable[[int, int], None],
         timeout_seconds: float = math.inf,
+        waits: Waits | None = None,
     ) -> None:
         super().__init__(name=f"starling-marks-{rank}", daemon=True)  # it must not keep a failed learner alive
         self._store: Store | None = None
-        if wishes is not None:  # a connection of its own: a store serves one question at a time
+        if wishes is not None:  # its own connection: a store serves one request at a time
             self._store = store.clone()  # type: ignore[attr-defined]
         self._rank, self._world = rank, world
         self._wishes = wishes or Wishes()
         self._on_mark = on_mark
         self._timeout_seconds = timeout_seconds
+        self._waits = waits
         self._changed = threading.Condition()
         self._reached = 0  # the first portion that this learner has not reached
-        self._limit: int | None = None  # the first portion that it may not reach before it knows the mark
+        self._limit: int | None = None  # the first portion that it may not reach before it knows the barrier's place
         self._error: DistError | None = None
         self._is_over = threading.Event()
         self._begin = time.monotonic()
@@ -106,20 +109,20 @@ class CheckpointBarrier(threading.Thread):
             self._wishes.ready()
 
     def close(self) -> None:
-        """End the thread; a mark that is not agreed on is dropped."""
+        """End the thread; a barrier that is not agreed on is dropped."""
         self._is_over.set()
         if self.is_alive():
             self.join(10.0 * LOOK_SECONDS)
 
     def reach(self, portion: int, look_around: Callable[[], None] = do_nothing) -> None:
-        """This learner is about to go on to a portion; waits where a mark may be before it. Meanwhile `look_around` is
-        called now and then, and may raise. `DistError` when there is no mark within the time-out."""
+        """This learner is about to begin a portion: wait if there may be a barrier before it. Meanwhile `look_around`
+        is called now and then, and may raise. `DistError` when no barrier is agreed on within the time-out."""
         with self._changed:
             self._wait(lambda limit: portion >= limit, look_around)
             self._reached = max(self._reached, portion + 1)
 
     def settle(self, look_around: Callable[[], None] = do_nothing) -> None:
-        """All learners have reached their last portions: wait for the mark that they are agreeing on, if any."""
+        """All learners have reached their last portions: wait until they agree on the barrier under way, if any."""
         with self._changed:
             self._wait(lambda limit: True, look_around)
 
@@ -129,7 +132,7 @@ class CheckpointBarrier(threading.Thread):
             if self._error is not None:
                 raise self._error
             if time.monotonic() - begin > self._timeout_seconds:
-                raise DistStoreError(f"Timed out: no mark was agreed on for {self._timeout_seconds:g} s")
+                raise DistStoreError(f"Timed out: no checkpoint barrier was agreed on for {self._timeout_seconds:g} s")
             look_around()
             self._changed.wait(WAKE_SECONDS)
 
@@ -142,13 +145,13 @@ class CheckpointBarrier(threading.Thread):
                     return
         except _Over:
             pass
-        except DistError as error:  # the store is gone; who waits for it hears of it
+        except DistError as error:  # the store is gone; waiting threads are told
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
     def _request(self, number: int) -> tuple[int, int]:
-        """Wait until somebody wants the mark of this number: the signal to stop because of, or 0, and the margin."""
+        """Wait for the request of the barrier of this number: the signal that stops the run, or 0, and the margin."""
         key = f"marks/{number}"
         while True:
             self._look_around()
@@ -170,12 +173,13 @@ class CheckpointBarrier(threading.Thread):
         store.set(key(self._rank), str(answer))
         if self._rank == 0:
             keys = [key(rank) for rank in range(self._world)]
-            await_keys(
-                store, keys, math.inf, self._look_around, "all to answer where a mark can be", range(self._world)
-            )
+            what, ranks = "all to answer where a checkpoint barrier can be", range(self._world)
+            await_keys(store, keys, math.inf, self._look_around, what, ranks, self._waits)
             store.set(key("mark"), str(max(int(store.get(each)) for each in keys) + margin))
-            self._forget(number - 1)  # all have answered, so that all know the mark before
-        await_keys(store, [key("mark")], math.inf, self._look_around, "the place of a mark", [0])
+            self._forget(number - 1)  # all have answered, so all know the barrier before
+        await_keys(
+            store, [key("mark")], math.inf, self._look_around, "the place of a checkpoint barrier", [0], self._waits
+        )
         mark = int(store.get(key("mark")))
         with self._changed:
             if signal_number:
@@ -187,13 +191,13 @@ class CheckpointBarrier(threading.Thread):
 
     @property
     def _asked(self) -> Store:
-        """The thread's own connection."""
+        """The thread's own connection to the store."""
         if self._store is None:
             raise _Over
         return self._store
 
     def _margin(self) -> int:
-        """How many portions all learners together reach while they agree."""
+        """The portions that all learners together reach while they agree."""
         seconds = max(time.monotonic() - self._begin, MARGIN_SECONDS)
         return max(1, math.ceil(MARGIN_SECONDS * self._reached / seconds))
 

@@ -1,4 +1,4 @@
-"""Sums over real processes."""
+"""Means over processes, summed in rank order."""
 
 from concurrent.futures import Future
 
@@ -8,15 +8,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from starling.averaging import rank_ordered_mean
-from starling.engines.processes.communication import communicating
-from starling.engines.processes.worker import Worker
+from starling.engines.processes.backend import communicating
+from starling.engines.processes.threads import Worker
 
 
 class OrderedMean:
-    """Means over a gloo group whose sums run in rank order, so that they have the same bits on every engine.
+    """Means over a gloo group, summed in rank order, so that they have the same bits on every engine.
 
-    Each learner sums the chunk that is its own: a reduce-scatter by all-to-all, then an all-gather. It moves as many
-    bytes as a ring all-reduce, 2 (L - 1) / L times the vector. A thread of its own does it behind the computation.
+    Each learner sums its own chunk: a reduce-scatter by all-to-all, then an all-gather. That moves as many bytes as a
+    ring all-reduce, 2 (L - 1) / L times the vector. It runs in its own thread, behind the computation.
     """
 
     def __init__(self, group: ProcessGroup | None, world: int) -> None:
@@ -32,11 +32,11 @@ class OrderedMean:
         return self._thread.submit(lambda: self._mean(mine, vector.numel()))
 
     def abandon(self) -> None:
-        """Wait for nothing, and begin nothing more."""
+        """Stop without waiting for what is under way."""
         self._thread.abandon()
 
     def close(self) -> None:
-        """Let what was begun end, and end the thread."""
+        """Finish what is under way, and end the thread."""
         self._thread.close()
 
     def _mean(self, mine: Tensor, size: int) -> Tensor:

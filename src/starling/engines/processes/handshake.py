@@ -1,8 +1,8 @@
-"""Learners greet each other through the store before the first tensor travels.
+"""Handshake and closing barrier: learners compare themselves through the store before the first tensor travels.
 
-gloo aborts the whole process on vectors of unequal sizes and silently reinterprets unequal dtypes; so learners that
-differ are refused here, by name and with both values; so is a process of another run, or a stranger, before anything
-it says is read.
+gloo aborts the process on vectors of unequal sizes, and silently reinterprets unequal dtypes. So learners that differ
+are refused here, by name and with both values. Processes of other runs, and strangers, are refused before anything
+they say is parsed.
 """
 
 import json
@@ -18,24 +18,24 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes.run_token import sign, verified
-from starling.engines.processes.stalls import WAITS
+from starling.engines.processes.stalls import Waits
 from starling.errors import PeerLost, ProtocolError
 
 LOOK_AROUND_SECONDS = 0.02
-"""Longest time between two looks at who is there."""
+"""Longest time between two looks at the store."""
 LONG_LOOK_AROUND_SECONDS = 0.2
-"""The same in a wait that has lasted for long: a hundredth of its time, up to this."""
+"""The same in a long wait: a hundredth of its duration, up to this."""
 LOOK_WHO_SECONDS = 0.5
-"""Time between two looks at who is not there yet."""
+"""Time between two looks at which learners are missing."""
 LOOKS_PER_SECOND = 20
-"""At most so many learners are looked for in a second, however many there are."""
+"""At most so many learners are looked for per second, however many there are."""
 
 A_LOSS_WAS_NOTICED = "noticed"
-"""The key that says so, whoever it was: one question for those who wait, however many learners there are."""
+"""The key that says so, whichever learner it was: a waiting learner asks one question, however many there are."""
 
 
 def do_nothing() -> None:
-    """Look around without seeing anything."""
+    """A look around that sees nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,41 +64,47 @@ def await_keys(
     look_around: Callable[[], None] = do_nothing,
     what: str = "a word of the others",
     writers: Sequence[int] = (),
+    waits: Waits | None = None,
 ) -> None:
-    """Wait until others have set all `keys`; `DistStoreError` after `timeout_seconds`.
+    """Wait until other learners have set all `keys`; `DistStoreError` after `timeout_seconds`.
 
-    Now and then `look_around` is called, and may raise. `what` says to people what is waited for; `writers` are those
-    who set the keys, one for each.
+    Now and then `look_around` is called, and may raise. The wait is noted in `waits` under the name `what`; `writers`
+    are the ranks that set the keys, one for each.
     """
     if store.check(list(keys)):
         return
     begin = now = time.monotonic()
     pause = max(LOOK_WHO_SECONDS, len(writers) / LOOKS_PER_SECOND)
     asked = begin + LOOK_WHO_SECONDS
-    with WAITS.waiting(what, writers) as wait:
+    with (waits or Waits()).waiting(what, writers) as wait:
         while not store.check(list(keys)):  # a wait of the store would end for nothing else, and log when it does
             look_around()
             if now - begin > timeout_seconds:
-                raise DistStoreError(f"nobody has set all of {', '.join(keys)} for {timeout_seconds:g} s")
+                raise DistStoreError(f"not all of {', '.join(keys)} were set for {timeout_seconds:g} s")
             longest = min(LONG_LOOK_AROUND_SECONDS, max(LOOK_AROUND_SECONDS, 0.01 * (now - begin)))
             time.sleep(min(longest, 0.1 * (now - begin) + 0.0005))
             now = time.monotonic()
             if writers and now > asked:
-                absent = [who for who, key in zip(writers, keys, strict=True) if not store.check([key])]
+                absent = [rank for rank, key in zip(writers, keys, strict=True) if not store.check([key])]
                 wait.whom, asked = tuple(absent), now + pause
 
 
 def shake_hands(
-    store: Store, rank: int, mine: Handshake, timeout_seconds: float, look_around: Callable[[], None] = do_nothing
+    store: Store,
+    rank: int,
+    mine: Handshake,
+    timeout_seconds: float,
+    look_around: Callable[[], None] = do_nothing,
+    waits: Waits | None = None,
 ) -> None:
-    """Tell the others who I am and compare. `ProtocolError` names the first that differs, `PeerLost` who is missing."""
+    """Compare this learner with the others. `ProtocolError` names the first that differs, `PeerLost` the missing
+    ones."""
     key = "greeting/{}".format
     store.set(key(rank), sign(rank, json.dumps(asdict(mine))))
     try:
-        everybody = range(mine.world)
-        await_keys(
-            store, [key(other) for other in everybody], timeout_seconds, look_around, "the greeting of all", everybody
-        )
+        ranks = range(mine.world)
+        keys = [key(other) for other in ranks]
+        await_keys(store, keys, timeout_seconds, look_around, "the greeting of all", ranks, waits)
     except DistStoreError as error:
         missing = [other for other in range(mine.world) if not store.check([key(other)])]
         raise PeerLost(
@@ -110,8 +116,8 @@ def shake_hands(
 
 
 def check_alike(store: Store, name: int, mine: Handshake) -> None:
-    """Compare with what learner 0 said when the run began, but for the number of learners: who is new finds out before
-    it is expected that the others would refuse it. Raises ProtocolError."""
+    """Compare a joiner with learner 0 as it was when the run began, except for the number of learners: it learns that
+    the others would refuse it before any of them waits for it. Raises ProtocolError."""
     theirs = json.loads(verified(name, 0, store.get("greeting/0")))
     _compare(name, 0, mine, theirs | {"world": mine.world})
 
@@ -126,13 +132,18 @@ def _compare(rank: int, other: int, mine: Handshake, theirs: dict[str, Any]) -> 
 
 
 def part(
-    store: Store, rank: int, world: int, timeout_seconds: float, look_around: Callable[[], None] = do_nothing
+    store: Store,
+    rank: int,
+    world: int,
+    timeout_seconds: float,
+    look_around: Callable[[], None] = do_nothing,
+    waits: Waits | None = None,
 ) -> None:
-    """Say farewell and wait until everybody has: nobody hangs up while another still listens."""
+    """The closing barrier: no learner hangs up while another still listens."""
     store.set(f"farewell/{rank}", "")
     try:
         keys = [f"farewell/{other}" for other in range(world)]
-        await_keys(store, keys, timeout_seconds, look_around, "the farewell of all", range(world))
+        await_keys(store, keys, timeout_seconds, look_around, "the farewell of all", range(world), waits)
     except DistError as error:
         if rank == 0:  # the others may find the store gone, when learner 0 keeps it
             lost = " and ".join(_absent(store, "farewell", range(world)))
@@ -145,11 +156,11 @@ def part(
 def silent_learners(
     store: Store, rank: int, world: int, suspect: int | None = None, patience_seconds: float = 2.0
 ) -> str:
-    """Name the learners that do not notice, within a moment, that a peer was lost: they are the lost ones.
+    """Name the lost learners: those that do not notice, within a moment, that a peer was lost.
 
-    `suspect` is the peer whose connection broke, if it was one: it is the lost one, unless it has itself hung up
-    because it noticed that another was lost. Those who wait for others meanwhile may notice much later; so where
-    several are silent, they are given some moments more.
+    `suspect` is the peer whose connection broke, if there is one: it is the lost learner, unless it hung up because it
+    noticed that another was lost. Learners that are waiting for others may notice much later; so if several are
+    silent, they are given more time.
     """
     store.set(f"noticed/{rank}", "")
     store.set(A_LOSS_WAS_NOTICED, "")
@@ -167,7 +178,7 @@ def silent_learners(
 
 
 def _absent(store: Store, word: str, learners: Iterable[int]) -> list[str]:
-    """Name those who have not said `word`."""
+    """Name the learners that have not written `word`."""
     try:
         return [f"learner {other}" for other in learners if not store.check([f"{word}/{other}"])]
     except DistError:

@@ -1,8 +1,8 @@
 """Links between the learners of one machine: tensors stay in memory that all of them map, and only notes travel.
 
-Each learner has an arena: memory without a name, which it hands to the others as a file descriptor. A message is a slot
-of the sender's arena and a note about it, a few bytes over a Unix socket; the receiver reads the slot where it lies.
-That saves four copies of every message, and one wake-up of another thread, against TCP on the loopback interface.
+Each learner has an arena: anonymous memory, which it passes to the others as a file descriptor. A message is a slot of
+the sender's arena and a note about it, a few bytes over a Unix socket; the receiver reads the slot in place. Compared
+with TCP on the loopback interface, that saves four copies per message and one wake-up of another thread.
 
 Nothing can be left behind: arenas and sockets have no names in any file system and end with the last process that holds
 them. A learner that dies closes its sockets, which ends the waits of the others.
@@ -31,29 +31,30 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from starling.averaging import rank_ordered_mean
-from starling.engines.processes.communication import ConnectionFailed
+from starling.engines.processes.backend import ConnectionFailed
 from starling.engines.processes.handshake import await_keys, do_nothing
 from starling.engines.processes.rounds import Board
+from starling.engines.processes.stalls import Waits
 
 NUM_SLOTS = 16
-"""Messages of a learner that may be under way at once; further ones travel by the backend."""
+"""Messages that a learner may have under way at once; further ones travel by the backend."""
 BACKEND = -1
 """The slot of a message that travels by the backend, because no slot was free."""
 LANES = 2
-"""Kinds of means that may be under way at once: of the foreground and of the background."""
+"""Means that may be under way at once: one of the foreground and one of the background."""
 MESSAGE = 0
-"""The kind of a note about a message; means have the kinds behind it, by lane."""
+"""The kind of a note about a message; the means of each lane have the kinds after it."""
 LOOK_AROUND_SECONDS = 0.5
-_RELEASED = "this learner waits for nothing any more"
+_RELEASED = "this learner has stopped waiting"
 _NOTE = struct.Struct("<iiqq")
 _HELLO = struct.Struct("<iq")
 _PAGE = mmap.PAGESIZE
 _OPENED, _ENDED, _FINISHED, _NUM_WORDS = range(4)
-"""What a learner says of rounds: how many it has opened, whether no more will open, and whether it will open none."""
+"""A learner's words about rounds: how many it has opened, whether no more will open, whether it will open no more."""
 
 
 class Note(NamedTuple):
-    """What a learner says to another: where a tensor lies in its arena, or that a part of a mean does."""
+    """Tells another learner where a tensor lies in the arena, or that a part of a mean is ready."""
 
     kind: int
     slot: int
@@ -62,7 +63,7 @@ class Note(NamedTuple):
 
 
 class _Line:
-    """The connection to one peer. Whichever thread waits for a note reads those for the others, too."""
+    """The connection to one peer. The thread that waits for a note also reads those for other threads."""
 
     def __init__(self, connection: socket.socket, arena: "_Arena", bell: int) -> None:
         self.connection = connection
@@ -74,8 +75,8 @@ class _Line:
 
 
 class _Arena:
-    """A learner's memory as this process maps it: its words, who still reads which slot, the slots, and two places for
-    each lane of means."""
+    """A learner's memory as this process maps it: its words, which peers still read which slot, the slots, and two
+    places for each lane of means."""
 
     def __init__(self, file: int, world: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -91,7 +92,7 @@ class _Arena:
         self.is_reading = flat.reshape(NUM_SLOTS, world)
 
     def slot(self, number: int, num_bytes: int, on_release: Callable[[], None]) -> Tensor:
-        """The bytes of a slot `[num_bytes]`; `on_release` is called when nothing refers to them any more."""
+        """The bytes of a slot `[num_bytes]`; `on_release` is called once nothing refers to them."""
         owner = (ctypes.c_char * num_bytes).from_buffer(self._memory, self._first + number * self._slot_bytes)
         weakref.finalize(owner, on_release).atexit = False
         return torch.frombuffer(owner, dtype=torch.uint8)
@@ -103,10 +104,10 @@ class _Arena:
 
 
 class Links:
-    """A learner's links to all others that are processes of this user on this machine, `peers`.
+    """A learner's links to its `peers`: all other learners on this machine that run as the same user.
 
-    `num_bytes` is the most that a message or a mean may have. All learners make theirs at the same time, through the
-    store. Raises `ConnectionFailed` when one does not come.
+    `num_bytes` is the largest size of a message or a mean. All learners create their links at the same time, through
+    the store. Raises `ConnectionFailed` when one does not come.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Links:
         num_bytes: int,
         timeout_seconds: float,
         look_around: Callable[[], None] = do_nothing,
+        waits: Waits | None = None,
     ) -> None:
         self._rank = rank
         self._lines: dict[int, _Line] = {}
@@ -125,7 +127,7 @@ class Links:
         self._of_snapshot: dict[int, int] = {}
         self._own_files: tuple[int, ...] = ()
         self.machines: list[str | None] = [None] * world
-        """Where each learner is; None: it cannot be linked."""
+        """The machine of each learner; None: it cannot be linked."""
         self.peers: frozenset[int] = frozenset()
         if world == 1:
             return
@@ -133,7 +135,7 @@ class Links:
 
         def meet(token: str) -> list[tuple[str | None, str]]:
             store.set(keys[rank], json.dumps([machine, token]))
-            await_keys(store, keys, timeout_seconds, look_around, "the links of all", range(world))
+            await_keys(store, keys, timeout_seconds, look_around, "the links of all", range(world), waits)
             told = [json.loads(store.get(key)) for key in keys]
             self.machines = [where for where, _ in told]
             return told
@@ -159,7 +161,7 @@ class Links:
         self.peers = frozenset(self._lines)
 
     def join(self, group: Sequence[int]) -> bool:
-        """Whether all of a group are linked with each other; the same answer on every learner."""
+        """Whether all members of a group are linked with each other; every learner gives the same answer."""
         machines = {self.machines[each] for each in group}
         return len(machines) == 1 and None not in machines
 
@@ -169,7 +171,7 @@ class Links:
         return None if found is None else found[1].view(like.dtype).view(like.shape)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> bool:
-        """Send a tensor of host memory; False if it is to be sent by the backend, because no slot is free."""
+        """Send a tensor of host memory; False if no slot is free, and the backend must send it."""
         with self._lock:
             slot = self._of_snapshot.get(tensor.data_ptr())
         if slot is None or not tensor.is_contiguous():
@@ -183,8 +185,8 @@ class Links:
         return True
 
     def receive(self, peer: int, tag: int, timeout_seconds: float | None) -> Tensor | int:
-        """What `peer` sent under `tag`, as bytes that are not to be written to; their number if it sent them by the
-        backend. Raises `ConnectionFailed` when the peer is gone, or silent for too long."""
+        """What `peer` sent under `tag`, as read-only bytes, or their number if the backend sends them. Raises
+        `ConnectionFailed` when the peer is gone, or silent for too long."""
         note = self.hear(peer, MESSAGE, tag, timeout_seconds)
         if note.slot == BACKEND:
             return note.num_bytes
@@ -196,7 +198,7 @@ class Links:
         return arena.slot(slot, note.num_bytes, release)
 
     def place(self, rank: int, lane: int, number: int) -> Tensor:
-        """The bytes where learner `rank` puts its part of every second mean of a lane."""
+        """The bytes in which learner `rank` puts its part of every second mean of a lane."""
         return (self._arena if rank == self._rank else self._lines[rank].arena).place(lane, number)
 
     def tell(self, peer: int, note: Note) -> None:
@@ -207,7 +209,7 @@ class Links:
             raise ConnectionFailed(f"the link to learner {peer} is closed ({error.strerror})") from error
 
     def hear(self, peer: int, kind: int, tag: int, timeout_seconds: float | None) -> Note:
-        """Wait for a note from `peer`; None: for as long as it lives. Raises `ConnectionFailed`."""
+        """Wait for a note from `peer`; without a time-out for as long as it lives. Raises `ConnectionFailed`."""
         line, key = self._lines[peer], (kind, tag)
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
@@ -233,18 +235,19 @@ class Links:
                     line.ready.notify_all()
 
     def words(self) -> list["np.ndarray[Any, np.dtype[np.int64]]"]:
-        """What this learner says of rounds, and then what the others say."""
+        """This learner's words about rounds, followed by those of the others."""
         return [self._arena.words, *(line.arena.words for line in self._lines.values())]
 
     def ring(self) -> None:
-        """Let all, this learner included, look at what is said of rounds; nothing after `close`."""
+        """Wake all backgrounds, this learner's included, to look at the words about rounds. Without effect after
+        `close`."""
         with self._lock:
             if self._own_files:
                 for bell in (self._bell, *(line.bell for line in self._lines.values())):
                     os.eventfd_write(bell, 1)
 
     def await_ring(self) -> None:
-        """Wait until somebody rings, if nobody has since the last call. Raises `ConnectionFailed` after `release`."""
+        """Wait for a ring since the last call. Raises `ConnectionFailed` after `release`."""
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         poll.register(self._released, select.POLLIN)
@@ -254,13 +257,13 @@ class Links:
             os.eventfd_read(self._bell)
 
     def release(self) -> None:
-        """End all waits of this process, now and later. Called by any thread."""
+        """End all current and later waits of this process. Called by any thread."""
         with self._lock:
             if self._own_files:
                 os.eventfd_write(self._released, 1)
 
     def close(self) -> None:
-        """Close the connections; the peers hear what was said before."""
+        """Close the connections; notes sent before still arrive."""
         with self._lock:
             files, self._own_files = self._own_files, ()
             lines, self._lines, self.peers = self._lines, {}, frozenset()
@@ -280,7 +283,7 @@ class Links:
         timeout_seconds: float,
         look_around: Callable[[], None],
     ) -> None:
-        """Connect to those of lower rank, be connected to by the others, and swap arenas."""
+        """Connect to the learners of lower rank, accept connections from the others, and swap arenas."""
         hello, end = _HELLO.pack(self._rank, num_bytes), time.monotonic() + timeout_seconds
         lower: dict[int, socket.socket] = {}
         try:
@@ -320,7 +323,7 @@ class Links:
                 raise ConnectionFailed("Timed out while the learners of this machine were linked")
 
     def _allocate(self, num_bytes: int) -> tuple[int, Tensor] | None:
-        """A slot that nobody uses, held until nothing refers to its memory."""
+        """A free slot, held until nothing refers to its memory."""
         if num_bytes > self._arena.num_bytes or num_bytes == 0:
             return None
         with self._lock:
@@ -337,7 +340,7 @@ class Links:
         return slot, memory
 
     def _let_go(self, slot: int, address: int) -> None:
-        # a garbage collection may run this while this very thread holds the lock; assignments need none
+        # no lock: garbage collection may call this in a thread that holds it; assignments need none
         self._of_snapshot.pop(address, None)
         self._is_held[slot] = False
 
@@ -365,7 +368,7 @@ class Links:
 
 
 class LinkBoard(Board):
-    """The board of rounds of learners that are all linked: words in their arenas, and a bell for each to wait at."""
+    """A board for learners that are all linked: words in their arenas, and a bell per learner to wait for."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -387,8 +390,10 @@ class LinkBoard(Board):
 
     def finish(self) -> bool:
         self._words[0][_FINISHED] = 1
-        self._links.ring()  # a call of the system orders the write before the reads, so that the last one sees all
-        return all(words[_FINISHED] for words in self._words)  # several may find themselves the last; they say the same
+        self._links.ring()  # the system call orders the write before the reads, so that the last learner sees all
+        return all(
+            words[_FINISHED] for words in self._words
+        )  # several may find that they are the last; they say the same
 
     def end(self, from_number: int) -> None:
         self._words[0][_ENDED] = 1
@@ -400,23 +405,23 @@ class LinkBoard(Board):
 
 
 class SharedMean:
-    """Means over learners that are all linked, summed in rank order: the same bits as everywhere.
+    """Means over learners that are all linked, summed in rank order: the same bits as on every engine.
 
-    Each learner puts its vector where all can read it. Small vectors are then summed by everyone; of large ones each
-    sums the chunk that is its own, in its place, and all copy the chunks together. A place is used again two means
-    later, when all have begun the one between and so have read it.
+    Each learner puts its vector where all can read it. Every learner sums small vectors as a whole; of large ones each
+    sums its own chunk, in its own place, and all copy the chunks together. A place is reused two means later: by then
+    all have begun the mean in between, and so have read it.
     """
 
     def __init__(self, links: Links, rank: int, sync_group: range, lane: int, timeout_seconds: float) -> None:
         self._links = links
-        self._rank, self._team, self._lane = rank, sync_group, lane
+        self._rank, self._sync_group, self._lane = rank, sync_group, lane
         self._timeout_seconds = timeout_seconds
         self._places = {(each, number): links.place(each, lane, number) for each in sync_group for number in range(2)}
         self._num_begun = 0
         self._under_way: UnderWay | None = None
 
     def start(self, vector: Tensor) -> "UnderWay":
-        """Begin the mean of `vector` `[P]` as it is now; one at a time: another that is under way is finished first."""
+        """Begin the mean of `vector` `[P]` as it is now, after finishing one that is under way."""
         if self._under_way is not None:
             self._under_way.result()
         self._under_way = UnderWay(self, self._num_begun, vector)
@@ -424,35 +429,35 @@ class SharedMean:
         return self._under_way
 
     def abandon(self) -> None:
-        """There is nothing to end: no thread of its own works here."""
+        """Nothing to do: there is no thread."""
 
     def close(self) -> None:
-        """There is nothing to end, either."""
+        """Nothing to do: there is no thread."""
 
     def parts(self, number: int, like: Tensor) -> list[Tensor]:
-        """Everybody's place of a mean, as vectors like `like`."""
-        return [self._places[each, number % 2][: like.nbytes].view(like.dtype) for each in self._team]
+        """The places of all learners for a mean, as vectors like `like`."""
+        return [self._places[each, number % 2][: like.nbytes].view(like.dtype) for each in self._sync_group]
 
     def tell_all(self, tag: int) -> None:
-        """Tell all others that this learner has come so far."""
-        for peer in self._team:
+        """Tell the others that this learner has reached a point."""
+        for peer in self._sync_group:
             if peer != self._rank:
                 self._links.tell(peer, Note(1 + self._lane, 0, tag, 0))
 
     def await_all(self, tag: int) -> None:
-        """Wait until all others have come so far."""
-        for peer in self._team:
+        """Wait until all others have reached a point."""
+        for peer in self._sync_group:
             if peer != self._rank:
                 self._links.hear(peer, 1 + self._lane, tag, self._timeout_seconds)
 
     @property
     def own_place(self) -> int:
         """This learner's place among those of the mean."""
-        return self._rank - self._team.start
+        return self._rank - self._sync_group.start
 
 
 SMALL_BYTES = 1 << 18
-"""Up to this size everyone sums a mean whole: a second meeting would cost more."""
+"""Up to this size every learner sums the whole mean: a second synchronisation would cost more."""
 
 
 class UnderWay:
@@ -485,7 +490,7 @@ class UnderWay:
 
 
 def _machine() -> str | None:
-    """What processes have in common that can be linked; None where this system has no such links."""
+    """Identifies the processes that can be linked; None where the system has no such links."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
         return None
     try:

@@ -1,30 +1,40 @@
-"""A learner process among others that come and go: in each view of them it is a learner anew, with the same weights."""
+"""A learner process through changes of membership: in each membership a new learner, with the weights it had before.
+
+When a membership ends, the first member of the next one that has a state reads from the store which tickets were done:
+what a lost learner had done counts, and what it had not done is given out again. That member writes a plan for all: how
+far the run has come, and which learners take whose state.
+
+Learners that share one model may have been interrupted in the middle of a step: those that had come one step less far
+than the newest take its state. Others keep their own; a joiner takes that of a neighbour.
+"""
 
 import gc
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from starling.checkpoint.encoding import apart, decode_state, encode_state
 from starling.checkpoint.state import LearnerState
-from starling.engines.processes import regroup
+from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.checkpoint_barrier import Wishes
-from starling.engines.processes.communication import ConnectionFailed
-from starling.engines.processes.handshake import Handshake, check_alike, part, shake_hands
-from starling.engines.processes.learner import ProcessLearner, process_group
-from starling.engines.processes.peers import Place
-from starling.engines.processes.regroup import LookAround
-from starling.engines.processes.stalls import WAITS
-from starling.engines.processes.transfer import share_state
-from starling.engines.processes.worker import end_with_threads
+from starling.engines.processes.done_notes import noted
+from starling.engines.processes.handshake import Handshake, await_keys, check_alike, part, shake_hands
+from starling.engines.processes.learner import ProcessLearner
+from starling.engines.processes.place import Place
+from starling.engines.processes.process_group import process_group
+from starling.engines.processes.stalls import Waits
+from starling.engines.processes.threads import end_with_threads
 from starling.errors import PeerLost, StarlingError
-from starling.training.faults import FaultsOf
 from starling.training.flat import FlatModel
 from starling.training.job import Job, Named, Observer
-from starling.training.learner import Tally
 from starling.training.loading import Loader
 from starling.training.membership import (
     IgnoreMembership,
@@ -33,13 +43,15 @@ from starling.training.membership import (
     MembershipFeed,
     MembershipObserver,
 )
-from starling.training.stragglers import Delays
-from starling.training.succession import Past, Plan, next_membership
+from starling.training.succession import Life, Past, Plan, first_with_a_state, next_membership, plan_after
 from starling.workload import Position, Ticket
 
+LookAround = Callable[[], None]
 _OUTCOME, _OVER, _CHANGED = "outcome", "over", "changed"
+_PLAN, _CAME = "plan", "came/{}"
+_BUFFER = "buffer."
 REGROUP_SECONDS = 20.0
-"""How long a learner that lost another waits to be told who is there now."""
+"""How long a learner that lost another waits to be told the next membership."""
 
 
 def run_learner(
@@ -51,17 +63,22 @@ def run_learner(
     start: LearnerState | None = None,
     timeout_seconds: float = 600.0,
     membership: MembershipFeed | None = None,
-    views: MembershipObserver | None = None,
+    changes: MembershipObserver | None = None,
     wishes: Wishes | None = None,
+    waits: Waits | None = None,
 ) -> LearnerState | None:
-    """Be the learner at `place` from greeting to end, and return the state it ends in; None if it had to leave before.
+    """Be the learner at `place` from handshake to closing barrier; the final state, or None if it had to leave early.
 
-    `digest` stands for the whole configuration and must be the same on all learners. Where somebody watches them
-    (`membership`), the living go on when one is lost. `wishes` are the marks that it wants beside those of the job, and
-    whether all are to end early; all learners have such wishes, or none. Raises `ProtocolError` when learners differ,
-    `PeerLost` when one is gone or does not answer within `timeout_seconds`.
+    `digest` identifies the whole configuration and must be the same on all learners. If the learners are watched
+    (`membership`), the survivors continue when one is lost; `changes` follows the changes. `wishes` are requests for
+    checkpoint barriers beside those of the job; either all learners have them, or none. What this learner waits for is
+    noted in `waits`. Raises `ProtocolError` when learners differ, `PeerLost` when one is gone or does not answer within
+    `timeout_seconds`.
     """
     ignores_signals = wishes is not None and wishes.ignores_signals
+    feed = membership or MembershipFeed(place.rank, Membership(0, tuple(range(place.world))))
+    life = Life.begin(job, feed.name, feed.is_new)
+    life.state = start
     with Loader(job.workload, job.num_workers, ignores_signals) as loader:
         member = _Member(
             job,
@@ -71,15 +88,17 @@ def run_learner(
             Named(observer, place.rank),
             timeout_seconds,
             loader,
-            membership or MembershipFeed(place.rank, Membership(0, tuple(range(place.world)))),
-            views or IgnoreMembership(),
+            feed,
+            changes or IgnoreMembership(),
             wishes,
+            waits or Waits(),
+            life,
         )
-        return member.run(start)
+        return member.run()
 
 
 def warm_up(job: Job, flat: FlatModel) -> None:
-    """Do once what takes long the first time, such as loading libraries, so that others need not wait for it."""
+    """Do once what is slow the first time, such as loading libraries, so that the others need not wait for it."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     job.make_optimizer([parameter]).step()
@@ -97,169 +116,163 @@ class _Member:
     observer: Observer
     timeout_seconds: float
     loader: Loader
-    membership: MembershipFeed
-    views: MembershipObserver
-    wishes: Wishes | None = None
+    feed: MembershipFeed
+    changes: MembershipObserver
+    wishes: Wishes | None
+    waits: Waits
+    life: Life
     learner: ProcessLearner | None = None
-    delays: Delays | None = None
-    """How slow this learner is on purpose, from view to view."""
-    faults: FaultsOf | None = None
-    """What befalls it on purpose, from view to view."""
-    tally: Tally | None = None
-    """What it had counted of an epoch when a view was over."""
     has_met: bool = False
     """Whether threads may wait for others."""
 
-    def run(self, start: LearnerState | None) -> LearnerState | None:
-        """Go from view to view until all is done."""
-        view, past = self._first_view(), Past()
+    def run(self) -> LearnerState | None:
+        """Go through memberships until all is done."""
+        membership = self._first_membership()
         while True:
             try:
-                return self._be_in(view, past, start)
+                return self._be_in(membership)
             except Exception as error:
-                change = self._what_changed(view, error)
-            past, start = self._leave(past, start)
+                change = self._what_changed(membership, error)
+            self._leave()
             try:
-                view = next_membership(self.job, view, change, is_ordered=True)
+                membership = next_membership(self.job, membership, change, is_ordered=True)
             except PeerLost:
                 end_with_threads(PeerLost.exit_code)
                 raise
-            if self.membership.name not in view.members:
+            if self.feed.name not in membership.members:
                 return None
 
-    def _first_view(self) -> Membership:
-        if self.membership.is_new:
-            check_alike(PrefixStore(Membership(0, ()).key, self.place.store), self.membership.name, self._handshake(0))
+    def _first_membership(self) -> Membership:
+        if self.feed.is_new:
+            check_alike(PrefixStore(Membership(0, ()).key, self.place.store), self.feed.name, self._handshake(0))
             warm_up(self.job, self.flat)
-        return self.membership.first_view()
+        return self.feed.first()
 
-    def _what_changed(self, view: Membership, error: Exception) -> Membership:
-        """The view beyond this one; if there is none, `error` is raised."""
+    def _what_changed(self, membership: Membership, error: Exception) -> Membership:
+        """The membership beyond this one; if there is none, `error` is raised."""
         if isinstance(error, MembershipChanged):
-            return self.membership.latest
+            return self.feed.latest
         is_loss = isinstance(error, PeerLost | ConnectionFailed | DistError)
-        if is_loss and (change := self.membership.beyond(view, REGROUP_SECONDS)):
+        if is_loss and (change := self.feed.beyond(membership, REGROUP_SECONDS)):
             return change
         if self.has_met:
             end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
         raise error
 
-    def _leave(self, past: Past, start: LearnerState | None) -> tuple[Past, LearnerState | None]:
-        """Let go of the view that is over; what this learner has, and its own state."""
+    def _leave(self) -> None:
+        """Leave the membership that is over."""
         if self.learner is not None:
-            self.learner.leave()  # first: its background changes what it has
-            past, start, self.tally = self.learner.past(), self.learner.state(Position()).copy(), self.learner.tally()
+            self.learner.leave()
             self.learner = None
-            gc.collect()  # of the reducers of gradients that were between this view's learners
-        self.views.pause()
-        return past, start
+            gc.collect()  # of the reducers of gradients between this membership's learners
+        self.changes.pause()
 
-    def _be_in(self, view: Membership, past: Past, start: LearnerState | None) -> LearnerState:
-        rank, world = view.members.index(self.membership.name), len(view.members)
-        WAITS.among(rank, view.members)
-        store = PrefixStore(view.key, self.place.store)
-        local_world = max(self.place.local_world, world) if self.membership.is_watched else self.place.local_world
+    def _be_in(self, membership: Membership) -> LearnerState:
+        rank, world = membership.members.index(self.feed.name), len(membership.members)
+        self.waits.among(rank, membership.members)
+        store = PrefixStore(membership.key, self.place.store)
+        local_world = max(self.place.local_world, world) if self.feed.is_watched else self.place.local_world
         place = replace(self.place, rank=rank, world=world, local_world=local_world, store=store)
-        self.membership.arrive(view)
-        is_first_view, seconds = view.number == 0, self.timeout_seconds
+        self.feed.arrive(membership)
+        is_first, seconds = membership.number == 0, self.timeout_seconds
 
         def look_around() -> None:
-            if self.membership.latest.number > view.number:
-                raise MembershipChanged(self.membership.latest)
+            if self.feed.latest.number > membership.number:
+                raise MembershipChanged(self.feed.latest)
 
-        shake_hands(store, rank, self._handshake(world), seconds, look_around)
-        if is_first_view:
-            position = start.position if start else Position()
-            plan = Plan(world, position, start.minutes if start else 0.0)
-            regroup.begin(store, rank, plan)
-            self.views.begin(view, position, rank == 0)
-        else:
-            plan = self._agree(view, rank, past, seconds, look_around)
+        shake_hands(store, rank, self._handshake(world), seconds, look_around, self.waits)
+        plan = self._plan(membership, rank, store, look_around)
         self.has_met = True
-        telling = partial(self.membership.telling, view)
+        telling = partial(self.feed.telling, membership)
         with process_group(
-            place, self.flat.weights.device, seconds, telling, self.membership.is_watched
+            place, self.flat.weights.device, seconds, telling, self.feed.is_watched, self.waits
         ) as connections:
             try:
-                with telling(lambda change: connections.cut_all()):  # groups of teams are made here, and wait too
-                    if not is_first_view:
-                        start = self._start(start, place, plan)
-                    learner = self.learner = self._make_learner(place, start, view, look_around)
+                with telling(lambda change: connections.cut_all()):  # creating groups of sync groups waits, too
+                    start = self.life.state if is_first else self._start(rank, plan)
+                    learner = self.learner = self._make_learner(place, start, membership, look_around)
                 connections.note()
-                self.membership.enter(view)
+                self.feed.enter(membership)
 
-                def end_view(change: Membership) -> None:  # called by another thread
-                    learner.fail(MembershipChanged(change))
+                def end_membership(change: Membership) -> None:  # called by another thread
+                    learner.communicator.fail(MembershipChanged(change))
                     connections.cut()
 
-                with self.membership.telling(view, end_view), learner.agreeing():
+                with self.feed.telling(membership, end_membership), learner.agreeing():
                     state = learner.drive()
-                    self.views.end()
-                    self._part(view, store, rank, look_around)
+                    self.changes.end()
+                    self._part(membership, store, rank, look_around)
                     return state
             except BaseException:
-                connections.cut()  # no thread is to wait for those who are still there
+                connections.cut()  # no thread may wait for the learners that are still there
                 raise
 
-    def _part(self, view: Membership, store: Store, rank: int, look_around: LookAround) -> None:
-        """Part from the others, unless some of them go on to the next view: then all do."""
-        try:
-            part(store, rank, len(view.members), self.timeout_seconds, look_around)
-            wanted = _OVER
-        except MembershipChanged:
-            wanted = _CHANGED
-        if self.membership.is_watched and store.compare_set(_OUTCOME, "", wanted).decode() == _CHANGED:
-            raise MembershipChanged(self.membership.beyond(view, REGROUP_SECONDS) or self.membership.latest)
-
-    def _make_learner(
-        self, place: Place, start: LearnerState | None, view: Membership, look_around: LookAround
-    ) -> ProcessLearner:
-        learner = ProcessLearner(
-            self.job,
-            place,
-            self.flat,
-            self.observer,
-            start,
-            self.timeout_seconds,
-            self.loader,
-            self.membership,
-            view,
-            self.wishes,
-            look_around,
-        )
-        name = self.membership.name
-        learner.part = name % self.job.workload.num_parts
-        learner.delays = self.delays = self.delays or Delays(self.job.stragglers, self.job.seed, name)
-        if self.tally is not None:
-            learner.count_on(self.tally)
-        learner.faults = self.faults = self.faults or FaultsOf(() if self.membership.is_new else self.job.faults, name)
-        return learner
-
-    def _agree(self, view: Membership, rank: int, past: Past, seconds: float, look_around: LookAround) -> Plan:
+    def _plan(self, membership: Membership, rank: int, store: Store, look_around: LookAround) -> Plan:
+        """How a membership begins. The observer of changes hears of it."""
+        if membership.number == 0:
+            state = self.life.state
+            position = state.position if state else Position()
+            plan = Plan(len(membership.members), position, state.minutes if state else 0.0)
+            write_first_plan(store, rank, plan)
+            self.changes.begin(membership, position, rank == 0)
+            return plan
         told: list[Plan] = []
 
         def tell(plan: Plan) -> None:
-            self.views.begin(view, plan.position, True)
+            self.changes.begin(membership, plan.position, True)
             told.append(plan)
 
-        plan = regroup.agree(self.place.store, view, rank, past, self.job, seconds, look_around, tell)
+        plan = agree_on_plan(
+            self.place.store,
+            membership,
+            rank,
+            self.life.past,
+            self.job,
+            self.timeout_seconds,
+            look_around,
+            tell,
+            self.waits,
+        )
         if not told:
-            self.views.begin(view, plan.position, False)
+            self.changes.begin(membership, plan.position, False)
         return plan
 
-    def _start(self, own: LearnerState | None, place: Place, plan: Plan) -> LearnerState:
-        """The state with which this learner begins a view."""
-        rank, world = place.rank, place.world
-        state = own or self._blank(place)
-        state = replace(state, rank=rank, world=world, position=plan.position, minutes=plan.minutes, epochs_ended=None)
+    def _start(self, rank: int, plan: Plan) -> LearnerState:
+        """The state with which this learner begins a later membership."""
+        state = plan.state(rank, self.life.state)
         if plan.source is None:
             return state
         shared = share_state(state, plan.source)
         return shared if rank in plan.takers else state
 
-    def _blank(self, place: Place) -> LearnerState:
-        """What a learner has that is new here: nothing of its own."""
-        return LearnerState(place.rank, place.world, Position(), 0.0, self.flat.weights.detach().cpu(), {}, {})
+    def _make_learner(
+        self, place: Place, start: LearnerState | None, membership: Membership, look_around: LookAround
+    ) -> ProcessLearner:
+        return ProcessLearner(
+            self.job,
+            place,
+            self.flat,
+            self.observer,
+            start,
+            self.life,
+            self.timeout_seconds,
+            self.loader,
+            self.feed,
+            membership,
+            self.waits,
+            self.wishes,
+            look_around,
+        )
+
+    def _part(self, membership: Membership, store: Store, rank: int, look_around: LookAround) -> None:
+        """Pass the closing barrier, unless some learners continue in the next membership: then all do."""
+        try:
+            part(store, rank, len(membership.members), self.timeout_seconds, look_around, self.waits)
+            wanted = _OVER
+        except MembershipChanged:
+            wanted = _CHANGED
+        if self.feed.is_watched and store.compare_set(_OUTCOME, "", wanted).decode() == _CHANGED:
+            raise MembershipChanged(self.feed.beyond(membership, REGROUP_SECONDS) or self.feed.latest)
 
     def _handshake(self, world: int) -> Handshake:
         return Handshake(
@@ -270,3 +283,89 @@ class _Member:
             configuration=self.digest,
             **Handshake.of_versions(),
         )
+
+
+def write_first_plan(store: Store, rank: int, plan: Plan) -> None:
+    """Write down how the first membership begins; `store` is that membership's."""
+    if rank == 0:
+        store.set(_PLAN, plan.encode())
+
+
+def agree_on_plan(
+    root: Store,
+    membership: Membership,
+    rank: int,
+    past: Past,
+    job: Job,
+    timeout_seconds: float,
+    look_around: LookAround,
+    on_plan: Callable[[Plan], None],
+    waits: Waits | None = None,
+) -> Plan:
+    """The plan of a membership that follows another. The learner that makes it calls `on_plan` before the others hear
+    of it."""
+    store, ranks = PrefixStore(membership.key, root), range(len(membership.members))
+    store.set(_CAME.format(rank), json.dumps(asdict(past)))
+    keys = [_CAME.format(other) for other in ranks]
+    await_keys(store, keys, timeout_seconds, look_around, "all to come to the next membership", ranks, waits)
+    members = [Past(**json.loads(store.get(key))) for key in keys]
+    if rank == first_with_a_state(members):
+        plan = _plan_after(root, members, job)
+        on_plan(plan)
+        store.set(_PLAN, plan.encode())
+    await_keys(store, [_PLAN], timeout_seconds, look_around, "the plan of the next membership", waits=waits)
+    return Plan.decode(store.get(_PLAN))
+
+
+def _plan_after(root: Store, members: Sequence[Past], job: Job) -> Plan:
+    last = max(each.membership for each in members if each.membership is not None)
+    store = PrefixStore(Membership(last, ()).key, root)
+    before = Plan.decode(store.get(_PLAN))
+    return plan_after(before, members, job, lambda: noted(store, before.world, before.position))
+
+
+def share_state(state: LearnerState, source: int) -> LearnerState:
+    """Each learner's `state` with the weights, buffers and optimizer of learner `source`.
+
+    All learners of the default process group call it. Shards that a learner holds for all stay its own.
+    """
+    tensors: dict[str, Tensor] = {}
+    scalars: Any = None
+    if state.rank == source:
+        optimizer = encode_state(state.optimizer, "optimizer", tensors)
+        tensors |= {"weights": state.weights, **{_BUFFER + name: each for name, each in state.buffers.items()}}
+        tensors = apart(tensors)
+        scalars = {
+            "optimizer": optimizer,
+            "tensors": {name: [str(each.dtype).partition(".")[2], list(each.shape)] for name, each in tensors.items()},
+        }
+    scalars = json.loads(_broadcast_bytes(json.dumps(scalars).encode(), source))
+    received = {
+        name: _broadcast(tensors.get(name), dtype, shape, source) for name, (dtype, shape) in scalars["tensors"].items()
+    }
+    return replace(
+        state,
+        weights=received["weights"],
+        buffers={name.removeprefix(_BUFFER): each for name, each in received.items() if name.startswith(_BUFFER)},
+        optimizer=decode_state(scalars["optimizer"], received),
+    )
+
+
+def _broadcast_bytes(content: bytes, source: int) -> bytes:
+    length = torch.tensor([len(content)], dtype=torch.int64)
+    with communicating():
+        dist.broadcast(length, src=source)
+    sent = torch.zeros(int(length), dtype=torch.uint8)
+    if dist.get_rank() == source:
+        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    with communicating():
+        dist.broadcast(sent, src=source)
+    return sent.numpy().tobytes()
+
+
+def _broadcast(own: Tensor | None, dtype: str, shape: list[int], source: int) -> Tensor:
+    sent = torch.empty(shape, dtype=getattr(torch, dtype)) if own is None else own
+    if sent.numel():
+        with communicating():
+            dist.broadcast(sent.reshape(-1).view(torch.uint8), src=source)
+    return sent

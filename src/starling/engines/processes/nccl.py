@@ -1,8 +1,8 @@
-"""NCCL's communicators: made before they are needed, and aborted when a membership ends.
+"""NCCL's communicators: created before they are needed, and aborted when a membership ends.
 
-A learner that waits for others in NCCL waits in a kernel on its device, which no cut connection ends; aborting the
-communicator does. An aborted collective then looks complete, whatever its result holds: so a learner that waited for
-one must check whether its membership has ended before it uses the result.
+A learner that waits in NCCL waits for a kernel on its device. Cutting connections does not end that kernel; aborting
+the communicator does. An aborted collective looks complete, whatever its result holds: so a learner must check whether
+its membership has ended before it uses the result.
 """
 
 import os
@@ -19,38 +19,40 @@ from torch.distributed.distributed_c10d import _world
 
 from starling.training.streams import synchronize
 
+BACKEND = "nccl"
+"""The backend of means between learners that each have their own device."""
 SETTINGS = {
-    # The watchdog neither ends the process when a peer is lost nor aborts by itself: the learner aborts when it hears
-    # that the membership has changed, and only then it knows that results are void.
+    # When a peer is lost, the watchdog neither ends the process nor aborts: the learner aborts once it hears that the
+    # membership has changed, because only then does it know that results are void.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # Nor does the thread that monitors the watchdog end the process, now or after an error that a peer reports.
+    # Nor does the watchdog's monitor end the process, now or after an error reported by a peer.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # A watchdog that saw an error sleeps for four times this long, and whoever destroys its group waits for it.
+    # A watchdog that saw an error sleeps four times as long, and destroying its group waits for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
 }
-"""Environment variables that torch reads when it makes a group on NCCL (torch 2.10 to 2.13)."""
+"""Environment variables that torch reads when it creates a group on NCCL (torch 2.10 to 2.13)."""
 
 
 def outlive_lost_peers() -> None:
-    """Let this process live on when a peer is lost. Has an effect on groups made later; what the user set stays."""
+    """Keep this process alive when a peer is lost. Affects groups created later; the user's own settings stay."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
-    """Make the communicator of `group` now, where torch would make it in the first collective.
+    """Create the communicator of `group` now; torch would create it in the first collective.
 
-    All its members call it, while the connections that it makes can still be told from others.
+    All its members call this while new connections can still be told from others.
     """
     dist.broadcast(torch.zeros(1, device=device), group=group, group_src=0)
     synchronize(device)
 
 
 def abort(done: Collection[str] = ()) -> set[str]:
-    """End what NCCL does in the groups of this process, but for those with names in `done`; the names of the others.
+    """Abort NCCL in the groups of this process, except for those named in `done`; the names of the aborted groups.
 
-    Called by any thread. Groups of other backends are left alone: torch's `abort` does not end what they wait for.
+    Called by any thread. Groups of other backends are left alone: torch's `abort` does not end their waits.
     """
     found = {
         str(group.group_name): backend for group in list(_world.pg_names) if (backend := _on_nccl(group)) is not None
@@ -68,7 +70,7 @@ def abort(done: Collection[str] = ()) -> set[str]:
 
 
 def _on_nccl(group: ProcessGroup) -> Backend | None:
-    """What a group uses on CUDA, if that is NCCL."""
+    """The backend of a group on CUDA, if that is NCCL."""
     with suppress(RuntimeError):  # it has nothing there
         backend = group._get_backend(torch.device("cuda"))
         return backend if backend.name() == "nccl" else None

@@ -1,4 +1,4 @@
-"""Averaging rounds in the background: who opens them, and how they end for all learners alike."""
+"""Averaging rounds in the background: which learner opens them, and how they end for all learners alike."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -11,18 +11,19 @@ from torch.distributed.distributed_c10d import Store
 from starling.training.pace import Pace
 
 ENDED = 1 << 30
-"""What is added to a round's key when it will never open."""
+"""Added to a round's key if the round will never open."""
 DRIFT = 1024
-"""Rounds that one learner may be ahead of another; older keys are removed from the store. Neighbours wait for each
-other at every round, so that any connected topology keeps all learners much closer together."""
+"""The most rounds that one learner can be ahead of another; older keys are removed from the store. Neighbours wait for
+each other in every round, so any connected topology keeps learners much closer together."""
 
 
 class Board(ABC):
-    """Where learners write which rounds have opened, and after which one there are no more."""
+    """Where learners write which rounds have opened, and which one is the last."""
 
     @abstractmethod
     def open(self, number: int, is_behind: bool) -> None:
-        """Open a round for all, called by the background or not; several learners may."""
+        """Open a round for all learners; `is_behind` tells whether the background calls. Several learners may open the
+        same round."""
 
     @abstractmethod
     def await_open(self, number: int) -> bool:
@@ -30,11 +31,11 @@ class Board(ABC):
 
     @abstractmethod
     def finish(self) -> bool:
-        """Another learner will open no more rounds; whether it was the last to say so."""
+        """This learner opens no more rounds; returns whether it was the last to say so."""
 
     @abstractmethod
     def end(self, from_number: int) -> None:
-        """Say that the first round from `from_number` on that was never opened never will be."""
+        """The first unopened round from `from_number` on will never open."""
 
     @abstractmethod
     def leave(self, number: int) -> None:
@@ -42,11 +43,11 @@ class Board(ABC):
 
 
 class StoreBoard(Board):
-    """A board in the store: round k is a key. All backgrounds wait for it, without polling."""
+    """A board in the store: round k is a key, for which all backgrounds wait without polling."""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._store = store
-        self._own = store.clone()  # type: ignore[attr-defined]  # a connection of its own: a store serves one wait or one question at a time
+        self._own = store.clone()  # type: ignore[attr-defined]  # its own connection: a store serves one wait or one request at a time
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world = rank, world
 
@@ -72,11 +73,11 @@ class StoreBoard(Board):
 
 
 class Rounds:
-    """One learner's view of the rounds of all.
+    """One learner's part in the averaging rounds.
 
-    Whoever has made enough gradients opens a round on the `board`; all backgrounds wait for it. When the last learner
-    has made its last gradient no round can open any more, and it marks the first unopened one as the end: so everybody
-    goes through equally many rounds, and nobody waits for a neighbour that has left.
+    A learner that has made enough gradients opens a round on the `board`; all backgrounds wait for it. After the last
+    gradient of the last learner no round can open, and that learner marks the first unopened round as the end. So all
+    learners go through equally many rounds, and none waits for a neighbour that has left.
     """
 
     def __init__(self, board: Board) -> None:
@@ -90,7 +91,7 @@ class Rounds:
         self._is_over = False
 
     def gradient_made(self) -> None:
-        """Called by the foreground after each gradient; opens the round that the background waits for."""
+        """Called by the foreground after each gradient; opens the round that the background waits for, if it is due."""
         with self._lock:
             self._pace.gradient_made()
             if self._waiting is not None and self._pace.may_open:
@@ -123,8 +124,8 @@ class Rounds:
         return number
 
     def kept_up(self, most: float) -> "Future[None] | None":
-        """Called by the foreground: done when it is less than `most` gradients ahead of the last round that the
-        background has completed; None if it is."""
+        """Called by the foreground: a future that is done once it is less than `most` gradients ahead of the last round
+        that the background completed; None if it is already."""
         with self._lock:
             if not self._pace.lags(most):
                 return None
@@ -139,11 +140,11 @@ class Rounds:
     def _look_at_lag(self) -> None:
         if self._kept_up is not None and not self._pace.lags(self._kept_up[0]):
             kept_up, self._kept_up = self._kept_up[1], None
-            with suppress(InvalidStateError):  # who waited was released
+            with suppress(InvalidStateError):  # the wait was released
                 kept_up.set_result(None)
 
     def leave(self) -> None:
-        """Called by the foreground when these rounds are over for good, whatever the others do."""
+        """Called by the foreground when it leaves these rounds for good, whatever the others do."""
         with self._lock:
             self._is_over = True
             waited_for = max(0, self._next - 1)

@@ -1,6 +1,6 @@
-"""What the learners of one run share and nobody else has: a token that is never sent, only used to sign what is.
+"""The secret token of a run, which only its learners have: it is never sent, and signs what they send.
 
-`starling train` makes a new one for each run. Whoever starts learners otherwise may set `STARLING_RUN_TOKEN` for all.
+`starling train` creates a new one for each run. Other launchers may set `STARLING_RUN_TOKEN` for all learners.
 """
 
 import hmac
@@ -15,12 +15,12 @@ _LENGTH = 64
 
 
 def new_token() -> str:
-    """A token for one run, 256 bits that nobody can guess."""
+    """A token for one run: 256 random bits."""
     return secrets.token_hex(32)
 
 
 def sign(rank: int, text: str) -> str:
-    """`text` as learner `rank` of this process's run says it. Without a token, anybody can say the same."""
+    """`text`, signed as learner `rank` of this process's run. Without a token, any process can sign the same."""
     return _signature(rank, text.encode()).decode() + text
 
 

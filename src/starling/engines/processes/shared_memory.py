@@ -1,4 +1,4 @@
-"""Memory that the processes of one machine share. It has no name, so that nothing of it can be left behind."""
+"""Memory that the processes of one machine share. It has no name, so nothing of it can be left behind."""
 
 import json
 import mmap
@@ -13,6 +13,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes.handshake import await_keys, do_nothing
+from starling.engines.processes.stalls import Waits
 from starling.errors import ConfigError, PeerLost
 
 _TOKEN_BYTES = 64
@@ -26,11 +27,12 @@ def share_memory(
     num_bytes: int,
     timeout_seconds: float,
     look_around: Callable[[], None] = do_nothing,
+    waits: Waits | None = None,
 ) -> Tensor:
-    """`num_bytes` of zeros `[num_bytes]` of uint8 that all learners see alike.
+    """`num_bytes` zeros `[num_bytes]` of uint8, the same memory in all learners.
 
-    Learner 0 makes it and the others open it through /proc; once all have, it lives as long as one of them does. Who
-    waits calls `look_around` now and then, which may raise.
+    Learner 0 creates it and the others open it through /proc; from then on it lives as long as any of them. A waiting
+    learner calls `look_around` now and then, which may raise.
     Raises ConfigError when a learner is on another machine, PeerLost when one does not come.
     """
     if not hasattr(os, "memfd_create"):
@@ -39,21 +41,24 @@ def share_memory(
         file = os.memfd_create("starling", os.MFD_CLOEXEC)
         try:
             memory = _make(store, file, num_bytes)
-            _wait_for_all(store, rank, world, timeout_seconds, look_around)  # who find it by the number of this file
+            # the others find it by the number of this file
+            _wait_for_all(store, rank, world, timeout_seconds, look_around, waits)
         finally:
             os.close(file)
     else:
-        memory = _open(store, rank, num_bytes, timeout_seconds, look_around)
-        _wait_for_all(store, rank, world, timeout_seconds, look_around)
+        memory = _open(store, rank, num_bytes, timeout_seconds, look_around, waits)
+        _wait_for_all(store, rank, world, timeout_seconds, look_around, waits)
     return torch.frombuffer(memory, dtype=torch.uint8, offset=_TOKEN_BYTES)
 
 
-def _wait_for_all(store: Store, rank: int, world: int, timeout_seconds: float, look_around: Callable[[], None]) -> None:
-    """Until all have opened the memory."""
+def _wait_for_all(
+    store: Store, rank: int, world: int, timeout_seconds: float, look_around: Callable[[], None], waits: Waits | None
+) -> None:
+    """Wait until all learners have opened the memory."""
     store.set(f"{_KEY}/{rank}", "")
     try:
         keys = [f"{_KEY}/{other}" for other in range(world)]
-        await_keys(store, keys, timeout_seconds, look_around, "all to open the shared memory", range(world))
+        await_keys(store, keys, timeout_seconds, look_around, "all to open the shared memory", range(world), waits)
     except DistError as error:
         absent = [str(other) for other in range(world) if not store.check([f"{_KEY}/{other}"])]
         raise PeerLost(
@@ -71,10 +76,15 @@ def _make(store: Store, file: int, num_bytes: int) -> mmap.mmap:
 
 
 def _open(
-    store: Store, rank: int, num_bytes: int, timeout_seconds: float, look_around: Callable[[], None]
+    store: Store,
+    rank: int,
+    num_bytes: int,
+    timeout_seconds: float,
+    look_around: Callable[[], None],
+    waits: Waits | None,
 ) -> mmap.mmap:
     try:
-        await_keys(store, [_KEY], timeout_seconds, look_around, "the shared memory", [0])
+        await_keys(store, [_KEY], timeout_seconds, look_around, "the shared memory", [0], waits)
     except DistError as error:
         raise PeerLost(f"learner {rank} waited {timeout_seconds:g} s for learner 0 to share its memory") from error
     pid, file, token = json.loads(store.get(_KEY))

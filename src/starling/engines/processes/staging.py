@@ -1,4 +1,4 @@
-"""Between a learner's device and the network, which reads and writes host memory."""
+"""Copies between a learner's device and host memory, from which the network reads and to which it writes."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from starling.engines.processes.worker import Worker
+from starling.engines.processes.threads import Worker
 from starling.training.streams import Streams, streams_of
 
 T = TypeVar("T")
@@ -15,9 +15,9 @@ T = TypeVar("T")
 class Staging:
     """Copies to and from host memory; on the CPU nothing is copied.
 
-    On CUDA copies go through pinned memory, on a stream for each direction. A copy waits for what the calling thread's
-    stream was given before it, and the thread itself waits for no copy: so of several pieces one is copied to the host
-    while another travels and a third is copied back.
+    On CUDA copies go through pinned memory, on one stream per direction. A copy waits for the earlier work of the
+    calling thread's stream, and the thread itself waits for no copy: so one piece is copied to the host while another
+    travels and a third is copied back.
     """
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
@@ -28,9 +28,10 @@ class Staging:
         self._sender = Worker("starling-staging")
 
     def hand_over(self, tensor: Tensor, do: Callable[[Tensor], T]) -> Callable[[], T]:
-        """Call `do` with `tensor` in host memory as soon as it is there; what is returned waits for the result.
+        """Call `do` with `tensor` in host memory; the returned function waits for the result.
 
-        In host memory already: at once, in this thread. Otherwise in a thread of its own, in the order of the calls.
+        A tensor in host memory is handed over at once, in this thread. Others are handed over by the sender thread, in
+        the order of the calls.
         """
         if self._streams is None or tensor.device != self._device:
             done = do(tensor.detach())
@@ -56,7 +57,7 @@ class Staging:
         return self._streams.pinned(tensor)
 
     def to_device(self, host: Tensor) -> Tensor:
-        """`host` on the device, ready for what the calling thread's stream does next."""
+        """`host` on the device, ready for the next work of the calling thread's stream."""
         if self._streams is None:
             return host
         with self._streams.using(self._to_device):
@@ -68,7 +69,7 @@ class Staging:
         return tensor
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What gives `tensor`, as this thread's stream leaves it, to a thread that may have another stream."""
+        """A function that hands `tensor`, as this thread's stream leaves it, to a thread with another stream."""
         streams = self._streams
         if streams is None or tensor.device != self._device:
             return lambda: tensor
@@ -84,7 +85,7 @@ class Staging:
         return take
 
     def abandon(self) -> None:
-        """Wait for nothing, and send nothing more."""
+        """Stop sending, without waiting for what is under way."""
         self._sender.abandon()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""What this process waits for, for whom and since when: the first thing that is asked when a run stands still.
+"""What a learner process waits for, for which learners and since when: the first question when a run stalls.
 
-A wait is noted where it happens, by the thread that waits, which costs microseconds; any other thread may look.
+The waiting thread notes its wait where it happens, which costs microseconds; any other thread may look.
 """
 
 import threading
@@ -14,13 +14,13 @@ from typing import Any
 
 Seconds = float
 BACKGROUND = "starling-background"
-"""What the names of threads begin with in which a learner averages behind its training."""
+"""The prefix of the names of threads in which learners average in the background."""
 OWN_ROUNDS = "its last averaging rounds"
-"""What a learner waits for whose background goes on when it has made its last gradient."""
+"""What a learner waits for after its last gradient, until its background has finished."""
 OWN_ROUND = "its own averaging round"
 """What a learner waits for that is too many gradients ahead of its background."""
 _REMEMBERED = 9
-"""Waits of a kind from which the usual time between two of them is taken."""
+"""Waits of one kind from which the usual time between two of them is estimated."""
 
 
 @dataclass
@@ -30,11 +30,11 @@ class Wait:
     what: str
     """Such as `a mean`, or `receiving from learner 2`."""
     whom: tuple[int, ...]
-    """The ranks that must come: one peer, those that have not written yet, or a whole group; empty: not known."""
+    """The ranks waited for: one peer, those that have not written yet, or a whole group; empty: unknown."""
     is_group: bool
-    """Whether all of `whom` take part in it, so that nobody in it knows who is late."""
+    """Whether all of `whom` take part in it, so that no member knows which of them is late."""
     is_behind: bool
-    """Whether the training goes on meanwhile."""
+    """Whether it is the background that waits, and training continues."""
     since: float
     """On the clock of `Waits`."""
     number: int = field(default_factory=count().__next__)
@@ -42,63 +42,64 @@ class Wait:
 
 @dataclass(frozen=True)
 class Stall:
-    """A wait that goes on, as it can be told to others."""
+    """A wait that is under way, as it is reported to others."""
 
     what: str
     whom: tuple[int, ...]
-    """Names of learners, other than this one."""
+    """The names of other learners."""
     is_group: bool
     is_behind: bool
     seconds: Seconds
     """How long it has lasted."""
     usual: Seconds
-    """The time that usually passes from one such wait to the next; 0 as long as nobody can say."""
+    """The usual time from one such wait to the next; 0 while unknown."""
     number: int
-    """The same for the same wait, and for no other of this learner."""
+    """Identifies the wait among those of this learner."""
 
     def is_unusual(self, seconds: Seconds, times: float) -> bool:
-        """Whether it has lasted for more than so many seconds, and so many times as long as usual."""
+        """Whether it has lasted longer than `seconds`, and than `times` the usual time."""
         return self.seconds > seconds and self.seconds > times * self.usual
 
 
 class Waits:
-    """The waits of a process that is a learner; its methods may be called by any thread."""
+    """The waits of one learner process; usable from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._names: Sequence[int] | None = None
         self._own_rank: int | None = None
         self.open: dict[int, Wait] = {}
-        """What each thread waits for, by its number."""
+        """The wait of each thread, by its identifier."""
         self._begun: dict[str, float] = {}
         self._cycles: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
 
     def among(self, rank: int, names: Sequence[int]) -> None:
-        """This learner is `rank` among learners with these names from now on."""
+        """From now on this learner is `rank` among learners with these names."""
         self._own_rank, self._names = rank, names
 
     def waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> "_Waiting":
-        """A context in which this thread waits for something; it gives the `Wait`."""
+        """A context in which this thread waits; it gives the `Wait`."""
         return _Waiting(self, what, whom, is_group)
 
     def begin(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> None:
-        """This thread waits from now on, until `end`."""
+        """This thread waits until `end`."""
         self.open[threading.get_ident()] = self.note(what, whom, is_group)
 
     def end(self) -> None:
-        """What this thread began has ended, if it began anything."""
+        """The wait that this thread began, if any, has ended."""
         self.open.pop(threading.get_ident(), None)
 
     def forget(self, seconds: Seconds) -> None:
-        """This process stood still for so long, in which it waited for nobody."""
+        """This process was stopped for so long: that time was no waiting."""
         now = self._clock()
         for wait in list(self.open.values()):
             wait.since = min(now, wait.since + seconds)
 
     def longest(self, than: Seconds = 0.0) -> Stall | None:
-        """The wait that says most about why this learner stands still, if any has lasted for so long.
+        """The wait that best explains a stall of this learner, if any has lasted longer than `than`.
 
-        One of the training comes before one behind it, but who waits for its own background waits for whom that does.
+        A wait of the training comes before one of the background, unless the training waits for its own background:
+        then the background's wait explains it.
         """
         now = self._clock()
         waits = [wait for wait in list(self.open.values()) if now - wait.since >= than]
@@ -119,7 +120,7 @@ class Waits:
         )
 
     def note(self, what: str, whom: Sequence[int], is_group: bool) -> Wait:
-        """A wait that begins now, and that its thread keeps in `open`."""
+        """A wait that begins now; its thread keeps it in `open`."""
         now, kind = self._clock(), _kind(what)
         if kind in self._begun:
             self._cycles[kind].append(now - self._begun[kind])
@@ -132,7 +133,7 @@ class Waits:
 
 
 class _Waiting:
-    """A wait as long as the context lasts; as a generator it would cost twice as much, at each step of a learner."""
+    """A wait as long as the context lasts. A generator would cost twice as much, at every step of a learner."""
 
     __slots__ = ("_given", "_outer", "_waits")
 
@@ -156,7 +157,3 @@ class _Waiting:
 
 def _kind(what: str) -> str:
     return what.partition(" learner ")[0]
-
-
-WAITS = Waits()
-"""Those of this process."""

@@ -1,4 +1,4 @@
-"""The cluster that the virtual engine pretends to be: how long a gradient takes, and how long a message."""
+"""The cluster that the virtual engine simulates: how long gradients, messages and memory accesses take."""
 
 import random
 from typing import Literal
@@ -10,7 +10,7 @@ from starling.configuration import Config
 
 
 class ComputeModel(Config):
-    """Seconds that one gradient takes, drawn anew for each. Which learners are slower: see `Stragglers`."""
+    """Seconds that a gradient takes, drawn for each gradient. `Stragglers` makes some learners slower."""
 
     distribution: Literal["constant", "uniform", "log-normal"] = "constant"
     seconds: float = Field(default=0.1, gt=0.0)
@@ -28,7 +28,7 @@ class ComputeModel(Config):
 
 
 class ComputeTimes:
-    """The gradient times of one learner, a stream of its own per learner and seed."""
+    """The gradient times of one learner, with a random stream per learner and seed."""
 
     def __init__(self, model: ComputeModel, seed: int, rank: int) -> None:
         self._model = model
@@ -65,7 +65,7 @@ class LinkModel(Config):
 
 
 class MemoryModel(Config):
-    """The host memory that servers and learners of one machine read and change, free of contention."""
+    """The host memory that servers and learners of one machine read and write, free of contention."""
 
     bandwidth: float = Field(default=1e10, gt=0.0)
     """Bytes per second."""
@@ -76,14 +76,14 @@ class MemoryModel(Config):
 
 
 class JitterOf:
-    """How much longer the messages from one learner to another take, a stream of its own per pair and seed."""
+    """Jitter of the messages from one learner to another, with a random stream per pair and seed."""
 
     def __init__(self, link: LinkModel, seed: int) -> None:
         self._mean, self._seed = link.jitter, seed
         self._random: dict[tuple[int, int], random.Random] = {}
 
     def factor(self, sender: int, receiver: int) -> float:
-        """By which the next message's time is multiplied."""
+        """The factor by which the next message takes longer."""
         if self._mean == 0.0:
             return 1.0
         pair = sender, receiver
@@ -93,15 +93,15 @@ class JitterOf:
 
 
 class WatchModel(Config):
-    """Who watches the learners, and how soon the living go on without the dead. The defaults are about what the
-    `processes` engine takes on one machine (decision 0017)."""
+    """How the learners are watched, and how soon the survivors continue. The defaults are roughly what the `processes`
+    engine takes on one machine (decision 0017)."""
 
     notice: float = Field(default=0.05, ge=0.0)
-    """Seconds from a death until the living hear of it."""
+    """Seconds from a death until the survivors hear of it."""
     regroup: float = Field(default=0.3, ge=0.0)
-    """Seconds that the living take to meet anew, once all have left what they were doing."""
+    """Seconds that the survivors take to form a new membership, once all have left the old one."""
     silence: float = Field(default=600.0, gt=0.0)
-    """Who gives no sign of life for so many seconds is taken for dead, and ended."""
+    """A learner without a heartbeat for so many seconds is treated as killed."""
 
 
 class Cluster(Config):

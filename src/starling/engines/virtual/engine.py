@@ -1,9 +1,9 @@
 """The virtual engine: all learners in one process, on a simulated clock, with real gradients.
 
 The same seed gives the same events in the same order, and `Outcome.event_hash` proves it. When nothing is left to
-happen while a learner waits, that is a deadlock, and the error says who waits for whom.
+happen while a learner waits, that is a deadlock, and the error says which learner waits for which.
 
-Learners may die, stand still, be cut off or come at any event: the living go on in a new view, as processes do.
+Learners may die, pause, be cut off or join at any event: the living continue in a new membership, as processes do.
 """
 
 import hashlib
@@ -16,21 +16,19 @@ import torch
 from simpy.core import EmptySchedule
 
 from starling.checkpoint.state import LearnerState
-from starling.engines.virtual.cluster import Cluster, ComputeTimes
+from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.faults import VirtualFaults, VirtualLoss
-from starling.engines.virtual.learner import Life, VirtualLearner
-from starling.engines.virtual.membership import Failed, VirtualMembership
+from starling.engines.virtual.lives import Lives
+from starling.engines.virtual.membership import Failed, Simulation, VirtualMembership
 from starling.errors import PeerLost
-from starling.training.faults import FaultsOf
 from starling.training.flat import FlatModel
 from starling.training.job import Job, Observer, Silence
 from starling.training.loading import Loader
 from starling.training.membership import IgnoreMembership, Membership, MembershipObserver
-from starling.training.stragglers import Delays
 from starling.training.succession import Plan, next_membership, plan_after
 from starling.workload import Position
 
-__all__ = ["Outcome", "VirtualEngine", "VirtualLearner", "VirtualLoss"]
+__all__ = ["Outcome", "VirtualEngine", "VirtualLoss"]
 
 
 @dataclass(frozen=True)
@@ -43,18 +41,18 @@ class Outcome:
     """On the simulated clock."""
     num_events: int
     event_hash: str
-    """SHA-256 over every event: when, who, what, and the bits of every loss."""
+    """SHA-256 over every event: time, learner, kind, and the bits of every loss."""
     losses: tuple[VirtualLoss, ...] = ()
-    """Who died on the way, in their order."""
-    num_views: int = 1
-    """How often the learners began together: once, and again after each change of who is there."""
+    """The learners that died, in order."""
+    num_memberships: int = 1
+    """1, and one more for each membership change."""
 
 
 class VirtualEngine:
     """`world` learners of `job` on the simulated `cluster`.
 
-    When learners die the others go on; where a death is not borne (`bears_losses` False) the run ends with `PeerLost`
-    as soon as it is noticed. `views` is told of each change, as a learner process tells it.
+    When learners die the others continue; without `survives_losses` the run ends with `PeerLost` as soon as a death is
+    noticed. `changes` is told of each membership change.
     """
 
     def __init__(
@@ -65,111 +63,106 @@ class VirtualEngine:
         observer: Observer | None = None,
         start: Sequence[LearnerState] | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - devices are values
-        bears_losses: bool = True,
-        views: MembershipObserver | None = None,
+        survives_losses: bool = True,
+        changes: MembershipObserver | None = None,
     ) -> None:
         job.validate(world)
-        self.job = job
-        self.cluster = cluster or Cluster()
-        self.environment = simpy.Environment()
-        self.model = FlatModel(job.workload.make_model(), device)
-        self.first_buffers = self.model.own_buffers()
-        """Those of the model with which learners begin."""
-        self.workspace = torch.empty_like(self.model.weights)
-        """For the step of any learner, `[P]`."""
-        self.loader = Loader(job.workload, job.num_workers)
-        self.num_events = 0
-        self.lives: dict[int, Life] = {}
-        """Everybody who ever lived, by name."""
-        self._hash = hashlib.sha256()
+        self._job = job
+        self._cluster = cluster or Cluster()
+        self._environment = simpy.Environment()
+        self._lives = Lives(job, self._cluster, self._environment)
+        self._faults = VirtualFaults(self._environment, self._cluster.watch, self._lives, job.faults)
         self._observer = observer or Silence()
-        self._bears_losses = bears_losses
-        self._views = views or IgnoreMembership()
-        self.faults = VirtualFaults(self, job.faults)
-        for rank in range(world):
-            self.bring_to_life(rank).state = start[rank] if start else None
-        position, minutes = (start[0].position, start[0].minutes) if start else (Position(), 0.0)
-        self.view = self._make_view(
-            Membership(0, tuple(range(world))), Plan(world, position, minutes), list(start or ())
+        self._survives_losses = survives_losses
+        self._changes = changes or IgnoreMembership()
+        self._num_events = 0
+        self._hash = hashlib.sha256()
+        model = FlatModel(job.workload.make_model(), device)
+        self._simulation = Simulation(
+            job=job,
+            cluster=self._cluster,
+            environment=self._environment,
+            model=model,
+            first_buffers=model.own_buffers(),
+            workspace=torch.empty_like(model.weights),
+            loader=Loader(job.workload, job.num_workers),
+            faults=self._faults,
+            record=self._record,
         )
+        for rank in range(world):
+            self._lives.begin(rank).state = start[rank] if start else None
+        position, minutes = (start[0].position, start[0].minutes) if start else (Position(), 0.0)
+        first, plan = Membership(0, tuple(range(world))), Plan(world, position, minutes)
+        self._current = self._begin(first, plan, list(start) if start else [None] * world)
 
     def run(self) -> Outcome:
-        """Let everything happen. Raises what a learner raised, `Deadlock`, and `PeerLost` when nobody can go on."""
-        self.faults.begin()
+        """Run all events. Raises what a learner raised, `Deadlock`, and `PeerLost` if the learners cannot continue."""
+        self._faults.begin()
         try:
             while True:
-                self.view.begin()
-                self._wait_for(self.view.over)
-                if not self.view.reasons:
+                self._current.begin()
+                self._wait_for(self._current.over)
+                if not self._current.reasons:
                     break
                 self._regroup()
-            seconds = float(self.environment.now)
-            states = self.view.finish()
+            seconds = float(self._environment.now)
+            states = self._current.finish()
         except Failed as failed:
             raise failed.error from None
         finally:
-            self.loader.close()
-        losses, num_views = tuple(self.faults.losses), self.view.view.number + 1
-        return Outcome(states, seconds, self.num_events, self._hash.hexdigest(), losses, num_views)
-
-    def record(self, name: int, kind: str, detail: bytes = b"") -> None:
-        """Add an event of a learner to the hash. What is to happen at it happens."""
-        self.num_events += 1
-        self._hash.update(struct.pack("<dq", self.environment.now, name) + kind.encode() + b"\0" + detail)
-        self.faults.after_event(self.num_events)
-
-    def bring_to_life(self, name: int) -> Life:
-        """A learner that is new, or comes back; who began with the run may suffer faults of its own."""
-        is_first = self.environment.now == 0.0
-        self.lives[name] = Life(
-            name,
-            ComputeTimes(self.cluster.compute, self.job.seed, name),
-            Delays(self.job.stragglers, self.job.seed, name),
-            FaultsOf(self.job.faults if is_first else (), name),
+            self._simulation.loader.close()
+        return Outcome(
+            states,
+            seconds,
+            self._num_events,
+            self._hash.hexdigest(),
+            tuple(self._faults.losses),
+            self._current.membership.number + 1,
         )
-        return self.lives[name]
 
-    def _make_view(self, view: Membership, plan: Plan, states: list[LearnerState]) -> VirtualMembership:
-        lives = [self.lives[name] for name in view.members]
-        made = VirtualMembership(self, view, plan, lives, states or [None] * len(lives), self._observer)
-        for learner in made.learners:
-            if learner.life.tally is not None:
-                learner.count_on(learner.life.tally)
-        return made
+    def _record(self, name: int, kind: str, detail: bytes) -> None:
+        """Add an event of a learner to the hash, and inject the faults that are placed at it."""
+        self._num_events += 1
+        self._hash.update(struct.pack("<dq", self._environment.now, name) + kind.encode() + b"\0" + detail)
+        self._faults.after_event(self._num_events)
+
+    def _begin(self, membership: Membership, plan: Plan, starts: Sequence[LearnerState | None]) -> VirtualMembership:
+        lives = [self._lives.by_name[name] for name in membership.members]
+        begun = VirtualMembership(self._simulation, membership, plan, lives, starts, self._observer)
+        self._faults.present = begun
+        return begun
 
     def _wait_for(self, event: simpy.Event) -> None:
         try:
             while not event.processed:
-                self.environment.step()
+                self._environment.step()
         except EmptySchedule:
-            raise self.view.deadlock() from None
+            raise self._current.deadlock() from None
 
     def _regroup(self) -> None:
-        """Who lives goes on in a new view, from what all have done."""
-        before = self.view
+        """The living continue in a new membership, from what all have done."""
+        before = self._current
         for learner in before.learners:
-            life = learner.life
-            if not life.is_dead:
-                life.past, life.tally, life.state = learner.past(), learner.tally(), learner.state(Position()).copy()
-        self._views.pause()
-        self._wait_for(self.environment.timeout(self.cluster.watch.regroup))
-        living = tuple(sorted(name for name, life in self.lives.items() if not life.is_dead))
-        change = Membership(before.view.number + 1, living, "; ".join(before.reasons))
-        if not self._bears_losses:
+            if not learner.life.is_dead:
+                learner.course.leave(before.membership.number)
+        self._changes.pause()
+        self._wait_for(self._environment.timeout(self._cluster.watch.regroup))
+        living = self._lives.living()
+        change = Membership(before.membership.number + 1, living, "; ".join(before.reasons))
+        if not self._survives_losses:
             raise PeerLost(change.reason)
-        view = next_membership(self.job, before.view, change)
-        for name in set(living) - set(view.members):
-            self.lives[name].death = "left with its super-learner"
-        pasts = [self.lives[name].past for name in view.members]
-        plan = plan_after(before.plan, pasts, self.job, lambda: before.noted)
-        self.view = self._make_view(view, plan, self._starts(view, plan))
-        self._views.begin(view, plan.position, True)
+        following = next_membership(self._job, before.membership, change)
+        for name in set(living) - set(following.members):
+            self._lives.by_name[name].death = "left with its super-learner"
+        pasts = [self._lives.by_name[name].past for name in following.members]
+        plan = plan_after(before.plan, pasts, self._job, lambda: before.batches.done)
+        self._current = self._begin(following, plan, self._starts(following, plan))
+        self._changes.begin(following, plan.position, True)
 
-    def _starts(self, view: Membership, plan: Plan) -> list[LearnerState]:
-        """The states with which the members of a view begin; who is to takes that of another."""
-        states = [self.lives[name].state for name in view.members]
-        nothing = LearnerState(0, plan.world, Position(), 0.0, torch.empty(0), {}, {})  # who has none is a taker
-        found = [state or nothing for state in states]
+    def _starts(self, membership: Membership, plan: Plan) -> list[LearnerState]:
+        """The states with which the members begin; the takers have that of another member."""
+        lives = [self._lives.by_name[name] for name in membership.members]
+        found = [plan.state(rank, life.state) for rank, life in enumerate(lives)]
         if plan.source is not None:
             source = found[plan.source]
             for rank in plan.takers:
@@ -177,7 +170,4 @@ class VirtualEngine:
                 found[rank] = replace(
                     found[rank], weights=theirs.weights, buffers=theirs.buffers, optimizer=theirs.optimizer
                 )
-        return [
-            replace(state, rank=rank, world=plan.world, position=plan.position, minutes=plan.minutes, epochs_ended=None)
-            for rank, state in enumerate(found)
-        ]
+        return found

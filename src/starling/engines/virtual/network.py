@@ -17,17 +17,17 @@ from starling.learner import Handle
 
 T = TypeVar("T")
 Record = Callable[[int, str, bytes], None]
-"""Notes an event of a learner: rank, kind, detail."""
+"""Adds an event of a learner to the run's: rank, kind, detail."""
 
 
 _ORDER = count()
-"""Numbers for events in the order in which they happen."""
+"""Numbers events in the order in which they happen."""
 
 
 class VirtualHandle(Handle[T]):
-    """Work that is over when `event` happens.
+    """Work that is done when `event` happens.
 
-    `waits_for` says what that takes, for the deadlock report; `computing` is how many of the seconds until then are
+    `waits_for` says what it waits for, for the deadlock report; `computing` is how many of the seconds until then are
     the learner's own computation.
     """
 
@@ -42,7 +42,7 @@ class VirtualHandle(Handle[T]):
         self.waits_for = waits_for
         self.computing = computing
         self.place: int | None = None
-        """Its place in the order of all that has happened, once it has."""
+        """Its place in the order of events, once it has happened."""
         self._result = result
         if event.callbacks is None:
             self._happened(event)
@@ -57,7 +57,7 @@ class VirtualHandle(Handle[T]):
 
 
 def first_of(environment: simpy.Environment, handles: Mapping[int, Handle[Any]]) -> VirtualHandle[int]:
-    """The key of the handle whose work is over first."""
+    """The key of the handle whose work is done first."""
     work = {key: handle for key, handle in handles.items() if isinstance(handle, VirtualHandle)}
 
     def result() -> int:
@@ -82,7 +82,7 @@ class VirtualGradient(VirtualHandle[Tensor]):
 
 
 class _Content:
-    """What a learner sends, as it was then: one copy, however many get it."""
+    """What a learner sends, as it was then: one copy, however many receivers there are."""
 
     def __init__(self, sent: Tensor) -> None:
         self._sent, self._version = ref(sent), sent._version
@@ -90,16 +90,16 @@ class _Content:
         self._num_readers = 0
 
     def is_still(self, tensor: Tensor) -> bool:
-        """Whether it is a copy of this tensor as it is now."""
+        """Whether it is a copy of this tensor's present values."""
         return self._num_readers > 0 and self._sent() is tensor and self._version == tensor._version
 
     def for_one_more(self) -> "_Content":
-        """Let another learner read it."""
+        """Add a reader."""
         self._num_readers += 1
         return self
 
     def read(self) -> Tensor:
-        """Memory of the reader's own. Each reads once."""
+        """The content, in the reader's own memory. Each reader calls this once."""
         self._num_readers -= 1
         return self._copy if self._num_readers == 0 else self._copy.clone()
 
@@ -113,15 +113,15 @@ class _Message:
 
 @dataclass
 class _Channel:
-    """Messages from one learner to another under one tag, in their order; sent and not yet wanted, or wanted before
-    they were sent."""
+    """Messages from one learner to another under one tag, in order: sent and not yet wanted, or wanted before they were
+    sent."""
 
     sent: deque[_Message] = field(default_factory=deque)
     wanted: deque[_Message] = field(default_factory=deque)
 
 
 class Mean:
-    """A mean of a group's vectors, summed in rank order; who comes before its turn waits as a copy."""
+    """A mean of a group's vectors, summed in rank order; a vector that comes before its turn is kept as a copy."""
 
     def __init__(self, event: simpy.Event, group: Sequence[int]) -> None:
         self.event = event
@@ -131,7 +131,7 @@ class Mean:
         self._early: dict[int, Tensor] = {}
 
     def join(self, rank: int, vector: Tensor) -> bool:
-        """Add a vector as it is now; whether it was the last."""
+        """Add a vector as it is now; returns whether it was the last."""
         other = self.result if self.result is not None else next(iter(self._early.values()), vector)
         if other.shape != vector.shape:
             raise ProtocolError(
@@ -153,15 +153,16 @@ class Mean:
         return True
 
     def missing(self) -> list[int]:
-        """Who has not joined."""
+        """The ranks that have not joined."""
         places = range(self._num_summed, len(self.group))
         return [self.group[place] for place in places if place not in self._early]
 
 
 class Network:
-    """Carries what learners tell each other over links that are all alike.
+    """Carries messages between learners, over links that are all alike.
 
-    `names` are the learners', by rank. While some of them are `apart`, what is between them waits until they `heal`.
+    `names` are the learners' names, by rank. While a partition keeps some of them `apart`, messages between them wait
+    until they `heal`.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Network:
         self._sent: WeakValueDictionary[int, _Content] = WeakValueDictionary()  # what each learner sent last
 
     def send(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
-        """Let `peer` have `tensor` after the time that a message takes."""
+        """Deliver `tensor` to `peer` after the time that a message takes."""
         key = (rank, peer, tag)
         channel = self._channels.setdefault(key, _Channel())
         if channel.wanted:
@@ -205,7 +206,7 @@ class Network:
         return VirtualHandle(message.event, lambda: None, lambda: f"its message to learner {self._names[peer]}")
 
     def receive(self, rank: int, peer: int, tag: int, check: Callable[[Tensor], None]) -> Handle[Tensor]:
-        """What `peer` sends under `tag`; `check` raises if it is not what was expected."""
+        """Receive what `peer` sends under `tag`; `check` raises if it is not as expected."""
         key = (peer, rank, tag)
         channel = self._channels.setdefault(key, _Channel())
         if channel.sent:
@@ -230,9 +231,9 @@ class Network:
     def mean(
         self, rank: int, group: Sequence[int], activity: str, number: int, of: Tensor | Handle[Tensor]
     ) -> Handle[Tensor]:
-        """Join a group's mean of this number: with a vector as it is now, or with a gradient when it is complete.
+        """Join a group's mean of this number: with a vector as it is now, or with a gradient once it is complete.
 
-        Means of a learner's foreground and of its background are counted apart.
+        Means of a learner's foreground and of its background are numbered separately.
         """
         name = (group[0], activity, number)
         mean = self._means.setdefault(name, Mean(self._environment.event(), group))
@@ -268,13 +269,13 @@ class Network:
             del self._channels[key]
 
     def heal(self) -> None:
-        """What waited arrives, if it can now."""
+        """Deliver what waited, if it can now arrive."""
         held, self._held = self._held, []
         for event, ranks in held:
             self._happen(event, self._link.latency, ranks)
 
     def _happen(self, event: simpy.Event, seconds: float, ranks: Sequence[int]) -> None:
-        """Let `event` happen after some simulated seconds, if learners can then hear each other."""
+        """Trigger `event` after some simulated seconds, if the learners can then hear each other."""
 
         def arrive(_: object) -> None:
             if self._apart([self._names[rank] for rank in ranks]):
@@ -289,7 +290,7 @@ class Network:
 
 
 class VirtualRounds:
-    """The averaging rounds of all learners: see `starling.engines.processes.rounds` for the rule."""
+    """The averaging rounds of all learners; `starling.engines.processes.rounds` has the rule."""
 
     def __init__(self, environment: simpy.Environment, world: int) -> None:
         self._environment = environment
@@ -300,11 +301,11 @@ class VirtualRounds:
         self._num_finished = 0
 
     def event(self, number: int) -> simpy.Event:
-        """What happens when round `number` opens, or turns out never to open."""
+        """The event that round `number` opens, or will never open."""
         return self._events.setdefault(number, self._environment.event())
 
     def open(self, number: int) -> None:
-        """Open a round, unless somebody has."""
+        """Open a round, unless it is open."""
         if number == self._num_opened:
             self._num_opened += 1
             self.event(number).succeed()
@@ -312,12 +313,12 @@ class VirtualRounds:
     def enter(self, number: int) -> bool:
         """Whether the round takes place."""
         entered = self._num_entered[number] = self._num_entered.get(number, 0) + 1
-        if entered == self._world:  # nobody will ask for it again
+        if entered == self._world:  # it is asked for no more
             del self._num_entered[number], self._events[number]
         return number < self._num_opened
 
     def finish(self) -> None:
-        """A learner will make no more gradients; after the last of them no round opens any more."""
+        """A learner will make no more gradients; after the last learner no round opens."""
         self._num_finished += 1
         if self._num_finished == self._world:
             self.event(self._num_opened).succeed()

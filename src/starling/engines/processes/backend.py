@@ -1,4 +1,4 @@
-"""Calls of a communication backend, told apart from all other code by where they stand."""
+"""Calls of a communication backend. Its errors are recognised by where they are raised, never by their words."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ class ConnectionFailed(Exception):  # noqa: N818 - becomes a PeerLost once it is
 
 @contextmanager
 def communicating() -> Generator[None, None, None]:
-    """A context for calls of the backend and nothing else: its complaints are RuntimeErrors like any other."""
+    """A context for calls of the backend and nothing else: its errors are plain RuntimeErrors."""
     try:
         yield
     except RuntimeError as error:
@@ -26,7 +26,7 @@ def communicating() -> Generator[None, None, None]:
 
 
 def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
-    """Wait for what a group was given to do. Raises `ConnectionFailed`."""
+    """Wait for a group's work. Raises `ConnectionFailed`."""
     with communicating():
         if timeout is None:
             work.wait()
@@ -37,8 +37,8 @@ def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
 class ReducingModel:
     """A model whose gradients are averaged over a group while backward runs, by DistributedDataParallel.
 
-    What the backend complains of is kept apart from what the model raises, although DDP communicates inside of forward
-    and backward. Creating it communicates; raises `ConnectionFailed`.
+    Errors of the backend are kept apart from those of the model, although DDP communicates within forward and backward.
+    Creating it communicates; raises `ConnectionFailed`.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None, **options: Any) -> None:
@@ -53,11 +53,11 @@ class ReducingModel:
 
     @contextmanager
     def reducing(self) -> Generator[None, None, None]:
-        """A context for one forward and backward. Raises `ConnectionFailed` if a mean failed, and else what the model
-        raised."""
+        """A context for one forward and backward pass. Raises `ConnectionFailed` if a mean failed, otherwise what the
+        model raised."""
         self._failure = None
         with communicating():
-            self.model.reducer._rebuild_buckets()  # DDP would do it inside of forward
+            self.model.reducer._rebuild_buckets()  # DDP would do it within forward
         try:
             yield
         except Exception as error:

@@ -1,12 +1,11 @@
-"""What is the same for a learner of a job on both engines: claiming, the gradient's arithmetic, reports."""
+"""A learner's course of training, the same on every engine: claims, gradients, epochs, checkpoint barriers, reports."""
 
 import math
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,47 +15,74 @@ from starling.budget import Progress
 from starling.chance import derive_seed
 from starling.checkpoint.state import LearnerState
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
-from starling.training.faults import Fault, FaultsOf, NotFinite
+from starling.training.faults import Fault, NotFinite
 from starling.training.flat import NO_GRADIENT, FlatModel
-from starling.training.job import Averaging, EpochReport, Job, Observer, Spent, StepReport
+from starling.training.job import Averaging, EpochReport, Job, Observer, Spent, Statistics, StepReport, Tally
 from starling.training.loading import Loaded
 from starling.training.replica import Replica
-from starling.training.replica_learner import ReplicaLearner
-from starling.training.stragglers import Delays
+from starling.training.shards import Shards, StartOnMemory
+from starling.training.succession import Life, Past
 from starling.training.tickets import Marks, SyncGroupTickets
 from starling.workload import Examples, Position, Ticket
 
 
-@dataclass(frozen=True)
-class Tally:
-    """What a learner has counted since its last epoch ended."""
+class BatchSource(Protocol):
+    """Where one learner's mini-batches come from. Claims are numbered from 0."""
 
-    num_steps: int
-    seconds: float
-    spent: Spent
-    averaging: Averaging
-    num_not_finite: int
+    def next(self, claim: int) -> Loaded | None:
+        """The next ticket of this learner with its mini-batch; None once the budget in steps or epochs is spent."""
+
+    def agreed_seconds(self, claim: int) -> float:
+        """The time of a claim on the engine's clock, the same for all learners of the sync group."""
+
+    def reach(self, portion: int) -> None:
+        """A learner that claims nothing has heard of a portion: return once it is known whether there is a checkpoint
+        barrier before it."""
+
+    def done(self, ticket: Ticket) -> None:
+        """A mini-batch is done: its gradient is where the strategy brings it."""
 
 
-class TrainingLearner(ReplicaLearner):
-    """A learner of a job on some engine; a subclass brings the clock, the batches and the peers."""
+class Course:
+    """A learner's way through a job.
+
+    The engine provides `batches`, a `clock` (seconds since it began), `start_on_memory` for work on shards, the
+    model's `buffers` by name, and `suffer`, which lets an injected fault happen. `consensus_distance` is
+    (1/L) sum_l |w_l - mean|^2, or None where no learner knows it.
+    """
 
     def __init__(
-        self, job: Job, rank: int, world: int, replica: Replica, observer: Observer, start: LearnerState | None
+        self,
+        job: Job,
+        rank: int,
+        world: int,
+        life: Life,
+        tickets: SyncGroupTickets,
+        replica: Replica,
+        observer: Observer,
+        statistics: Statistics,
+        start: LearnerState | None,
+        *,
+        batches: BatchSource,
+        clock: Callable[[], float],
+        start_on_memory: StartOnMemory,
+        buffers: Callable[[], dict[str, Tensor]],
+        suffer: Callable[[Fault], None],
+        consensus_distance: Callable[[], float | None] = lambda: None,
     ) -> None:
         job.validate(world)
-        super().__init__(rank, world, job.seed, job.sync_groups(world), replica)
-        self.job = job
-        self.tickets = SyncGroupTickets(
-            job.workload, start.position if start else Position(), job.budget, job.sync_group_size(world)
-        )
-        self.marks = Marks(self.tickets, job.checkpoint_every)
-        self.num_claimed = 0  # portions that this learner's team has claimed
+        self.job, self.tickets = job, tickets
+        self.marks = Marks(tickets, job.checkpoint_every)
         self.num_done = 0  # mini-batches of this learner
-        self.delays = Delays(job.stragglers, job.seed, rank)
-        self.faults = FaultsOf(job.faults, rank)
-        self.part = rank % job.workload.num_parts
-        self._observer = observer
+        self.gradient_version = 0  # of the weights that the newest gradient is taken at
+        self.shards = Shards(rank, replica, statistics, self._set_rates, start_on_memory, start.shards if start else ())
+        sync_groups = job.sync_groups(world)
+        self._is_worker = rank < sync_groups.num_workers
+        self._sync_group = sync_groups.of(rank)
+        self._rank, self._world = rank, world
+        self._life, self._replica, self._observer, self._statistics = life, replica, observer, statistics
+        self._batches, self._clock = batches, clock
+        self._buffers, self._suffer, self._consensus_distance = buffers, suffer, consensus_distance
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient
         self._num_not_finite = self._num_not_finite_in_a_row = 0
@@ -77,54 +103,43 @@ class TrainingLearner(ReplicaLearner):
                     f"{replica.weights.numel()}; resume with the model that was trained"
                 )
             replica.restore(start.weights.to(replica.weights.device), start.optimizer)
-            self.saved_shards = {(shard.start, shard.stop): shard for shard in start.shards}
-
-    @abstractmethod
-    def now(self) -> float:
-        """Seconds since the engine began, on its clock."""
-
-    @abstractmethod
-    def _agreed_seconds(self) -> float:
-        """`now()` of the claim to come, the same for every learner of the team."""
-
-    @abstractmethod
-    def _next_batch(self) -> Loaded | None:
-        """The next ticket of this learner with its mini-batch; None after the last."""
-
-    @abstractmethod
-    def _buffers(self) -> dict[str, Tensor]:
-        """The model's buffers by name."""
-
-    @abstractmethod
-    def _consensus_distance(self) -> float | None:
-        """(1/L) sum_l |w_l - mean|^2, if the engine knows it."""
+        if life.tally is not None:
+            self._continue(life.tally)
 
     @property
     def step_metadata(self) -> Tensor:
+        """The learning-rate factor and the portion of the claimed mini-batch."""
         return torch.tensor([self._factor, self._portion], dtype=torch.float64)
 
-    @property
-    def num_gradients(self) -> int:
-        return self.num_claimed
-
-    def set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
+    def _set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
+        """Set the learning rates of a shard's optimizer."""
         factor, portion = step_metadata.tolist()
-        if not self.is_worker:  # nothing else tells it how far the run has come
+        if not self._is_worker:  # step metadata alone tells a server how far the run has come
             self._pass_marks(int(portion))
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor * scale
 
-    def _step(self, gradient: Tensor) -> None:
-        self._look_at_gradient(self.replica.step(gradient, self._factor))
+    def step(self, gradient: Tensor, read_at: int | None = None) -> None:
+        """See `Learner.step`."""
+        replica = self._replica
+        when = self.gradient_version if read_at is None else read_at
+        self._statistics.averaging.staleness[replica.version - when] += 1
+        self._count_not_finite(replica.step(gradient, self._factor))
         if self.job.strategy.steps_itself:
             self._finish_ticket()
 
-    def _look_at_gradient(self, is_finite: bool) -> None:
-        """Count gradients that were not finite, and so did nothing. Raises NonFiniteError after many in a row."""
+    def clip(self, gradient: Tensor) -> Tensor | None:
+        """See `Learner.clip`."""
+        is_finite = math.isfinite(self._replica.clip(gradient))
+        self._count_not_finite(is_finite)
+        return gradient if is_finite else None
+
+    def _count_not_finite(self, is_finite: bool) -> None:
+        """Count non-finite gradients, which are skipped. Raises NonFiniteError after many in a row."""
         self._num_not_finite_in_a_row = 0 if is_finite else self._num_not_finite_in_a_row + 1
         self._num_not_finite += not is_finite
         if self._num_not_finite_in_a_row == self.job.most_not_finite:
-            ticket, _ = self._claimed()
+            ticket, _ = self.claimed()
             number = f"mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1}"
             what = f"the gradient of {number} is not finite"
             if not math.isfinite(self._loss):
@@ -137,29 +152,28 @@ class TrainingLearner(ReplicaLearner):
     def _finish_ticket(self) -> None:
         if self._open:
             self.num_done += 1
-            self._note_done(self._open.popleft())
-
-    def _note_done(self, ticket: Ticket) -> None:
-        """This learner has done a mini-batch: its gradient is where the strategy brings it."""
+            self._batches.done(self._open.popleft())
 
     def claim(self) -> bool:
+        """See `Learner.claim`."""
         if not self.job.strategy.steps_itself:
             self._finish_ticket()
-        if self._over_at is not None or not self.is_worker:
+        if self._over_at is not None or not self._is_worker:
             return False
-        self.saved_shards.clear()  # who keeps some has taken them
+        if self._statistics.num_claimed == 0:
+            self.shards.forget_saved()
         minutes, loaded = self._minutes_before, None
         if self.job.budget.minutes is not None:
-            minutes += self._agreed_seconds() / 60.0
+            minutes += self._batches.agreed_seconds(self._statistics.num_claimed) / 60.0
         if not self.job.budget.is_spent(Progress(0, 0.0, minutes)):
-            loaded = self._next_batch()
+            loaded = self._batches.next(self._statistics.num_claimed)
         if loaded is None:
-            self._over_at, self._spent_when_over = self.now(), self.spent
-            self.spent = Spent()  # what comes now is not training
+            self._over_at, self._spent_when_over = self._clock(), self._statistics.spent
+            self._statistics.spent = Spent()  # what follows is not training
             return False
         ticket, _ = self._ticket, self._batch = loaded
         self._open.append(ticket)
-        self.num_claimed += 1
+        self._statistics.num_claimed += 1
         self._portion = self.tickets.number_of(ticket)
         self._pass_marks(self._portion)
         self._epoch_steps += 1
@@ -169,20 +183,29 @@ class TrainingLearner(ReplicaLearner):
         self._factor = self.job.schedule.at(progress, self.job.budget, following)
         return True
 
-    def tally(self) -> Tally:
-        """What this learner has counted in the epoch that it is in."""
-        with self.counting:
-            seconds = self.now() - self._epoch_begin
-            return Tally(self._epoch_steps, seconds, self.spent, self.averaging, self._num_not_finite)
+    def claimed(self) -> tuple[Ticket, Sequence[Examples]]:
+        """The claimed ticket and its mini-batch."""
+        if self._ticket is None:
+            raise ProtocolError(f"learner {self._rank} asked for a gradient before it claimed a mini-batch")
+        return self._ticket, self._batch
 
-    def count_on(self, tally: Tally) -> None:
-        """Go on counting where another had stopped."""
+    def leave(self, membership: int) -> None:
+        """The membership of this number has ended: save in the learner's `Life` what it takes to the next."""
+        life, statistics = self._life, self._statistics
+        life.past = Past(membership, self.num_done, self._minutes_before + self._clock() / 60.0)
+        life.state = self.state(Position()).copy()
+        with statistics.lock:
+            seconds = self._clock() - self._epoch_begin
+            life.tally = Tally(self._epoch_steps, seconds, statistics.spent, statistics.averaging, self._num_not_finite)
+
+    def _continue(self, tally: Tally) -> None:
+        """Continue counting from the tally of the membership before."""
         self._epoch_steps, self._num_not_finite = tally.num_steps, tally.num_not_finite
-        self._epoch_begin = self.now() - tally.seconds
-        self.spent, self.averaging = tally.spent, tally.averaging
+        self._epoch_begin = self._clock() - tally.seconds
+        self._statistics.spent, self._statistics.averaging = tally.spent, tally.averaging
 
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
-        """Report the end of the run, when all learners together were handed out `num_portions` and did all but
+        """Report the end of the run, in which all learners together were given `num_portions` and did all but the
         `undone` ones; the final state."""
         self.marks.end_at(num_portions)
         self._run_end = num_portions
@@ -193,8 +216,8 @@ class TrainingLearner(ReplicaLearner):
         return state
 
     def state(self, position: Position, epochs_ended: int | None = None) -> LearnerState:
-        """What this learner needs to go on from `standing` later; valid between two mini-batches."""
-        weights, shards = self.replica.on_host(), tuple(shard.state() for shard in self.shards)
+        """What this learner needs to continue from `position` later; valid between two mini-batches."""
+        weights, shards = self._replica.on_host(), tuple(shard.state() for shard in self.shards.held)
         if shards:
             weights = weights.clone()
             for shard in shards:
@@ -204,16 +227,18 @@ class TrainingLearner(ReplicaLearner):
             world=self._world,
             position=position,
             epochs_ended=epochs_ended,
-            minutes=self._minutes_before + self.now() / 60.0,
+            minutes=self._minutes_before + self._clock() / 60.0,
             weights=weights,
             buffers={name: buffer.detach().cpu() for name, buffer in self._buffers().items()},
-            optimizer=self.replica.optimizer.state_dict(),
+            optimizer=self._replica.optimizer.state_dict(),
             shards=shards,
-            is_worker=self.is_worker,
+            is_worker=self._is_worker,
         )
 
     def _pass_marks(self, portion: int) -> None:
-        """Pass the marks up to a portion; a slow learner may have had no mini-batch between some of them."""
+        """Pass the checkpoint barriers up to a portion; between some of them a slow learner may have no mini-batch."""
+        if not self._is_worker:  # a worker has reached the portion when it was drawn
+            self._batches.reach(portion)
         for mark in self.marks.until(portion):
             position = self.tickets.position(mark.number)
             if not mark.ended:
@@ -225,12 +250,13 @@ class TrainingLearner(ReplicaLearner):
             self._last_end = mark.number
 
     def _end_epoch(self, epoch: int, state: LearnerState, is_last: bool) -> None:
-        now, spent = self.now(), self.spent
+        now, statistics = self._clock(), self._statistics
+        spent = statistics.spent
         if self._over_at is not None:
             now, spent = self._over_at, self._spent_when_over
             self._spent_when_over = Spent()
-        with self.counting:
-            averaging, self.averaging = self.averaging, Averaging()
+        with statistics.lock:
+            averaging, statistics.averaging = statistics.averaging, Averaging()
         report = EpochReport(
             rank=self._rank,
             epoch=epoch,
@@ -244,13 +270,8 @@ class TrainingLearner(ReplicaLearner):
         )
         self._num_not_finite = 0
         self._observer.on_epoch(report, state)
-        self.spent = Spent()
+        statistics.spent = Spent()
         self._epoch_steps, self._epoch_begin = 0, now
-
-    def _claimed(self) -> tuple[Ticket, Sequence[Examples]]:
-        if self._ticket is None:
-            raise ProtocolError(f"learner {self._rank} asked for a gradient before it claimed a mini-batch")
-        return self._ticket, self._batch
 
     def compute_gradient(
         self,
@@ -264,16 +285,16 @@ class TrainingLearner(ReplicaLearner):
         Both are the mean over all micro-batches, each with its weight; those of weight 0 are not computed. The gradient
         is also multiplied by what the job's weighting says. A parameter that got no gradient has NO_GRADIENT there.
         Every micro-batch but the last is computed inside `before_last()`; with `must_reach_all` its backward reaches
-        every parameter, for what waits for each (DDP).
+        every parameter, because DDP waits for each.
         """
-        ticket, batch = self._claimed()
+        ticket, batch = self.claimed()
         device = flat.weights.device
         flat.gradients.zero_()
         weights = [self.job.workload.weight(examples) for examples in batch]
         parts = [place for place, weight in enumerate(weights) if weight > 0.0] or [0]
         shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
         total, whole, factor = 0.0, sum(shares), self._factor_in_sync_group()
-        for fault in self.faults.next():
+        for fault in self._life.faults.next():
             if isinstance(fault, NotFinite):
                 whole = math.nan
             else:
@@ -295,29 +316,29 @@ class TrainingLearner(ReplicaLearner):
         return total / whole
 
     def _factor_in_sync_group(self) -> float:
-        """What this learner's gradient is multiplied by, so that the team's plain mean is the weighted one.
+        """The factor of this learner's gradient with which the sync group's plain mean is the weighted one.
 
-        Every member knows which tickets the others have, and their sizes from the plan: none has to be sent.
+        Every member knows the tickets of the others, and their sizes from the plan: no message is needed.
         """
-        unit = self.job.weighting
-        if unit == "batches" or len(self.sync_group) == 1:
+        unit, group = self.job.weighting, self._sync_group
+        if unit == "batches" or len(group) == 1:
             return 1.0
-        tickets = [self._ticket_of(self._portion, member) for member in range(len(self.sync_group))]
+        tickets = [self._ticket_of(self._portion, member) for member in range(len(group))]
         sizes = [self.job.workload.planned_size(ticket, unit) for ticket in tickets]
         whole = sum(sizes)
-        return len(sizes) * sizes[self.place_in_sync_group] / whole if whole else 1.0
+        return len(sizes) * sizes[self._rank - group.start] / whole if whole else 1.0
 
     def _ticket_of(self, portion: int, member: int) -> Ticket:
-        """The ticket of a member of this team, with the part of the data that this member sees."""
-        part = (self.sync_group.start + member) % self.job.workload.num_parts
+        """The ticket of a member of this sync group, with the part of the data that this member sees."""
+        part = (self._sync_group.start + member) % self.job.workload.num_parts
         return replace(self.tickets.ticket(portion, member), part=part)
 
     def _leave_out_unused(self, flat: FlatModel, used: set[int], reached: set[int], must_reach_all: bool) -> None:
-        """Let the gradient say which parameters were not used; `reached` are those that the last backward reached."""
+        """Note in the gradient which parameters were not used; `reached` are those that the last backward reached."""
         if len(reached) == len(flat.parameters):
             return
         unused = set(range(len(flat.parameters))) - used
-        self.replica.sometimes_unused |= unused
+        self._replica.sometimes_unused |= unused
         for number in unused:
             flat.gradients_of[number].fill_(NO_GRADIENT)
         if must_reach_all:
@@ -325,11 +346,9 @@ class TrainingLearner(ReplicaLearner):
             torch.autograd.backward(left, [each.new_full((), NO_GRADIENT).expand_as(each) for each in left])
             flat.reached()
 
-    def _suffer(self, fault: Fault) -> None:
-        """Let a fault on purpose happen to this learner."""
-
     def report_step(self, loss: float) -> None:
-        ticket, batch = self._claimed()
+        """Report the claimed mini-batch, whose gradient had this loss."""
+        ticket, batch = self.claimed()
         self._loss = loss
         self._observer.on_step(
             StepReport(
@@ -337,9 +356,9 @@ class TrainingLearner(ReplicaLearner):
                 ticket=ticket,
                 num_batches=self.tickets.sequence.num_batches(ticket.epoch),
                 fraction=self._fraction,
-                minutes=self._minutes_before + self.now() / 60.0,
+                minutes=self._minutes_before + self._clock() / 60.0,
                 loss=loss,
-                learning_rate=self.replica.learning_rate(self._factor),
+                learning_rate=self._replica.learning_rate(self._factor),
                 num_examples=sum(examples.num_examples for examples in batch),
                 num_frames=sum(examples.num_frames for examples in batch),
                 audio_seconds=sum(examples.seconds for examples in batch),
@@ -350,7 +369,7 @@ class TrainingLearner(ReplicaLearner):
 
 
 def _seed(device: torch.device, seed: int) -> None:
-    """Seed what dropout draws from; `torch.manual_seed` takes a millisecond, for devices that are not there."""
+    """Seed dropout's generator; `torch.manual_seed` takes a millisecond to seed devices that are not there, too."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)

@@ -1,0 +1,160 @@
+"""The mini-batches of one learner process: its sync group claims portions of tickets through the store, and loading
+processes prepare mini-batches ahead."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+
+from starling.engines.processes.checkpoint_barrier import CheckpointBarrier
+from starling.engines.processes.communicator import Communicator
+from starling.engines.processes.done_notes import DoneNotes
+from starling.engines.processes.handshake import await_keys
+from starling.engines.processes.place import Place
+from starling.engines.processes.stalls import Waits
+from starling.training.job import Job, Statistics
+from starling.training.loading import Loaded, Loader, Lookahead
+from starling.training.tickets import SyncGroupTickets
+from starling.workload import Ticket
+
+KEPT_CLAIMS = 1024
+"""Claims of a sync group that stay in the store; its members are in step except for mini-batches loaded ahead."""
+
+
+class ProcessBatches:
+    """The `BatchSource` of a learner process. With `notes` it notes in the store which tickets are done."""
+
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        tickets: SyncGroupTickets,
+        part: int,
+        loader: Loader,
+        communicator: Communicator,
+        barrier: CheckpointBarrier,
+        notes: DoneNotes | None,
+        timeout_seconds: float,
+        statistics: Statistics,
+        waits: Waits,
+        clock: Callable[[], float],
+    ) -> None:
+        sync_groups = job.sync_groups(place.world)
+        self._budget, self._tickets, self._part = job.budget, tickets, part
+        self._store, self._rank, self._world = place.store, place.rank, place.world
+        self._sync_group = sync_groups.of(place.rank)
+        self._is_worker = place.rank < sync_groups.num_workers
+        self._member = place.rank - self._sync_group.start
+        self._communicator, self._barrier, self._notes = communicator, barrier, notes
+        self._timeout_seconds = timeout_seconds
+        self._statistics, self._waits, self._now = statistics, waits, clock
+        self._drawn_ahead: set[int] = set()  # portions of this sync group that are not claimed yet
+        self._newest_drawn = 0
+        self._num_draws = 0  # counted unless all learners are one sync group
+        self._resumed_at: float | None = None  # when the last mini-batch was given out
+        is_counted = job.budget.steps is not None or job.budget.epochs is not None
+        self._loader, self._lookahead = loader, Lookahead(is_counted)
+        self._batches = loader.load(self._drawn(), self._num_ahead)
+
+    def next(self, claim: int) -> Loaded | None:
+        begin = self._now()
+        with self._waits.waiting("data"):
+            loaded = next(self._batches, None)
+        now = self._now()
+        self._statistics.spent.waiting_for_data += now - begin
+        if self._resumed_at is not None:
+            spent = self._budget.fraction(self._tickets.progress(self._newest_drawn, minutes=0.0))
+            self._lookahead.began(now, begin - self._resumed_at, spent)
+        self._resumed_at = now
+        if loaded is not None:
+            self._drawn_ahead.discard(self._tickets.number_of(loaded[0]))
+        return loaded
+
+    def agreed_seconds(self, claim: int) -> float:
+        """The clock of the sync group's first learner, through the store."""
+        if len(self._sync_group) == 1:
+            return self._now()
+        key = f"clock/{self._sync_group.start}/{{}}".format
+        if self._member == 0:
+            self._store.set(key(claim), repr(self._now()))
+            self._store.delete_key(key(claim - 2))
+        return float(self._word_of_first(key(claim), "agreeing on the time"))
+
+    def reach(self, portion: int) -> None:
+        """Return once it is known whether there is a checkpoint barrier before a portion."""
+        with self._communicator.naming_the_lost("agreeing on a checkpoint barrier"):
+            self._barrier.reach(portion, self._communicator.release.check)
+
+    def done(self, ticket: Ticket) -> None:
+        if self._notes is not None:
+            self._notes.add(ticket)
+
+    def settle(self) -> None:
+        """All learners have made their last claims: finish agreeing on the checkpoint barrier under way, if any."""
+        with self._communicator.naming_the_lost("agreeing on a checkpoint barrier"):
+            self._barrier.settle(self._communicator.release.check)
+
+    def drawn_by_all(self) -> tuple[int, list[int]]:
+        """The number of portions that all sync groups together have drawn, and those that will not be done because
+        they were drawn ahead when the time was up. Waits until all learners have made their last claims."""
+        if len(self._sync_group) == self._world:
+            return self._statistics.num_claimed, []
+        store, ranks = self._store, range(self._world)
+        undone = self._drawn_ahead if self._is_worker and self._member == 0 else ()
+        store.set(f"claimed/{self._rank}", json.dumps(sorted(undone)))
+        keys = [f"claimed/{rank}" for rank in ranks]
+        with self._communicator.naming_the_lost("waiting for the last claims"):
+            self._await(keys, "the last claims of all", ranks)
+        return int(store.add("claims", 0)), sorted(number for key in keys for number in json.loads(store.get(key)))
+
+    def _drawn(self) -> Iterator[Ticket]:
+        """This learner's tickets, as they are drawn."""
+        for number in self._draws() if self._is_worker else ():
+            self.reach(number)
+            if self._tickets.is_beyond(number):
+                return
+            self._drawn_ahead.add(number)
+            self._newest_drawn = number
+            yield replace(self._tickets.ticket(number, self._member), part=self._part)
+
+    def _draws(self) -> Iterator[int]:
+        """The numbers of the portions that this sync group gets."""
+        if len(self._sync_group) == self._world:
+            yield from count()
+        store, key = self._store, self._claim_key
+        for claim in count():
+            self._num_draws = claim + 1
+            if len(self._sync_group) == 1:
+                yield store.add("claims", 1) - 1
+                continue
+            if self._member == 0:
+                number = store.add("claims", 1) - 1
+                store.set(key(claim), str(number))
+                store.delete_key(key(claim - KEPT_CLAIMS))
+            yield int(self._word_of_first(key(claim), "claiming"))
+
+    def _claim_key(self, claim: int) -> str:
+        """The key under which the first member of a sync group notes the portion that the group gets at a claim."""
+        return f"claims/{self._sync_group.start}/{claim}"
+
+    def _num_ahead(self) -> int:
+        """The number of portions that may be drawn ahead of the one that is about to begin."""
+        if len(self._sync_group) == self._world:
+            return sys.maxsize  # no other learner would take them
+        if self._member == 0:
+            return self._lookahead.num(self._now(), self._loader.load_seconds)
+        # only what the first has drawn: waiting for more would keep the group from the step that the first is in
+        following = [self._claim_key(self._num_draws), self._claim_key(self._num_draws + 1)]
+        num_known = next((num for num in (2, 1) if self._store.check(following[:num])), 0)
+        return len(self._drawn_ahead) - 1 + num_known
+
+    def _word_of_first(self, key: str, what: str) -> str:
+        """What the first member of the sync group writes under a key."""
+        with self._communicator.naming_the_lost(what):
+            self._await([key], what, [self._sync_group.start])
+            return str(self._store.get(key).decode())
+
+    def _await(self, keys: list[str], what: str, writers: "range | list[int]") -> None:
+        look_around = self._communicator.release.check
+        await_keys(self._store, keys, self._timeout_seconds, look_around, what, writers, self._waits)

@@ -1,0 +1,130 @@
+"""The process group of a membership, whose connections can be cut.
+
+Nothing in torch ends the waits of several threads in a gloo group for peers that are alive but will not come. Shutting
+down the connection does: every wait on it fails at once, in both processes. Communicators of NCCL, which waits on the
+device, are aborted as well.
+"""
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _world
+
+from starling.engines.processes import nccl
+from starling.engines.processes.handshake import silent_learners
+from starling.engines.processes.place import Place
+from starling.engines.processes.stalls import Waits
+from starling.errors import PeerLost
+from starling.training.membership import Membership
+
+_Identity = tuple[int, int]
+
+
+class Connections:
+    """The TCP connections that this process makes between now and `note`, except for listening sockets."""
+
+    def __init__(self) -> None:
+        self._before = _sockets()
+        self._made: dict[int, _Identity] = {}
+        self._aborted: set[str] = set()
+        self._aborting = threading.Lock()  # groups destroyed after a cut must have been aborted
+
+    def note(self) -> None:
+        """Record the connections made so far."""
+        self._made = {number: own for number, own in _sockets().items() if self._before.get(number) != own}
+
+    def cut_all(self) -> None:
+        """Shut down all connections made so far. Called by any thread."""
+        self.note()
+        self.cut()
+
+    def cut(self) -> None:
+        """Shut down the recorded connections that still exist, and abort NCCL in all groups. Called by any thread, and
+        more than once."""
+        for number, own in self._made.items():
+            with suppress(OSError):  # it is gone
+                if _identity(number) == own:
+                    _shut_down(number)
+        with self._aborting:
+            self._aborted |= nccl.abort(self._aborted)
+
+
+def _sockets() -> dict[int, _Identity]:
+    """All sockets of this process by descriptor."""
+    found: dict[int, _Identity] = {}
+    for path in Path("/dev/fd").iterdir():
+        with suppress(OSError):  # such as the descriptor that listing needed
+            if identity := _identity(int(path.name)):
+                found[int(path.name)] = identity
+    return found
+
+
+def _identity(descriptor: int) -> _Identity | None:
+    """Identifies a socket; None for any other file."""
+    status = os.fstat(descriptor)
+    return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None
+
+
+def _shut_down(descriptor: int) -> None:
+    with socket.socket(fileno=os.dup(descriptor)) as each:
+        is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+        if is_tcp and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+Telling = Callable[[Callable[[Membership], None]], AbstractContextManager[None]]
+"""A context in which a callback is called when there is a later membership; see `MembershipFeed.telling`."""
+
+
+@contextmanager
+def process_group(
+    place: Place,
+    device: torch.device,
+    timeout_seconds: float,
+    telling: Telling = lambda on_change: nullcontext(),
+    outlives_losses: bool = False,
+    waits: Waits | None = None,
+) -> Generator[Connections, None, None]:
+    """The default process group of `torch.distributed` while the context lasts; gives its connections.
+
+    A later membership ends the connecting at once. Ending waits within the context is the caller's task; with
+    `outlives_losses` it can: otherwise NCCL's watchdog, where there is one, ends a process that lost a peer.
+    """
+    by_nccl = place.has_own_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if by_nccl and outlives_losses:
+        nccl.outlive_lost_peers()
+    connections = Connections()
+    store = place.store.clone()  # type: ignore[attr-defined]  # a connection of its own, which can be cut while it waits
+    try:
+        with (
+            telling(lambda change: connections.cut_all()),
+            (waits or Waits()).waiting("connecting to the others", range(place.world), is_group=True),
+        ):
+            dist.init_process_group(
+                f"cpu:gloo,cuda:{nccl.BACKEND}" if by_nccl else "gloo",
+                store=PrefixStore("group/0", store),
+                rank=place.rank,
+                world_size=place.world,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+    except RuntimeError as error:
+        _world.group_count = 0  # later groups must have the same names on all learners, whichever of them failed here
+        lost = silent_learners(place.store, place.rank, place.world)
+        raise PeerLost(
+            f"learner {place.rank} lost {lost} while connecting to the others ({str(error).splitlines()[0]})"
+        ) from error
+    connections.note()
+    try:
+        yield connections
+    finally:
+        dist.destroy_process_group()

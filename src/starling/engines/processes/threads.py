@@ -1,0 +1,158 @@
+"""Threads of a learner process that wait for others: they keep no process alive, and a failure elsewhere ends them."""
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+H = TypeVar("H")
+LOOK_AROUND_SECONDS = 1.0
+
+
+def end_with_threads(exit_code: int) -> None:
+    """Let this process end cleanly although some of its threads wait for what will not come.
+
+    Python does not join such threads at exit, but aborts the process if one of them wakes up meanwhile. So once all
+    exit handlers have run, the process ends here: with 1 after an uncaught exception, else with `exit_code`.
+    """
+
+    def end() -> None:
+        atexit.unregister(end)
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1 if hasattr(sys, "last_value") else exit_code)
+
+    atexit.register(end)
+
+
+class Worker:
+    """Runs tasks in a thread of its own, one after the other.
+
+    Python waits for the threads of a `ThreadPoolExecutor` before it exits, so that a thread waiting for a lost learner
+    would keep a failed process alive; this thread is a daemon.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def submit(self, task: Callable[[], T]) -> "Future[T]":
+        """Run `task` after all earlier ones. An exception set on the future releases whatever waits for it."""
+        if self._thread.ident is None:
+            self._thread.start()
+        future: Future[T] = Future()
+        self._tasks.put((task, future))
+        return future
+
+    def abandon(self) -> None:
+        """Drop the tasks that have not begun; the thread ends when the current one does, if ever."""
+        with suppress(Empty):
+            while (given := self._tasks.get_nowait()) is not None:
+                given[1].cancel()
+        self._tasks.put(None)
+
+    def close(self) -> None:
+        """Finish the current task, drop the rest, and end the thread."""
+        with suppress(Empty):
+            while (given := self._tasks.get_nowait()) is not None:
+                given[1].cancel()
+        if self._thread.ident is not None:
+            self._tasks.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (given := self._tasks.get()) is not None:
+            task, future = given
+            with suppress(InvalidStateError):  # the wait for it was released
+                try:
+                    result = task()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            del given, task, future
+
+
+class Release:
+    """Ends the waits of a learner's threads when one of them fails."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waits: set[Future[Any]] = set()
+
+    def fail(self, error: BaseException) -> None:
+        """End all waits with this error, unless an earlier one has ended them. Called by any thread."""
+        with self._lock:
+            self.error = self.error or error
+            waits = list(self._waits)
+        for wait in waits:
+            with suppress(InvalidStateError):
+                wait.set_exception(self.error)
+
+    def check(self) -> None:
+        """Raise the error given to `fail`, if any."""
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, work: "Future[T]") -> T:
+        """Wait for the result of `work`; raises the error given to `fail`, before or meanwhile."""
+        with self._lock:
+            if self.error is not None and not work.done():
+                raise self.error
+            self._waits.add(work)
+        try:
+            return work.result()
+        finally:
+            with self._lock:
+                self._waits.discard(work)
+
+
+class FirstOf(Generic[H]):
+    """Finds which of several handles finishes first; one thread per key waits for its handle."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, H] = {}
+        self._finished: SimpleQueue[tuple[int, H]] = SimpleQueue()
+        self._workers: dict[int, Worker] = {}
+
+    def of(self, handles: Mapping[int, H], look_around: Callable[[], None]) -> int:
+        """The key of a handle that has finished or failed. Each is returned once: take its result.
+
+        While none finishes, `look_around` is called now and then, and may raise.
+        """
+        for key, handle in handles.items():
+            if self._watched.get(key) is not handle:
+                self._watched[key] = handle
+                self._workers.setdefault(key, Worker(f"starling-first-{key}")).submit(partial(self._watch, key, handle))
+        while True:
+            try:
+                key, handle = self._finished.get(timeout=LOOK_AROUND_SECONDS)
+            except Empty:
+                look_around()
+                continue
+            if handles.get(key) is handle:
+                return key
+
+    def abandon(self) -> None:
+        """Stop waiting, without joining the threads."""
+        for worker in self._workers.values():
+            worker.abandon()
+
+    def close(self) -> None:
+        """End the threads; none of them may still be waiting."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def _watch(self, key: int, handle: Any) -> None:
+        handle.finish()
+        self._finished.put((key, handle))
