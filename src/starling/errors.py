@@ -79,6 +79,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean NEAREST? ` for an unknown name; empty where no known name resembles it."""
+    """`did you mean 'NEAREST'? ` for an unknown name; empty where no known name resembles it."""
     near = nearest(name, known)
-    return f"did you mean {near}? " if near else ""
+    return f"did you mean {near!r}? " if near else ""

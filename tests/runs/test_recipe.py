@@ -42,7 +42,7 @@ def test_an_unknown_kind_of_corpus_is_answered_with_the_known_ones(tree: Tree) -
     tree["data"]["corpus"]["kind"] = "kaldii"
     with pytest.raises(ConfigError) as caught:
         check_recipe(tree, "r.yaml")
-    assert "data.corpus.kind: 'kaldii' is unknown; did you mean kaldi? known are tsv, kaldi, " in str(caught.value)
+    assert "data.corpus.kind: 'kaldii' is unknown; did you mean 'kaldi'? known are tsv, kaldi, " in str(caught.value)
     del tree["data"]["corpus"]["kind"]
     with pytest.raises(ConfigError, match=r"data\.corpus\.kind: missing; a recipe must say it"):
         check_recipe(tree, "r.yaml")
@@ -77,7 +77,7 @@ def test_all_problems_are_listed_at_once(tree: Tree) -> None:
         "  budget.epochs: input should be a valid integer",
         "  data.corpus.pth: unknown key; did you mean data.corpus.path?",
         "  model.lr: unknown key; did you mean optimizer.lr?",
-        "  optimizer: name: 'adamm' is not in torch.optim; did you mean adam",
+        "  optimizer: name: 'adamm' is not in torch.optim; did you mean 'adam'",
         "  strategy: 'allreduc' is unknown; did you mean 'allreduce'?",
         "  cluster.compute: a uniform spread of 2.0 would give negative times",
         "  stragglers.slow.2: there is no learner 2 among 2; the last is learner 1",
@@ -209,7 +209,7 @@ def test_another_number_of_learners_is_checked_instead_of_the_first(tree: Tree, 
 @pytest.mark.parametrize(
     ("optimizer", "problem"),
     [
-        ({"name": "sgd", "options": {"momentun": 0.9}}, "SGD has no 'momentun'; did you mean momentum"),
+        ({"name": "sgd", "options": {"momentun": 0.9}}, "SGD has no 'momentun'; did you mean 'momentum'"),
         ({"name": "SGD", "options": {"momentum": -1}}, "SGD cannot train .*Invalid momentum"),
         ({"name": "lbfgs"}, "LBFGS computes the loss several times a step, .*use another, such as adamw"),
         ({"name": "muon"}, "Muon cannot train"),

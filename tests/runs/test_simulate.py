@@ -76,7 +76,7 @@ def test_a_simulation_can_be_evaluated_and_used(tree: Tree, songs: Path, tmp_pat
     assert spoken == also
     assert spoken in {line.split("\t")[4] for line in songs.read_text().splitlines()}
 
-    with pytest.raises(ConfigError, match=r"set 'tset' is not in data\.corpus\.sets; did you mean test"):
+    with pytest.raises(ConfigError, match=r"set 'tset' is not in data\.corpus\.sets; did you mean 'test'"):
         evaluate(experiment, ["tset"], texts.append, Console(file=io.StringIO()))
     (tmp_path / "noise.wav").write_bytes(b"RIFF of nothing")
     with pytest.raises(DataError, match=r"noise\.wav"):

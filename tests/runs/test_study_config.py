@@ -138,7 +138,7 @@ def test_all_problems_of_a_study_are_listed_at_once(studied: Tree) -> None:
         "  study.worker: unknown key; did you mean study.workers?",
         "  study.warmups.0: ",
         "  study.seeds: ",
-        "  study.arms: 'delayed' unknown; did you mean delay?",
+        "  study.arms: 'delayed' unknown; did you mean 'delay'?",
         "  study.jobs: ",
         "  learnrs: unknown key; did you mean learners?",
         "  budget.epochs: ",

@@ -64,7 +64,7 @@ def test_the_first_place_that_exists_is_used_and_all_are_named_when_none_does(tm
 def test_a_missing_column_is_answered_with_the_nearest(tmp_path: Path) -> None:
     """A wrong column name is refused, and the message says what there is."""
     table = write_table(tmp_path, count=3)
-    with pytest.raises(DataError, match=r"no column 'speeker'; did you mean speaker\?.*id, speaker, split"):
+    with pytest.raises(DataError, match=r"no column 'speeker'; did you mean 'speaker'\?.*id, speaker, split"):
         _import("tsv", path=table, sets={"train": {}}, speaker="speeker")
 
 
@@ -362,7 +362,7 @@ def test_a_corpus_that_lhotse_knows_is_prepared_by_its_recipe(yesno: Path) -> No
 def test_an_unknown_recipe_part_or_option_names_what_there_is(yesno: Path) -> None:
     """Each is a DataError with the nearest or the known names."""
     settings = {"recipe": "yesno", "path": yesno, "sets": {"train": "train"}}
-    with pytest.raises(ValidationError, match=r"no recipe 'librispech'; did you mean librispeech\?"):
+    with pytest.raises(ValidationError, match=r"no recipe 'librispech'; did you mean 'librispeech'\?"):
         _import("lhotse-recipe", **(settings | {"recipe": "librispech"}))
     with pytest.raises(DataError, match=r"no part 'dev'; it has: train, test"):
         _import("lhotse-recipe", **(settings | {"sets": {"train": "dev"}}))

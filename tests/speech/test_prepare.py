@@ -363,7 +363,7 @@ def test_progress_is_reported_up_to_the_end(tmp_path: Path) -> None:
     [
         (
             {"train": "trian"},
-            r"set 'trian', which is not in data.corpus.sets \(train, test\); did you mean train\?",
+            r"set 'trian', which is not in data.corpus.sets \(train, test\); did you mean 'train'\?",
         ),
         ({"test": ["test", "tset"]}, "set 'tset'"),
         ({"sampling_rate": 0}, "sampling_rate"),
