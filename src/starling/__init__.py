@@ -44,20 +44,20 @@ __all__ = [
 _HOMES = {
     "STRATEGIES": "strategies",
     "Budget": "budget",
-    "Cluster": "engines.cluster",
-    "Job": "engines.job",
-    "JoinedLearner": "engines.joined",
+    "Cluster": "engines.virtual.cluster",
+    "Job": "training.job",
+    "JoinedLearner": "engines.loop.joined",
     "Learner": "learner",
-    "LoopStats": "engines.joined",
-    "Recipe": "experiment.recipe",
+    "LoopStats": "engines.loop.joined",
+    "Recipe": "runs.recipe.recipe",
     "Recogniser": "speech.recogniser",
     "Schedule": "budget",
     "StarlingError": "errors",
     "Ticket": "workload",
-    "VirtualEngine": "engines.virtual",
+    "VirtualEngine": "engines.virtual.engine",
     "Workload": "workload",
     "join": "launch.joining",
-    "load_recipe": "experiment.recipe",
+    "load_recipe": "runs.recipe.recipe",
 }
 
 if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
