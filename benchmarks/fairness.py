@@ -15,7 +15,7 @@ def measure(folder: Path) -> list[Bar]:
     """(most - fewest) / mean of the steps that four equal learners make under `adpsgd`."""
     run = Run("adpsgd", WORLD, NUM_PARAMETERS, GRADIENT_SECONDS, steps=STEPS)
     found = launched([run] * ROUNDS, folder)
-    counts = [[len(outcome.step_metadata) for outcome in outcomes] for outcomes in found]
+    counts = [[len(outcome.stamps) for outcome in outcomes] for outcomes in found]
     spreads = [spread(steps) for steps in counts]
     middle = min(counts, key=lambda steps: abs(spread(steps) - median(spreads)))
     return [

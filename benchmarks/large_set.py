@@ -11,7 +11,8 @@ from zlib import crc32
 import numpy as np
 import soundfile
 
-from starling.speech.set_summary import INDEX_FILES, SetSummary, file_digest
+from starling.files import sha256
+from starling.speech.set_summary import INDEX_FILES, SetSummary
 from starling.speech.shards import Shard
 
 RATE = 8000
@@ -58,7 +59,7 @@ def write_large_set(folder: Path, utterances: int) -> None:
     for name, array in arrays.items():
         np.save(folder / "index" / f"{name}.npy", array, allow_pickle=False)
     seconds = float(arrays["durations"].sum(dtype=np.float64))
-    files = {name: file_digest(folder / "index" / name) for name in INDEX_FILES}
+    files = {name: sha256(folder / "index" / name) for name in INDEX_FILES}
     summary = SetSummary(
         "large", utterances, seconds, num_speakers, RATE, 0, 0.0, "large", tuple(shards), files=files
     ).signed()

@@ -72,7 +72,7 @@ def reduce(run: Run, place: Place, notes: Notes, link: SlowLink | None) -> None:
     job, sync_every = notes.job, int(run.options.get("sync_every", 1))
     for _ in plain_loop(job, tickets_of(job, run.steps, place.rank, place.world), CPU, wrap, sync_every):
         notes.gradient_made()
-    notes.outcome.rounds = len(notes.outcome.step_metadata) // sync_every
+    notes.outcome.rounds = len(notes.outcome.stamps) // sync_every
 
 
 def send(run: Run, place: Place, notes: Notes) -> None:

@@ -85,7 +85,7 @@ class Run:
 class Outcome:
     """What one learner noted of a run."""
 
-    step_metadata: list[Seconds] = field(default_factory=list)
+    stamps: list[Seconds] = field(default_factory=list)
     """When each gradient was there, on the clock that all processes of a machine share."""
     cpu_seconds: Seconds = 0.0
     """Processor time of the whole process, gloo's threads included, from its first gradient to the run's end."""
@@ -97,10 +97,10 @@ class Outcome:
     @property
     def rate(self) -> float:
         """Gradients per second after the warm-up."""
-        timed = self.step_metadata[WARM_UP:]
+        timed = self.stamps[WARM_UP:]
         if len(timed) < 2:
             raise ValueError(
-                f"{len(self.step_metadata)} gradients are too few to time; at least {WARM_UP + 2} are needed"
+                f"{len(self.stamps)} gradients are too few to time; at least {WARM_UP + 2} are needed"
             )
         return (len(timed) - 1) / (timed[-1] - timed[0])
 
@@ -120,9 +120,9 @@ class Notes:
 
     def gradient_made(self) -> None:
         """One more gradient is there."""
-        if not self.outcome.step_metadata:
+        if not self.outcome.stamps:
             self._cpu_begin = time.process_time()
-        self.outcome.step_metadata.append(time.monotonic())
+        self.outcome.stamps.append(time.monotonic())
 
     def ended(self) -> None:
         """The run is over."""
@@ -165,7 +165,7 @@ def averaging_in_words(runs: Sequence[Sequence[Outcome]]) -> str:
 
 def rounds_per_gradient(outcomes: Sequence[Outcome]) -> float:
     """The mean over learners of each one's averaging rounds per gradient of its own."""
-    return fmean(outcome.rounds / len(outcome.step_metadata) for outcome in outcomes)
+    return fmean(outcome.rounds / len(outcome.stamps) for outcome in outcomes)
 
 
 def total_rate(outcomes: Sequence[Outcome]) -> float:

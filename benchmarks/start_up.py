@@ -45,7 +45,7 @@ def our_seconds(world: int, folder: Path) -> Seconds:
     (outcomes,) = launched(
         [Run("adpsgd", world, widths=SMALL, gradient_seconds=GRADIENT_SECONDS, seconds=RUN_SECONDS)], folder
     )
-    return max(outcome.step_metadata[0] for outcome in outcomes) - begin
+    return max(outcome.stamps[0] for outcome in outcomes) - begin
 
 
 def bare_seconds(world: int, folder: Path) -> Seconds:

@@ -81,12 +81,12 @@ def test_runs_alternate_and_come_back_by_name_and_round() -> None:
 
     def make(runs: Sequence[Run]) -> Outcomes:
         made.extend(run.strategy for run in runs)
-        return [[Outcome(step_metadata=[float(number)])] for number in range(len(runs))]
+        return [[Outcome(stamps=[float(number)])] for number in range(len(runs))]
 
     found = alternately({"a": Run("adpsgd", 1), "b": Run(DDP, 1)}, 3, make)
     assert made == ["adpsgd", DDP, DDP, "adpsgd", "adpsgd", DDP]
-    assert [outcomes[0].step_metadata for outcomes in found["a"]] == [[0.0], [3.0], [4.0]]
-    assert [outcomes[0].step_metadata for outcomes in found["b"]] == [[1.0], [2.0], [5.0]]
+    assert [outcomes[0].stamps for outcomes in found["a"]] == [[0.0], [3.0], [4.0]]
+    assert [outcomes[0].stamps for outcomes in found["b"]] == [[1.0], [2.0], [5.0]]
 
 
 def test_runs_travel_to_the_learners_as_they_are(tmp_path: Path) -> None:
@@ -119,14 +119,14 @@ def test_learners_note_what_they_did(tmp_path: Path) -> None:
         Run(SENDING, 2, 1000, steps=5),
     ]
     alone, averaging, in_step, rarely, sending = launched(runs, tmp_path)
-    assert [len(outcome.step_metadata) for outcome in alone] == [6]
-    assert sum(len(outcome.step_metadata) for outcome in averaging) == 12
+    assert [len(outcome.stamps) for outcome in alone] == [6]
+    assert sum(len(outcome.stamps) for outcome in averaging) == 12
     assert averaging[0].rounds == averaging[1].rounds > 0
     assert all(outcome.bytes_sent == 4000 * outcome.rounds for outcome in averaging)
     assert all(outcome.distance is not None for outcome in averaging)
-    assert [(len(outcome.step_metadata), outcome.rounds) for outcome in in_step] == [(6, 6), (6, 6)]
-    assert [(len(outcome.step_metadata), outcome.rounds) for outcome in rarely] == [(6, 2), (6, 2)]
-    assert [len(outcome.step_metadata) for outcome in sending] == [6, 0]
+    assert [(len(outcome.stamps), outcome.rounds) for outcome in in_step] == [(6, 6), (6, 6)]
+    assert [(len(outcome.stamps), outcome.rounds) for outcome in rarely] == [(6, 2), (6, 2)]
+    assert [len(outcome.stamps) for outcome in sending] == [6, 0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -281,4 +281,4 @@ def test_outcomes_leave_out_who_had_no_part(tmp_path: Path) -> None:
     (tmp_path / "outcomes-0.json").write_text('[{"stamps": [1.0]}, {"stamps": [2.0]}]')
     (tmp_path / "outcomes-1.json").write_text('[null, {"stamps": [3.0]}]')
     found = read_outcomes([Run("allreduce", 1), Run("adpsgd", 2)], tmp_path)
-    assert [[outcome.step_metadata for outcome in outcomes] for outcomes in found] == [[[1.0]], [[2.0], [3.0]]]
+    assert [[outcome.stamps for outcome in outcomes] for outcomes in found] == [[[1.0]], [[2.0], [3.0]]]

@@ -39,7 +39,7 @@ def test_the_learning_rate_warms_up_then_follows_a_cosine() -> None:
         assert schedule.factor(fraction, 0.0, after) == pytest.approx(factor)
 
 
-@pytest.mark.parametrize(("steps", "team", "peak_at"), [(100, 1, 9), (100, 4, 2), (7, 2, 0)])
+@pytest.mark.parametrize(("steps", "sync_group", "peak_at"), [(100, 1, 9), (100, 4, 2), (7, 2, 0)])
 def test_a_warm_up_of_n_steps_rises_from_one_nth_to_the_peak(steps: int, sync_group: int, peak_at: int) -> None:
     """Step k of n has (k + 1) / n of it; no learning rate is 0, and none is higher behind the end of the rise."""
     budget, schedule = Budget(steps=steps), Schedule(warmup=0.1, decay="cosine")

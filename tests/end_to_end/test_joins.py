@@ -38,6 +38,8 @@ class Training:
         command = [sys.executable, "-m", "starling", "train", *arguments]
         self.process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
         self.lines: SimpleQueue[str] = SimpleQueue()
+        self.read_to = 0  # in the file of events
+        self.trained: set[int] = set()  # learners that ended an epoch after they joined, in the events read so far
         self.reader = threading.Thread(target=self._read, daemon=True)  # or it would wait for a reader
         self.reader.start()
 
@@ -63,11 +65,16 @@ class Training:
 
     def has_computed(self, learner: int) -> bool:
         """Whether a learner took part in an epoch that ended after it joined."""
-        events = (self.folder / "exp" / "songs" / "log" / "events.jsonl").read_text(encoding="utf-8")
-        read = [json.loads(line) for line in events.splitlines()]
-        joined = max(place for place, each in enumerate(read) if each["kind"] == "join" and each["learner"] == learner)
-        ends = [each["learners"].get(str(learner)) for each in read[joined:] if each["kind"] == "epoch"]
-        return any(end is not None and end["steps"] > 0 for end in ends)
+        with (self.folder / "exp" / "songs" / "log" / "events.jsonl").open(encoding="utf-8") as events:
+            events.seek(self.read_to)
+            while (line := events.readline()).endswith("\n"):
+                self.read_to = events.tell()
+                event = json.loads(line)
+                if event["kind"] == "join":
+                    self.trained.discard(event["learner"])
+                if event["kind"] == "epoch":
+                    self.trained.update(int(name) for name, end in event["learners"].items() if end["steps"] > 0)
+        return learner in self.trained
 
     def kill(self, learner: int) -> None:
         """As kill -9 does."""

@@ -99,10 +99,12 @@ def test_a_job_survives_a_killed_learner_sees_everything_once_and_resumes_with_o
 )
 def test_what_cannot_work_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
     """Before or after learners have started; nothing is left behind."""
-    done = run(tmp_path, text, "2", "1")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    done = run(tmp_path, text, "2", "1", TMPDIR=str(scratch))
     assert done.returncode != 0
     assert message in done.stderr, done.stderr
-    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("starling-job-*/job"))
+    assert not list(scratch.iterdir())
 
 
 def test_a_resume_with_another_model_is_refused_by_name(tmp_path: Path) -> None:

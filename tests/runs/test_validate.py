@@ -15,9 +15,10 @@ from starling.report.epochs import Score
 from starling.runs import validate
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.job import ModelWriter
+from starling.runs.keeping import Choice, model_writer
 from starling.runs.recipe.recipe import Recipe, check_recipe, fingerprints
 from starling.runs.setup import make_ready
-from starling.runs.validate import Choice, Validation, best_model, model_writer
+from starling.runs.validate import Validation, best_model
 from starling.speech.models import count_parameters
 from starling.speech.recogniser import Recogniser
 from starling.training.job import EpochReport, Spent
