@@ -99,9 +99,7 @@ class Outcome:
         """Gradients per second after the warm-up."""
         timed = self.stamps[WARM_UP:]
         if len(timed) < 2:
-            raise ValueError(
-                f"{len(self.stamps)} gradients are too few to time; at least {WARM_UP + 2} are needed"
-            )
+            raise ValueError(f"{len(self.stamps)} gradients are too few to time; at least {WARM_UP + 2} are needed")
         return (len(timed) - 1) / (timed[-1] - timed[0])
 
     def as_json(self) -> dict[str, Any]:

@@ -99,9 +99,7 @@ def _ddp(sync_every: int, sending: Seconds, gradient: Seconds, speed: float | No
 
 def seconds_between(outcome: Outcome) -> Seconds:
     """The median time from one thing noted to the next."""
-    return median(
-        after - before for before, after in zip(outcome.stamps, outcome.stamps[1:], strict=False)
-    )
+    return median(after - before for before, after in zip(outcome.stamps, outcome.stamps[1:], strict=False))
 
 
 def _run_in(ends: Sequence[Namespace], runs: Sequence[Run], folder: Path) -> Outcomes:
