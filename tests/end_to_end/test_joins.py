@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -24,9 +24,16 @@ from tests.end_to_end.test_train import Tree, starling, written
 
 
 @pytest.fixture
-def songs(tree: Tree, tmp_path: Path) -> str:
-    """A recipe for songs, in batches that take no time."""
-    return written(tree | {"validate_every": None}, tmp_path)
+def songs(tree: Tree, tmp_path: Path) -> Iterator[str]:
+    """A recipe for songs, in batches that take no time. A training that a failed test has left is ended."""
+    yield written(tree | {"validate_every": None}, tmp_path)
+    for training in STARTED:
+        training.kill()  # its learners end with it
+        training.wait()
+    STARTED.clear()
+
+
+STARTED: "list[subprocess.Popen[str]]" = []
 
 
 class Training:
@@ -37,6 +44,7 @@ class Training:
         self.said: list[str] = []
         command = [sys.executable, "-m", "starling", "train", *arguments]
         self.process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+        STARTED.append(self.process)
         self.lines: SimpleQueue[str] = SimpleQueue()
         self.read_to = 0  # in the file of events
         self.trained: set[int] = set()  # learners that ended an epoch after they joined, in the events read so far
@@ -106,7 +114,7 @@ def test_a_lost_learner_and_one_more_join_and_all_is_seen_once(
     """One of two is killed and comes back; a third is asked for from elsewhere. Everything was computed once, by all of
     them; checkpoints are of three; and afterwards there is nothing to join."""
     run = Training(
-        tmp_path, songs, "learners=2", f"strategy={strategy}", "budget.epochs=100000", "checkpoints.every=20",
+        tmp_path, songs, "learners=2", f"strategy={strategy}", "budget.epochs=100000", "checkpoints.every=200",
         "on_loss=replace",
     )  # fmt: skip
     run.until(lambda line: line.startswith("saved"), 2)
@@ -133,7 +141,7 @@ def test_a_run_that_learners_joined_can_be_gone_on_with(
 ) -> None:
     """A learner comes on purpose; four, under another strategy, resume from the checkpoint of three."""
     run = Training(
-        tmp_path, songs, "learners=2", "strategy=delay-by-one", "budget.epochs=100000", "checkpoints.every=20",
+        tmp_path, songs, "learners=2", "strategy=delay-by-one", "budget.epochs=100000", "checkpoints.every=200",
         "faults=[{join: 7, at_seconds: 1}]",
     )  # fmt: skip
     run.until_joined(7)
@@ -153,7 +161,7 @@ def test_a_run_that_learners_joined_can_be_gone_on_with(
 @pytest.mark.soak
 def test_a_joiner_that_differs_is_left_out_and_the_others_continue(songs: str, tmp_path: Path) -> None:
     """The recipe of a running experiment was edited: `starling join` says so, and the run is not disturbed."""
-    run = Training(tmp_path, songs, "learners=2", "budget.epochs=100000", "checkpoints.every=20")
+    run = Training(tmp_path, songs, "learners=2", "budget.epochs=100000", "checkpoints.every=200")
     run.until(lambda line: line.startswith("saved"))
     config = tmp_path / "exp" / "songs" / "config.yaml"
     config.write_text(config.read_text().replace("\nvalidate_every: null", "\nvalidate_every: 300"))
