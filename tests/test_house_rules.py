@@ -31,6 +31,8 @@ PICKLES_AMONG_OWN_PROCESSES = {
     "starling/speech/preparing/executors.py": "the processes of `jobs=N`",
 }
 """Modules that start processes of their own, with which Python talks in pickles through inherited pipes."""
+PICKLES_ITSELF = {"starling/runs/packing.py": "a job, for the learners of `starling.train`; see decision 0033"}
+"""The one module that may call `pickle`: a launcher writes a file that only its own learners read."""
 PICKLES_OVER_THE_NETWORK = {"starling/speech/preparing/dask.py": "`executor=dask`, see SECURITY.md"}
 """The one exception: Dask sends pickles by itself."""
 
@@ -93,6 +95,8 @@ def _last(name: str) -> str:
 def test_no_pickle_no_eval_no_shell_no_assert(file: Path) -> None:
     """Weights are safetensors and the rest is JSON; input is checked by errors, for `assert` is gone under -O."""
     found = faults(file.read_text(encoding="utf-8"))
+    if file in SOURCES and file.relative_to(ROOT / "src").as_posix() in PICKLES_ITSELF:
+        found = [fault for fault in found if not fault.endswith(": pickle")]
     assert not [fault for fault in found if file in SOURCES or not fault.endswith(": assert")]
 
 
@@ -166,7 +170,8 @@ def test_only_dask_sends_pickles_over_the_network() -> None:
     """And only to a loading, preparing or study process of its own does Starling let Python pickle at all."""
     found = {file.relative_to(ROOT / "src").as_posix(): _pickling_imports(file) for file in SOURCES}
     assert {name for name, kinds in found.items() if "network" in kinds} == PICKLES_OVER_THE_NETWORK.keys()
-    assert {name for name, kinds in found.items() if "own" in kinds} == PICKLES_AMONG_OWN_PROCESSES.keys()
+    own = {name for name, kinds in found.items() if "own" in kinds}
+    assert own == PICKLES_AMONG_OWN_PROCESSES.keys() | PICKLES_ITSELF.keys()
     assert not any(_pickling_imports(file) for file in EXAMPLES)
 
 

@@ -128,7 +128,7 @@ def test_who_waits_hears_at_once_that_a_peer_is_gone_or_that_it_is_to_wait_no_mo
 
     gone, _, released = linked(3, wait)
     assert gone == "learner 1 closed its link"
-    assert "waits for nothing any more" in released
+    assert "has stopped waiting" in released
 
 
 def test_a_wait_ends_with_its_time_out() -> None:

@@ -29,9 +29,9 @@ class Measured(VirtualEngine):
 
     counts: list[float]
 
-    def record(self, name: int, kind: str, detail: bytes = b"") -> None:
-        super().record(name, kind, detail)
-        if self.num_events > 5 * LEARNERS and self.num_events % 7 == 0:
+    def _record(self, name: int, kind: str, detail: bytes = b"") -> None:
+        super()._record(name, kind, detail)
+        if self._num_events > 5 * LEARNERS and self._num_events % 7 == 0:
             self.counts.append(num_vectors())
 
 

@@ -279,7 +279,7 @@ def test_who_stops_a_run_before_its_first_checkpoint_is_told_that_there_is_none(
     has_saved: bool, tmp_path: Path
 ) -> None:
     """With the signal's exit code, and no word about going on."""
-    error = resumable(Stopped("stopped by SIGTERM", 15, has_saved), ExperimentFolder(tmp_path / "exp"))
+    error = resumable(Stopped("stopped by SIGTERM", 15, has_saved), ExperimentFolder(tmp_path / "exp"), "a command")
     assert str(error) == "stopped by SIGTERM; there is no checkpoint"
     assert error.exit_code == 143
     assert not getattr(error, "__notes__", [])

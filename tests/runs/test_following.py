@@ -166,6 +166,6 @@ def test_without_a_launcher_the_learner_looks_at_itself() -> None:
             looked.append(0.0)
             return super().beat()
 
-    with beating(Looking(0, lambda line: None), None):
+    with beating(Looking(0, lambda line: None, Waits()), None):
         while not looked:
             pass

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
-from starling.runs.train_job import learn_job, unpack
+from starling.runs.packing import unpack
+from starling.runs.train_job import learn_job
 
 
 def main(file: Path) -> None:

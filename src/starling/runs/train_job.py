@@ -1,12 +1,9 @@
 """`starling.train` and `starling.simulate`: any PyTorch model and data, with everything that a recipe's run has."""
 
-import io
-import pickle
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from multiprocessing import current_process, spawn
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +31,12 @@ from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.following import Following
 from starling.runs.launching import check_alone, check_engine, crowding, resumable, run_learners
 from starling.runs.learning import Task, learn
+from starling.runs.packing import JobConfig, is_importing_script, pack
 from starling.runs.recipe.run import EngineConfig, RunConfig, check_run
 from starling.training.flat import split, trainable
 from starling.training.job import Job
 
 WEIGHTS = "model.safetensors"
-
-
-class JobConfig(RunConfig):
-    """The settings of a run that trains a job; `config.yaml` in its folder."""
-
-    trains: str
-    """The class of the workload, for people."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +122,29 @@ def train(
         >>> trained = starling.train(job, learners=4, strategy="adpsgd", name="digits")  # doctest: +SKIP
         >>> model = trained.model()  # doctest: +SKIP
     """
-    console = console or Console(stderr=True)
-    if getattr(current_process(), "_inheriting", False):
+    if is_importing_script():
         raise ConfigError(
             "starling.train was called while a learner imported this script; put the call under "
             '`if __name__ == "__main__":`'
         )
+    sections = {"strategy": strategy, "checkpoints": checkpoints, "engine": engine}
+    run = _settings(job, learners, name, exp, resume, overwrite, on_loss, **sections)
+    return _run(job_of(job, run), run, console or Console(stderr=True))
+
+
+def _settings(
+    job: Job,
+    learners: int,
+    name: str,
+    exp: Path | str,
+    resume: Path | str | None,
+    overwrite: bool,
+    on_loss: str,
+    strategy: Any,
+    checkpoints: Any,
+    engine: Any,
+) -> JobConfig:
+    """The settings of a run, checked all at once."""
     given = {
         "name": name,
         "seed": job.seed,
@@ -153,8 +161,11 @@ def train(
         "exp": exp,
         "trains": f"{type(job.workload).__module__}.{type(job.workload).__qualname__}",
     }
-    run = check_run(JobConfig, given, "starling.train")
-    job = job_of(job, run)
+    return check_run(JobConfig, given, "starling.train")
+
+
+def _run(job: Job, run: JobConfig, console: Console) -> Trained:
+    """Start the learners of a job, or be one of those that torchrun or Slurm started."""
     if is_learner():
         return _train_under_another_launcher(job, run, console)
     run = _resolved(job, run)
@@ -212,44 +223,6 @@ def job_of(job: Job, run: RunConfig) -> Job:
 def how_to_resume(folder: ExperimentFolder) -> str:
     """The argument that resumes a run from its newest checkpoint."""
     return f"starling.train(job, ..., resume={str(folder.path)!r})"
-
-
-def pack(job: Job, run: JobConfig) -> bytes:
-    """What a learner needs to make the same job: how to import this script, the settings, and the job.
-
-    Raises ConfigError for a job that cannot be pickled.
-    """
-    preparation = spawn.get_preparation_data("starling-learner")
-    preparation.pop("authkey", None)
-    buffer = io.BytesIO()
-    pickle.dump((preparation, run.model_dump(mode="json")), buffer)
-    try:
-        pickle.dump(job, buffer)  # by value: what multiprocessing would share ends with this process
-    except Exception as error:
-        raise ConfigError(
-            f"job: it cannot be sent to learner processes ({error}); define its functions and classes at the top level "
-            "of a module or of the script, and bind their arguments with functools.partial"
-        ) from error
-    return buffer.getvalue()
-
-
-def unpack(packed: bytes) -> tuple[Job, JobConfig]:
-    """What `pack` has packed in the launcher of this very process."""
-    buffer = io.BytesIO(packed)
-    preparation, settings = pickle.load(buffer)  # noqa: S301 - written by this learner's own launcher
-    process = current_process()
-    process._inheriting = True  # type: ignore[attr-defined]  # multiprocessing's word for: the script is being imported
-    try:
-        spawn.prepare(preparation)
-        job = pickle.load(buffer)  # noqa: S301 - as above
-    except (AttributeError, ImportError) as error:
-        raise ConfigError(
-            f"job: a learner cannot import what it refers to ({error}); define it at the top level of a module or of "
-            "the script, not in a notebook or under `if __name__`"
-        ) from error
-    finally:
-        del process._inheriting  # type: ignore[attr-defined]
-    return job, JobConfig.model_validate(settings)
 
 
 def learn_job(job: Job, run: JobConfig, place: Place, link: Link | None) -> int | None:

@@ -1,7 +1,8 @@
 """The strategies: one algorithm, one file. A file ends with its `Strategy`, and they are listed here."""
 
+import copyreg
 from collections.abc import Mapping
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from starling.registry import Registry
 from starling.strategies.adpsgd import ADPSGD
@@ -19,6 +20,16 @@ __all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy"]
 _OWN = (ALLREDUCE, DELAY_BY_ONE, DPSGD, ADPSGD, HADPSGD, PARAMETER_SERVER, HOGWILD, DELAYED)
 STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _OWN}
 """Starling's own strategies by name."""
+
+
+def _reduced(strategy: Strategy) -> str | tuple[Any, ...]:
+    """A strategy of Starling's own travels to another process by its name, any other by its fields."""
+    if STRATEGIES.get(strategy.name) is strategy:
+        return find_strategy, (strategy.name,)
+    return object.__reduce_ex__(strategy, 2)
+
+
+copyreg.pickle(Strategy, _reduced)
 
 
 def _is_strategy(found: object) -> TypeGuard[Strategy]:

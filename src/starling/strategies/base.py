@@ -87,12 +87,6 @@ class Strategy:
     steps_itself: bool = True
     """Whether each gradient of a learner becomes a step of its own optimizer, in the order of its claims."""
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        """A strategy of Starling's own travels to another process by its name."""
-        from starling.strategies import STRATEGIES, find_strategy
-
-        return (find_strategy, (self.name,)) if STRATEGIES.get(self.name) is self else super().__reduce_ex__(2)
-
     def validate(self, options: Config, world: int) -> None:
         """Check that `options` fit `world` learners.
 

@@ -53,10 +53,10 @@ class Job:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.options is None:
-            object.__setattr__(self, "options", self.strategy.options())
         if isinstance(self.strategy, str):
             object.__setattr__(self, "strategy", find_strategy(self.strategy))
+        if self.options is None:
+            object.__setattr__(self, "options", self.strategy.options())
         if problem := self.strategy.weighting_problem(self.options, self.weighting):
             raise ConfigError(f"weighting: {problem}")
 

@@ -1,0 +1,59 @@
+"""A job on its way from a launcher to its own learners: pickled, and unpickled where its script was imported first."""
+
+import io
+import pickle
+from multiprocessing import current_process, spawn
+
+from starling.errors import ConfigError
+from starling.runs.recipe.run import RunConfig
+from starling.training.job import Job
+
+
+class JobConfig(RunConfig):
+    """The settings of a run that trains a job; `config.yaml` in its folder."""
+
+    trains: str
+    """The class of the workload, for people."""
+
+
+def pack(job: Job, run: JobConfig) -> bytes:
+    """What a learner needs to make the same job: how to import this script, the settings, and the job.
+
+    Raises ConfigError for a job that cannot be pickled.
+    """
+    preparation = spawn.get_preparation_data("starling-learner")
+    preparation.pop("authkey", None)
+    buffer = io.BytesIO()
+    pickle.dump((preparation, run.model_dump(mode="json")), buffer)
+    try:
+        pickle.dump(job, buffer)  # by value: what multiprocessing would share ends with this process
+    except Exception as error:
+        raise ConfigError(
+            f"job: it cannot be sent to learner processes ({error}); define its functions and classes at the top level "
+            "of a module or of the script, and bind their arguments with functools.partial"
+        ) from error
+    return buffer.getvalue()
+
+
+def unpack(packed: bytes) -> tuple[Job, JobConfig]:
+    """What `pack` has packed in the launcher of this very process."""
+    buffer = io.BytesIO(packed)
+    preparation, settings = pickle.load(buffer)  # noqa: S301 - written by this learner's own launcher
+    process = current_process()
+    process._inheriting = True  # type: ignore[attr-defined]  # multiprocessing's word for: the script is being imported
+    try:
+        spawn.prepare(preparation)
+        job = pickle.load(buffer)  # noqa: S301 - as above
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"job: a learner cannot import what it refers to ({error}); define it at the top level of a module or of "
+            "the script, not in a notebook or under `if __name__`"
+        ) from error
+    finally:
+        del process._inheriting  # type: ignore[attr-defined]
+    return job, JobConfig.model_validate(settings)
+
+
+def is_importing_script() -> bool:
+    """Whether `unpack` is importing the user's script in this process."""
+    return bool(getattr(current_process(), "_inheriting", False))
