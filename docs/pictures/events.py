@@ -60,7 +60,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Message:
-    """Weights or a gradient on their way to somebody else."""
+    """Weights or a gradient on their way to another learner."""
 
     sender: int
     receiver: int

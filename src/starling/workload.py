@@ -42,7 +42,7 @@ class Ticket:
     """The right to compute one mini-batch; every ticket is handed out exactly once.
 
     `epoch` and `index` say which mini-batch; `step` counts the tickets before it since the beginning of the run.
-    `part` is the part of a divided data set that whoever computes it may see.
+    `part` is the part of a divided data set that it is computed on.
     """
 
     epoch: int
@@ -53,12 +53,12 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Position:
-    """What all learners together have done: every ticket before `position`, except for `unfinished` ones."""
+    """What all learners together have done: every ticket before `next_ticket`, except the `outstanding` ones."""
 
     next_ticket: Ticket = Ticket(epoch=0, index=0, step=0)
     """The first ticket that was never handed out."""
     outstanding: tuple[Ticket, ...] = ()
-    """Tickets that were handed out and not done, in their order; who goes on from here gets them first."""
+    """Tickets that were handed out and not done, in order; a run that continues from here issues them first."""
 
     @property
     def num_done(self) -> int:

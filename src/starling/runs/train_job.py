@@ -4,6 +4,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from starling.runs.launching import check_alone, check_engine, crowding, resumab
 from starling.runs.learning import Task, learn
 from starling.runs.packing import JobConfig, is_importing_script, pack
 from starling.runs.recipe.run import EngineConfig, RunConfig, check_run
+from starling.timeouts import SET_UP
 from starling.training.flat import split, trainable
 from starling.training.job import Job
 
@@ -287,7 +289,7 @@ def _train_under_another_launcher(job: Job, run: JobConfig, console: Console) ->
         claim_folder(run, say_on(console))
         place.store.set(key, str(run.resume or ""))
     else:
-        place.store.wait([key])
+        place.store.wait([key], timedelta(seconds=SET_UP))
         resume = place.store.get(key).decode()
         run = run.model_copy(update={"resume": Path(resume) if resume else None})
     folder = ExperimentFolder(run.folder)

@@ -24,7 +24,7 @@ MiniBatch = list[NDArray[np.int64]]  # its micro-batches, each an array of utter
 
 _MICRO_BATCHES_PER_BUCKET = 4  # fewer, and small sets would be cut into needlessly small batches
 _MOST_SPLIT = 0.1  # of the micro-batches, so that mini-batches come in whole groups of similar ones
-_WINDOWS_KEPT = 3  # the one that is trained on, the next that is loaded ahead, and one that somebody slow is still in
+_WINDOWS_KEPT = 3  # the one that is trained on, the next that is loaded ahead, and one that a slow learner is still in
 _EPOCHS_KEPT = 2
 
 K = TypeVar("K", bound=Hashable)

@@ -51,7 +51,7 @@ class DataWorkload(Workload[Batch]):
             function from a `Ticket` to a mini-batch.
         batch_size: Examples in a mini-batch; None where `data` is a function.
         num_batches: Mini-batches in an epoch. Needed unless `data` is map-style, whose epoch is all of its examples in
-            an order drawn anew for each epoch.
+            an order that is drawn for each epoch.
         collate: Makes a mini-batch of a list of examples, as in `torch.utils.data.DataLoader`.
         shuffle: Whether a map-style dataset is shuffled.
         seed: Of the model and of the order.

@@ -69,7 +69,7 @@ class EngineConfig(Config):
     """Threads of one learner; null: the cores of the machine divided by the learners on it, and 1 on the virtual
     engine."""
     timeout_seconds: float = Field(default=600.0, gt=0.0)
-    """How long learners wait for each other before they call one lost, and for how long one may stand still."""
+    """How long learners wait for each other, and how long one may send no heartbeat, before it counts as lost."""
     explain_seconds: float = Field(default=10.0, gt=0.0)
     """Longer waits are explained, if they also take ten times as long as usual: which learner waits for which, why."""
 

@@ -178,7 +178,7 @@ def _shards(files: Iterable[Path]) -> Iterator[ShardIndex]:
     for file in files:
         result = read_result(file)
         if result is None:
-            raise DataError(f"{file}: is gone; somebody has removed it; run `starling prepare RECIPE` again")
+            raise DataError(f"{file}: was removed while the set was prepared; run `starling prepare RECIPE` again")
         yield result.shard
 
 
