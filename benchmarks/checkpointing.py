@@ -19,7 +19,7 @@ from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, LearnerMessage, Saved, values_of
 from starling.launch.rendezvous import find_membership, find_place
-from starling.launch.stopping import wishes_of
+from starling.launch.stopping import save_requests_of
 from starling.report.curves import Curves
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.job import ModelWriter
@@ -89,11 +89,11 @@ class _Begin:
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
 
-    def on_mark(self, state: LearnerState) -> None: ...
+    def on_barrier(self, state: LearnerState) -> None: ...
 
 
 class _MarksOnly:
-    """Passes marks inside epochs on to a saver, and no ends of epochs: both kinds of run would have these."""
+    """Passes barriers inside epochs on to a saver, and no ends of epochs: both kinds of run would have these."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
@@ -103,8 +103,8 @@ class _MarksOnly:
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
 
-    def on_mark(self, state: LearnerState) -> None:
-        self._saver.on_mark(state)
+    def on_barrier(self, state: LearnerState) -> None:
+        self._saver.on_barrier(state)
 
 
 def _learn(folder: Path, minutes: float | None, link: Link) -> None:
@@ -117,7 +117,7 @@ def _learn(folder: Path, minutes: float | None, link: Link) -> None:
     writer = CheckpointWriter(experiment.checkpoints, regrouping.arrive, model, fingerprints(recipe))
     saver = Saver(writer, link.send, lambda: Curves(experiment.tensorboard / "consensus"))
     observer = Together([_Begin(link), _MarksOnly(saver)])
-    with wishes_of(link, minutes) as wishes, saver:
+    with save_requests_of(link, minutes) as save_requests, saver:
         run_learner(
             job_for(folder, WORLD, STEPS, "delay-by-one"),
             place,
@@ -125,7 +125,7 @@ def _learn(folder: Path, minutes: float | None, link: Link) -> None:
             "bench",
             observer,
             membership=find_membership(place, link),
-            wishes=wishes,
+            save_requests=save_requests,
         )
     link.send(Activity(values={"end": time.monotonic()}))
 

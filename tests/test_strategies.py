@@ -41,7 +41,7 @@ def test_a_strategy_gives_its_equation_and_says_what_it_is(name: str) -> None:
         ("parameter-server", {"shards": 2}, (0, 1, 2), [2], [2, 3], (0, 1, 2, 3)),
     ],
 )
-def test_joiners_stand_behind_the_workers_and_before_the_servers(
+def test_joiners_get_ranks_after_the_workers_and_before_the_servers(
     name: str, options: dict[str, object], members: tuple[int, ...], lost: list[int], came: list[int], expected: object
 ) -> None:
     """So a server stays a server, with its part of the model, and a super-learner keeps its own learners."""

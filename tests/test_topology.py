@@ -175,7 +175,7 @@ def test_pairs_are_a_perfect_matching_and_of_an_odd_number_one_sits_out(world: i
 
 
 @pytest.mark.parametrize("make", [random_ring, pairs])
-def test_everybody_draws_the_same_round_from_the_seed_whoever_asks_first(make: Callable[[int, int], Topology]) -> None:
+def test_all_draw_the_same_round_from_the_seed_whoever_asks_first(make: Callable[[int, int], Topology]) -> None:
     """A round is a function of seed and number: not of the object, nor of the order of asking."""
     one, other = make(16, 5), make(16, 5)
     forward = [one.matrix(k) for k in range(50)]
@@ -343,7 +343,7 @@ def test_a_super_learner_needs_a_learner() -> None:
 
 
 @pytest.mark.parametrize(("k", "rank"), [(-1, 0), (0, -1), (0, 4)])
-def test_nobody_asks_for_a_learner_or_a_round_that_is_not(k: int, rank: int) -> None:
+def test_a_request_for_an_unknown_learner_or_round_is_an_error(k: int, rank: int) -> None:
     """Python would count from the end, and a learner would mix with the wrong ones."""
     own = custom(4, lambda k, rank, world: {(rank + 1) % world: 0.5})
     for topology in [make(4, 0) for make in PATTERNS.values()] + [own, hierarchical(ring(2), 2)]:

@@ -85,7 +85,7 @@ def test_there_is_one_copy_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("how", ["save", "close", "check"])
-def test_what_fails_behind_reaches_the_learner_as_it_was(how: str, tmp_path: Path) -> None:
+def test_an_error_in_the_background_reaches_the_learner_unchanged(how: str, tmp_path: Path) -> None:
     """At its next save or mini-batch, or at the end; once."""
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
     writer = Watched(tmp_path)

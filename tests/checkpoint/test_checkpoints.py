@@ -119,7 +119,7 @@ def test_another_number_of_learners_begins_with_the_consensus(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_any_number_of_learners_may_go_on_in_mid_epoch(tmp_path: Path, world: int) -> None:
+def test_any_number_of_learners_may_resume_in_mid_epoch(tmp_path: Path, world: int) -> None:
     """All know what was handed out, and what of it was not done; the name of the checkpoint counts what was done."""
     outstanding = (Ticket(2, 7, 23), Ticket(3, 1, 25))
     together = writer(tmp_path)
@@ -172,7 +172,7 @@ def test_learners_may_be_epochs_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [3, 2], ids=["as many", "fewer"])
-def test_learners_that_arrived_at_different_times_go_on_at_the_same(tmp_path: Path, world: int) -> None:
+def test_learners_that_arrive_at_different_times_continue_together(tmp_path: Path, world: int) -> None:
     """A budget of minutes belongs to the run: all go on at the time of the last to arrive, whoever completed."""
     together = writer(tmp_path)
     for rank, minutes in enumerate((4.0, 9.0, 6.0)):

@@ -437,7 +437,7 @@ def test_a_gradient_that_is_not_finite_makes_no_optimizer_step(
     ],
     ids=str,
 )
-def test_workers_without_a_finite_gradient_leave_the_model_as_it_is_and_hold_up_nobody(options: dict[str, Any]) -> None:
+def test_workers_without_a_finite_gradient_change_nothing_and_hold_up_no_one(options: dict[str, Any]) -> None:
     """Not one of 24 gradients is finite: the run ends, and the model is what it was at the start."""
     notes = Notes()
     everything = tuple(NotFinite(nan=rank, at_step=step) for rank in range(3) for step in range(1, 25))

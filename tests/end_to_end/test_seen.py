@@ -62,7 +62,7 @@ def lose_one_of_three(command: list[str], folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.soak
-def test_a_run_that_lost_a_learner_and_goes_on_with_fewer_sees_everything_once(
+def test_a_run_that_continues_with_fewer_learners_sees_everything_once(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three asynchronous learners, one of them killed inside an epoch; two synchronous ones take over from the newest

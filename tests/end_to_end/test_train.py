@@ -131,7 +131,7 @@ def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_torchrun_can_go_on_with_a_run(tree: Tree, tmp_path: Path) -> None:
+def test_torchrun_can_resume_a_run(tree: Tree, tmp_path: Path) -> None:
     """A resume works like any other."""
     recipe = written(tree, tmp_path)
     torchrun(recipe, tmp_path)
@@ -170,7 +170,7 @@ def test_faults_of_learners_that_are_not_there_are_refused(tree: Tree, tmp_path:
     assert "faults.0: there is no learner 2 among 2" in run.stderr
 
 
-def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(tree: Tree, tmp_path: Path) -> None:
+def test_a_second_run_in_the_folder_of_a_running_one_is_refused(tree: Tree, tmp_path: Path) -> None:
     """Before it touches anything: two would write the same checkpoints. Nor is a partial one removed."""
     recipe = written(tree, tmp_path)
     folder = tmp_path / "exp" / "songs"

@@ -540,7 +540,7 @@ def test_parameters_that_other_learners_do_not_know_are_named_at_the_next_step(
                 pass
 
 
-def test_a_frozen_parameter_that_nobody_knew_is_named_when_it_is_unfrozen() -> None:
+def test_an_unknown_frozen_parameter_is_named_when_it_is_unfrozen() -> None:
     """One that was neither trainable nor in the optimizer when the model joined."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)

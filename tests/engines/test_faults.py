@@ -30,7 +30,7 @@ class Listener:
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self.num_not_finite += report.num_not_finite
 
-    def on_mark(self, state: LearnerState) -> None: ...
+    def on_barrier(self, state: LearnerState) -> None: ...
 
 
 def run(strategy: str, *faults: Fault, world: int = 2, steps: int = 48) -> tuple[Outcome, Listener]:
@@ -82,7 +82,7 @@ def test_faults_come_at_the_learners_own_mini_batches() -> None:
     assert [list(own.next()) for _ in range(4)] == [[], [faults[2]], [faults[0]], []]
 
 
-def test_a_fault_of_nobody_is_a_problem() -> None:
+def test_a_fault_for_a_learner_that_does_not_exist_is_a_problem() -> None:
     """With its place in the recipe."""
     faults = (Kill(kill=1, at_step=3), Kill(kill=2, at_step=3), Split(split=(0, 2), at_seconds=1, seconds=1))
     found = list(problems((*faults, Join(join=5, at_seconds=1.0)), 2))

@@ -83,7 +83,7 @@ def test_cudnn_takes_recurrent_weights_as_they_are(kind: str) -> None:
 
 
 @every_kind
-def test_training_goes_on_in_the_one_vector(kind: str) -> None:
+def test_training_continues_in_the_flat_vector(kind: str) -> None:
     """A step of the optimizer changes the vector, and a change of the vector is what the next forward sees, although
     forward calls flatten_parameters."""
     torch.manual_seed(1)

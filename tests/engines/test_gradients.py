@@ -131,7 +131,7 @@ def test_each_learner_on_the_virtual_clock_has_buffers_of_its_own() -> None:
     assert len({float(state.buffers["1.running_mean"][0]) for state in found}) == learners
 
 
-def test_a_simulation_that_goes_on_has_the_buffers_that_it_ended_with() -> None:
+def test_a_resumed_simulation_has_the_buffers_it_ended_with() -> None:
     """As weights are: of 24 + 24 mini-batches as of 48."""
     job = Job(Normalised(), STRATEGIES["dpsgd"], Budget(steps=48), sgd(0.1), options=CHOICES["dpsgd-ring"].options(2))
     whole = states(job, 2)

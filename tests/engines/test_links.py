@@ -76,7 +76,7 @@ def test_messages_arrive_by_tag_and_in_their_order() -> None:
     assert linked(2, talk) == [[10.0, 12.0, 11.0, 13.0], [0.0, 2.0, 1.0, 3.0]]
 
 
-def test_a_snapshot_is_read_where_it_lies_and_its_slot_used_again_only_when_nobody_refers_to_it() -> None:
+def test_a_snapshot_is_read_in_place_and_its_slot_reused_only_when_unreferenced() -> None:
     """Neither its owner, not even by a part of it, nor who received it."""
     sent: Future[int] = Future()
     read: Future[None] = Future()

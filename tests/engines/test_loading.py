@@ -113,7 +113,7 @@ def test_a_signal_that_comes_while_processes_start_does_not_end_them() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_other_tickets_may_follow_before_the_last_and_behind_it() -> None:
+def test_new_tickets_may_replace_the_rest_or_follow_the_last() -> None:
     """What was loaded ahead is dropped, and the same processes go on."""
     with Loader(WhoLoads(), num_workers=2) as loader:
         until_processes_load(loader.load(tickets()))
@@ -125,7 +125,7 @@ def test_other_tickets_may_follow_before_the_last_and_behind_it() -> None:
         assert len(multiprocessing.active_children()) == 2
 
 
-def test_an_end_before_the_last_ticket_leaves_nothing_behind() -> None:
+def test_an_end_before_the_last_ticket_leaves_no_process() -> None:
     """Neither processes nor the thread."""
     with Loader(WhoLoads(), num_workers=1) as loader:
         until_processes_load(loader.load(tickets()))

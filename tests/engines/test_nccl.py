@@ -133,7 +133,7 @@ def test_the_watchdog_is_told_to_let_survivors_live_before_a_group_is_made(
     assert seen == [unset | own, nccl.SETTINGS | own]
 
 
-def test_what_an_abort_leaves_is_used_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_aborted_collective_leaves_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean that was aborted looks complete; the learner raises what ended it before it takes the result."""
     unconnected = Communicator.__new__(Communicator)
     unconnected._by_nccl, unconnected._device, unconnected.release = True, torch.device("cpu"), Release()

@@ -55,7 +55,7 @@ def test_survivors_of_a_server_or_a_worker_name_it_and_end(
     [({"servers": "own", "staleness_bound": 1}, 1), ({"update": "hybrid"}, 0)],
     ids=["worker", "server"],
 )
-def test_one_that_stands_still_beyond_the_time_out_is_named_and_nobody_is_left(
+def test_a_learner_paused_beyond_the_time_out_is_named_and_no_process_is_left(
     options: dict[str, Any], victim: int, tmp_path: Path
 ) -> None:
     """SIGSTOP: all others end, servers included, and the blame does not fall on who waited for it, too."""

@@ -103,7 +103,7 @@ def test_the_background_does_not_wait_for_a_gradient_under_way(streams: StandIn)
         assert not own.is_behind(backward)
 
 
-def test_a_gradient_waits_for_the_change_applied_last_and_not_for_the_copies_behind_it(streams: StandIn) -> None:
+def test_a_gradient_waits_for_the_last_applied_change_but_not_for_later_copies(streams: StandIn) -> None:
     """What the background begins after its change, such as the next piece, holds up nobody."""
     lock, own = OrderedLock(streams), streams.new()
     with streams.using(own):
@@ -192,7 +192,7 @@ def test_on_the_cpu_nothing_is_copied_and_everything_is_done_at_once() -> None:
     assert staging.pass_on(tensor)() is tensor
 
 
-def test_a_background_works_on_a_stream_of_its_own_behind_what_was_there_before(
+def test_a_background_has_its_own_stream_ordered_after_earlier_work(
     streams: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins behind the work of the thread that started it, such as the weights' first values."""

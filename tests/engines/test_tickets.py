@@ -20,7 +20,7 @@ from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.training.stragglers import Stragglers
-from starling.training.tickets import DoneTickets, Marks, SyncGroupTickets
+from starling.training.tickets import DoneTickets, Barriers, SyncGroupTickets
 from starling.workload import Position, Ticket, Workload
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression
@@ -86,24 +86,24 @@ def test_what_is_done_and_what_is_unfinished_are_all_tickets_before_the_position
 
 
 @given(lengths, st.integers(1, 7), st.one_of(st.none(), st.integers(1, 20)), st.integers(1, 40), st.data())
-def test_marks_are_the_same_for_everybody(
+def test_barriers_are_the_same_for_everybody(
     lengths: list[int], sync_group_size: int, every: int | None, num_portions: int, data: st.DataObject
 ) -> None:
-    """A learner that claims few portions passes the same marks as one that claims them all; each epoch ends once, and
+    """A learner that claims few portions passes the same barriers as one that claims them all; each epoch ends once, and
     a portion before its end is the last that begins in it."""
     tickets = SyncGroupTickets(Uneven(lengths), Position(), UNLIMITED, sync_group_size)
     claimed = [*sorted(data.draw(st.sets(st.integers(0, num_portions - 1)))), num_portions]
-    diligent, lazy = Marks(tickets, every), Marks(tickets, every)
-    marks = [mark for number in range(num_portions + 1) for mark in diligent.until(number)]
-    assert marks == [mark for number in claimed for mark in lazy.until(number)]
-    ended = [epoch for mark in marks for epoch in mark.ended]
+    diligent, lazy = Barriers(tickets, every), Barriers(tickets, every)
+    barriers = [barrier for number in range(num_portions + 1) for barrier in diligent.until(number)]
+    assert barriers == [barrier for number in claimed for barrier in lazy.until(number)]
+    ended = [epoch for barrier in barriers for epoch in barrier.ended]
     assert ended == list(range(tickets.ticket(num_portions).epoch))
-    for mark in marks:
+    for barrier in barriers:
         assert all(
-            tickets.ticket(mark.number - 1).epoch <= epoch < tickets.ticket(mark.number).epoch for epoch in mark.ended
+            tickets.ticket(barrier.number - 1).epoch <= epoch < tickets.ticket(barrier.number).epoch for epoch in barrier.ended
         )
     if every is not None:
-        steps = [mark.number * sync_group_size for mark in marks]
+        steps = [barrier.number * sync_group_size for barrier in barriers]
         assert all(
             any(k * every <= step < k * every + sync_group_size for step in steps)
             for k in range(1, num_portions * sync_group_size // every + 1)
@@ -128,12 +128,12 @@ def test_done_tickets_are_a_set_that_keeps_only_what_is_not_contiguous(
     assert done.num_kept == len(outstanding) and len(done) == len(outstanding) + 10_030
 
 
-def test_passing_marks_costs_about_the_same_however_many_portions_others_have_claimed_since(
+def test_passing_barriers_costs_about_the_same_however_many_portions_others_have_claimed_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A learner among thousands has one in thousands of the portions. The agreed marks behind it are forgotten."""
+    """A learner among thousands has one in thousands of the portions. The agreed barriers behind it are forgotten."""
     tickets, num_looks = SyncGroupTickets(Uneven([1 << 30]), Position(), UNLIMITED, 1), 0
-    marks = Marks(tickets, every=400_000)
+    barriers = Barriers(tickets, every=400_000)
     look = SyncGroupTickets.ticket
 
     def counted(self: SyncGroupTickets, number: int, member: int = 0) -> Ticket:
@@ -143,16 +143,16 @@ def test_passing_marks_costs_about_the_same_however_many_portions_others_have_cl
 
     monkeypatch.setattr(SyncGroupTickets, "ticket", counted)
     for number in range(0, 1_000_000, 10_000):
-        marks.add(number + 5)
-    found = [mark.number for mark in marks.until(1_000_000)]
+        barriers.add(number + 5)
+    found = [barrier.number for barrier in barriers.until(1_000_000)]
     assert found == sorted([*range(5, 1_000_000, 10_000), 400_000, 800_000])
     assert num_looks < 200 * len(found)
-    assert not marks._agreed
+    assert not barriers._agreed
 
 
 @dataclass
 class Ledger(Silence):
-    """Remembers who computed what, and what every learner kept at each mark."""
+    """Remembers who computed what, and what every learner kept at each barrier."""
 
     seen: list[tuple[int, Ticket]] = field(default_factory=list)
     kept: dict[Position, dict[int, LearnerState]] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class Ledger(Silence):
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self.kept.setdefault(state.position, {})[state.rank] = state
 
-    def on_mark(self, state: LearnerState) -> None:
+    def on_barrier(self, state: LearnerState) -> None:
         self.kept.setdefault(state.position, {})[state.rank] = state
 
 
@@ -177,7 +177,7 @@ class Run:
     minutes: float | None
     slow: float
     dies: bool
-    """Whether the run is lost in the end, so that the next goes on from an earlier mark."""
+    """Whether the run is lost in the end, so that the next goes on from an earlier barrier."""
 
     def job(self, workload: Workload[Points], done: int, minutes: float) -> Job:
         options = {
@@ -211,7 +211,7 @@ runs = st.builds(
 @given(lengths, st.lists(runs, min_size=1, max_size=4))
 def test_every_mini_batch_counts_exactly_once(lengths: list[int], runs: list[Run]) -> None:
     """Under every strategy, with fast and slow learners, budgets that end anywhere, runs that are lost and gone on with
-    from any mark, and another number of learners each time."""
+    from any barrier, and another number of learners each time."""
     workload = Uneven(lengths)
     cluster = Cluster(compute=ComputeModel(seconds=1.0), link=LinkModel(latency=1e-3, bandwidth=1e9))
     position, states, minutes = Position(), None, 0.0
@@ -267,8 +267,8 @@ def _options(strategy: str) -> object:
 
 @pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one", "dpsgd"])
 @pytest.mark.parametrize("learners", [1, 3])
-def test_a_run_that_goes_on_from_a_mark_inside_an_epoch_ends_in_the_same_bits(strategy: str, learners: int) -> None:
-    """Weights, momentum, and what mini-batches hold: from any mark on, as if the run had never been stopped."""
+def test_a_run_resumed_from_a_barrier_inside_an_epoch_ends_in_the_same_bits(strategy: str, learners: int) -> None:
+    """Weights, momentum, and what mini-batches hold: from any barrier on, as if the run had never been stopped."""
 
     def run(start: list[LearnerState] | None, ledger: Ledger) -> list[Tensor]:
         job = Job(
@@ -290,8 +290,8 @@ def test_a_run_that_goes_on_from_a_mark_inside_an_epoch_ends_in_the_same_bits(st
 class Copies(Ledger):
     """Keeps copies, for the engine goes on with what it shows."""
 
-    def on_mark(self, state: LearnerState) -> None:
-        super().on_mark(copy.deepcopy(state))
+    def on_barrier(self, state: LearnerState) -> None:
+        super().on_barrier(copy.deepcopy(state))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         super().on_epoch(report, copy.deepcopy(state))

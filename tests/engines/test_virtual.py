@@ -138,7 +138,7 @@ def test_a_deadlock_says_who_waits_for_whom() -> None:
         run(Strategy("leaves", "only in tests", leaves_early), 3, Budget(steps=9))
 
 
-def test_an_exchange_that_nobody_answers_is_a_deadlock() -> None:
+def test_an_unanswered_exchange_is_a_deadlock() -> None:
     """Two learners that wait for each other under different tags are both named."""
 
     async def misses(me: Learner) -> None:
@@ -270,7 +270,7 @@ def test_a_spent_budget_stays_spent_and_ends_the_epoch_once() -> None:
     assert ends == [0]
 
 
-def test_weights_of_another_model_cannot_be_gone_on_from() -> None:
+def test_resuming_with_weights_of_another_model_is_an_error() -> None:
     """One number would otherwise be spread over all weights without a word."""
     job = cases()["allreduce/sgd"].job(1)
     (state,) = VirtualEngine(job, 1).run().states

@@ -44,10 +44,10 @@ class Record(Silence, IgnoreMembership):
         if report.consensus_distance is not None:
             self.distances.append(report.consensus_distance)
 
-    def begin(self, view: Membership, position: Position, is_first: bool) -> None:
+    def begin(self, membership: Membership, position: Position, is_first: bool) -> None:
         self.begun.append(position)
         self.seen.append([])
-        self.members.append(view.members)
+        self.members.append(membership.members)
 
     def counted(self, end: Position) -> Counter[Ticket]:
         """How often each mini-batch counts in the end: what a later beginning gave out again does not."""
@@ -247,7 +247,7 @@ def test_a_network_that_splits_and_heals_loses_nobody(at: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["allreduce", "adpsgd-ring", "dpsgd-ring"])
-def test_of_two_halves_that_stay_apart_one_goes_on(name: str) -> None:
+def test_of_two_halves_that_stay_apart_one_continues(name: str) -> None:
     """That with the store and with who watches; the other half never claims to have finished, whenever it happens."""
     num_events = run(name)[0].num_events
     for event in range(1, num_events, num_events // 8):

@@ -19,7 +19,7 @@ class Clock:
 
 
 def test_a_wait_says_for_whom_and_since_when_by_the_names_of_learners() -> None:
-    """Ranks change from view to view; names do not, and nobody waits for itself."""
+    """Ranks change with each membership; names do not, and nobody waits for itself."""
     clock = Clock()
     waits = Waits(clock)
     waits.among(1, [0, 3, 5])

@@ -69,7 +69,7 @@ class Counter:
                 self._link.send(Activity(values={"dies": True}))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_mark(self, state: LearnerState) -> None: ...
+    def on_barrier(self, state: LearnerState) -> None: ...
 
 
 def workload(trouble: str, rank: int) -> TinyRegression:

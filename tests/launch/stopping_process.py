@@ -27,7 +27,7 @@ from starling.engines.processes.member import run_learner
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place
-from starling.launch.stopping import wishes_of
+from starling.launch.stopping import save_requests_of
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.regrouping import Regrouping
 from starling.strategies import find_strategy
@@ -56,8 +56,8 @@ class Run:
     """Which signal a learner, by rank, sends itself."""
     at_step: int = 100
     """The mini-batch at which it does, or a later one."""
-    at_mark: int = 0
-    """How many marks it has passed before."""
+    at_barrier: int = 0
+    """How many barriers it has passed before."""
 
     @classmethod
     def from_json(cls, text: str) -> "Run":
@@ -69,12 +69,12 @@ class Run:
 
 
 class Keeping:
-    """Saves at every mark and in the end; notes which mini-batches it computed and when it came to marks."""
+    """Saves at every barrier and in the end; notes which mini-batches it computed and when it came to barriers."""
 
     def __init__(self, writer: CheckpointWriter, run: Run, rank: int, link: Link | None) -> None:
         self.seen: list[int] = []
         self.steps_at: list[float] = []
-        self.marks_at: list[float] = []
+        self.barriers_at: list[float] = []
         self._background = BackgroundWriter(writer)
         self._run, self._rank, self._link = run, rank, link
 
@@ -84,15 +84,15 @@ class Keeping:
         self.steps_at.append(time.monotonic())
         if self._link is not None:
             self._link.send(Activity(f"step {report.ticket.step}", {"step": report.ticket.step}))
-        is_far_enough = report.ticket.step >= self._run.at_step and len(self.marks_at) >= self._run.at_mark
+        is_far_enough = report.ticket.step >= self._run.at_step and len(self.barriers_at) >= self._run.at_barrier
         if is_far_enough and self._rank in self._run.signals:
             os.kill(os.getpid(), self._run.signals.pop(self._rank))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self._background.save(state, lambda checkpoint: None)
 
-    def on_mark(self, state: LearnerState) -> None:
-        self.marks_at.append(time.monotonic())
+    def on_barrier(self, state: LearnerState) -> None:
+        self.barriers_at.append(time.monotonic())
         self._background.save(state, lambda checkpoint: None)
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ def main(run: Run, link: Link | None) -> None:
     writer = CheckpointWriter(folder.checkpoints, regrouping.arrive, write_model, {}, keep=1000)
     keeping = Keeping(writer, run, place.rank, link)
     regrouping.watch(None, keeping)  # type: ignore[arg-type]
-    with wishes_of(link, run.minutes) as wishes:
+    with save_requests_of(link, run.minutes) as save_requests:
         state = run_learner(
             job,
             place,
@@ -134,20 +134,20 @@ def main(run: Run, link: Link | None) -> None:
             30.0,
             find_membership(place, link),
             regrouping,
-            wishes,
+            save_requests,
         )
     position = state.position if state is not None else None
     noted = {
         "seen": keeping.seen,
         "steps_at": keeping.steps_at,
-        "marks_at": keeping.marks_at,
+        "barriers_at": keeping.barriers_at,
         "num_done": position.num_done if position else None,
         "outstanding": [ticket.step for ticket in position.outstanding] if position else None,
-        "stopped_by": wishes.stopped_by,
+        "stopped_by": save_requests.stopped_by,
     }
     (folder.path / f"noted-{place.rank}.json").write_text(json.dumps(noted), encoding="utf-8")
-    if link is None and wishes.stopped_by is not None:
-        raise SystemExit(128 + wishes.stopped_by)
+    if link is None and save_requests.stopped_by is not None:
+        raise SystemExit(128 + save_requests.stopped_by)
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def test_a_learner_that_dies_before_it_computes_is_not_started_again(tmp_path: P
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
 @pytest.mark.parametrize("margin", [1, 5, 20, 100])
-def test_a_learner_that_comes_at_the_very_end_disturbs_nobody(strategy: str, margin: int, tmp_path: Path) -> None:
+def test_a_learner_that_joins_at_the_very_end_does_no_harm(strategy: str, margin: int, tmp_path: Path) -> None:
     """All end in the old membership, or all in the new one; the answer to the request says which."""
     run = Run(f"{strategy}/late", 3, tmp_path)
     hear = run.on_message

@@ -113,7 +113,7 @@ def test_a_learner_killed_after_its_last_step_is_a_clear_end(strategy: str, tmp_
 
 
 @pytest.mark.soak
-def test_a_learner_killed_behind_the_farewell_is_a_clear_end(tmp_path: Path) -> None:
+def test_a_learner_killed_after_saying_goodbye_ends_the_run_clearly(tmp_path: Path) -> None:
     """It has nothing left to do: the others end well, and the run ends well or names it."""
     said: dict[int, int] = {}
 
@@ -156,7 +156,7 @@ def woken(learners: Learners) -> tuple[int, str]:
 
 
 @pytest.mark.soak
-def test_who_stands_still_for_too_long_is_dead_before_the_others_go_on(tmp_path: Path) -> None:
+def test_a_learner_paused_for_too_long_is_dead_before_the_others_continue(tmp_path: Path) -> None:
     """So a late riser can corrupt nothing: when its loss is told there is no such process."""
     there: list[bool] = []
     stopped: list[int] = []

@@ -77,10 +77,10 @@ def assert_seen_once(runs: list[Run], world: int) -> None:
         pytest.param("delayed", 2, signal.SIGTERM, {"delay": 0}, 0, marks=pytest.mark.soak),
     ],
 )
-def test_learners_in_step_that_stop_and_go_on_end_in_the_same_bits(
+def test_synchronous_learners_that_stop_and_resume_end_in_the_same_bits(
     strategy: str, world: int, number: int, options: dict[str, Any], workers: int, tmp_path: Path
 ) -> None:
-    """Without a launcher, one of them hears the signal and all stop at one mark, with 128 + the signal; weights,
+    """Without a launcher, one of them hears the signal and all stop at one barrier, with 128 + the signal; weights,
     moments and place in the data are then those of a run that was not stopped. Under `allreduce` that is so with two:
     torch sums the gradients of more in an order that it changes after its first step."""
     how: dict[str, Any] = {"strategy": strategy, "options": options, "workers": workers}
@@ -110,7 +110,7 @@ def test_learners_in_step_that_stop_and_go_on_end_in_the_same_bits(
         pytest.param("delayed", 2, {"delay": 3}, marks=pytest.mark.soak),
     ],
 )
-def test_other_learners_that_stop_and_go_on_see_everything_once(
+def test_asynchronous_learners_that_stop_and_resume_see_everything_once(
     strategy: str, world: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """All of them hear the signal, as from Slurm; nothing is left unfinished, and a resume does the rest."""
@@ -128,11 +128,11 @@ def test_other_learners_that_stop_and_go_on_see_everything_once(
 def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path: Path) -> None:
     """In step, each is exact: the state of all after the mini-batches that it counts, and of none behind them."""
     timed = run_for(
-        tmp_path, "timed", strategy="delay-by-one", minutes=0.002, signals={0: signal.SIGTERM}, at_step=1, at_mark=3
+        tmp_path, "timed", strategy="delay-by-one", minutes=0.002, signals={0: signal.SIGTERM}, at_step=1, at_barrier=3
     )
     stop_by_themselves(timed, 2, 128 + signal.SIGTERM)
     saved = checkpoints_in(Path(timed.folder) / "checkpoints")
-    assert [len(each["marks_at"]) for each in noted(timed, 2)] == [len(saved) - 1] * 2
+    assert [len(each["barriers_at"]) for each in noted(timed, 2)] == [len(saved) - 1] * 2
     assert len(saved) >= 4
     middle = saved[1]
     position = load(middle).manifest.position
@@ -144,7 +144,7 @@ def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path
 
 
 @pytest.mark.soak
-def test_nobody_waits_for_a_slow_learner_to_agree_on_a_mark(tmp_path: Path) -> None:
+def test_no_learner_waits_for_a_slow_one_to_agree_on_a_barrier(tmp_path: Path) -> None:
     """While one asynchronous learner computes for seconds, the other passes several barriers; both save at each."""
     pause = {"learner": 1, "after": 20, "seconds": 3.0}
     run = run_for(tmp_path, "run", strategy="adpsgd", options={"pattern": "pairs"}, minutes=0.005, pause=pause,
@@ -153,7 +153,7 @@ def test_nobody_waits_for_a_slow_learner_to_agree_on_a_mark(tmp_path: Path) -> N
     fast, slow = noted(run, 2)
     begin, end = max(pairwise(slow["steps_at"]), key=lambda pair: pair[1] - pair[0])
     assert end - begin >= 3.0
-    assert sum(begin < moment < end for moment in fast["marks_at"]) >= 3
+    assert sum(begin < moment < end for moment in fast["barriers_at"]) >= 3
     for checkpoint in checkpoints_in(Path(run.folder) / "checkpoints"):
         assert load(checkpoint).manifest.world == 2
 
@@ -219,7 +219,7 @@ def test_a_signal_to_the_learners_stops_all_of_them_as_one_to_the_launcher_does(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["adpsgd", "delay-by-one"])
-def test_survivors_of_a_learner_that_dies_while_a_mark_is_wanted_save_and_end(strategy: str, tmp_path: Path) -> None:
+def test_survivors_of_a_learner_that_dies_while_a_barrier_is_wanted_save_and_end(strategy: str, tmp_path: Path) -> None:
     """The checkpoint barrier requested in one membership is agreed on in the next, by the learners that are left."""
     run = run_for(tmp_path, "run", strategy=strategy, minutes=0.002)
     losses: list[Loss] = []
@@ -289,7 +289,7 @@ def test_a_second_signal_does_not_wait_for_anybody_to_save(tmp_path: Path) -> No
 
 
 def test_a_second_signal_ends_a_learner_without_a_launcher_at_once(tmp_path: Path) -> None:
-    """Though it waits for another that does not come to the mark."""
+    """Though it waits for another that does not come to the barrier."""
     run = run_for(tmp_path, "run", strategy="delay-by-one", signals={1: signal.SIGSTOP})
     with start_learners(run.command(), 2, Path(run.folder)) as learners:
         other = psutil.Process(learners.pids[1])

@@ -103,7 +103,7 @@ def test_a_super_learner_that_has_lost_a_learner_leaves_whole(tmp_path: Path) ->
     assert harm.said[2]["num_done"] >= NUM_MINI_BATCHES
 
 
-def test_a_run_cannot_go_on_without_its_server(tmp_path: Path) -> None:
+def test_a_run_cannot_continue_without_its_server(tmp_path: Path) -> None:
     """Part of the model is lost with it: the survivors say so and end, and a resume is what is left."""
     with pytest.raises(
         PeerLost, match=r"learner 0 was killed by SIGKILL .*parameter-server cannot continue without: .*kept"
@@ -111,7 +111,7 @@ def test_a_run_cannot_go_on_without_its_server(tmp_path: Path) -> None:
         survive("parameter-server/ends", 2, 0, tmp_path)
 
 
-def test_who_gives_no_sign_of_life_for_too_long_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_learner_without_heartbeats_is_ended_and_the_others_continue(tmp_path: Path) -> None:
     """As if it had been killed; so it can do no harm when it wakes up."""
     harm, losses = survive("delay-by-one/ends", 3, 1, tmp_path, number=signal.SIGSTOP, silence_seconds=4.0)
     assert [loss.learner for loss in losses] == [1]

@@ -73,7 +73,7 @@ class Reporter:
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         pass
 
-    def on_mark(self, state: LearnerState) -> None:
+    def on_barrier(self, state: LearnerState) -> None:
         pass
 
 

@@ -73,7 +73,7 @@ def test_an_epoch_is_one_line_for_all_learners() -> None:
     assert advised == "learner 1 waits for data 29 % of its time: raise batches.num_workers if cores are idle"
 
 
-def test_a_lost_learner_is_not_waited_for_and_one_far_behind_neither() -> None:
+def test_neither_a_lost_learner_nor_a_very_slow_one_is_waited_for() -> None:
     """A joiner that has reported nothing yet is waited for, until the others are two epochs ahead."""
     screen = Screen(2)
     with screen.display as display:

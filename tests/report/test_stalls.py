@@ -127,7 +127,7 @@ def test_a_chain_of_waits_is_followed_to_its_end() -> None:
     )
 
 
-def test_who_goes_on_before_the_others_is_not_counted_among_them_any_more() -> None:
+def test_a_learner_that_has_continued_is_no_longer_counted_among_the_waiting() -> None:
     """What it waits for next is another wait."""
     run = Run(3)
     run.wait(0, "a mean", [2], is_group=True)

@@ -49,7 +49,7 @@ def test_the_state_of_a_learner_is_what_it_reported_last_or_that_it_is_silent() 
     ]
 
 
-def test_averaging_behind_the_training_is_not_what_a_learner_is_in() -> None:
+def test_averaging_in_the_background_is_not_reported_as_a_wait() -> None:
     """It computes."""
     told = Told(1)
     told.roster.hear(0, Heartbeat(5, Stall("a round", (), False, True, 3.0, 0.1, 1)))

@@ -114,7 +114,7 @@ def test_resuming_from_an_earlier_checkpoint_must_not_mix_two_runs(tree: Tree) -
     assert claim_folder(elsewhere, print).path.name == "other"
 
 
-def test_a_run_that_goes_on_from_another_experiment_is_not_mixed_with_one_of_its_name(tree: Tree) -> None:
+def test_a_run_resumed_from_another_experiment_is_not_mixed_with_one_of_its_name(tree: Tree) -> None:
     """The earlier one is moved aside, its record of what was seen too; that of the other experiment is taken over."""
     first, second = (check_recipe({**tree, "name": name}, "r.yaml") for name in ("first", "second"))
     for recipe, seen in ((first, "theirs"), (second, "mine")):
@@ -225,7 +225,7 @@ def test_only_a_later_number_is_a_later_checkpoint(tree: Tree) -> None:
         check_claim(recipe.model_copy(update={"resume": first}))
 
 
-def test_nobody_goes_on_from_weights_that_are_not_finite(tree: Tree) -> None:
+def test_resuming_from_weights_that_are_not_finite_is_an_error(tree: Tree) -> None:
     """However many such checkpoints came last, the newest finite one is there, and it is named."""
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
@@ -275,7 +275,7 @@ def test_the_environment_is_described_without_its_variables(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("has_saved", [True, False])
-def test_who_stops_a_run_before_its_first_checkpoint_is_told_that_there_is_none(
+def test_stopping_a_run_before_its_first_checkpoint_says_that_there_is_none(
     has_saved: bool, tmp_path: Path
 ) -> None:
     """With the signal's exit code, and no word about going on."""

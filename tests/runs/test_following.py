@@ -118,7 +118,7 @@ def test_an_experiment_that_never_ran_has_no_status(folder: ExperimentFolder) ->
         read_status(folder.path)
 
 
-def test_the_record_of_a_run_is_that_behind_its_start(folder: ExperimentFolder) -> None:
+def test_the_record_of_a_resumed_run_begins_at_its_start(folder: ExperimentFolder) -> None:
     """Earlier runs do not count; what was re-issued and skipped does, and an incomplete line does not."""
     first, second = folder.seen / "from-00000000", begin_segment(folder.seen, Position(Ticket(1, 0, 4)))
     (first / "learner-0.tsv").write_text("header\n" + "1\t1\t0\n" * 4)

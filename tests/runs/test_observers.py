@@ -163,7 +163,7 @@ def test_what_was_begun_is_finished_when_the_training_fails(tmp_path: Path) -> N
     """And told, and the error of the training is the one that counts."""
     told: list[Saved] = []
     with pytest.raises(PeerLost, match="learner 1") as caught, saver_of(tmp_path, told) as saver:
-        saver.on_mark(state(0, 1, Ticket(0, 4, 4)))
+        saver.on_barrier(state(0, 1, Ticket(0, 4, 4)))
         raise PeerLost("learner 1 was lost")
     assert [message.folder for message in told] == [str(tmp_path / "checkpoints" / "step-00000004")]
     load(tmp_path / "checkpoints" / "step-00000004")
@@ -174,7 +174,7 @@ def test_a_save_that_fails_after_the_training_did_is_a_note(tmp_path: Path) -> N
     """The cause comes first."""
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(PeerLost, match="learner 1") as caught, saver_of(tmp_path, []) as saver:
-        saver.on_mark(state(0, 1, Ticket(0, 4, 4)))
+        saver.on_barrier(state(0, 1, Ticket(0, 4, 4)))
         raise PeerLost("learner 1 was lost")
     assert "step-00000004: a checkpoint cannot be written" in caught.value.__notes__[0]
 
@@ -184,7 +184,7 @@ def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
     """At the learner's next mini-batch, or when it has none."""
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"), saver_of(tmp_path, []) as saver:
-        saver.on_mark(state(0, 1, Ticket(0, 4, 4)))
+        saver.on_barrier(state(0, 1, Ticket(0, 4, 4)))
         while when == "at the next mini-batch":
             saver.on_step(step(5))
 

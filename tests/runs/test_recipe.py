@@ -139,7 +139,7 @@ def test_slow_learners_are_no_longer_a_matter_of_the_cluster(tree: Tree) -> None
         check_recipe(tree, "r.yaml")
 
 
-def test_nobody_joins_a_run_that_ends_at_a_loss(tree: Tree) -> None:
+def test_joining_a_run_that_ends_at_a_loss_is_refused(tree: Tree) -> None:
     """Its learners are not told of each other; otherwise a name may come that is none of the first."""
     join = {"faults": [{"join": 9, "at_seconds": 1.0}]}
     assert check_recipe(tree | join, "r.yaml").faults

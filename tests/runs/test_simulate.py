@@ -123,7 +123,7 @@ def test_a_folder_that_is_no_experiment_is_named(tmp_path: Path) -> None:
         transcribe(tmp_path, [], print)
 
 
-def test_a_simulation_goes_on_without_a_learner_that_dies_and_the_audit_agrees(tree: Tree, tmp_path: Path) -> None:
+def test_a_simulation_survives_a_dead_learner_and_the_audit_agrees(tree: Tree, tmp_path: Path) -> None:
     """What it had begun is seen by another; one that comes back takes part; the events are the same each time."""
     tree |= {
         "strategy": {"name": "adpsgd"},

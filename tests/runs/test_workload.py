@@ -57,7 +57,7 @@ def test_models_are_the_same_at_every_call(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("learners", [1, 3, 6])
-def test_an_epoch_holds_every_utterance_once_whoever_trains(tree: Tree, learners: int) -> None:
+def test_an_epoch_holds_every_utterance_once_for_any_learners(tree: Tree, learners: int) -> None:
     """The mini-batches are the same for any number of learners and any strategy."""
     _, workload = ready({**tree, "learners": learners, "strategy": "allreduce"})
     _, others = ready({**tree, "learners": 2, "strategy": "adpsgd", "name": "others"})

@@ -101,7 +101,7 @@ def _prepare_by_command(recipe: Path, progress: Connection) -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_preparation_is_gone_on_with_and_leaves_no_process(
+def test_a_killed_preparation_can_be_resumed_and_leaves_no_process(
     tmp_path: Path, stages_run: list[int], end: signal.Signals
 ) -> None:
     """After SIGKILL of the one or Ctrl-C to all, finished shards are used again and the bytes are those of one go."""

@@ -85,7 +85,7 @@ def test_a_copy_in_another_process_makes_the_same_model_and_loads_the_same() -> 
     assert all(torch.equal(*pair) for pair in zip(mine.parameters(), theirs.parameters(), strict=True))
 
 
-def test_an_iterable_is_read_on_and_begun_again_only_for_what_lies_behind() -> None:
+def test_an_iterable_is_restarted_only_for_earlier_items() -> None:
     data = Counting()
     workload = DataWorkload(make_model, loss, data, batch_size=3, num_batches=4)
     read = [places(workload.load(Ticket(0, index, 0))[0]) for index in (0, 2, 3)]
@@ -137,7 +137,7 @@ class Seen:
 
     def on_epoch(self, report: EpochReport, state: object) -> None: ...
 
-    def on_mark(self, state: object) -> None: ...
+    def on_barrier(self, state: object) -> None: ...
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from starling.engines.processes.checkpoint_barrier import Wishes
+from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.launch.link import Link
 from starling.launch.messages import CanStop, LauncherMessage, Signalled, Stop
 
@@ -20,30 +20,30 @@ HEARD = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def wishes_of(link: Link | None, minutes: float | None) -> Generator[Wishes, None, None]:
+def save_requests_of(link: Link | None, minutes: float | None) -> Generator[SaveRequests, None, None]:
     """The checkpoints and stops that this learner process asks for, while the context lasts: a checkpoint after every
     so many `minutes`, and a stop after a signal."""
-    wishes = Wishes(minutes, ignores_signals=True)
+    save_requests = SaveRequests(minutes, ignores_signals=True)
 
     def hear(message: LauncherMessage) -> None:
         if isinstance(message, Stop):
-            wishes.stop(message.signal_number)
+            save_requests.stop(message.signal_number)
 
     if link is not None:
-        wishes.on_ready = lambda: link.send(CanStop())
+        save_requests.on_ready = lambda: link.send(CanStop())
         link.listen(hear)
 
     def stop(number: int) -> None:
-        if not wishes.is_ready:  # there is nothing to save
+        if not save_requests.is_ready:  # there is nothing to save
             end_now(number)
         if link is None:
-            wishes.stop(number)
+            save_requests.stop(number)
         else:
             with suppress(OSError):  # without its launcher this process ends anyway
                 link.send(Signalled(number))
 
     with hearing(stop):
-        yield wishes
+        yield save_requests
 
 
 def end_now(number: int) -> None:

@@ -14,7 +14,7 @@ from starling.engines.processes.stalls import Waits
 from starling.launch.link import Link
 from starling.launch.messages import LearnerMessage, Said
 from starling.launch.rendezvous import find_membership, joins
-from starling.launch.stopping import wishes_of
+from starling.launch.stopping import save_requests_of
 from starling.report.curves import Curves
 from starling.report.progress import say_on
 from starling.runs.cores import use_threads
@@ -79,7 +79,7 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
     waits = Waits()
     heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), waits, run.engine.explain_seconds)
     try:
-        with beating(heartbeat, link), wishes_of(link, run.checkpoints.minutes) as wishes, saver:
+        with beating(heartbeat, link), save_requests_of(link, run.checkpoints.minutes) as save_requests, saver:
             run_learner(
                 job,
                 place,
@@ -90,10 +90,10 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
                 run.engine.timeout_seconds,
                 find_membership(place, link),
                 regrouping,
-                wishes,
+                save_requests,
                 waits,
             )
-            return wishes.stopped_by
+            return save_requests.stopped_by
     finally:
         curves.close()
         seen.close()

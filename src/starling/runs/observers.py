@@ -47,7 +47,7 @@ class Metered:
         self._pass_on(report.rank)
         self._listener.epoch(self._meter(report.rank).end_epoch(report, state.position.num_done))
 
-    def on_mark(self, state: LearnerState) -> None: ...
+    def on_barrier(self, state: LearnerState) -> None: ...
 
     def _meter(self, rank: int) -> Meter:
         return self._meters.setdefault(rank, Meter(self._world))
@@ -171,7 +171,7 @@ class Saver:
         elif kept == "model":
             self._save_model(state)
 
-    def on_mark(self, state: LearnerState) -> None:
+    def on_barrier(self, state: LearnerState) -> None:
         self._save(state, "barrier")
 
     def _save(self, state: LearnerState, moment: Moment) -> None:
@@ -242,6 +242,6 @@ class Together:
         for observer in self._observers:
             observer.on_epoch(report, state)
 
-    def on_mark(self, state: LearnerState) -> None:
+    def on_barrier(self, state: LearnerState) -> None:
         for observer in self._observers:
-            observer.on_mark(state)
+            observer.on_barrier(state)

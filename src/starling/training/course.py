@@ -22,7 +22,7 @@ from starling.training.loading import Loaded
 from starling.training.replica import Replica
 from starling.training.shards import Shards, StartOnMemory
 from starling.training.succession import Life, Past
-from starling.training.tickets import Marks, SyncGroupTickets
+from starling.training.tickets import Barriers, SyncGroupTickets
 from starling.workload import Examples, Position, Ticket
 
 
@@ -72,7 +72,7 @@ class Course:
     ) -> None:
         job.validate(world)
         self.job, self.tickets = job, tickets
-        self.marks = Marks(tickets, job.checkpoint_every)
+        self.barriers = Barriers(tickets, job.checkpoint_every)
         self.num_done = 0  # mini-batches of this learner
         self.gradient_version = 0  # of the weights that the newest gradient is taken at
         self.shards = Shards(rank, replica, statistics, self._set_rates, start_on_memory, start.shards if start else ())
@@ -115,7 +115,7 @@ class Course:
         """Set the learning rates of a shard's optimizer."""
         factor, portion = step_metadata.tolist()
         if not self._is_worker:  # step metadata alone tells a server how far the run has come
-            self._pass_marks(int(portion))
+            self._pass_barriers(int(portion))
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor * scale
 
@@ -175,7 +175,7 @@ class Course:
         self._open.append(ticket)
         self._statistics.num_claimed += 1
         self._portion = self.tickets.number_of(ticket)
-        self._pass_marks(self._portion)
+        self._pass_barriers(self._portion)
         self._epoch_steps += 1
         progress = self.tickets.progress(self._portion, minutes)
         self._fraction = self.job.budget.fraction(progress)
@@ -207,12 +207,12 @@ class Course:
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
         """Report the end of the run, in which all learners together were given `num_portions` and did all but the
         `undone` ones; the final state."""
-        self.marks.end_at(num_portions)
+        self.barriers.end_at(num_portions)
         self._run_end = num_portions
-        self._pass_marks(min([num_portions, *undone]))
+        self._pass_barriers(min([num_portions, *undone]))
         state = self.state(self.tickets.position(num_portions, undone))
         if undone or self._last_end != num_portions:
-            self._end_epoch(self.marks.epoch, state, is_last=True)
+            self._end_epoch(self.barriers.epoch, state, is_last=True)
         return state
 
     def state(self, position: Position, epochs_ended: int | None = None) -> LearnerState:
@@ -235,19 +235,19 @@ class Course:
             is_worker=self._is_worker,
         )
 
-    def _pass_marks(self, portion: int) -> None:
+    def _pass_barriers(self, portion: int) -> None:
         """Pass the checkpoint barriers up to a portion; between some of them a slow learner may have no mini-batch."""
         if not self._is_worker:  # a worker has reached the portion when it was drawn
             self._batches.reach(portion)
-        for mark in self.marks.until(portion):
-            position = self.tickets.position(mark.number)
-            if not mark.ended:
-                self._observer.on_mark(self.state(position))
+        for barrier in self.barriers.until(portion):
+            position = self.tickets.position(barrier.number)
+            if not barrier.ended:
+                self._observer.on_barrier(self.state(position))
                 continue
-            state = self.state(position, epochs_ended=mark.ended[-1] + 1)
-            for epoch in mark.ended:
-                self._end_epoch(epoch, state, is_last=mark.number == self._run_end)
-            self._last_end = mark.number
+            state = self.state(position, epochs_ended=barrier.ended[-1] + 1)
+            for epoch in barrier.ended:
+                self._end_epoch(epoch, state, is_last=barrier.number == self._run_end)
+            self._last_end = barrier.number
 
     def _end_epoch(self, epoch: int, state: LearnerState, is_last: bool) -> None:
         now, statistics = self._clock(), self._statistics

@@ -169,7 +169,7 @@ class Observer(Protocol):
         """Called after each epoch and after the last mini-batch of the run. `state` shares memory with the learner:
         copy or write what is to be kept before returning."""
 
-    def on_mark(self, state: LearnerState) -> None:
+    def on_barrier(self, state: LearnerState) -> None:
         """Called at a checkpoint barrier within an epoch. `state` shares memory as above."""
 
 
@@ -180,7 +180,7 @@ class Silence:
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
 
-    def on_mark(self, state: LearnerState) -> None: ...
+    def on_barrier(self, state: LearnerState) -> None: ...
 
 
 class Named:
@@ -196,5 +196,5 @@ class Named:
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self._observer.on_epoch(report if report.rank == self._name else replace(report, rank=self._name), state)
 
-    def on_mark(self, state: LearnerState) -> None:
-        self._observer.on_mark(state)
+    def on_barrier(self, state: LearnerState) -> None:
+        self._observer.on_barrier(state)

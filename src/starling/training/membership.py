@@ -27,7 +27,7 @@ class Membership:
     @property
     def key(self) -> str:
         """The prefix of this membership's keys in the store."""
-        return f"view/{self.number}"
+        return f"membership/{self.number}"
 
 
 _NONE = Membership(-1, ())

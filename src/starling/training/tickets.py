@@ -167,7 +167,7 @@ class SyncGroupTickets:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Barrier:
     """A checkpoint barrier: all learners save their state before portion `number`."""
 
     number: int
@@ -175,7 +175,7 @@ class Mark:
     """The epochs that end here."""
 
 
-class Marks:
+class Barriers:
     """The checkpoint barriers of a run, in order: at epoch ends, every so many mini-batches if requested, and where
     learners agree on one.
 
@@ -190,7 +190,7 @@ class Marks:
         self._agreed: set[int] = set()
         self._next = 0  # the first portion that was not looked at
         self.epoch = tickets.ticket(0).epoch
-        """The epoch that portions before the last mark, or the first portion, are in."""
+        """The epoch that portions before the last barrier, or the first portion, are in."""
 
     def add(self, number: int) -> None:
         """Add a barrier before portion `number`, which no learner has claimed. Called by any thread."""
@@ -200,18 +200,18 @@ class Marks:
         """The run ends before portion `number`: drop a barrier that was agreed on there."""
         self._agreed.discard(number)
 
-    def until(self, number: int) -> Iterator[Mark]:
+    def until(self, number: int) -> Iterator[Barrier]:
         """The barriers up to portion `number`, after the last one returned."""
         while self._next < number:
-            following = self._first_mark(range(self._next + 1, number + 1))
+            following = self._first_barrier(range(self._next + 1, number + 1))
             self._next = number if following is None else following
             self._agreed.difference_update([each for each in list(self._agreed) if each <= self._next])
             if following is not None:
                 ended = tuple(range(self.epoch, self._tickets.ticket(following).epoch))
                 self.epoch += len(ended)
-                yield Mark(following, ended)
+                yield Barrier(following, ended)
 
-    def _first_mark(self, numbers: range) -> int | None:
+    def _first_barrier(self, numbers: range) -> int | None:
         """The first barrier among consecutive portions, without examining each of them."""
         agreed = [each for each in list(self._agreed) if each in numbers and not self._tickets.is_beyond(each)]
         periodic = bisect_right(numbers, self._periods_before(numbers[0] - 1), key=self._periods_before)

@@ -29,7 +29,7 @@ WAKE_SECONDS = 0.05
 
 
 @dataclass
-class Wishes:
+class SaveRequests:
     """The checkpoint barriers that a learner process requests, in all memberships. Any thread may call `stop`."""
 
     minutes: float | None = None
@@ -73,8 +73,8 @@ class _Over(Exception):  # noqa: N818 - it is no error
 class CheckpointBarrier(threading.Thread):
     """One learner's part in the checkpoint barriers of a membership.
 
-    `on_mark` is called with the first portion after each new barrier, and the signal to stop there or 0; by the thread,
-    before this learner reaches that portion. Without `wishes` there are no barriers.
+    `on_barrier` is called with the first portion after each new barrier, and the signal to stop there or 0; by the thread,
+    before this learner reaches that portion. Without `save_requests` there are no barriers.
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class CheckpointBarrier(threading.Thread):
         store: Store,
         rank: int,
         world: int,
-        wishes: Wishes | None,
-        on_mark: Callable[[int, int], None],
+        save_requests: SaveRequests | None,
+        on_barrier: Callable[[int, int], None],
         timeout_seconds: float = math.inf,
         waits: Waits | None = None,
     ) -> None:
-        super().__init__(name=f"starling-marks-{rank}", daemon=True)  # it must not keep a failed learner alive
+        super().__init__(name=f"starling-barriers-{rank}", daemon=True)  # it must not keep a failed learner alive
         self._store: Store | None = None
-        if wishes is not None:  # its own connection: a store serves one request at a time
+        if save_requests is not None:  # its own connection: a store serves one request at a time
             self._store = store.clone()  # type: ignore[attr-defined]
         self._rank, self._world = rank, world
-        self._wishes = wishes or Wishes()
-        self._on_mark = on_mark
+        self._wishes = save_requests or SaveRequests()
+        self._on_barrier = on_barrier
         self._timeout_seconds = timeout_seconds
         self._waits = waits
         self._changed = threading.Condition()
@@ -152,7 +152,7 @@ class CheckpointBarrier(threading.Thread):
 
     def _request(self, number: int) -> tuple[int, int]:
         """Wait for the request of the barrier of this number: the signal that stops the run, or 0, and the margin."""
-        key = f"marks/{number}"
+        key = f"barriers/{number}"
         while True:
             self._look_around()
             wanted = self._wishes.wanted(self._rank == 0)
@@ -167,7 +167,7 @@ class CheckpointBarrier(threading.Thread):
         return signal_number, margin
 
     def _agree(self, number: int, signal_number: int, margin: int) -> None:
-        store, key = self._asked, f"marks/{number}/{{}}".format
+        store, key = self._asked, f"barriers/{number}/{{}}".format
         with self._changed:
             answer, self._limit = self._reached, self._reached + margin
         store.set(key(self._rank), str(answer))
@@ -175,17 +175,17 @@ class CheckpointBarrier(threading.Thread):
             keys = [key(rank) for rank in range(self._world)]
             what, ranks = "all to answer where a checkpoint barrier can be", range(self._world)
             await_keys(store, keys, math.inf, self._look_around, what, ranks, self._waits)
-            store.set(key("mark"), str(max(int(store.get(each)) for each in keys) + margin))
+            store.set(key("place"), str(max(int(store.get(each)) for each in keys) + margin))
             self._forget(number - 1)  # all have answered, so all know the barrier before
         await_keys(
-            store, [key("mark")], math.inf, self._look_around, "the place of a checkpoint barrier", [0], self._waits
+            store, [key("place")], math.inf, self._look_around, "the place of a checkpoint barrier", [0], self._waits
         )
-        mark = int(store.get(key("mark")))
+        barrier = int(store.get(key("place")))
         with self._changed:
             if signal_number:
                 self._wishes.stop(signal_number)
             self._wishes.agreed()
-            self._on_mark(mark, signal_number)
+            self._on_barrier(barrier, signal_number)
             self._limit = None
             self._changed.notify_all()
 
@@ -202,8 +202,8 @@ class CheckpointBarrier(threading.Thread):
         return max(1, math.ceil(MARGIN_SECONDS * self._reached / seconds))
 
     def _forget(self, number: int) -> None:
-        for word in ("", "/mark", *(f"/{rank}" for rank in range(self._world))):
-            self._asked.delete_key(f"marks/{number}{word}")
+        for word in ("", "/place", *(f"/{rank}" for rank in range(self._world))):
+            self._asked.delete_key(f"barriers/{number}{word}")
 
     def _look_around(self) -> None:
         if self._is_over.is_set():

@@ -82,10 +82,14 @@ class ProcessHandle(Handle[T]):
 
 
 class GradientHandle(ProcessHandle[Tensor]):
-    """A gradient, computed when it is waited for; before that, `mean` may ask for the sync group's mean instead."""
+    """A gradient, computed when it is waited for; before that, `mean` may ask for the sync group's mean instead.
+
+    With `may_reduce` that mean is made while backward computes, otherwise of the whole gradient, in its memory.
+    """
 
     def __init__(self, rank: int, compute: Callable[[bool], Tensor], may_reduce: bool) -> None:
-        super().__init__(lambda: compute(False))
+        self._own = ProcessHandle(lambda: compute(False))
+        super().__init__(self._own.result)
         self.may_reduce = may_reduce
         self._rank = rank
         self._reduced = ProcessHandle(lambda: compute(True))
@@ -95,6 +99,11 @@ class GradientHandle(ProcessHandle[Tensor]):
         """The mean over the sync group; the gradient itself is then never computed alone."""
         self._is_given_away = True
         return self._reduced
+
+    def give_away(self) -> Handle[Tensor]:
+        """The gradient, in memory that its new holder may overwrite."""
+        self._is_given_away = True
+        return self._own
 
     def result(self) -> Tensor:
         if self._is_given_away:
@@ -178,12 +187,16 @@ class Communicator:
         timeout = timedelta(seconds=timeout_seconds)
         self._links = self._make_links(look_around) if self._device.type == "cpu" else None
         self.rounds = Rounds(self._make_board())
+        self.reduces_in_backward = not self._shares_memory()
+        """Whether the mean of a gradient travels while backward computes. In shared memory it does not: there the mean
+        takes less time than what it costs to cut it into pieces."""
         self._ordered, self._ordered_behind = (self._make_means(lane, timeout) for lane in range(2))
         self._device_groups = (
             [self._new_group_of_sync_group(nccl.BACKEND, timeout) for _ in range(2)] if by_nccl else []
         )
+        is_whole = len(self._sync_group) == self._world
         self._reducing_group = (
-            None if len(self._sync_group) == self._world else self._new_group_of_sync_group("gloo", timeout)
+            None if is_whole or not self.reduces_in_backward else self._new_group_of_sync_group("gloo", timeout)
         )
         if by_nccl:
             self._reducing_group = self._device_groups[False]
@@ -196,12 +209,19 @@ class Communicator:
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
         """See `Learner.mean`."""
         check_group(self._rank, group, self._sync_group, self._world)
-        if isinstance(of, GradientHandle) and of.may_reduce and not of.is_finished:
-            return of.reduced()
+        if isinstance(of, GradientHandle) and not of.is_finished:
+            if of.may_reduce:
+                return of.reduced()
+            gradient = of.give_away()
+            return ProcessHandle(lambda: self._mean(own := gradient.result(), into=own).result())
         if isinstance(of, ProcessHandle) and of.is_finished:
             of = of.result()
         if isinstance(of, Handle):
-            return ProcessHandle(lambda: self.mean(of.result(), group).result())
+            return ProcessHandle(lambda: self._mean(of.result()).result())
+        return self._mean(of)
+
+    def _mean(self, of: Tensor, into: Tensor | None = None) -> Handle[Tensor]:
+        """The mean of a vector as it is now, in new memory; or, where learners share memory, `into` some."""
         check_mean(self._rank, of, self._weights)
         self.count_mean(of.nbytes)
         if len(self._sync_group) == 1:
@@ -224,9 +244,9 @@ class Communicator:
 
             return ProcessHandle(reduced)
         means = self._ordered_behind if is_behind else self._ordered
-        with self.naming_the_lost(A_MEAN):
-            under_way = means.start(of)
         is_shared = isinstance(means, SharedMean)  # its waits end when this learner fails
+        with self.naming_the_lost(A_MEAN):
+            under_way = means.start(of, into) if isinstance(means, SharedMean) else means.start(of)
         return ProcessHandle(lambda: self.wait_for(A_MEAN, under_way.result, in_this_thread=is_shared).to(self._device))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
@@ -509,12 +529,16 @@ class Communicator:
             return LinkBoard(self._links)
         return StoreBoard(self._place.store, self._rank, self._world)
 
+    def _shares_memory(self) -> bool:
+        """Whether every sync group's learners are all on one machine; all learners give the same answer."""
+        groups, links = self._sync_groups, self._links
+        ranges = [range(first, first + groups.size) for first in range(0, groups.num_workers, groups.size)]
+        return links is not None and groups.size > 1 and all(links.join(each) for each in ranges)
+
     def _make_means(self, lane: int, timeout: timedelta) -> OrderedMean | SharedMean:
         """Means for one thread: two threads in one group would have no common order."""
-        groups = self._sync_groups
-        ranges = [range(first, first + groups.size) for first in range(0, groups.num_workers, groups.size)]
-        if self._links is not None and groups.size > 1 and all(self._links.join(each) for each in ranges):
-            if self._rank < groups.num_workers:
+        if self._links is not None and self._shares_memory():
+            if self._rank < self._sync_groups.num_workers:
                 return SharedMean(self._links, self._rank, self._sync_group, lane, self._timeout_seconds)
             return OrderedMean(None, 1)
         return OrderedMean(self._new_group_of_sync_group("gloo", timeout), len(self._sync_group))

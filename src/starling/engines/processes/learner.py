@@ -14,7 +14,7 @@ from torch import Tensor
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ReducingModel
 from starling.engines.processes.batches import ProcessBatches
-from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, Wishes
+from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
 from starling.engines.processes.communicator import (
     MEAN_OF_GRADIENT,
     Communicator,
@@ -65,7 +65,7 @@ class ProcessLearner(Learner):
         feed: MembershipFeed,
         membership: Membership,
         waits: Waits,
-        wishes: Wishes | None = None,
+        save_requests: SaveRequests | None = None,
         look_around: Callable[[], None] = do_nothing,
     ) -> None:
         self.replica = Replica(flat.weights, flat.gradients, flat.parameters, job.make_optimizer, job.clip_norm)
@@ -81,7 +81,7 @@ class ProcessLearner(Learner):
         self._sync_group = self._sync_groups.of(place.rank)
         self.communicator = self._connect(look_around)
         self._barrier = CheckpointBarrier(
-            place.store, place.rank, place.world, wishes, self._add_mark, timeout_seconds, waits
+            place.store, place.rank, place.world, save_requests, self._add_barrier, timeout_seconds, waits
         )
         position, size = start.position if start else Position(), job.sync_group_size(place.world)
         tickets = SyncGroupTickets(job.workload, position, job.budget, size)
@@ -214,7 +214,8 @@ class ProcessLearner(Learner):
             return self._compute(self._flat if is_mine or self._elsewhere is None else self._elsewhere, reduced)
 
         # a straggler sleeps before the others have its gradient; DDP would have sent it by then
-        return GradientHandle(self._place.rank, result, may_reduce=self._job.stragglers == Stragglers())
+        may_reduce = self._job.stragglers == Stragglers() and self.communicator.reduces_in_backward
+        return GradientHandle(self._place.rank, result, may_reduce)
 
     def clip(self, gradient: Tensor) -> Tensor | None:
         return self.course.clip(gradient)
@@ -299,12 +300,12 @@ class ProcessLearner(Learner):
         course.report_step(loss)
         return flat.gradients
 
-    def _add_mark(self, number: int, signal_number: int) -> None:
+    def _add_barrier(self, number: int, signal_number: int) -> None:
         """There is a checkpoint barrier before a portion that no learner has reached."""
         if signal_number:
             self.course.tickets.end_at(number)
         else:
-            self.course.marks.add(number)
+            self.course.barriers.add(number)
 
     def _look_for_change(self, error: Exception) -> None:
         """Raise what explains a lost connection, if the launcher announces it."""

@@ -420,11 +420,12 @@ class SharedMean:
         self._num_begun = 0
         self._under_way: UnderWay | None = None
 
-    def start(self, vector: Tensor) -> "UnderWay":
-        """Begin the mean of `vector` `[P]` as it is now, after finishing one that is under way."""
+    def start(self, vector: Tensor, into: Tensor | None = None) -> "UnderWay":
+        """Begin the mean of `vector` `[P]` as it is now, after finishing one that is under way. The mean is put `into`
+        memory `[P]`, if given, otherwise into new memory."""
         if self._under_way is not None:
             self._under_way.result()
-        self._under_way = UnderWay(self, self._num_begun, vector)
+        self._under_way = UnderWay(self, self._num_begun, vector, into)
         self._num_begun += 1
         return self._under_way
 
@@ -463,21 +464,22 @@ SMALL_BYTES = 1 << 18
 class UnderWay:
     """A mean that has begun; `result` waits for it, once."""
 
-    def __init__(self, means: SharedMean, number: int, vector: Tensor) -> None:
-        self._means, self._number = means, number
+    def __init__(self, means: SharedMean, number: int, vector: Tensor, into: Tensor | None) -> None:
+        self._means, self._number, self._into = means, number, into
         self._parts = means.parts(number, vector)
         self._parts[means.own_place].copy_(vector)
         self._mean: Tensor | None = None
         means.tell_all(2 * number)
 
     def result(self) -> Tensor:
-        """The mean `[P]`, in new memory."""
+        """The mean `[P]`."""
         if self._mean is not None:
             return self._mean
         means, parts = self._means, self._parts
         means.await_all(2 * self._number)
         if parts[0].nbytes <= SMALL_BYTES:
-            self._mean = rank_ordered_mean(parts)
+            mean = rank_ordered_mean(parts)
+            self._mean = mean if self._into is None else self._into.copy_(mean)
             return self._mean
         chunks = [part.chunk(len(parts)) for part in parts]
         own = means.own_place
@@ -485,7 +487,8 @@ class UnderWay:
             chunks[own][own].copy_(rank_ordered_mean([each[own] for each in chunks]))
         means.tell_all(2 * self._number + 1)
         means.await_all(2 * self._number + 1)
-        self._mean = torch.cat([each[place] for place, each in enumerate(chunks) if place < len(each)])
+        self._mean = torch.empty_like(parts[0]) if self._into is None else self._into
+        torch.cat([each[place] for place, each in enumerate(chunks) if place < len(each)], out=self._mean)
         return self._mean
 
 

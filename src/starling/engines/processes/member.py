@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from starling.checkpoint.encoding import apart, decode_state, encode_state
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ConnectionFailed, communicating
-from starling.engines.processes.checkpoint_barrier import Wishes
+from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.engines.processes.done_notes import noted
 from starling.engines.processes.handshake import Handshake, await_keys, check_alike, part, shake_hands
 from starling.engines.processes.learner import ProcessLearner
@@ -64,18 +64,18 @@ def run_learner(
     timeout_seconds: float = 600.0,
     membership: MembershipFeed | None = None,
     changes: MembershipObserver | None = None,
-    wishes: Wishes | None = None,
+    save_requests: SaveRequests | None = None,
     waits: Waits | None = None,
 ) -> LearnerState | None:
     """Be the learner at `place` from handshake to closing barrier; the final state, or None if it had to leave early.
 
     `digest` identifies the whole configuration and must be the same on all learners. If the learners are watched
-    (`membership`), the survivors continue when one is lost; `changes` follows the changes. `wishes` are requests for
+    (`membership`), the survivors continue when one is lost; `changes` follows the changes. `save_requests` are requests for
     checkpoint barriers beside those of the job; either all learners have them, or none. What this learner waits for is
     noted in `waits`. Raises `ProtocolError` when learners differ, `PeerLost` when one is gone or does not answer within
     `timeout_seconds`.
     """
-    ignores_signals = wishes is not None and wishes.ignores_signals
+    ignores_signals = save_requests is not None and save_requests.ignores_signals
     feed = membership or MembershipFeed(place.rank, Membership(0, tuple(range(place.world))))
     life = Life.begin(job, feed.name, feed.is_new)
     life.state = start
@@ -90,7 +90,7 @@ def run_learner(
             loader,
             feed,
             changes or IgnoreMembership(),
-            wishes,
+            save_requests,
             waits or Waits(),
             life,
         )
@@ -118,7 +118,7 @@ class _Member:
     loader: Loader
     feed: MembershipFeed
     changes: MembershipObserver
-    wishes: Wishes | None
+    save_requests: SaveRequests | None
     waits: Waits
     life: Life
     learner: ProcessLearner | None = None
@@ -260,7 +260,7 @@ class _Member:
             self.feed,
             membership,
             self.waits,
-            self.wishes,
+            self.save_requests,
             look_around,
         )
 

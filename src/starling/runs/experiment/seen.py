@@ -111,7 +111,7 @@ class Seen:
             listed = self._segment / f"skipped-{report.rank}.tsv"
             self._say(f"learner {report.rank} skipped {num_skipped} utterances of epoch {report.epoch + 1}: {listed}")
 
-    def on_mark(self, state: LearnerState) -> None:
+    def on_barrier(self, state: LearnerState) -> None:
         self._flush()
 
     def go_on_in(self, segment: Path) -> None:

@@ -1,4 +1,4 @@
-"""Learners that agree on a mark while they go on: nobody passes it without knowing it."""
+"""Learners that agree on a barrier while they go on: nobody passes it without knowing it."""
 
 import threading
 import time
@@ -13,8 +13,8 @@ from torch.distributed import DistStoreError, HashStore
 
 from starling.budget import Budget
 from starling.engines.processes import checkpoint_barrier as agreed_marks
-from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, Wishes
-from starling.training.tickets import Mark, Marks, SyncGroupTickets
+from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
+from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
 from starling.workload import Position
 from tests.contract.problems import TinyRegression
 
@@ -38,19 +38,19 @@ def stop_waiting() -> None:
 
 
 class Group:
-    """The parts of some learners in the marks of one view, and what each knew when."""
+    """The parts of some learners in the barriers of one membership, and what each knew when."""
 
     def __init__(self, world: int, minutes: float | None = None) -> None:
         store = HashStore()
-        self.wishes = [Wishes(minutes) for _ in range(world)]
+        self.save_requests = [SaveRequests(minutes) for _ in range(world)]
         self.known: list[list[tuple[int, int]]] = [[] for _ in range(world)]
         self.parts = [
-            CheckpointBarrier(store, rank, world, self.wishes[rank], self._note(rank), PATIENCE)
+            CheckpointBarrier(store, rank, world, self.save_requests[rank], self._note(rank), PATIENCE)
             for rank in range(world)
         ]
 
     def _note(self, rank: int) -> Any:
-        return lambda mark, number: self.known[rank].append((mark, number))
+        return lambda barrier, number: self.known[rank].append((barrier, number))
 
     def start(self, *ranks: int) -> None:
         for rank in ranks or range(len(self.parts)):
@@ -75,7 +75,7 @@ class Group:
     st.booleans(),
     st.sets(st.integers(0, 4), max_size=4),
 )
-def test_nobody_reaches_a_portion_behind_a_mark_before_knowing_it(
+def test_no_learner_reaches_a_portion_after_a_barrier_unknowingly(
     world: int, asked_after: int, by: int, is_in_step: bool, idle: set[int]
 ) -> None:
     """In step, where all reach the same portions, and not, where each takes the next; some may take none at all."""
@@ -89,7 +89,7 @@ def test_nobody_reaches_a_portion_behind_a_mark_before_knowing_it(
             with taking:
                 portion = next(own) if is_in_step else next(shared)
             if portion == asked_after:
-                group.wishes[by].stop(15)
+                group.save_requests[by].stop(15)
             group.parts[rank].reach(portion)
             if group.known[rank] and portion >= group.known[rank][0][0]:
                 behind.append((rank, portion, list(group.known[rank])))
@@ -107,13 +107,13 @@ def test_nobody_reaches_a_portion_behind_a_mark_before_knowing_it(
         assert not thread.is_alive()
     group.await_marks(1)
     group.close()
-    ((mark, number),) = {marks[0] for marks in group.known}
+    ((barrier, number),) = {barriers[0] for barriers in group.known}
     assert number == 15
-    assert [wishes.stopped_by for wishes in group.wishes] == [15] * world
-    for portions in everything:  # those that were reached when no mark before them was known
-        assert all(portion < mark for portion in portions)
+    assert [save_requests.stopped_by for save_requests in group.save_requests] == [15] * world
+    for portions in everything:  # those that were reached when no barrier before them was known
+        assert all(portion < barrier for portion in portions)
     if not is_in_step:
-        assert sorted(portion for portions in everything for portion in portions) == list(range(mark))
+        assert sorted(portion for portions in everything for portion in portions) == list(range(barrier))
 
 
 def test_who_has_answered_waits_at_its_answer_and_the_margin() -> None:
@@ -121,7 +121,7 @@ def test_who_has_answered_waits_at_its_answer_and_the_margin() -> None:
     group = Group(3)
     for portion in range(10):
         group.parts[0].reach(portion, stop_waiting)
-    group.wishes[1].stop(2)
+    group.save_requests[1].stop(2)
     group.start(1, 0)
     deadline = time.monotonic() + PATIENCE
     with pytest.raises(Waiting):
@@ -141,14 +141,14 @@ def test_who_has_answered_waits_at_its_answer_and_the_margin() -> None:
     group.close()
 
 
-def test_marks_by_the_clock_come_again_and_again_and_an_end_behind_them() -> None:
-    """Only the first learner looks at its clock; each mark is the same for all, and beyond what anybody has reached."""
+def test_timed_barriers_repeat_and_a_stop_ends_them() -> None:
+    """Only the first learner looks at its clock; each barrier is the same for all, and beyond what anybody has reached."""
     group = Group(2, minutes=0.0002)
     group.start()
     for portion in range(5):
         group.parts[1].reach(portion)
     group.await_marks(5)
-    group.wishes[1].stop(15)
+    group.save_requests[1].stop(15)
     deadline = time.monotonic() + PATIENCE
     while any(part.is_alive() for part in group.parts):
         assert time.monotonic() < deadline
@@ -156,13 +156,13 @@ def test_marks_by_the_clock_come_again_and_again_and_an_end_behind_them() -> Non
     assert group.known[0] == group.known[1]
     assert {number for _, number in group.known[0][:-1]} == {0}
     assert group.known[0][-1][1] == 15
-    assert all(mark >= 5 for mark, _ in group.known[0][-2:])
+    assert all(barrier >= 5 for barrier, _ in group.known[0][-2:])
 
 
-def test_a_mark_that_a_view_s_end_interrupts_is_dropped() -> None:
-    """The threads end though somebody has not answered, and the wish is still there for the next view."""
+def test_a_barrier_that_the_end_of_a_membership_interrupts_is_dropped() -> None:
+    """The threads end though somebody has not answered, and the request is still there for the next membership."""
     group = Group(3)
-    group.wishes[0].stop(15)
+    group.save_requests[0].stop(15)
     group.start(0, 1)
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -174,18 +174,18 @@ def test_a_mark_that_a_view_s_end_interrupts_is_dropped() -> None:
     group.close()
     assert not any(part.is_alive() for part in group.parts)
     assert group.known == [[], [], []]
-    next_view = Group(2)
-    next_view.wishes[1] = next_view.parts[1]._wishes = group.wishes[0]
-    next_view.start()
-    next_view.await_marks(1)
-    next_view.close()
+    following = Group(2)
+    following.save_requests[1] = following.parts[1]._wishes = group.save_requests[0]
+    following.start()
+    following.await_marks(1)
+    following.close()
 
 
-def test_who_waits_for_a_mark_in_vain_says_so() -> None:
+def test_who_waits_for_a_barrier_in_vain_says_so() -> None:
     """A learner whose thread never answers is not waited for longer than the time-out."""
-    store, wishes = HashStore(), Wishes()
-    wishes.stop(15)
-    part = CheckpointBarrier(store, 0, 2, wishes, lambda mark, number: None, 0.2)
+    store, save_requests = HashStore(), SaveRequests()
+    save_requests.stop(15)
+    part = CheckpointBarrier(store, 0, 2, save_requests, lambda barrier, number: None, 0.2)
     part.start()
     deadline = time.monotonic() + PATIENCE
     with pytest.raises(DistStoreError, match="no checkpoint barrier was agreed on"):
@@ -197,7 +197,7 @@ def test_who_waits_for_a_mark_in_vain_says_so() -> None:
 
 def test_without_wishes_nothing_is_asked() -> None:
     """No thread, and nothing to wait for."""
-    part = CheckpointBarrier(HashStore(), 0, 2, None, lambda mark, number: None)
+    part = CheckpointBarrier(HashStore(), 0, 2, None, lambda barrier, number: None)
     part.start()
     assert not part.is_alive()
     part.reach(5, stop_waiting)
@@ -209,28 +209,28 @@ def tickets(num_steps: int = 100, sync_group_size: int = 2) -> SyncGroupTickets:
     return SyncGroupTickets(TinyRegression(batches=12), Position(), Budget(steps=num_steps), sync_group_size)
 
 
-def test_a_mark_that_was_agreed_on_is_one_like_any_other() -> None:
+def test_a_barrier_that_was_agreed_on_is_one_like_any_other() -> None:
     """It is passed once, in its place; where an epoch ends, it is that epoch's end."""
-    marks = Marks(tickets())
-    marks.add(2)
-    marks.add(6)
-    marks.add(7)
-    assert list(marks.until(8)) == [Mark(2), Mark(6, (0,)), Mark(7)]
+    barriers = Barriers(tickets())
+    barriers.add(2)
+    barriers.add(6)
+    barriers.add(7)
+    assert list(barriers.until(8)) == [Barrier(2), Barrier(6, (0,)), Barrier(7)]
 
 
-def test_a_mark_at_the_end_of_the_run_or_behind_it_is_none() -> None:
+def test_a_barrier_at_or_after_the_end_of_the_run_is_dropped() -> None:
     """What is saved there is the end's, whatever ends the run."""
-    marks = Marks(tickets(num_steps=20))
-    marks.add(10)
-    marks.end_at(10)
-    assert list(marks.until(10)) == [Mark(6, (0,))]
-    by_steps = Marks(tickets(num_steps=20))
+    barriers = Barriers(tickets(num_steps=20))
+    barriers.add(10)
+    barriers.end_at(10)
+    assert list(barriers.until(10)) == [Barrier(6, (0,))]
+    by_steps = Barriers(tickets(num_steps=20))
     by_steps.add(10)
-    assert list(by_steps.until(10)) == [Mark(6, (0,))]
-    by_time = Marks(tickets())
+    assert list(by_steps.until(10)) == [Barrier(6, (0,))]
+    by_time = Barriers(tickets())
     by_time.add(10)
     by_time.end_at(10)
-    assert list(by_time.until(10)) == [Mark(6, (0,))]
+    assert list(by_time.until(10)) == [Barrier(6, (0,))]
 
 
 def test_a_run_that_is_ended_early_hands_out_what_is_before_its_end() -> None:

@@ -1,4 +1,4 @@
-"""Learners that go on in a new view: who counts, what was done, and what they take from each other."""
+"""Survivors that continue in a new membership: who belongs to it, what was done, and what they take from each other."""
 
 import socket
 import threading
@@ -52,21 +52,21 @@ def job(strategy: str) -> Job:
 
 
 def agreed(strategy: str, pasts: list[Past], noted: dict[int, list[int]], world: int = 3) -> list[Plan]:
-    """What the members of view 1 agree on when those of view 0 had noted some tickets as done."""
+    """What the learners of membership 1 agree on when those of membership 0 had noted some tickets as done."""
     root = HashStore()
-    before = PrefixStore("view/0", root)
+    before = PrefixStore("membership/0", root)
     write_first_plan(before, 0, Plan(world, Position(), 1.0))
     sequence = TicketSequence(WORKLOAD, Ticket(0, 0, 0))
     for rank, steps in noted.items():
         notes = DoneNotes(before, rank, world)
         for step in steps:
             notes.add(sequence[step])
-    view = Membership(1, tuple(range(len(pasts))))
+    membership = Membership(1, tuple(range(len(pasts))))
     plans: list[Plan | None] = [None] * len(pasts)
     makers: list[Plan] = []
 
     def take_part(rank: int) -> None:
-        plans[rank] = agree_on_plan(root, view, rank, pasts[rank], job(strategy), 20.0, lambda: None, makers.append)
+        plans[rank] = agree_on_plan(root, membership, rank, pasts[rank], job(strategy), 20.0, lambda: None, makers.append)
 
     threads = [threading.Thread(target=take_part, args=[rank]) for rank in range(len(pasts))]
     for thread in threads:
@@ -120,7 +120,7 @@ def test_who_is_new_takes_the_state_of_a_neighbour() -> None:
     assert (plan.source, plan.takers, plan.world) == (1, (0,), 3)
 
 
-def test_nobody_goes_on_from_nothing() -> None:
+def test_resuming_from_nothing_is_an_error() -> None:
     """Were all that had begun lost, it would be a new run."""
     with pytest.raises(PeerLost, match="before any had begun"):
         agree_on_plan(HashStore(), Membership(1, (4,)), 0, Past(), job("adpsgd"), 5.0, lambda: None, lambda plan: None)
@@ -132,8 +132,8 @@ def test_a_plan_is_written_and_read() -> None:
     assert Plan.decode(plan.encode()) == plan
 
 
-def test_a_membership_tells_of_newer_views_only_and_at_once() -> None:
-    """Whoever listens late hears of the view that has come meanwhile."""
+def test_a_membership_feed_reports_newer_memberships_only_and_at_once() -> None:
+    """Whoever listens late hears of the membership that has come meanwhile."""
     first, second, third = (Membership(number, (0, 1)) for number in range(3))
     membership = MembershipFeed(0, first, is_watched=True)
     assert membership.beyond(first, within=0.0) is None
@@ -206,8 +206,8 @@ def test_a_state_that_is_shared_arrives_whole(make: Callable[..., torch.optim.Op
     assert replace(received, weights=weights, buffers=buffers, optimizer={}) == replace(state, optimizer={})
 
 
-def test_a_change_carries_its_view() -> None:
+def test_a_change_carries_its_membership() -> None:
     """And says why."""
-    view = Membership(3, (0, 2), "learner 1 was killed")
-    assert MembershipChanged(view).membership is view
-    assert str(MembershipChanged(view)) == "learner 1 was killed"
+    membership = Membership(3, (0, 2), "learner 1 was killed")
+    assert MembershipChanged(membership).membership is membership
+    assert str(MembershipChanged(membership)) == "learner 1 was killed"
