@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 class Config(BaseModel):
     """A frozen section of a recipe, such as the options of a strategy. An unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 def digest(content: Any) -> str:
