@@ -36,6 +36,15 @@ COMMANDS = [
 MAKE = [command for _, command in COMMANDS if command.startswith("make ")]
 
 
+def shown() -> list[object]:
+    """The commands to run, with their pages. `make test` runs those of the README, `make soak` all."""
+    return [
+        pytest.param(page, line, marks=[] if page == "README.md" else pytest.mark.soak)
+        for page, line in COMMANDS
+        if line not in MAKE
+    ]
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like a checkout in which `make demo` was run, to the commands of the documents.
@@ -106,7 +115,7 @@ def test_the_two_make_commands_are_what_ci_runs() -> None:
     assert set(MAKE) <= set(ci_lines)
 
 
-@pytest.mark.parametrize(("page", "command"), [each for each in COMMANDS if each[1] not in MAKE])
+@pytest.mark.parametrize(("page", "command"), shown())
 def test_every_command_of_the_documents_runs(page: str, command: str, workplace: Path) -> None:
     """In the documents' order, in one folder, with the installed `starling` and what `make demo` leaves.
 

@@ -64,6 +64,7 @@ def accuracy(done: "subprocess.CompletedProcess[str]") -> float:
     return float(re.findall(r"accuracy ([\d.]+)", done.stdout)[0])
 
 
+@pytest.mark.soak  # `make test` runs the script of the README, which loses a learner, too
 def test_a_job_survives_a_killed_learner_sees_everything_once_and_resumes_with_other_learners(tmp_path: Path) -> None:
     """One of three is killed with -9; then two go on from the checkpoint."""
     first = run(tmp_path, SCRIPT + TRAIN, "3", "5", "kill")

@@ -87,7 +87,7 @@ def main(link: Link) -> None:
         options=STRATEGIES["adpsgd"].options(),
         budget=Budget(steps=STEPS),
         make_optimizer=sgd(0.01),
-        num_workers=2,
+        num_workers=1,
     )
     member.run_learner(job, place, torch.device("cpu"), "same", Reporter(link), timeout_seconds=60.0)
 
