@@ -99,12 +99,12 @@ class Stalls:
         causes = [own] if wait.what == DATA else _causes(_late([own], self._roster), self._roster)
         cause = tuple(causes) or wait.what
         same = [each for each in self._episodes if each.cause == cause]
-        episode = same[0] if same else _Episode(cause, since=record.waits_since)
+        episode = same[0] if same else _Episode(cause, since=record.wait_began_at)
         if not same:
             self._episodes.append(episode)
         episode.waits[own] = wait.number
         episode.learners.add(own)
-        episode.since = min(episode.since, record.waits_since)
+        episode.since = min(episode.since, record.wait_began_at)
 
 
 def explain(waiters: Sequence[int], roster: Roster, log_of: LogOf) -> str:

@@ -37,11 +37,11 @@ def summarise(title: str, roster: Roster, record: Record, waits: Sequence[str], 
 
 
 def _lines(roster: Roster, record: Record, waits: Sequence[str], experiment: str) -> list[str]:
-    lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.losses]
+    lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.lost]
     joined = [str(each.learner_id) for each in roster.learners.values() if each.has_joined]
     if joined:
         lines.append(f"joined the running experiment: learner {', '.join(joined)}")
-    if roster.losses or roster.generation > 0:
+    if roster.lost or roster.generation > 0:
         lines.append(
             f"{record.num_again} mini-batches that others had begun were re-issued; to check that nothing was missed: "
             f"starling audit {experiment}"

@@ -117,7 +117,7 @@ class Following:
             pid=os.getpid(),
             generation=roster.generation,
             learners=tuple(learners_of(roster)),
-            losses=tuple(each.reason for each in roster.losses),
+            losses=tuple(each.reason for each in roster.lost),
             saved=roster.saved,
             saved_age=roster.clock() - roster.saved_at if roster.saved else 0.0,
             exit_code=self._exit_code,

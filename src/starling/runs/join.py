@@ -7,7 +7,7 @@ from pathlib import Path
 from starling.errors import ConfigError, PeerLost
 from starling.launch.joiners import Changes
 from starling.launch.messages import JoinAnswer, JoinRequest
-from starling.launch.requests import Requests, answered, ask, who_takes, withdraw
+from starling.launch.requests import Requests, ask, launcher_id, take_answer, withdraw
 from starling.report.progress import Say
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.run import RunConfig
@@ -45,7 +45,7 @@ def join(experiment: Path, learners: int, tell: Say) -> None:
     folder = ExperimentFolder(experiment)
     if not folder.config.is_file():
         raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
-    launcher = who_takes(folder.joins)
+    launcher = launcher_id(folder.joins)
     if launcher is None:
         raise ConfigError(f"{experiment}: nothing runs here; start it with: starling train {folder.config}")
     request = _asked(experiment, folder.joins, learners)
@@ -73,8 +73,8 @@ def _asked(experiment: Path, folder: Path, learners: int) -> JoinRequest:
 
 def _await(experiment: Path, folder: Path, request: JoinRequest, launcher: bytes) -> JoinAnswer:
     while True:
-        is_over = who_takes(folder) != launcher  # before the last look
-        if answer := answered(folder, request):
+        is_over = launcher_id(folder) != launcher  # before the last look
+        if answer := take_answer(folder, request):
             return answer
         if is_over:
             raise PeerLost(f"{experiment}: the run ended before a learner had joined")

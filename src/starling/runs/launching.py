@@ -10,7 +10,7 @@ from starling.checkpoint.reader import checkpoints_in
 from starling.errors import ConfigError, StarlingError, Stopped
 from starling.launch.launcher import launch
 from starling.launch.messages import LearnerMessage
-from starling.launch.requests import taking_requests, who_takes
+from starling.launch.requests import launcher_id, taking_requests
 from starling.launch.watch import Loss
 from starling.report.progress import Display
 from starling.runs.experiment.folder import ExperimentFolder
@@ -87,7 +87,7 @@ def crowding(learners: int, cores: int) -> str | None:
 
 def check_alone(run: RunConfig) -> None:
     """Raises ConfigError if a run uses the experiment's folder already: both would write into it."""
-    if who_takes(ExperimentFolder(run.folder).joins) is not None:
+    if launcher_id(ExperimentFolder(run.folder).joins) is not None:
         raise ConfigError(
             f"{run.folder}: another run writes here; wait for its end, stop it, or set name to another one"
         )

@@ -12,7 +12,7 @@ from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import Stopped
 from starling.launch.process import signal_name
-from starling.launch.stopping import hearing
+from starling.launch.stopping import on_stop_signal
 from starling.report.curves import Curves
 from starling.report.events import Events
 from starling.report.lines import duration
@@ -64,7 +64,7 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
             Metered(display, recipe.learners, SEND_EVERY),
         ]
         try:
-            with hearing(stop.ask):
+            with on_stop_signal(stop.ask):
                 outcome = VirtualEngine(
                     job,
                     recipe.learners,
