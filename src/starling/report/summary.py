@@ -1,4 +1,4 @@
-"""What became of a run, on one screen: how much each learner did, which were lost, what was re-issued and saved."""
+"""The summary of a run: how much each learner did, which were lost or joined, what was re-issued and saved."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,18 +13,18 @@ from starling.report.lines import duration
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has noted of its mini-batches; those of the runs that it resumed do not count."""
+    """Counts from a run's record of mini-batches, without the runs that it resumed."""
 
     num_computed: dict[int, int] = field(default_factory=dict)
-    """Mini-batches by learner."""
+    """Mini-batches computed by each learner."""
     num_again: int = 0
-    """Mini-batches that were re-issued when learners were lost."""
+    """Mini-batches that were re-issued after a change of the membership."""
     num_skipped: int = 0
-    """Utterances that could not be used, each counted as often as it was skipped."""
+    """Utterances that could not be used, counted each time they were skipped."""
 
 
 def summarise(title: str, roster: Roster, record: Record, waits: Sequence[str], experiment: str) -> Group:
-    """The table and the lines below it. `waits` are the lines about unusual waits."""
+    """The table, and the lines below it. `waits` are the lines about stalls that have ended."""
     table = Table()
     for heading in ("learner", "batches", "share", "computing", "waiting for data", "for peers", "outcome"):
         table.add_column(heading, justify="left" if heading == "outcome" else "right")
