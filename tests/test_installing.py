@@ -127,7 +127,7 @@ def test_a_copy_replaces_nothing(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["recipes", "copy", "demo", str(tmp_path)]).exit_code == 0
     result = CliRunner().invoke(app, ["recipes", "copy", "demo", str(tmp_path)])
     assert result.exit_code == 2
-    assert result.stderr == f"error: {tmp_path / 'demo.yaml'}: there already; remove it, or copy to another folder\n"
+    assert result.stderr == f"error: {tmp_path / 'demo.yaml'}: exists already; remove it, or copy to another folder\n"
 
 
 def test_an_unknown_recipe_is_answered_with_the_known_ones(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Starling trains speech recognisers, and any other PyTorch model, with many learners at once.
 
-Public names are loaded when they are first used. In a process that torchrun or Starling started as a learner, torch's
-compiler is imported only if it is used.
+Public names are loaded on first use. In a learner process, torch's compiler is imported only if it is used.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""`python -m starling` is `starling`."""
+"""`python -m starling` runs the command line `starling`."""
 
 from starling.cli import main
 

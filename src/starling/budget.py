@@ -1,7 +1,7 @@
-"""The budget that all learners share, how far a run has come in it, and the learning rate that follows.
+"""The budget that all learners share, the progress of a run, and the learning rate schedule.
 
-A budget belongs to the run, not to a learner: with a fixed number of steps each, one slow learner would set the
-finishing time of all.
+A budget belongs to the run, not to a learner: if each learner had to make a fixed number of steps, the slowest one
+would determine the duration of the run.
 """
 
 import math
@@ -13,12 +13,12 @@ from pydantic import Field, model_validator
 from starling.configuration import Config
 
 LOWEST = 1e-3
-"""The lowest factor of a warm-up. Of a budget in minutes nobody knows how much the first mini-batch takes."""
+"""The lowest factor during warm-up. With a budget in minutes, the share that the first mini-batch takes is unknown."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: mini-batches claimed by all learners together, passes over the data, minutes."""
+    """The progress of a run: mini-batches claimed by all learners together, passes over the data, and minutes."""
 
     steps: int
     epochs: float
@@ -26,14 +26,14 @@ class Progress:
 
 
 class Budget(Config):
-    """What a run may spend, summed over all learners; the first limit reached ends the run."""
+    """The limits of a run; the first one that is reached ends it."""
 
     epochs: int | None = Field(default=None, ge=0)
     """Passes over the training set."""
     steps: int | None = Field(default=None, ge=0)
-    """Mini-batches, one gradient each, claimed by all learners together."""
+    """Mini-batches of all learners together; each is one gradient."""
     minutes: float | None = Field(default=None, ge=0)
-    """Minutes of training on the engine's own clock: the wall's, or the virtual cluster's."""
+    """Minutes of training, in real time or, in a simulation, in simulated time."""
 
     @model_validator(mode="after")
     def _is_limited(self) -> "Budget":
@@ -42,7 +42,7 @@ class Budget(Config):
         return self
 
     def fraction(self, progress: Progress) -> float:
-        """The share of the budget that is spent, in [0, 1]: that of the limit closest to its end."""
+        """The spent fraction of the budget, in [0, 1]: the largest one among its limits."""
         limits = ((self.epochs, progress.epochs), (self.steps, progress.steps), (self.minutes, progress.minutes))
         shares = (spent / limit if limit > 0 else 1.0 for limit, spent in limits if limit is not None)
         return min(1.0, max(shares))
@@ -53,15 +53,15 @@ class Budget(Config):
 
 
 class Schedule(Config):
-    """The learning rate as a factor of its peak, a pure function of progress and hence equal on all learners.
+    """The learning rate as a factor of its peak; a pure function of progress, and therefore equal on all learners.
 
-    It rises linearly over the first `warmup` of the budget, where that is n mini-batches from 1/n of the peak with the
-    first to the peak with the n-th, and then follows `decay`:
+    During the fraction `warmup` of the budget, the factor rises linearly: over n mini-batches, from 1/n for the first
+    to 1 for the n-th. Then it follows `decay`:
 
-    - `constant`: stays at the peak;
-    - `cosine`: falls to `floor` times the peak at the end of the budget (Loshchilov & Hutter 2017);
-    - `sqrt2-per-epoch`: keeps the peak for `hold_epochs` epochs, then is multiplied by 1/sqrt(2) at every epoch's
-      start (the IBM acoustic models: Zhang et al. 2019, arXiv 1904.04956).
+    - `constant`: it stays at 1;
+    - `cosine`: it falls to `floor` at the end of the budget (Loshchilov & Hutter 2017);
+    - `sqrt2-per-epoch`: it stays at 1 for `hold_epochs` epochs, and is then multiplied by 1/sqrt(2) at the start of
+      every epoch (as for IBM's acoustic models: Zhang et al. 2019, arXiv 1904.04956).
     """
 
     warmup: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -69,18 +69,18 @@ class Schedule(Config):
     floor: float = Field(default=0.0, ge=0.0, le=1.0)
     hold_epochs: int = Field(default=10, ge=0)
     budget: Budget | None = None
-    """The budget that the schedule follows, beyond which it stays at its final value; None: that of the run, over which
-    it is stretched anew where a resume changes it."""
+    """The budget that the schedule follows; afterwards the factor stays at its final value. None: the run's budget; if
+    a resume changes that, the schedule is stretched over the new one."""
 
     def at(self, progress: Progress, run: Budget, following: Progress | None = None) -> float:
-        """The factor when a run with the budget `run` has come so far, for mini-batches behind which it has come as far
-        as `following`."""
+        """The factor at `progress` of a run with the budget `run`, for mini-batches after which its progress is
+        `following` (None: unchanged)."""
         budget = self.budget or run
         return self.factor(budget.fraction(progress), progress.epochs, budget.fraction(following or progress))
 
     def factor(self, fraction: float, epochs: float, fraction_after: float) -> float:
-        """The factor after `fraction` of the budget and `epochs` passes over the data, for mini-batches that bring the
-        budget to `fraction_after`."""
+        """The factor after `fraction` of the budget and `epochs` passes over the data, for mini-batches after which the
+        spent fraction is `fraction_after`."""
         if fraction < self.warmup:
             return min(1.0, max(LOWEST, fraction_after / self.warmup))
         if self.decay == "constant":

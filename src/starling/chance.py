@@ -1,4 +1,4 @@
-"""Seeds that are a pure function of what they are for, so that chance never depends on who came first."""
+"""Seeds that are a pure function of their purpose, so that random choices never depend on the order of learners."""
 
 import hashlib
 

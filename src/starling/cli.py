@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class TakesKeys(TyperCommand):
-    """A command that takes keys of a recipe; the error for a key written as an option shows how to write it."""
+    """A command that accepts keys of a recipe. If a key is written as an option, the error shows the right form."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:  # typer does not export what it raises for an unknown option
+        except Exception as error:  # typer does not export its exception for an unknown option
             if (option := getattr(error, "option_name", None)) is not None:
                 error.message = f"{error.message}{_as_key(option, given)}"  # type: ignore[attr-defined]
             raise
 
 
 def _as_key(option: str, arguments: Sequence[str]) -> str:
-    """How an option is written as a key of the recipe."""
+    """A hint that shows an option as a key of the recipe; empty if the option is not among the arguments."""
     place = next((place for place, each in enumerate(arguments) if each.partition("=")[0] == option), None)
     if place is None:
         return ""
@@ -68,7 +68,7 @@ Overrides = Annotated[
     ),
 ]
 Experiment = Annotated[Path, typer.Argument(metavar="EXP", help="An experiment, such as exp/demo.", show_default=False)]
-Best = Annotated[bool, typer.Option("--best", help="Use the model that scored best on the valid set, not the newest.")]
+Best = Annotated[bool, typer.Option("--best", help="Use the model that scored best on the validation set.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -96,7 +96,7 @@ def prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace sets prepared with other settings.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Import, check and filter a recipe's corpus, and write it as shards. Sets that are already there are kept.
+    """Import, check and filter a recipe's corpus, and write it as shards. Existing sets are kept.
 
     jobs=N uses N processes, executor=dask://HOST:PORT the workers of a Dask cluster; the result is the same.
     """
@@ -114,11 +114,11 @@ def check(
         typer.Argument(metavar="DATA", help="A recipe, or a folder prepared from one.", show_default=False),
     ],
     overrides: Overrides = None,
-    drop: Annotated[bool, typer.Option("--drop", help="List what to leave out, for data.filter.leave_out.")] = False,
+    drop: Annotated[bool, typer.Option("--drop", help="Also list what to leave out (data.filter.leave_out).")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 5 if anything is found.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Find faults, duplicates, and overlap between training and test in a corpus, and list them in check.tsv."""
+    """Find faults, duplicates, and overlap between the sets of a corpus, and list them in check.tsv."""
     with _errors(debug):
         require("speech", "starling check")
         from rich.console import Console
@@ -137,7 +137,7 @@ def bench_data(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Measure ways to store your audio on your disk, with a sample of it, and recommend one."""
+    """Measure ways to store your audio, with a sample of it on your disk, and recommend one."""
     with _errors(debug):
         require("speech", "starling bench-data")
         from rich.console import Console
@@ -151,7 +151,7 @@ def bench_data(
 def train(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train with several learner processes, and score the test sets.
 
-    Under torchrun, or wherever RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, this process is one learner.
+    If RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as under torchrun, this process is one learner.
     """
     with _errors(debug):
         require("speech", "starling train")
@@ -160,7 +160,7 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = Fa
 
 @app.command(cls=TakesKeys, epilog="Example: [bold]starling demo learners=2[/bold]")
 def demo(overrides: Overrides = None, debug: Debug = False) -> None:
-    """Train the demo, a recogniser of synthetic speech, in the current folder: the recipe `demo`."""
+    """Train the recipe `demo`, a recogniser of synthetic speech, in the current folder."""
     with _errors(debug):
         require("demo", "starling demo")
         _train(Path("demo"), overrides or ())
@@ -271,7 +271,7 @@ def strategies(debug: Debug = False) -> None:
 
 @shipped.callback(invoke_without_command=True)
 def recipes(context: typer.Context) -> None:
-    """List the recipes that come with Starling; commands take their names."""
+    """List the recipes that come with Starling; commands accept their names."""
     if context.invoked_subcommand is None:
         from starling.runs.recipe.shipped import summaries
 
@@ -287,7 +287,7 @@ def copy(
     to: Annotated[Path, typer.Argument(metavar="TO", help="The folder to copy it to.")] = Path(),
     debug: Debug = False,
 ) -> None:
-    """Copy a recipe, and those that it builds on, to change it."""
+    """Copy a recipe, and the recipes that it builds on, to a folder."""
     with _errors(debug):
         from starling.runs.recipe.shipped import copy_recipe
 
@@ -301,7 +301,7 @@ def staleness(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Tell the effect of a larger batch from that of stale gradients. Finished cells are not computed again."""
+    """Separate the effect of a larger batch from that of stale gradients. Finished cells are not computed again."""
     with _errors(debug):
         require("speech", "starling study")
         from starling.runs.study.config import load_study

@@ -1,4 +1,4 @@
-"""The base of every configuration model: unknown keys are errors, and values never change."""
+"""The base class of configuration models, and functions to compare configurations."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ class Config(BaseModel):
 
 
 def digest(content: Any) -> str:
-    """SHA-256 of a JSON value, in hexadecimal; the order of its keys does not matter."""
+    """SHA-256 of a JSON value in hexadecimal, independent of the order of keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def differing(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The dotted key and both values of whatever differs between two trees; None for a value that is not there."""
+    """The dotted key and both values of each difference between two trees; None for a missing value."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         if before != now:
             yield key, before, now

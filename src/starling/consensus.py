@@ -1,4 +1,4 @@
-"""What learners agree on, and how far they are from agreeing."""
+"""The consensus of learners, and their distance from it."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from starling.averaging import rank_ordered_mean
 
 Places = Sequence[tuple[int, int]]
-"""Pieces of the weights, each from its start to before its stop."""
+"""Pieces of the weights as pairs (start, stop), without stop."""
 
 
 def consensus(weights: Iterable[Tensor], kept: Sequence[Places]) -> Tensor:
-    """The model of a run `[P]`: the mean of all learners' weights `[P]`, or what they keep of it, where any keeps some.
+    """The consensus `[P]`: the mean of all learners' weights `[P]`, or the model shards if any learner keeps one.
 
-    `kept` gives for each learner the pieces that it keeps; what several keep is averaged.
+    `kept` lists for each learner the places of its shards; a shard that several learners keep is averaged.
     """
     if not any(kept):
         return rank_ordered_mean(weights)
@@ -29,9 +29,10 @@ def consensus(weights: Iterable[Tensor], kept: Sequence[Places]) -> Tensor:
 
 
 def consensus_distance(weights: Iterable[Tensor], mean: Tensor) -> float:
-    """(1/L) sum_l |w_l - mean|^2 of L learners' weights `[P]` and their mean `[P]`; one learner at a time in memory.
+    """(1/L) sum_l |w_l - mean|^2 of L learners' weights `[P]` and their mean `[P]`, with one learner at a time in
+    memory.
 
-    Squares are summed in float64, so that large models lose nothing; not finite where weights are not.
+    Squares are summed in float64 for accuracy on large models. Not finite if weights are not.
     """
     total, count = 0.0, 0
     for each in weights:

@@ -1,4 +1,4 @@
-"""Every error that Starling raises on purpose, and the exit code the command line gives it.
+"""All errors that Starling raises on purpose, with their exit codes.
 
 A message says which learner, what, where, the value, the limit and the remedy. The command line prints it without a
 traceback unless `--debug` is given.
@@ -15,17 +15,17 @@ class StarlingError(Exception):
 
 
 class ConfigError(StarlingError):
-    """A recipe or an argument is wrong; the message lists all problems found at once."""
+    """A recipe or an argument is wrong; the message lists all problems."""
 
     exit_code = 2
 
 
 class MissingExtraError(ConfigError):
-    """A command needs an optional part that is not installed; the message has the line that installs it."""
+    """A command needs an extra that is not installed; the message contains the command that installs it."""
 
 
-class PeerLost(StarlingError):  # noqa: N818 - the field says "peer lost"
-    """A learner ended or became unreachable while others needed it."""
+class PeerLost(StarlingError):  # noqa: N818 - the usual term
+    """A learner exited or became unreachable while others needed it."""
 
     exit_code = 3
 
@@ -43,27 +43,27 @@ class DataError(StarlingError):
 
 
 class CheckpointError(StarlingError):
-    """A saved experiment is missing, incomplete or does not fit; the message names the file."""
+    """A checkpoint or an experiment is missing, damaged or does not fit; the message names the file."""
 
     exit_code = 6
 
 
 class ProtocolError(StarlingError):
-    """Learners that should be alike differ, or did not connect."""
+    """Learners differ in configuration or version, could not connect, or sent an invalid message."""
 
     exit_code = 7
 
 
-class Deadlock(StarlingError):  # noqa: N818 - the field says "deadlock"
+class Deadlock(StarlingError):  # noqa: N818 - the usual term
     """No event is pending while learners wait; the message says which learner waits for which."""
 
     exit_code = 8
 
 
 class Stopped(StarlingError):  # noqa: N818 - a request, not an error
-    """The run was asked to stop by a signal; the exit code is 128 + its number, as shells have it.
+    """A signal stopped the run; the exit code is 128 + its number, as in shells.
 
-    `has_saved` tells whether all learners stopped as asked, with a checkpoint of their position.
+    `has_saved` says whether all learners saved a checkpoint of their common position before they stopped.
     """
 
     def __init__(self, message: str, signal_number: int, has_saved: bool = False) -> None:
@@ -74,11 +74,11 @@ class Stopped(StarlingError):  # noqa: N818 - a request, not an error
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that an unknown one resembles most; None where there is none like it."""
+    """The known name that an unknown one resembles most; None if it resembles none."""
     return next(iter(get_close_matches(name, list(known), n=1)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'NEAREST'? ` for an unknown name; empty where no known name resembles it."""
+    """`did you mean 'NEAREST'? ` for an unknown name; empty if it resembles no known name."""
     near = nearest(name, known)
     return f"did you mean {near!r}? " if near else ""

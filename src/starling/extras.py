@@ -1,4 +1,4 @@
-"""The optional parts of an installation, and the error for one that is missing."""
+"""The extras of the package, and the error for one that is not installed."""
 
 from importlib.util import find_spec
 
@@ -14,14 +14,15 @@ EXTRAS = {
     "dask": (*SPEECH, "distributed"),
     "cloud": (*SPEECH, "s3fs"),
 }
-"""The modules that each extra of pyproject.toml brings."""
+"""The modules that each extra in pyproject.toml installs."""
 
 
 def require(extra: str, what: str) -> None:
-    """Check that an extra is installed, without importing any of it.
+    """Check that an extra is installed, without importing its modules. `what` names the command or function that needs
+    it.
 
     Raises:
-        MissingExtraError: it is not; the message names `what` needs it and the line that installs it.
+        MissingExtraError: A module is missing; the message contains the command that installs it.
     """
     missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
     if missing:

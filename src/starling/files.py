@@ -1,4 +1,4 @@
-"""Files that are complete on the disk before anything relies on them."""
+"""Hashes, syncs and atomically replaces files."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(*paths: Path) -> None:
-    """Wait until files, or the names in folders, are on the disk."""
+    """Wait until the contents of files, or the entries of folders, are on disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -23,10 +23,10 @@ def sync(*paths: Path) -> None:
 
 
 def replace_file(path: Path, text: str, aside: Path | None = None) -> None:
-    """Write a UTF-8 text file under another name, sync it, and rename it: readers see the old text or the new one.
+    """Atomically replace a UTF-8 text file: readers see the old text or the new one.
 
-    Until then it lies in the folder `aside` of the same file system, by default beside `path`. Characters that UTF-8
-    cannot hold are written as escapes. Raises OSError when the file cannot be written.
+    The new text is first written to a temporary file in the folder `aside` on the same file system (None: the folder of
+    `path`). Characters that UTF-8 cannot encode are written as escapes. Raises OSError if writing fails.
     """
     partial = (aside or path.parent) / f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial"
     try:

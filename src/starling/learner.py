@@ -1,8 +1,8 @@
-"""Everything a strategy may use: the learner, and the handles of work that it has started.
+"""The interface of strategies: the learner, and handles of work that it has started.
 
-A strategy is an `async def` over one `Learner`. It is not asyncio: an engine drives the coroutine. Starting work
-returns a `Handle` at once; only `await` waits. Time is real on the `processes` engine and simulated on the `virtual`
-engine; the text of the strategy is the same.
+A strategy is an `async def` over one `Learner`. It does not use asyncio: an engine drives the coroutine. Methods that
+start work return a `Handle` at once; only `await` waits. The same strategy runs in real time on the `processes` engine
+and in simulated time on the `virtual` engine.
 """
 
 from __future__ import annotations
@@ -30,50 +30,51 @@ class Handle(ABC, Generic[T]):
         """The result of finished work; raises what the work raised."""
 
 
-class LoopEnded(Exception):  # noqa: N818 - it is no error
-    """Raised where a strategy awaits a gradient that the user's own training loop will not make: the loop has ended.
+class LoopEnded(Exception):  # noqa: N818 - not an error
+    """Raised where a strategy awaits a gradient after the user's own training loop has ended.
 
     A strategy whose learners have work to do after their last gradient suppresses it around its loop.
     """
 
 
 class Shard(ABC):
-    """A piece of the model in host memory with its own optimizer: a server's, or memory that learners share."""
+    """A model shard: a piece of the weights in host memory with its own optimizer, kept by a server or shared by all
+    learners."""
 
     @property
     @abstractmethod
     def piece(self) -> slice:
-        """Its place in the weights `[P]`."""
+        """The shard's place in the weights `[P]`."""
 
     @property
     @abstractmethod
     def num_steps(self) -> int:
-        """The number of steps made on it, by all learners."""
+        """The number of optimizer steps that all learners have made on the shard."""
 
     @abstractmethod
     def read(self) -> Handle[Tensor]:
-        """Start copying the piece `[n]`."""
+        """Start copying the shard's weights `[n]`."""
 
     @abstractmethod
     def step(self, gradient: Tensor, step_metadata: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Handle[None]:
-        """Start letting the optimizer change the piece by `gradient` `[n]`, which is in host memory.
+        """Start an optimizer step on the shard with `gradient` `[n]`, which is in host memory.
 
-        `step_metadata` is that of the learner whose gradient it is (or of the newest gradient in it). `read_at` holds,
-        for each gradient in it, what `num_steps` was when its weights were read. `scale` multiplies the learning rate.
+        If `gradient` combines several gradients, `step_metadata` is that of the newest one. `read_at` lists, for each
+        of them, the value of `num_steps` when its weights were read. `scale` multiplies the learning rate.
         """
 
 
 class Learner(ABC):
-    """One of the learners that train a model together, as its strategy sees it.
+    """One of the learners that train a model together, as seen by its strategy.
 
     Weights and gradients are flat vectors `[P]`, in the same order on all learners. Weights change only through `step`,
-    `apply` and `replace`, each atomic, so that work in the learner's background never loses an update.
+    `apply` and `replace`, which are atomic, so that a background coroutine never loses an update.
     """
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This learner's number, in [0, world)."""
+        """This learner's rank, in [0, world)."""
 
     @property
     @abstractmethod
@@ -83,12 +84,12 @@ class Learner(ABC):
     @property
     @abstractmethod
     def seed(self) -> int:
-        """The seed of the run, the same on all learners: they agree on what they draw from it without communication."""
+        """The run's seed. It is the same on all learners, so that they draw the same numbers without communication."""
 
     @property
     @abstractmethod
     def weights(self) -> Tensor:
-        """This learner's own model, flat, `[P]`; the model's parameters are views into it. Do not write to it."""
+        """This learner's weights `[P]`; the model's parameters are views into them. Do not write to them directly."""
 
     @abstractmethod
     def claim(self) -> bool:
@@ -97,59 +98,61 @@ class Learner(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """The number of changes made to `weights`."""
+        """The number of changes that have been made to `weights`."""
 
     @property
     @abstractmethod
     def step_metadata(self) -> Tensor:
-        """What a `Shard` must know about the claimed mini-batch, such as its learning rate: `[k]` of float64 in host
-        memory. k is the same on all learners and never changes."""
+        """The step metadata of the claimed mini-batch, such as its learning rate: `[k]`, float64, in host memory. k is
+        constant, and the same on all learners."""
 
     @abstractmethod
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         """Start computing the gradient `[P]` of the claimed mini-batch at the weights `at`.
 
-        `at` must not change before the handle has been awaited: if the background changes `weights`, take the gradient
-        at a `snapshot()`. The result is valid until the next gradient of this learner begins.
+        `at` must not change until the handle has been awaited: if a background coroutine changes `weights`, pass a
+        `snapshot()`. The result is valid until this learner starts its next gradient.
         """
 
     @abstractmethod
     def clip(self, gradient: Tensor) -> Tensor | None:
-        """Shorten a gradient `[P]` in place to the longest that the run allows; `step` does this to its own.
+        """Clip a gradient `[P]` in place to the run's maximum norm. `step` clips its gradient itself.
 
-        None for one that is not finite: it must make no step anywhere. `NonFiniteError` after many in a row.
+        Returns None if the gradient is not finite: it must not be used anywhere. Raises `NonFiniteError` after too many
+        such gradients in a row.
         """
 
     @abstractmethod
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
-        """Start averaging a vector, as it is now, over a group of learners (None: all), summed in rank order.
+        """Start averaging the present value of a vector over a group of learners (None: all), summed in rank order.
 
-        A group other than all must be the learner's own sync group: the learners that claim together with it. Do not
-        write to the result: learners may share it. Do not await a handle after giving it to `mean`, unless its work was
-        finished. The mean of a gradient's handle may begin before the gradient is complete: the `processes` engine
-        reduces each part while the rest is still being computed, and then a backend chooses the order of the sum.
+        A group must be the learner's own sync group. Do not write to the result: learners may share it. Do not await a
+        handle after passing it to `mean`, unless its work was finished. The mean of a gradient's handle may start
+        before the gradient is complete: the `processes` engine then reduces each part while the rest is still being
+        computed, and the backend chooses the order of the sum.
         """
 
     @abstractmethod
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """Start sending `tensor` to `peer`, which receives it under the same `tag`. A learner may send to itself.
 
-        The tensor must not change before the handle has been awaited, and a `snapshot` of a piece never: a peer on the
-        same machine may read it in place. Messages under one tag arrive in order.
+        The tensor must not change until the handle has been awaited. A `snapshot` of a piece must never change, because
+        a peer on the same machine may read it in place. Messages with the same tag arrive in order.
         """
 
     @abstractmethod
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        """Start receiving what `peer` sends under `tag`, of the shape, dtype and device of `like`.
+        """Start receiving a tensor that `peer` sends under `tag`, with the shape, dtype and device of `like`.
 
-        Do not write to the result: the peer may have lent it.
+        Do not write to the result: it may be the peer's memory.
         """
 
     @abstractmethod
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
-        """Wait until one of `handles` is finished, and return its key. There is no time-out while all peers live.
+        """Wait until one of `handles` is finished, and return its key. The wait has no time-out as long as all peers
+        are alive.
 
-        Unfinished handles may be waited for again, under the same key.
+        Unfinished handles may be passed again under the same key.
         """
 
     @abstractmethod
@@ -158,39 +161,39 @@ class Learner(ABC):
 
     @abstractmethod
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
-        """Start a second coroutine of this learner, beside the first. An error in it ends the learner."""
+        """Start a second coroutine of this learner, concurrent with the first. An error in it ends the learner."""
 
     @abstractmethod
     def round(self, period: float) -> Handle[int | None]:
-        """Wait for the next averaging round of the run; its number, or None after the last.
+        """Wait for the next averaging round of the run; the result is its number, or None after the last one.
 
-        All learners go through the same rounds, 0, 1, 2, …, and equally many of them, in whatever order they finish. A
-        round opens for all learners as soon as one has made `period` gradients for it. So a slow learner delays no
-        rounds, and about 1 / `period` rounds pass for each gradient of the fastest.
+        All learners take part in the same rounds 0, 1, 2, …. A round opens for all learners as soon as one of them has
+        made `period` gradients for it. So a slow learner delays no round, and there are about 1 / `period` rounds per
+        gradient of the fastest learner.
         """
 
     @abstractmethod
     def keep_up(self, most: float) -> Handle[None]:
-        """Wait until this learner is less than `most` gradients ahead of the last round that its background completed.
+        """Wait until this learner has made fewer than `most` gradients since the last round that its background
+        coroutine completed.
 
-        It waits for its own background while that is in a round; never for a round to open, and never for another
-        learner's gradient.
+        It waits only while that coroutine is in a round: never for a round to open, nor for another learner's gradient.
         """
 
     @abstractmethod
     def step(self, gradient: Tensor, read_at: int | None = None) -> None:
-        """Let the local optimizer change `weights` by `gradient` `[P]`.
+        """Make a step of the local optimizer on `weights` with `gradient` `[P]`.
 
-        `read_at` is what `version` was when the weights of the gradient were read. None: it is the newest gradient.
+        `read_at` is the value of `version` when the gradient's weights were read. None: that of the newest gradient.
         """
 
     @abstractmethod
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        """weights += delta, or the same for a piece of them, as `pieces` cuts them."""
+        """Add `delta` to the weights `[P]`, or to a piece of them, one that `pieces` has returned."""
 
     @abstractmethod
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        """Overwrite this learner's weights with `weights` `[P]`, or a piece of them with `[n]`."""
+        """Overwrite this learner's weights with `weights` `[P]`, or a piece of them with `weights` `[n]`."""
 
     @abstractmethod
     def snapshot(self, piece: slice | None = None) -> Tensor:
@@ -198,20 +201,20 @@ class Learner(ABC):
 
     @abstractmethod
     def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        """`weights` cut into pieces of at most `largest` numbers, so that each is changed and sent quickly.
+        """Divide `weights` into pieces of at most `largest` numbers, so that each is changed and sent quickly.
 
-        With `optimizer_state`, pieces of what the optimizer remembers about each weight (momentum, Adam's two moments)
-        follow those of the weights, the same on all learners.
+        With `optimizer_state`, pieces of the optimizer's state per weight (momentum, Adam's two moments) follow those
+        of the weights. The pieces are the same on all learners.
         """
 
     @abstractmethod
     def keep(self, piece: slice) -> Shard:
-        """Keep a piece of the model on behalf of all learners, beginning with this learner's weights."""
+        """Keep a piece of the model for all learners, initialised with this learner's weights."""
 
     @abstractmethod
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
         """Start sharing the model with all learners, in memory that all change without a lock.
 
-        It begins with learner 0's weights; each learner has its own optimizer. ConfigError unless all learners run on
-        one machine.
+        It is initialised with learner 0's weights; each learner has its own optimizer. Raises ConfigError unless all
+        learners are on one machine.
         """

@@ -1,4 +1,4 @@
-"""Finding what a name stands for: a part of Starling, a part of an installed package, or `module:name`."""
+"""Finds objects by name: parts of Starling, parts of installed packages, or `module:name`."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Everything of one kind that a recipe or an argument can choose by name.
+    """All objects of one kind that a recipe or an argument can choose by name.
 
-    A name stands for a part of Starling, for an entry point of an installed package, or, as `module:name`, for an
-    object in a module that Python can import. If a package offers a name that Starling has, Starling's own wins.
+    A name refers to a part of Starling, to an entry point of an installed package, or, as `module:name`, to an object
+    in a module that Python can import. If a package offers a name that Starling has, Starling's own part is used.
 
     Args:
         known: The parts of Starling, by name.
-        group: The entry point group through which packages add theirs, such as `starling.strategies`.
-        accepts: Tells whether an imported object is of this kind.
-        wanted: What it must be, for the error that says it is not.
-        prefix: How every error begins, such as `strategy: `.
-        outside: How errors write `module:name`.
+        group: The entry point group of other packages, such as `starling.strategies`.
+        accepts: Whether an imported object is of this kind.
+        wanted: The description of this kind in error messages.
+        prefix: The start of every error message, such as `strategy: `.
+        outside: How error messages write `module:name`.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Registry(Generic[T]):
         return [*self._known, *(name for name in _installed(self._group) if name not in self._known)]
 
     def is_outside(self, name: str) -> bool:
-        """Whether a name asks for something that is not a part of Starling."""
+        """Whether a name refers to an object that is not a part of Starling."""
         return name not in self._known and (":" in name or name in _installed(self._group))
 
     def find(self, name: str) -> T:
-        """What a name stands for.
+        """The object of that name.
 
         Raises:
-            ConfigError: the name is unknown, cannot be imported, or stands for something of another kind. The message
+            ConfigError: The name is unknown, cannot be imported, or refers to an object of another kind. The message
                 says which, and suggests the nearest known name.
         """
         if name in self._known:
@@ -97,7 +97,7 @@ class Registry(Generic[T]):
 
 @cache
 def _installed(group: str) -> dict[str, EntryPoint]:
-    """The entry points of a group by name. Reading them takes milliseconds for each installed package."""
+    """The entry points of a group by name; cached, as reading them takes milliseconds per installed package."""
     return {entry.name: entry for entry in entry_points(group=group)}
 
 

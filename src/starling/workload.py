@@ -1,4 +1,4 @@
-"""What learners train: a model, its mini-batches and its loss. Speech recognition is one; any PyTorch loop may be."""
+"""The interface of workloads: a model, its mini-batches and its loss, for speech recognition or any other task."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Unit = Literal["utterances", "frames"]
-"""What the size of a mini-batch is counted in; an utterance is an example."""
+"""The unit of a mini-batch's size; an utterance is any example."""
 Weighting = Literal["batches", Unit]
-"""How the mini-batches of learners that step together count: each alike, or in proportion to their size."""
+"""The weights of mini-batches in the mean gradient of learners that step together: equal (`batches`), or proportional
+to their size."""
 
 
 class Examples(Protocol):
-    """Some training examples, ready for the model; what the logs want to know about them."""
+    """A micro-batch: training examples that are ready for the model, with their size for the logs."""
 
     @property
     def num_examples(self) -> int: ...
@@ -41,8 +42,8 @@ ExamplesT = TypeVar("ExamplesT", bound=Examples)
 class Ticket:
     """The right to compute one mini-batch; every ticket is handed out exactly once.
 
-    `epoch` and `index` say which mini-batch; `step` counts the tickets before it since the beginning of the run.
-    `part` is the part of a divided data set that it is computed on.
+    `epoch` and `index` identify the mini-batch; `step` is the number of earlier tickets in the run. `part` is the part
+    of a divided data set from which the mini-batch is drawn.
     """
 
     epoch: int
@@ -53,57 +54,57 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Position:
-    """What all learners together have done: every ticket before `next_ticket`, except the `outstanding` ones."""
+    """The data position of a run: every ticket before `next_ticket` is completed, except the `outstanding` ones."""
 
     next_ticket: Ticket = Ticket(epoch=0, index=0, step=0)
     """The first ticket that was never handed out."""
     outstanding: tuple[Ticket, ...] = ()
-    """Tickets that were handed out and not done, in order; a run that continues from here issues them first."""
+    """Tickets that were handed out and not completed, in order. A run that resumes here re-issues them first."""
 
     @property
     def num_done(self) -> int:
-        """Mini-batches done since the beginning of the run."""
+        """The number of mini-batches that the run has completed."""
         return self.next_ticket.step - len(self.outstanding)
 
 
 class Workload(ABC, Generic[ExamplesT]):
-    """A training problem, the same on every learner. What a mini-batch holds depends on its ticket alone, not on how
-    many learners there are or who computes it."""
+    """A model, its loss and its data, the same on every learner. The content of a mini-batch depends only on its
+    ticket, not on the number of learners or on the learner that computes it."""
 
     num_parts: int = 1
-    """Parts that the data are divided into, for studies: learner r takes its mini-batches from part r modulo this."""
+    """The number of parts into which the data are divided, for studies: learner r draws from part r modulo this."""
 
     @abstractmethod
     def make_model(self) -> nn.Module:
-        """A new model on the CPU, the same bits at every call."""
+        """Make a model on the CPU; every call must give the same bits."""
 
     @abstractmethod
     def num_batches(self, epoch: int) -> int:
-        """Mini-batches in an epoch, at least 1."""
+        """The number of mini-batches in an epoch, at least 1."""
 
     @abstractmethod
     def load(self, ticket: Ticket) -> Sequence[ExamplesT]:
-        """The micro-batches of a ticket's mini-batch, on the CPU; may run in a loading process."""
+        """Load the micro-batches of a ticket's mini-batch, on the CPU; may be called in a loading process."""
 
     @abstractmethod
     def loss(self, model: nn.Module, examples: ExamplesT) -> Tensor:
-        """The scalar to minimise: the mean over `examples`, by what `weight` counts of them."""
+        """The scalar to minimise: a mean over as many terms of `examples` as `weight` counts."""
 
     def weight(self, examples: ExamplesT) -> float:
-        """How much of a mini-batch a micro-batch is: the number of what `loss` is the mean over, by default examples.
+        """The weight of a micro-batch: the number of terms over which `loss` is a mean; by default, of examples.
 
-        The loss of a mini-batch is the mean of those of its micro-batches by weight, as if it were computed at once. A
-        micro-batch of weight 0 is left out.
+        The loss of a mini-batch is the weighted mean of its micro-batches' losses, as if it were computed at once. A
+        micro-batch of weight 0 is skipped.
         """
         return float(examples.num_examples)
 
     def planned_size(self, ticket: Ticket, unit: Unit) -> float:
-        """How large a ticket's mini-batch is, without loading it; the same on every learner.
+        """The size of a ticket's mini-batch, without loading it; the same on every learner.
 
-        Learners ask for the sizes of each other's mini-batches, so that they can weigh gradients without a word. Raises
-        ConfigError unless a workload defines it.
+        Learners use the sizes of each other's mini-batches to weight gradients without communication. Raises
+        ConfigError unless the workload overrides this method.
         """
         raise ConfigError(
-            f"{type(self).__name__} does not know the {unit} of a mini-batch before it is loaded, which weighting: "
-            f"{unit} needs; define its planned_size, or choose weighting: batches"
+            f"{type(self).__name__} does not know the {unit} of a mini-batch before it is loaded, but weighting: "
+            f"{unit} needs them; define planned_size, or choose weighting: batches"
         )

@@ -285,7 +285,7 @@ def test_learners_without_a_shared_file_system_are_told(tmp_path: Path) -> None:
     together = writer(tmp_path)
     together.save(state(0, 2, Ticket(1, 0, 8)))
     remove_partial(tmp_path / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"learner-0\.safetensors did not appear.*shared file system"):
+    with pytest.raises(CheckpointError, match=r"learner-0\.safetensors missing from .*that all learners share"):
         together.save(state(1, 2, Ticket(1, 0, 8)))
 
 

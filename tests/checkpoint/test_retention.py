@@ -124,10 +124,10 @@ def test_a_damaged_checkpoint_names_the_older_one_that_is_whole(tmp_path: Path) 
     with pytest.raises(CheckpointError) as caught:
         load(latest(tmp_path))
     assert f"{folders[3]}/learner-0.safetensors is damaged" in str(caught.value)
-    assert f"{folders[1]} is older and whole: to continue from it, move {folders[3]} away first" in str(caught.value)
+    assert f"{folders[1]} is intact: to continue from it, move {folders[3]} away first" in str(caught.value)
     damage(folders[0])
     damage(folders[1])
-    with pytest.raises(CheckpointError, match="of 3 older ones beside it none is whole"):
+    with pytest.raises(CheckpointError, match=r"none of the 3 older checkpoints in .* is intact"):
         load(latest(tmp_path))
 
 

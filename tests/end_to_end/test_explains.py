@@ -94,7 +94,7 @@ def test_a_lost_learner_is_in_the_summary_and_the_run_can_be_resumed_with_it(tre
     again = starling(tmp_path, "train", "exp/songs/config.yaml", "resume=exp/songs", "budget.epochs=4", "faults=[]")
     assert again.returncode == 0, again.stderr
     audited = starling(tmp_path, "audit", "exp/songs")
-    assert "4 of 4 whole epochs saw each of 24 utterances exactly once" in audited.stdout, audited.stdout
+    assert "4 of 4 complete epochs saw each of 24 utterances exactly once" in audited.stdout, audited.stdout
 
 
 @pytest.mark.soak

@@ -154,7 +154,7 @@ def test_a_run_that_learners_joined_can_be_resumed(
     assert resumed.returncode == 0, resumed.stderr
     line, shares = audited(tmp_path, monkeypatch)
     whole = position.epoch + 2
-    assert f"{whole} of {whole} whole epochs saw each of" in line
+    assert f"{whole} of {whole} complete epochs saw each of" in line
     assert shares[7] > 0
 
 

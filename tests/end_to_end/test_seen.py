@@ -81,7 +81,7 @@ def test_a_run_that_continues_with_fewer_learners_sees_everything_once(
     assert resumed.returncode == 0, resumed.stderr
     whole = position.epoch + 2
     assert re.search(
-        rf"; {whole} of {whole} whole epochs saw each of \d+ utterances exactly once", audited(tmp_path, monkeypatch)
+        rf"; {whole} of {whole} complete epochs saw each of \d+ utterances exactly once", audited(tmp_path, monkeypatch)
     )
 
 
@@ -101,7 +101,7 @@ def test_survivors_see_what_a_killed_learner_had_begun(
     assert code == 0, message
     assert re.search(r"learner \d was killed by SIGKILL while .*; the others continue without it", message)
     assert re.search(r"songs ended without learner \d: learner \d was killed", message)
-    assert "16 of 16 whole epochs saw each of" in audited(tmp_path, monkeypatch)
+    assert "16 of 16 complete epochs saw each of" in audited(tmp_path, monkeypatch)
 
 
 @pytest.mark.soak
@@ -119,7 +119,7 @@ def test_mini_batches_loaded_ahead_when_the_time_is_up_are_given_out_again(
         if position.outstanding:
             break
     assert position.outstanding
-    assert f"but for {len(position.outstanding)} that a resume computes first" in audited(tmp_path, monkeypatch)
+    assert f"except {len(position.outstanding)} that a resumed run computes first" in audited(tmp_path, monkeypatch)
     second = starling(
         tmp_path, "train", "exp/songs/config.yaml", "resume=exp/songs", "learners=1",
         f"budget.epochs={position.next_ticket.epoch + 1}", "budget.minutes=null",
@@ -127,5 +127,5 @@ def test_mini_batches_loaded_ahead_when_the_time_is_up_are_given_out_again(
     assert second.returncode == 0, second.stderr
     whole = position.next_ticket.epoch + 1
     assert re.search(
-        rf"{whole} of {whole} whole epochs saw each of \d+ utterances exactly once", audited(tmp_path, monkeypatch)
+        rf"{whole} of {whole} complete epochs saw each of \d+ utterances exactly once", audited(tmp_path, monkeypatch)
     )

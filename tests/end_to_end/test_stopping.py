@@ -102,7 +102,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_sees_everything_once(
     assert tmp_path / saved[1] == latest(tmp_path / "exp" / "songs")
     epochs = position.next_ticket.epoch + 2
     resumed(message, tmp_path, f"budget.epochs={epochs}")
-    assert f"{epochs} of {epochs} whole epochs saw each of" in audited(tmp_path, monkeypatch)
+    assert f"{epochs} of {epochs} complete epochs saw each of" in audited(tmp_path, monkeypatch)
 
 
 @pytest.mark.soak
@@ -148,6 +148,6 @@ def test_a_simulation_that_is_stopped_leaves_nothing_half_written(tree: Tree, tm
         os.kill(run.pid, signal.SIGTERM)
         message = run.stderr.read()
         assert run.wait(timeout=60) == 143, message
-    assert re.search(r"error: stopped by SIGTERM; a simulation saves in the end only", message), message
+    assert re.search(r"error: stopped by SIGTERM; a simulation saves only at its end", message), message
     assert "Traceback" not in message
     assert list((tmp_path / "exp" / "songs-virtual" / "checkpoints").iterdir()) == []

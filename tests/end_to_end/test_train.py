@@ -125,7 +125,7 @@ def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
     """Its number of processes counts; one of them prepares, prints and scores."""
     run = torchrun(written(tree, tmp_path), tmp_path)
     assert run.stdout.count("%WER") == 1
-    assert "2 learners were started; learners=3 of the recipe is ignored" in run.stderr
+    assert "2 learners were started; the recipe's learners=3 is ignored" in run.stderr
     manifest = load(latest(tmp_path / "exp" / "songs")).manifest
     assert (manifest.world, manifest.learners) == (2, 2)
 

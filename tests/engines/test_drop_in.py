@@ -343,7 +343,7 @@ def test_who_waits_in_close_hears_that_a_learner_died_while_it_evaluated(tmp_pat
     ("change", "message"),
     [
         ({"strategy": "adpsg"}, "strategy: 'adpsg' is unknown; did you mean 'adpsgd'"),
-        ({"patern": "ring"}, "adpsgd: 'patern' is no option of it; did you mean 'pattern'"),
+        ({"patern": "ring"}, "adpsgd: unknown option 'patern'; did you mean 'pattern'"),
         (
             {"period": 0.0, "compression": "int8"},
             "(?s)adpsgd: compression: .*adpsgd: period: |adpsgd: period: .*adpsgd: compression: ",

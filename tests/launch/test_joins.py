@@ -12,7 +12,7 @@ import pytest
 from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.launch.messages import Entered, JoinAnswer, JoinRequest, LearnerMessage, values_of
-from starling.launch.requests import answered, ask, taking_requests, who_takes
+from starling.launch.requests import ask, launcher_id, take_answer, taking_requests
 from starling.launch.watch import Loss
 from starling.strategies import find_strategy
 from starling.training.faults import Join
@@ -107,7 +107,7 @@ class Run:
 
     def answer(self, number: int = 0) -> JoinAnswer:
         """What became of a request."""
-        answer = answered(self.requests, self.asked[number])
+        answer = take_answer(self.requests, self.asked[number])
         assert answer is not None
         return answer
 
@@ -168,7 +168,7 @@ def test_more_learners_join_on_request(tmp_path: Path) -> None:
     run.go(ask_for=(2, 0), expect=2)
     assert sorted(run.joined) == [2, 3]
     assert run.answer(0) == JoinAnswer(joined=(2, 3), learners=4)
-    assert "0 learners are asked for; the number must be in [1, 4" in run.answer(1).refused
+    assert "the number of learners must be in [1, 4" in run.answer(1).refused
     run.assert_whole(4)
 
 
@@ -242,10 +242,10 @@ def test_half_a_super_learner_does_not_wait_for_ever(trouble: str, tmp_path: Pat
 def test_a_learner_that_dies_before_it_computes_is_not_started_again(tmp_path: Path) -> None:
     """Or there would be no end to it."""
     run = Run("adpsgd/dies", 3, tmp_path)
-    run.is_enough = lambda: any("is not started again" in line for line in run.said)  # type: ignore[method-assign]
+    run.is_enough = lambda: any("is not restarted" in line for line in run.said)  # type: ignore[method-assign]
     run.go(kill=1, replaces=True)
     assert [loss.learner for loss in run.losses] == [1, 1]
-    assert "learner 1 had computed nothing since it joined, and is not started again" in run.said
+    assert "learner 1 is not restarted, because it had computed nothing since it joined" in run.said
     run.assert_whole(2)
 
 
@@ -290,8 +290,8 @@ def test_who_takes_requests_is_told_from_the_launcher_before(tmp_path: Path) -> 
     seen = []
     for _ in range(2):
         with taking_requests(tmp_path):
-            seen.append(who_takes(tmp_path))
-            assert who_takes(tmp_path) == seen[-1]
-        assert who_takes(tmp_path) is None
+            seen.append(launcher_id(tmp_path))
+            assert launcher_id(tmp_path) == seen[-1]
+        assert launcher_id(tmp_path) is None
     assert None not in seen
     assert seen[0] != seen[1]

@@ -75,7 +75,7 @@ def test_a_member_that_a_membership_does_not_name_leaves_and_says_nothing_that_c
     assert run.hear(0, Entered(0), Ended(3)) is LearnerState.LEFT
     assert run.hear(1, Entered(0)) is LearnerState.LOST
     assert [each.learner_id for each in run.roster.present()] == [2, 3]
-    assert [each.reason for each in run.roster.losses] == ["learner 1 was killed"]
+    assert [each.reason for each in run.roster.lost] == ["learner 1 was killed"]
 
 
 def test_silence_counts_only_where_heartbeats_are_due() -> None:

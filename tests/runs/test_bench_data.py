@@ -135,7 +135,7 @@ def test_nothing_is_left_behind_when_it_is_interrupted(tmp_path: Path, monkeypat
 def test_a_folder_without_sets_is_named(tmp_path: Path) -> None:
     """Exit code 2, and what to give instead."""
     result = _starling(tmp_path)
-    assert result.exit_code == 2 and f"{tmp_path}: holds no prepared set" in result.stderr
+    assert result.exit_code == 2 and f"{tmp_path}: contains no prepared set" in result.stderr
 
 
 def test_the_advice_follows_the_figures() -> None:

@@ -111,7 +111,7 @@ def test_a_status_that_cannot_be_written_is_one_warning(recipe: Recipe, folder: 
 
 def test_an_experiment_that_never_ran_has_no_status(folder: ExperimentFolder) -> None:
     """The error says which runs write one; a damaged one is named."""
-    with pytest.raises(ConfigError, match=r"songs: it has no status, since it never ran under `starling train`"):
+    with pytest.raises(ConfigError, match=r"songs: no status.json, because it never ran under `starling train`"):
         read_status(folder.path)
     folder.status.write_text('{"format": 1')
     with pytest.raises(DataError, match=r"status.json: cannot be read"):
@@ -153,7 +153,7 @@ def test_a_learner_writes_what_it_knows_into_its_own_log_and_not_too_often() -> 
         "learner 3 has waited 10.5 s in receiving from learner 2: see its log",
         "learner 3 has waited 21.0 s in receiving from learner 2: see its log",
         "learner 3 continues after waiting 30.0 s",
-        "learner 3 did not run for 39.5 s: stopped, or short of processor time",
+        "learner 3 did not run for 39.5 s: it was stopped or got no processor time",
     ]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from starling.runs.job import ModelWriter, loading_processes, make_job
 from starling.runs.recipe.recipe import check_recipe
-from starling.runs.setup import make_ready
+from starling.runs.setup import set_up_and_claim
 from starling.speech.recogniser import Recogniser
 from starling.training.flat import FlatModel
 
@@ -19,7 +19,7 @@ def test_stragglers_of_the_recipe_are_those_of_the_job(tree: Tree) -> None:
     """On both engines, which run the same job."""
     tree["stragglers"] = {"slow": {1: "10x"}, "jitter": 0.1, "pauses": [{"learner": 0, "after": 2, "seconds": 3}]}
     recipe = check_recipe(tree, "r.yaml")
-    job = make_job(recipe, make_ready(recipe, lambda line: None))
+    job = make_job(recipe, set_up_and_claim(recipe, lambda line: None))
     assert job.stragglers == recipe.stragglers
     assert job.stragglers.slow == {1: 10.0}
 
@@ -27,7 +27,7 @@ def test_stragglers_of_the_recipe_are_those_of_the_job(tree: Tree) -> None:
 def test_the_weighting_of_the_recipe_is_that_of_the_job(tree: Tree) -> None:
     """By default there is none."""
     recipe = check_recipe(tree | {"batches": {"max_duration": 5, "weighting": "utterances"}}, "r.yaml")
-    assert make_job(recipe, make_ready(recipe, lambda line: None)).weighting == "utterances"
+    assert make_job(recipe, set_up_and_claim(recipe, lambda line: None)).weighting == "utterances"
     assert check_recipe(tree, "r.yaml").batches.weighting == "batches"
 
 
@@ -35,7 +35,7 @@ def test_models_are_written_beside_the_training_without_a_trace_in_it(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Making a network seeds the generators that a mini-batch draws dropout from at the same time, so none is made."""
-    folder = make_ready(check_recipe(tree, "r.yaml"), lambda line: None)
+    folder = set_up_and_claim(check_recipe(tree, "r.yaml"), lambda line: None)
     write = ModelWriter(folder.initial)
     flat = FlatModel(Recogniser.load(folder.initial).model, torch.device("cpu"))
     buffers = dict(flat.model.named_buffers())

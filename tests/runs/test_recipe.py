@@ -44,7 +44,7 @@ def test_an_unknown_kind_of_corpus_is_answered_with_the_known_ones(tree: Tree) -
         check_recipe(tree, "r.yaml")
     assert "data.corpus.kind: 'kaldii' is unknown; did you mean 'kaldi'? known are tsv, kaldi, " in str(caught.value)
     del tree["data"]["corpus"]["kind"]
-    with pytest.raises(ConfigError, match=r"data\.corpus\.kind: missing; a recipe must say it"):
+    with pytest.raises(ConfigError, match=r"data\.corpus\.kind: missing; a recipe must set it"):
         check_recipe(tree, "r.yaml")
 
 
@@ -143,7 +143,7 @@ def test_joining_a_run_that_ends_at_a_loss_is_refused(tree: Tree) -> None:
     """Its learners are not told of each other; otherwise a name may come that is none of the first."""
     join = {"faults": [{"join": 9, "at_seconds": 1.0}]}
     assert check_recipe(tree | join, "r.yaml").faults
-    with pytest.raises(ConfigError, match=r"no learner can join a run that ends .*; leave out on_loss: stop"):
+    with pytest.raises(ConfigError, match=r"no learner can join a run with on_loss: stop; remove the join or on_loss"):
         check_recipe(tree | join | {"on_loss": "stop"}, "r.yaml")
 
 
@@ -211,7 +211,7 @@ def test_another_number_of_learners_is_checked_instead_of_the_first(tree: Tree, 
     [
         ({"name": "sgd", "options": {"momentun": 0.9}}, "SGD has no 'momentun'; did you mean 'momentum'"),
         ({"name": "SGD", "options": {"momentum": -1}}, "SGD cannot train .*Invalid momentum"),
-        ({"name": "lbfgs"}, "LBFGS computes the loss several times a step, .*use another, such as adamw"),
+        ({"name": "lbfgs"}, "LBFGS computes the loss several times per step, .*use another, such as adamw"),
         ({"name": "muon"}, "Muon cannot train"),
         ({"name": "sparseadam"}, "SparseAdam cannot train"),
         ({"lr": "fast"}, r"optimizer\.lr: input should be a valid number"),
@@ -284,7 +284,7 @@ def test_data_of_a_mixture_are_part_of_the_fingerprint(tree: Tree) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"partition": "domain"}, "domains are divided, but there is no mixture"),
+        ({"partition": "domain"}, "it divides domains, but there is no mixture"),
         ({"partition": {"kind": "dirichlet", "alpha": 1, "by": "domain"}}, "there is no mixture"),
         ({"partition": "speakers"}, "partition: "),
         ({"mixture": {"domains": {"a": {"sets": "trian"}}}}, "'trian' is neither a set of data.corpus"),

@@ -12,7 +12,7 @@ from starling.errors import DataError
 from starling.runs.audit import audit
 from starling.runs.experiment.seen import Seen, begin_segment, counter, read_seen, segments
 from starling.runs.recipe.recipe import check_recipe, fingerprints
-from starling.runs.setup import make_ready
+from starling.runs.setup import set_up_and_claim
 from starling.runs.simulate import simulate
 from starling.speech.store import SpeechSet
 from starling.workload import Position, Ticket
@@ -39,7 +39,7 @@ def test_an_audit_shows_who_saw_how_much(tree: Tree) -> None:
     """Every epoch, every learner; all utterances were seen once in each."""
     experiment, _ = simulated(tree)
     table, verdict = audited(experiment)
-    assert verdict.endswith("2 of 2 whole epochs saw each of 24 utterances exactly once")
+    assert verdict.endswith("2 of 2 complete epochs saw each of 24 utterances exactly once")
     assert "by 0" in table and "by 1" in table
     end = load(latest(experiment)).manifest.position
     sights = list(read_seen(experiment / "seen", end))
@@ -68,8 +68,8 @@ def test_an_audit_of_a_mixture_tells_the_passes_over_each_domain(tree: Tree) -> 
         (lambda lines: [*lines, lines[2]], "mini-batches .* were computed more than once"),
         (lambda lines: [*lines, "1\tx\t3\tsong-1\n"], "is not epoch, batch, step, utterances"),
         (lambda lines: [*lines, "1\n"], "is not epoch, batch, step, utterances"),
-        (lambda lines: [*lines[:2], lines[2].rpartition("\t")[0] + "\n", *lines[3:]], "did not hold the utterances"),
-        (lambda lines: [*lines[:2], lines[2].replace("song", "gong"), *lines[3:]], "did not hold the utterances"),
+        (lambda lines: [*lines[:2], lines[2].rpartition("\t")[0] + "\n", *lines[3:]], "did not contain the utterances"),
+        (lambda lines: [*lines[:2], lines[2].replace("song", "gong"), *lines[3:]], "did not contain the utterances"),
     ],
     ids=["missing", "twice", "damaged", "short", "without an utterance", "with others"],
 )
@@ -123,7 +123,7 @@ def test_a_bad_utterance_is_skipped_counted_and_listed(tree: Tree, tmp_path: Pat
     experiment, said = simulated(tree)
     verdict = audited(experiment)[1]
     assert verdict.endswith(
-        "0 of 2 whole epochs saw each of 24 utterances exactly once; 4 could not be used and were skipped"
+        "0 of 2 complete epochs saw each of 24 utterances exactly once; 4 could not be used and were skipped"
     )
     listed = [
         line.split("\t")[:2]
@@ -148,13 +148,13 @@ def test_too_many_bad_utterances_fail_the_run(tree: Tree, tmp_path: Path, on_bad
 def test_what_to_do_about_bad_utterances_may_change_in_a_resume(tree: Tree) -> None:
     """Who meets some while training goes on with the same prepared set, and skips them."""
     recipe = check_recipe(tree, "r.yaml")
-    make_ready(recipe, print)
+    set_up_and_claim(recipe, print)
     changed = check_recipe(
         {**tree, "data": {**tree["data"], "filter": {"on_bad": "skip", "max_skipped": 0.05}}}, "r.yaml"
     )
     assert fingerprints(changed) == fingerprints(recipe)
     said: list[str] = []
-    make_ready(changed, said.append)
+    set_up_and_claim(changed, said.append)
     assert "there already" in said[0] and "written" not in said[0]
 
 

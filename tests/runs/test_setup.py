@@ -10,8 +10,8 @@ from starling.errors import ConfigError, DataError
 from starling.runs.experiment.claim import resolve_resume
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.recipe import Recipe, check_recipe
-from starling.runs.setup import load_workload, make_ready
-from starling.runs.train import crowding
+from starling.runs.setup import load_workload, set_up_and_claim
+from starling.runs.train import crowding_warning
 from starling.workload import Ticket
 from tests.runs.test_folder import save
 
@@ -21,7 +21,7 @@ Tree = dict[str, Any]
 def trained(tree: Tree) -> Recipe:
     """A recipe that was made ready, with a checkpoint in its folder."""
     recipe = check_recipe(tree, "r.yaml")
-    make_ready(recipe, lambda line: None)
+    set_up_and_claim(recipe, lambda line: None)
     save(recipe, Ticket(1, 0, 8))
     return recipe
 
@@ -40,7 +40,7 @@ def test_a_run_that_cannot_start_leaves_an_earlier_one_as_it_is(tree: Tree, chan
     recipe = trained(tree)
     before = contents(recipe.exp)
     with pytest.raises(DataError):
-        make_ready(check_recipe({**tree, **change, "overwrite": overwrite}, "r.yaml"), lambda line: None)
+        set_up_and_claim(check_recipe({**tree, **change, "overwrite": overwrite}, "r.yaml"), lambda line: None)
     assert contents(recipe.exp) == before
 
 
@@ -48,14 +48,14 @@ def test_a_run_that_cannot_start_leaves_no_folder(tree: Tree) -> None:
     """There is no experiment before its data is known to be good."""
     recipe = check_recipe({**tree, "learners": 25}, "r.yaml")
     with pytest.raises(DataError, match="at most 24 learners"):
-        make_ready(recipe, lambda line: None)
+        set_up_and_claim(recipe, lambda line: None)
     assert contents(recipe.exp) == []
 
 
 def test_a_run_that_can_start_takes_the_place_of_an_earlier_one(tree: Tree) -> None:
     """With what was made ready and nothing of the making; the earlier run is moved aside."""
     recipe = trained(tree)
-    folder = make_ready(recipe, lambda line: None)
+    folder = set_up_and_claim(recipe, lambda line: None)
     assert sorted(path.name for path in folder.path.iterdir()) == [
         "checkpoints",
         "config.yaml",
@@ -72,7 +72,7 @@ def test_a_resumed_run_keeps_its_checkpoints_and_is_made_ready_anew(tree: Tree) 
     stale = recipe.folder / "too_short.tsv"
     stale.write_text("id\tframes\tneeded\nsong-1\t1\t2\n")
     checkpoint = recipe.folder / "checkpoints" / "step-00000008"
-    folder = make_ready(recipe.model_copy(update={"resume": checkpoint}), lambda line: None)
+    folder = set_up_and_claim(recipe.model_copy(update={"resume": checkpoint}), lambda line: None)
     assert checkpoint.is_dir()
     assert (folder.initial / "config.json").is_file()
     assert not stale.exists()
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_any_data_is_prepared(tr
     (tmp_path / "file").write_text("")
     tree["data"]["folder"] = str(tmp_path / "unprepared")
     with pytest.raises(ConfigError, match=r"file/songs: cannot be written"):
-        make_ready(check_recipe({**tree, "exp": str(tmp_path / "file")}, "r.yaml"), lambda line: None)
+        set_up_and_claim(check_recipe({**tree, "exp": str(tmp_path / "file")}, "r.yaml"), lambda line: None)
     assert not (tmp_path / "unprepared").exists()
 
 
@@ -96,7 +96,7 @@ def test_a_resume_that_would_mix_two_runs_is_found_before_any_data_is_prepared(t
         update={"resume": recipe.folder / "checkpoints" / "step-00000008"}
     )
     with pytest.raises(ConfigError, match="later than"):
-        make_ready(earlier, lambda line: None)
+        set_up_and_claim(earlier, lambda line: None)
     assert not (tmp_path / "unprepared").exists()
 
 
@@ -107,7 +107,7 @@ def test_training_never_replaces_data_prepared_with_other_settings(tree: Tree, t
     before, trained_before = contents(tmp_path / "data"), contents(recipe.exp)
     tree["data"]["sampling_rate"] = 16000
     with pytest.raises(ConfigError, match=r"train, test prepared with data\.sampling_rate=8000 \(now 16000\)"):
-        make_ready(check_recipe(tree, "r.yaml"), lambda line: None)
+        set_up_and_claim(check_recipe(tree, "r.yaml"), lambda line: None)
     assert contents(tmp_path / "data") == before
     assert contents(recipe.exp) == trained_before
 
@@ -118,7 +118,7 @@ def test_training_never_replaces_data_prepared_with_other_settings(tree: Tree, t
         (
             {},
             "warning: the schedule was made for a budget of epochs=2 and is stretched over this one: the learning rate "
-            "goes from 0.00541 to 0.00963 here; to keep to the earlier schedule, and then to its final value, resume "
+            "changes from 0.00541 to 0.00963 now; to keep the earlier schedule, and its final value afterwards, resume "
             "with optimizer.schedule.budget.epochs=2",
         ),
         ({"schedule": {"warmup": 0.05, "budget": {"epochs": 2}}}, None),
@@ -131,19 +131,19 @@ def test_a_resume_with_a_larger_budget_says_what_becomes_of_the_learning_rate(
     """And how to keep to the earlier schedule, which then says nothing."""
     tree["budget"] = {"epochs": 2}
     recipe = check_recipe(tree, "r.yaml")
-    make_ready(recipe, lambda line: None)
+    set_up_and_claim(recipe, lambda line: None)
     num_batches = load_workload(recipe, ExperimentFolder(recipe.folder)).num_batches(0)
     save(recipe, Ticket(1, 0, num_batches))
     longer = {"optimizer": {"lr": 0.01, **override}, "budget": {"epochs": 6}, "resume": str(recipe.folder)}
     lines: list[str] = []
-    make_ready(resolve_resume(check_recipe(tree | longer, "r.yaml")), lines.append)
+    set_up_and_claim(resolve_resume(check_recipe(tree | longer, "r.yaml")), lines.append)
     assert [line for line in lines if "schedule" in line] == ([said] if said else [])
 
 
 def test_learners_that_outnumber_the_mini_batches_are_warned_of(tree: Tree) -> None:
     """Under a strategy that waits for nobody, too."""
     lines: list[str] = []
-    make_ready(check_recipe({**tree, "learners": 24, "strategy": "adpsgd"}, "r.yaml"), lines.append)
+    set_up_and_claim(check_recipe({**tree, "learners": 24, "strategy": "adpsgd"}, "r.yaml"), lines.append)
     (line,) = (line for line in lines if line.startswith("warning"))
     assert re.match(r"warning: an epoch has \d+ mini-batches for 24 learners, so that some have none", line)
 
@@ -151,6 +151,6 @@ def test_learners_that_outnumber_the_mini_batches_are_warned_of(tree: Tree) -> N
 @pytest.mark.parametrize(("learners", "is_said"), [(64, True), (8, False), (2, False)])
 def test_learners_that_far_outnumber_the_cores_are_warned_of(learners: int, is_said: bool) -> None:
     """Here of two cores."""
-    line = crowding(learners, 2)
+    line = crowding_warning(learners, 2)
     assert (line is not None) == is_said
     assert line is None or line.startswith("warning: 64 learners share 2 cores")

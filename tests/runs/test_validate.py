@@ -15,9 +15,9 @@ from starling.report.epochs import Score
 from starling.runs import validate
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.job import ModelWriter
-from starling.runs.keeping import Choice, model_writer
+from starling.runs.keeping import SaveChoice, model_writer
 from starling.runs.recipe.recipe import Recipe, check_recipe, fingerprints
-from starling.runs.setup import make_ready
+from starling.runs.setup import set_up_and_claim
 from starling.runs.validate import Validation, best_model
 from starling.speech.models import count_parameters
 from starling.speech.recogniser import Recogniser
@@ -42,7 +42,7 @@ def test_a_score_says_after_how_much_training(
     """In epochs, or in steps where an epoch was not completed; every second epoch, if the recipe says so."""
     tree["data"]["valid"] = "test"
     recipe = check_recipe({**tree, "validate_every": 2}, "r.yaml")
-    folder = make_ready(recipe, lambda line: None)
+    folder = set_up_and_claim(recipe, lambda line: None)
     weights = torch.zeros(count_parameters(Recogniser.load(folder.initial).model))
     writer = CheckpointWriter(folder.checkpoints, lambda name: 1, ModelWriter(folder.initial), fingerprints(recipe))
     saved = writer.save(LearnerState(0, 1, Position(position), 0.0, weights, {}, {}, epochs_ended=epochs))
@@ -68,7 +68,7 @@ def ready(tree: Tree) -> tuple[Recipe, ExperimentFolder]:
     """A recipe with a valid set, made ready."""
     tree["data"]["valid"] = "test"
     recipe = check_recipe(tree, "r.yaml")
-    return recipe, make_ready(recipe, lambda line: None)
+    return recipe, set_up_and_claim(recipe, lambda line: None)
 
 
 class Scored:
@@ -102,7 +102,7 @@ def test_scoring_takes_a_twentieth_of_the_time_at_most(tree: Tree) -> None:
     recipe, folder = ready(tree)
     lines = SimpleQueue[str]()
     times = iter(range(0, 10_000, 100))
-    choice = Choice(None, 1, folder, lambda name, own: own)
+    choice = SaveChoice(None, 1, folder, lambda name, own: own)
     second_end = EpochReport(0, 1, 4, 1.0, Spent())
 
     def put(score: Score) -> None:
@@ -129,11 +129,11 @@ def test_learners_agree_on_what_is_kept_of_an_epoch(tree: Tree) -> None:
     every third epoch where the recipe says so, is a checkpoint."""
     _, folder = ready(tree)
     said: dict[str, str] = {}
-    early, late = (Choice(3, 1, folder, said.setdefault) for _ in range(2))
+    early, late = (SaveChoice(3, 1, folder, said.setdefault) for _ in range(2))
     ends = [EpochReport(0, epoch, 4, 1.0, Spent(), is_last=epoch == 4) for epoch in range(5)]
     kept = [early(ends[0])]
     write(folder, 1)
     kept += [early(end) for end in ends[1:]]
     assert kept == ["model", "", "checkpoint", "", "checkpoint"]
     assert [late(end) for end in ends] == kept
-    assert [Choice(None, None, folder, said.setdefault)(end) for end in ends] == ["", "", "", "", "checkpoint"]
+    assert [SaveChoice(None, None, folder, said.setdefault)(end) for end in ends] == ["", "", "", "", "checkpoint"]

@@ -8,7 +8,7 @@ import torch
 
 from starling.errors import CheckpointError, ConfigError
 from starling.runs.recipe.recipe import Recipe, check_recipe
-from starling.runs.setup import load_workload, make_ready
+from starling.runs.setup import load_workload, set_up_and_claim
 from starling.speech.recogniser import Recogniser
 
 Tree = dict[str, Any]
@@ -18,7 +18,7 @@ def ready(tree: Tree, **changes: Any) -> tuple[Recipe, dict[str, torch.Tensor], 
     """A recipe made ready: itself, the weights that training begins with, and what was said."""
     recipe = check_recipe({**tree, **changes}, "r.yaml")
     said: list[str] = []
-    folder = make_ready(recipe, said.append)
+    folder = set_up_and_claim(recipe, said.append)
     return recipe, load_workload(recipe, folder).make_model().state_dict(), said
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: written aside and renamed, checked by SHA-256, resumable; safetensors and JSON, no pickle."""
+"""Checkpoints: published atomically, verified by SHA-256, resumable; safetensors and JSON, no pickle."""

@@ -1,4 +1,4 @@
-"""Saving behind training: a learner copies its state and continues while a thread writes the copy."""
+"""Saving in the background: a learner copies its state and continues while a thread writes the copy."""
 
 import threading
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from starling.checkpoint.writer import CheckpointWriter
 
 
 class BackgroundWriter:
-    """Does what a `CheckpointWriter` does in threads of its own, one at a time, so that checkpoints are completed in
-    their order and there is at most one copy of the state.
+    """Runs `CheckpointWriter.save` in a thread.
 
-    What fails there is raised here as it was, by the next call: `check`, `save` or `close`. The process does not end
-    before a thread has. The writer's `arrive` must not need a connection that the learner waits on.
+    One thread runs at a time: checkpoints are completed in order, and there is at most one copy of the state. An error
+    in the thread is raised unchanged by the next call of `check`, `save` or `close`. The process does not exit before
+    the thread has. The writer's `arrive` must not use a connection on which the learner itself may wait.
     """
 
     def __init__(self, writer: CheckpointWriter) -> None:
@@ -27,8 +27,11 @@ class BackgroundWriter:
         completed: Callable[[Checkpoint], None],
         writer: CheckpointWriter | None = None,
     ) -> None:
-        """Write a copy of `state` once the save before is done, which is waited for; `completed` is told the checkpoint
-        by the thread, if this learner's part was the last. `writer` is used in place of the usual one."""
+        """Wait for the previous save, copy `state`, and start writing the copy.
+
+        If this learner's part completes the checkpoint, the thread calls `completed` with it. `writer` replaces the
+        usual writer for this save.
+        """
         self.close()
         chosen = writer or self._writer
         copy, outcome = [state.copy()], Future[None]()
@@ -48,12 +51,12 @@ class BackgroundWriter:
         self._under_way = thread, outcome
 
     def check(self) -> None:
-        """Raise what has failed, without waiting."""
+        """Raise the error of the last save if it has failed; do not wait."""
         if self._under_way is not None and self._under_way[1].done():
             self.close()
 
     def close(self) -> None:
-        """Wait until all that was begun is written."""
+        """Wait for the last save, and raise its error if it failed."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way[0].join()

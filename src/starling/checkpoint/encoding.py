@@ -1,4 +1,4 @@
-"""Nested state, such as an optimizer's `state_dict`, as tensors by name and plain JSON: no pickle."""
+"""Converts nested state, such as an optimizer's `state_dict`, to named tensors and plain JSON, without pickle."""
 
 import math
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ _TAGS = (_TENSOR, _PAIRS, _TUPLE, _FLOAT)
 
 
 def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as plain JSON. Its tensors are put into `tensors`, named by their key path below `path`.
+    """Convert `value` to plain JSON, and add its tensors to `tensors`, named by their key path below `path`.
 
-    Dictionaries with any scalar keys, lists, tuples, numbers (also infinite ones), strings, booleans and None are
-    kept exactly. Raises CheckpointError, naming the key path, for anything else.
+    Dictionaries with any scalar keys, lists, tuples, numbers (also infinite ones and NaN), strings, booleans and None
+    are preserved exactly. Raises CheckpointError, naming the key path, for anything else.
     """
     if isinstance(value, Tensor):
         tensors[path] = value
@@ -43,7 +43,7 @@ def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode_state(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `encode_state` was given. Raises KeyError, TypeError or ValueError for JSON it did not write."""
+    """The inverse of `encode_state`. May raise KeyError, TypeError or ValueError for other JSON."""
     if isinstance(value, list):
         return [decode_state(each, tensors) for each in value]
     if not isinstance(value, dict):
@@ -60,7 +60,7 @@ def decode_state(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same values on the CPU, contiguous and none sharing memory with another, as safetensors wants them."""
+    """The tensors on the CPU, contiguous and without shared memory, as safetensors requires."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: on the disk before anything relies on them."""
+"""Reads and writes the files of a checkpoint; a write returns once the file is on disk."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PARTIAL = ".partial"
-"""The end of the name of a folder that is being written or removed."""
+"""The suffix of a folder that is being written or removed."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_JSON_BYTES = 256 << 20
-"""Of one JSON file; a learner's has a few kilobytes, and more for each parameter of the model."""
+"""The largest JSON file that is read. A learner's has a few kilobytes, plus some bytes per parameter tensor."""
 
 
 def partial_folder(final: Path) -> Path:
-    """Where the files of `final` are put together."""
+    """The folder in which the files of `final` are written before it is published."""
     return final.with_name(f".{final.name}{PARTIAL}")
 
 
 @contextmanager
 def writing(final: Path, needed: int, undo: Callable[[], None]) -> Iterator[None]:
-    """Turn what the system says about a failed write into a `CheckpointError` that says what to do, after `undo` has
-    removed what was written; `needed` bytes were to be."""
+    """Check that `needed` bytes are free before writing inside the context. If that or a write fails, call `undo` to
+    remove what was written, and raise a `CheckpointError` with the remedy."""
     try:
         check_room(final, needed)
         yield
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):  # a disk that fails may not let go of anything either
+        with suppress(OSError):  # removing may fail on the same disk
             undo()
         if _is_full(error):
             free = _free_bytes(final)
@@ -52,19 +52,19 @@ def writing(final: Path, needed: int, undo: Callable[[], None]) -> Iterator[None
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raises OSError where less than `needed` bytes are free; a file system that does not know passes."""
+    """Raise OSError if less than `needed` bytes are free. A file system that does not report its size passes."""
     if _free_bytes(folder, unknown=needed) < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` and wait until it is on the disk."""
+    """Write `content`, and wait until it is on disk."""
     path.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
     sync(path)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors in the safetensors format and wait until they are on the disk."""
+    """Write tensors in the safetensors format, and wait until they are on disk."""
     from safetensors.torch import save_file
 
     from starling.checkpoint.encoding import apart
@@ -74,8 +74,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def check_plain(path: Path) -> None:
-    """Raises CheckpointError for what is missing, or a link, pipe, device or folder: reading it may lead elsewhere, or
-    never end."""
+    """Raise CheckpointError unless `path` is a regular file: reading a link may lead elsewhere, reading a pipe or a
+    device may never end."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -87,7 +87,7 @@ def check_plain(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises CheckpointError naming it."""
+    """The content of a JSON file. Raises a CheckpointError that names the file."""
     check_plain(path)
     try:
         with path.open("rb") as file:
@@ -102,7 +102,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises CheckpointError naming it."""
+    """The tensors of a safetensors file. Raises a CheckpointError that names the file."""
     from safetensors.torch import load_file
 
     check_plain(path)
@@ -113,14 +113,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a finished folder its name, in one step that either happens or does not."""
+    """Atomically rename a finished folder to its final name."""
     sync(*partial.rglob("*"), partial)
     partial.rename(final)
     sync(final.parent)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder; others see it whole or not at all."""
+    """Remove a folder; other processes see it complete or not at all."""
     doomed = partial_folder(folder)
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
@@ -128,16 +128,16 @@ def remove(folder: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what crashes have left half-written in `folder`. A learner that still writes there fails."""
+    """Remove the partial folders that crashes have left in `folder`. A learner that still writes to one fails."""
     for leftover in list(folder.glob(f".*{PARTIAL}")):
         doomed = folder / f".{secrets.token_hex(8)}{PARTIAL}"
-        with suppress(FileNotFoundError):  # others remove it too
+        with suppress(FileNotFoundError):  # another process has removed it
             leftover.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_part(partial: Path, rank: int) -> None:
-    """Remove what one learner has written into a partial folder, and the folder when it is empty then."""
+    """Remove one learner's files from a partial folder, and the folder if it is then empty."""
     for path in partial.glob(f"learner-{rank}.*"):
         path.unlink(missing_ok=True)
     with suppress(OSError):
@@ -145,7 +145,7 @@ def remove_part(partial: Path, rank: int) -> None:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether a write failed for want of room."""
+    """Whether a write failed because the disk or the quota is full."""
     if isinstance(error, OSError):
         return error.errno in _FULL
     return any(os.strerror(number) in str(error) for number in _FULL)

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: `manifest.json`, written last, with the SHA-256 of every other file."""
+"""The description of a checkpoint: `manifest.json`, written last, with the SHA-256 of every other file."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from starling.files import sha256
 from starling.workload import Position, Ticket
 
 FORMAT = 6
-"""That of Starling 0.2, the first to be kept: later versions read it."""
+"""The format of Starling 0.2. Later versions will read it; earlier formats are not read."""
 MANIFEST = "manifest.json"
 MODEL = "model"
 """The folder of the consensus model inside a checkpoint."""
@@ -28,7 +28,7 @@ class FileEntry(Config):
 
 
 class TicketRecord(Config):
-    """A ticket."""
+    """A `Ticket` in a manifest."""
 
     epoch: int = Field(ge=0)
     index: int = Field(ge=0)
@@ -48,39 +48,39 @@ class Manifest(Config):
 
     format: int = FORMAT
     starling: str
-    """The version that wrote it."""
+    """The version of Starling that wrote the checkpoint."""
     fingerprints: dict[str, str]
     """Digests of the parts of the recipe that a resume may not change, by section."""
     world: int = Field(ge=1)
-    """How many learners trained."""
+    """The number of learners that trained."""
     learners: int = Field(ge=0)
-    """How many of them have their own state here: all, or none."""
+    """How many of them saved their state: all, or none in a checkpoint that cannot be resumed."""
     sync_group_size: int | None = Field(default=None, ge=1)
-    """How many of them claimed mini-batches together; None: all."""
+    """How many learners claimed mini-batches together; None: all."""
     next_ticket: TicketRecord
-    """The first ticket that was not yet claimed."""
+    """The first ticket that had not been claimed."""
     outstanding: tuple[TicketRecord, ...] = ()
-    """Tickets that were claimed and not completed."""
+    """Tickets that had been claimed and not completed."""
     epochs_ended: int | None = Field(default=None, ge=0)
-    """How many epochs had ended, if this is the end of one."""
+    """How many epochs had ended; None unless the checkpoint was saved at the end of an epoch."""
     minutes: float = Field(ge=0)
-    """Time spent training when the last learner arrived."""
+    """The longest training time among the learners when they saved."""
     consensus_distance: float | None = Field(default=None, ge=0)
-    """(1/L) sum_l |w_l - mean|^2 of the learners' weights as they are here; None if that is not a number."""
+    """(1/L) sum_l |w_l - mean|^2 of the saved weights; None if it is not finite."""
     is_finite: bool
-    """Whether every number of every learner is finite."""
+    """Whether every saved number is finite."""
     files: dict[str, FileEntry]
     """Every other file, by its path inside the checkpoint."""
     digest: str = ""
-    """SHA-256 of all the rest of this."""
+    """SHA-256 of all other fields."""
 
-    def signed(self) -> "Manifest":
-        """The same with its digest."""
+    def with_digest(self) -> "Manifest":
+        """A copy whose `digest` is set."""
         return self.model_copy(update={"digest": self._digest()})
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it is as it was written."""
+    def is_intact(self) -> bool:
+        """Whether `digest` is that of the other fields."""
         return self.digest == self._digest()
 
     def _digest(self) -> str:
@@ -88,7 +88,7 @@ class Manifest(Config):
 
     @property
     def position(self) -> Position:
-        """What all learners together had done."""
+        """The data position at which the learners saved."""
         return Position(self.next_ticket.ticket, tuple(each.ticket for each in self.outstanding))
 
 
@@ -96,15 +96,20 @@ _NAME = re.compile(r"step-(\d+)(?:\+(\d+))?")
 
 
 def checkpoint_name(position: Position) -> str:
-    """The folder of a checkpoint: the number of mini-batches done, and of outstanding ones before the next ticket. Two
-    that differ in what is done never share a name, so learners at different ones do not complete each other's."""
+    """The name of a checkpoint's folder: the number of completed tickets, and the number of outstanding ones if any.
+
+    During a run, different positions have different names, so that learners at different checkpoint barriers never
+    write to the same folder.
+    """
     beyond = f"+{len(position.outstanding)}" if position.outstanding else ""
     return f"step-{position.num_done:08d}{beyond}"
 
 
-def age(name: str) -> tuple[int, int] | None:
-    """What checkpoints are ordered by, oldest first: the two numbers in their names, for text sorts wrongly beyond
-    eight digits. None for a name that no checkpoint has."""
+def sort_key(name: str) -> tuple[int, int] | None:
+    """Orders checkpoints by name, oldest first; None for a name that no checkpoint has.
+
+    The key is the two numbers in the name, because names with more than eight digits do not sort correctly as text.
+    """
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else None
 
@@ -117,7 +122,7 @@ class Listing:
 
     @classmethod
     def of(cls, folder: Path) -> "Listing":
-        """Of all files in `folder` and below, but the manifest."""
+        """List all files in `folder` and below, except the manifest."""
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
         return cls(
             {
@@ -128,28 +133,31 @@ class Listing:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError for one that is missing, damaged, or of another format."""
+    """The manifest of a checkpoint. Raises CheckpointError if it is missing, damaged, or of another format."""
     path = folder / MANIFEST
     content = read_json(path)
     version = content.get("format") if isinstance(content, dict) else None
     if isinstance(version, int) and version > FORMAT:
-        raise CheckpointError(f"{path} has format {version}, this version reads up to {FORMAT}: use a newer Starling")
+        raise CheckpointError(
+            f"{path} has format {version}, but this version reads formats up to {FORMAT}: use a newer Starling"
+        )
     if isinstance(version, int) and version < FORMAT:
         raise CheckpointError(
-            f"{path} has format {version} and was written before Starling 0.2, which reads format {FORMAT}: train "
+            f"{path} has format {version}, from before Starling 0.2; this version reads format {FORMAT}: train "
             "again, or resume with the version that wrote it"
         )
     try:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
-        raise CheckpointError(f"{path} is not a manifest ({error.errors()[0]['msg']}); use another one") from error
-    if not manifest.is_whole:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in itself; use another checkpoint")
+        problem = error.errors()[0]["msg"]
+        raise CheckpointError(f"{path} is not a manifest ({problem}); use another checkpoint") from error
+    if not manifest.is_intact:
+        raise CheckpointError(f"{path} is damaged: its content does not match its digest; use another checkpoint")
     return manifest
 
 
 def _is_inside(name: str, folder: Path) -> bool:
-    """Whether a file of that name would lie in `folder`, no link on the way."""
+    """Whether the relative path `name` stays in `folder` and contains no symbolic link."""
     try:
         is_name = len(name) < 1000 and not Path(name).is_absolute()
         return is_name and folder.resolve() / name == (folder / name).resolve()
@@ -158,12 +166,13 @@ def _is_inside(name: str, folder: Path) -> bool:
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Raises CheckpointError, naming the file, when one is missing, of another size, or has other content."""
+    """Raise a CheckpointError that names the file if one is missing, or its size or content differs from the
+    manifest."""
     for name, entry in manifest.files.items():
         path = folder / name
         if not _is_inside(name, folder):
             raise CheckpointError(
-                f"{folder / MANIFEST} lists {name[:200]!r}, which lies outside; use another checkpoint"
+                f"{folder / MANIFEST} lists {name[:200]!r}, which lies outside the checkpoint; use another checkpoint"
             )
         check_plain(path)
         try:
@@ -172,7 +181,7 @@ def verify(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
         if size != entry.num_bytes:
             raise CheckpointError(
-                f"{path} has {size} bytes, {MANIFEST} says {entry.num_bytes}: it is damaged; use another checkpoint"
+                f"{path} is damaged: it has {size} bytes, {MANIFEST} says {entry.num_bytes}; use another checkpoint"
             )
         if found != entry.sha256:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Reading checkpoints back, with every file checked first."""
+"""Reads checkpoints after verifying every file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starling.checkpoint.files import read_json, read_tensors
-from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, TicketRecord, age, read_manifest, verify
+from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, TicketRecord, read_manifest, sort_key, verify
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError
 from starling.workload import Position
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint whose files are as they were written."""
+    """A complete checkpoint whose files were verified when it was loaded."""
 
     folder: Path
     manifest: Manifest
 
     @property
     def model_folder(self) -> Path:
-        """The consensus model."""
+        """The folder of the consensus model."""
         return self.folder / MODEL
 
     def learner(self, rank: int) -> LearnerState:
-        """The state of one of the learners that wrote this checkpoint. Raises CheckpointError if there is none."""
+        """The saved state of learner `rank`. Raises CheckpointError if the checkpoint does not contain it."""
         from starling.checkpoint.encoding import decode_state
 
         if rank >= self.manifest.learners:
             raise CheckpointError(
-                f"{self.folder} holds the states of {self.manifest.learners} learners, not of learner {rank}; "
-                "a run can be resumed from a checkpoint of training, not of a simulation"
+                f"{self.folder} has the states of {self.manifest.learners} learners, but not of learner {rank}; "
+                "resume from a checkpoint of training: one of a simulation has no learner states"
             )
         for name in (f"learner-{rank}.safetensors", f"learner-{rank}.json"):
             if name not in self.manifest.files:
@@ -62,26 +62,27 @@ class Checkpoint:
                 shards=tuple(_decode_shard(shard, tensors) for shard in scalars["shards"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} does not hold a learner's state ({error!r})") from error
+            raise CheckpointError(f"{path} does not contain a learner's state ({error!r})") from error
 
     def consensus(self) -> Tensor:
-        """The model that all learners agree on `[P]`. Raises CheckpointError if theirs are of different sizes."""
+        """The consensus weights `[P]`. Raises CheckpointError if the learners' weights differ in shape."""
         from starling.consensus import consensus
 
         ranks = range(self.manifest.learners)
         shapes = {tuple(self.learner(rank).weights.shape) for rank in ranks}
         if len(shapes) > 1:
-            raise CheckpointError(f"{self.folder}: its learners' weights have shapes {sorted(shapes)}; use another one")
+            raise CheckpointError(
+                f"{self.folder}: its learners' weights have different shapes, {sorted(shapes)}; use another checkpoint"
+            )
         return consensus((self.learner(rank).weights for rank in ranks), [self.learner(rank).kept for rank in ranks])
 
     def start(self, rank: int, world: int) -> LearnerState:
-        """The state that learner `rank` of `world` continues from.
+        """The state from which learner `rank` of `world` resumes.
 
-        With as many learners as before, each continues from its own state. With another number, all begin with
-        the consensus weights, and learner r with the optimizer state of the former learner r modulo their
-        number. The learner that keeps a model shard now continues from what its keeper saved. The time spent is that of
-        the last learner to arrive, the same for all. Any number may continue in mid-epoch: what a mini-batch
-        holds does not depend on it. Raises CheckpointError if the checkpoint holds no learner's state.
+        With as many learners as before, each resumes from its own state. With a different number, all resume from the
+        consensus weights, and learner r takes the optimizer state of former learner r modulo their number. In both
+        cases the state includes all saved model shards, so that any learner can keep any of them, and the longest
+        training time of all learners. Raises CheckpointError if the checkpoint has no learner states.
         """
         before = self.manifest.learners
         if before == 0:
@@ -91,11 +92,12 @@ class Checkpoint:
         start = replace(former, minutes=self.manifest.minutes, shards=tuple(shards.values()))
         if world == before:
             return start
-        buffers = former.buffers if former.is_worker else self.learner(0).buffers  # a server's are those of the start
+        # a server's buffers are still those of the start of the run
+        buffers = former.buffers if former.is_worker else self.learner(0).buffers
         return replace(start, rank=rank, world=world, weights=self.consensus(), buffers=buffers)
 
     def _shards(self) -> dict[tuple[int, int], ShardState]:
-        """What all learners together kept, by place; of what several kept, the first one's."""
+        """All saved model shards by their place in the weights; if several learners saved one, the first learner's."""
         found: dict[tuple[int, int], ShardState] = {}
         for rank in reversed(range(self.manifest.learners)):
             scalars = read_json(self.folder / f"learner-{rank}.json")
@@ -105,7 +107,7 @@ class Checkpoint:
 
 
 def _flat(weights: Tensor) -> Tensor:
-    """Weights `[P]` as they are; ValueError if they are none."""
+    """Return `weights` unchanged; raise ValueError unless they are a floating-point vector `[P]`."""
     if weights.ndim != 1 or not weights.is_floating_point():
         raise ValueError(f"weights of shape {list(weights.shape)} and dtype {weights.dtype}")
     return weights
@@ -119,16 +121,16 @@ def _decode_shard(scalars: dict[str, Any], tensors: dict[str, Tensor]) -> ShardS
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first; folders of other names are none of ours."""
-    found = [(age(path.name), path) for path in folder.glob("step-*") if (path / MANIFEST).is_file()]
+    """The complete checkpoints in a folder, oldest first; other folders are ignored."""
+    found = [(sort_key(path.name), path) for path in folder.glob("step-*") if (path / MANIFEST).is_file()]
     return [path for _, path in sorted((order, path) for order, path in found if order is not None)]
 
 
 def load(folder: Path) -> Checkpoint:
-    """A checkpoint, after every file was compared with its SHA-256.
+    """Load a checkpoint after verifying the SHA-256 of every file.
 
-    Raises CheckpointError naming the file that is missing, damaged or newer than this version, and the newest of the
-    older checkpoints beside it that is whole: to take that one instead is for people to decide.
+    Raises a CheckpointError that names the file which is missing, damaged or of another format, and the newest older
+    checkpoint in the same folder that is intact. Starling does not switch to that one: the user decides.
     """
     try:
         return _load(folder)
@@ -136,15 +138,15 @@ def load(folder: Path) -> Checkpoint:
         older = _older(folder)
         if not older:
             raise
-        whole = next((path for path in reversed(older) if is_whole(path)), None)
-        hint = f"of {len(older)} older ones beside it none is whole"
-        if whole is not None:
-            hint = f"{whole} is older and whole: to continue from it, move {folder} away first"
+        intact = next((path for path in reversed(older) if is_intact(path)), None)
+        hint = f"none of the {len(older)} older checkpoints in {folder.parent} is intact"
+        if intact is not None:
+            hint = f"the older {intact} is intact: to continue from it, move {folder} away first"
         raise CheckpointError(f"{error}; {hint}") from error
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether every file of a checkpoint is as it was written."""
+def is_intact(folder: Path) -> bool:
+    """Whether a checkpoint is complete and every file is as it was written."""
     try:
         _load(folder)
     except CheckpointError:
@@ -159,14 +161,14 @@ def _load(folder: Path) -> Checkpoint:
 
 
 def _older(folder: Path) -> list[Path]:
-    own = age(folder.name)
-    return [path for path in checkpoints_in(folder.parent) if own is not None and (age(path.name) or own) < own]
+    own = sort_key(folder.name)
+    return [path for path in checkpoints_in(folder.parent) if own is not None and (sort_key(path.name) or own) < own]
 
 
 def latest(experiment: Path) -> Path:
-    """The newest complete checkpoint of an experiment folder; a checkpoint's own folder is taken as it is.
+    """The newest complete checkpoint of an experiment folder; if `experiment` is a checkpoint, itself.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError if there is none.
     """
     if (experiment / MANIFEST).is_file():
         return experiment
@@ -174,5 +176,5 @@ def latest(experiment: Path) -> Path:
         raise CheckpointError(f"{experiment}: no such folder; give an experiment that `starling train` has written")
     found = checkpoints_in(experiment / "checkpoints")
     if not found:
-        raise CheckpointError(f"{experiment}/checkpoints holds no complete checkpoint; train it first")
+        raise CheckpointError(f"{experiment}/checkpoints: no complete checkpoint; train the experiment first")
     return found[-1]

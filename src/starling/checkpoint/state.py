@@ -1,4 +1,4 @@
-"""What a checkpoint holds of one learner."""
+"""The state of one learner, as a checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardState:
-    """A piece of the model that a learner keeps for all, or shares with all."""
+    """A model shard: a piece of the weights that one learner serves to all, or that all share in memory."""
 
     start: int
     stop: int
-    """Its place in the weights `[P]`: from `start` to before `stop`."""
+    """The shard is `weights[start:stop]` of the model's weights `[P]`."""
     weights: Tensor
     """`[stop - start]`, on the CPU."""
     optimizer: dict[str, Any]
-    """Its optimizer's `state_dict`."""
+    """The `state_dict` of the shard's optimizer."""
 
 
 @dataclass(frozen=True)
 class LearnerState:
-    """One learner at a moment between two mini-batches. Random generators need no place here: every seed is derived
+    """One learner's state between two mini-batches. It includes no random generators, because every seed is derived
     from the run's seed and the ticket."""
 
     rank: int
     world: int
     position: Position
-    """What all learners together have done when this learner is as it is here."""
+    """The run's data position to which this state belongs."""
     minutes: float
     """Time spent training, on the engine's clock."""
     weights: Tensor
@@ -43,15 +43,15 @@ class LearnerState:
     optimizer: dict[str, Any]
     """The optimizer's `state_dict`."""
     epochs_ended: int | None = None
-    """How many epochs had ended when this was the end of one; None at other moments."""
+    """How many epochs have ended; None unless this is the state at the end of an epoch."""
     shards: tuple[ShardState, ...] = ()
-    """The model shards that this learner keeps; where any learner keeps shards, they are the model. Their weights are
-    also in `weights`."""
+    """The model shards that this learner keeps. Their weights are also in `weights`. If any learner keeps shards, the
+    shards are the model."""
     is_worker: bool = True
-    """Whether it computes gradients, so that its weights mean anything beside what it keeps."""
+    """Whether it computes gradients. The weights of a learner that does not are valid only in its shards."""
 
     def copy(self) -> LearnerState:
-        """The same in CPU memory of its own, which stays as it is when the learner continues."""
+        """A deep copy in CPU memory, which later training does not change."""
         shards = (replace(shard, weights=own(shard.weights), optimizer=own(shard.optimizer)) for shard in self.shards)
         return replace(
             self,
@@ -62,17 +62,17 @@ class LearnerState:
         )
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that a checkpoint holds of it, but for the shards' weights, which are in `weights` too."""
+        """All its tensors except the shards' weights, which are part of `weights`."""
         yield from _tensors([self.weights, self.buffers, self.optimizer, [shard.optimizer for shard in self.shards]])
 
     @property
     def kept(self) -> list[tuple[int, int]]:
-        """The places of its shards in the weights."""
+        """`start` and `stop` of each of its shards."""
         return [(shard.start, shard.stop) for shard in self.shards]
 
 
 def own(value: Any) -> Any:
-    """Nested dictionaries, lists and tuples with every tensor copied into CPU memory of its own."""
+    """A copy of nested dictionaries, lists and tuples, with every tensor copied to new CPU memory."""
     from torch import Tensor
 
     if isinstance(value, Tensor):

@@ -1,13 +1,13 @@
-"""Checkpoints that several learners write together: aside, checked, and then renamed in one step.
+"""Writes a checkpoint from several learners: each adds its files to a partial folder, and the last one publishes it.
 
     checkpoints/step-00001234/learner-0.safetensors    weights, buffers and optimizer tensors of each learner
-    checkpoints/step-00001234/learner-0.json           what all had done, its minutes and the optimizer's other values
+    checkpoints/step-00001234/learner-0.json           its position, minutes, and the optimizer's other values
     checkpoints/step-00001234/model/                   the consensus model, ready for use
-    checkpoints/step-00001234/manifest.json            the SHA-256 of every file
+    checkpoints/step-00001234/manifest.json            the SHA-256 of every other file
 
-Steps are those done by all learners together, so that names tell the age. Learners of an asynchronous strategy come to
-the end of an epoch at different times: several checkpoints may then be under way at once, each in a folder of its own.
-The last learner to arrive completes one before the next, so that they are completed in their order.
+The number in the name counts the mini-batches of all learners, so that names give the order. Learners of an
+asynchronous strategy reach a checkpoint barrier at different times, so that several checkpoints may be unfinished at
+once, each in its own partial folder. They are completed in order, because the slowest learner reaches them in order.
 """
 
 import math
@@ -41,15 +41,15 @@ from starling.consensus import consensus, consensus_distance
 from starling.errors import CheckpointError
 
 WriteModel = Callable[[Path, Tensor, dict[str, Tensor]], None]
-"""Writes the model with the weights `[P]` and buffers given into a folder."""
+"""Writes a model into a folder: `write_model(folder, weights, buffers)`, with weights `[P]`."""
 
 
 class CheckpointWriter:
-    """One learner's part in writing the checkpoints of a run; all learners share one file system.
+    """Writes one learner's part of each checkpoint of a run; all learners share one file system.
 
-    `arrive(name)` counts the learners that have written their part of checkpoint `name`, this one included; the last
-    of them completes the checkpoint, and removes the older ones that `keep` does not spare. `sync_group_size` learners
-    (None: all) claim their mini-batches together.
+    `arrive(name)` returns how many learners, including this one, have written their part of checkpoint `name`. The last
+    of them completes the checkpoint, and removes older ones beyond the newest `keep`; see `surplus`. `sync_group_size`
+    learners (None: all) claim mini-batches together.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class CheckpointWriter:
         self._sync_group_size = sync_group_size
 
     def save(self, state: LearnerState) -> Checkpoint | None:
-        """Write this learner's part; the checkpoint if that completed it, None otherwise.
+        """Write this learner's part; return the checkpoint if that completed it, else None.
 
-        A checkpoint that is already there, because a resumed run had nothing to add, is left as it is.
+        Does nothing if the checkpoint exists, as when a resumed run ends without a new mini-batch.
         """
         final = self.folder / checkpoint_name(state.position)
         if final.exists():
@@ -88,7 +88,7 @@ class CheckpointWriter:
             return self._complete(partial, final, state)
 
     def save_consensus(self, states: Sequence[LearnerState]) -> Checkpoint:
-        """Write the consensus model of `states` alone, for use but not for resuming."""
+        """Write a checkpoint with only the consensus model of `states`; it cannot be resumed."""
         final = self.folder / checkpoint_name(states[0].position)
         if final.exists():
             return load(final)
@@ -108,8 +108,8 @@ class CheckpointWriter:
         missing = [path.name for path in paths if not path.is_file()]
         if missing:
             raise CheckpointError(
-                f"{final}: {', '.join(missing)} did not appear in {partial}; "
-                "all learners need one shared file system for the experiment folder"
+                f"{final}: {', '.join(missing)} missing from {partial}; "
+                "the experiment folder must be on a file system that all learners share"
             )
         scalars = [read_json(path.with_suffix(".json")) for path in paths]
         kept = [[(shard["start"], shard["stop"]) for shard in each["shards"]] for each in scalars]
@@ -146,7 +146,7 @@ class CheckpointWriter:
             consensus_distance=distance if math.isfinite(distance) else None,
             is_finite=is_finite,
             files=Listing.of(partial).entries,
-        ).signed()
+        ).with_digest()
         write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
         publish(partial, final)
         for old in surplus(self.folder, self._keep, final):
@@ -174,13 +174,13 @@ def write_learner(folder: Path, state: LearnerState) -> None:
 
 
 def _encode_shard(shard: ShardState, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Its place and its optimizer's values; its weights are in those of its learner."""
+    """A shard's place and optimizer values as JSON; its weights are saved with the learner's."""
     optimizer = encode_state(shard.optimizer, f"shard.{shard.start}", tensors)
     return {"start": shard.start, "stop": shard.stop, "optimizer": optimizer}
 
 
 def _weights(path: Path) -> Tensor:
-    """A learner's weights `[P]`, without reading what its optimizer remembers."""
+    """A learner's weights `[P]`, read without its optimizer state."""
     with safe_open(path, framework="pt") as file:
         weights: Tensor = file.get_tensor("weights")
     return weights
@@ -192,7 +192,7 @@ def _buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mean_of_buffers(buffers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Floating-point buffers of those that compute are averaged; the others are the first one's."""
+    """The mean of each floating-point buffer; other buffers are those of the first learner."""
     return {
         name: rank_ordered_mean(each[name] for each in buffers) if first.is_floating_point() else first
         for name, first in buffers[0].items()

@@ -3,12 +3,12 @@
 The first optimizer of a process imports `torch._dynamo`, which takes as long as importing torch. Torch imports
 it for two things that matter only while Dynamo traces:
 
-- A function marked with `torch._disable_dynamo`, such as `Optimizer.zero_grad`, asks Dynamo for a version of itself
-  that Dynamo does not trace, and keeps it in its attribute `__dynamo_disable`.
+- A function marked with `torch._disable_dynamo`, such as `Optimizer.zero_grad`, asks Dynamo for an untraced version of
+  itself, and keeps it in its attribute `__dynamo_disable`.
 - An optimizer's `step` marks graph breaks before and after the actual step. In eager mode they do nothing.
 
 `postpone_dynamo` stores the function itself in that attribute, and gives `step` the same code without graph breaks.
-Both are undone just before `torch._dynamo` is first imported. From then on torch is as installed.
+Both changes are undone just before `torch._dynamo` is first imported.
 """
 
 import sys
@@ -28,9 +28,9 @@ _MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 def postpone_dynamo() -> None:
-    """Let the optimizers of torch work without Dynamo until something imports it.
+    """Let torch's optimizers work without Dynamo until something imports it.
 
-    Does nothing if it is imported already, or if this version of torch imports it in another way.
+    Does nothing if Dynamo is already imported, or if this version of torch imports it in a different way.
     """
     if _DYNAMO in sys.modules:
         return
@@ -42,8 +42,10 @@ def postpone_dynamo() -> None:
 
 
 class _Postponed(MetaPathFinder):
-    """Keeps Dynamo away from `marked` functions and from the steps whose code is `with_breaks`. It is the first finder
-    that Python asks for a module, so that it notices the import of Dynamo in time."""
+    """Keeps Dynamo away from `marked` functions and from the steps whose code is `with_breaks`.
+
+    As the first finder on `sys.meta_path`, it sees the import of Dynamo before Dynamo is loaded.
+    """
 
     def __init__(self, marked: Sequence[Callable[..., Any]], with_breaks: CodeType) -> None:
         self._marked = marked
@@ -58,7 +60,7 @@ class _Postponed(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Nothing: the finders behind this one are to find it."""
+        """Undo the changes if Dynamo is imported; return None, so that the next finder looks for the module."""
         if fullname == _DYNAMO:
             self._undo()
         return None
@@ -72,7 +74,7 @@ class _Postponed(MetaPathFinder):
 
 
 def _without_breaks(func: Callable[..., Any]) -> FunctionType:
-    """What `_use_grad_for_differentiable` makes of an optimizer's step, without the graph breaks."""
+    """The wrapper that `_use_grad_for_differentiable` puts around an optimizer's step, without its graph breaks."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         was_enabled = torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Learners that join a run under way: which are wanted, which were started, and what became of each."""
+"""The joiners of a running experiment: which are requested, which have been started, and how each attempt ended."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,50 +11,50 @@ from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.timeouts import JOINER_FRESH
 from starling.training.faults import Join
 
-MOST_LEARNERS = 4096
+MAX_LEARNERS = 4096
 Succession = Callable[[Sequence[int], Collection[int], Sequence[int]], tuple[int, ...]]
-"""From the members of a membership, the ids of those lost and of those that join to the members of the next one, in the
-order of their ranks; see `Strategy.successors`."""
+"""Computes the members of the next membership, in rank order, from the members of the current one, the ids of lost
+learners and the ids of joiners; see `Strategy.successors`."""
 
 
 def any_number(members: Sequence[int], lost: Collection[int], joining: Sequence[int]) -> tuple[int, ...]:
-    """The succession where any number of learners will do."""
+    """The succession of a strategy that works with any number of learners."""
     return (*(learner for learner in members if learner not in lost), *joining)
 
 
 @dataclass(frozen=True)
 class Changes:
-    """How the learners of a run may change while it trains."""
+    """How the set of learners may change during a run."""
 
     succession: Succession = any_number
     replaces: bool = False
-    """Whether a lost learner is started again."""
+    """Whether a lost learner is restarted."""
     joins: Sequence[Join] = ()
     """Learners that join at a given time."""
     requests: Requests | None = None
-    """Where other processes ask for more learners."""
+    """Requests of other processes for more learners; None if there can be none."""
     is_open: bool = True
-    """Whether they may have more."""
+    """Whether these requests are granted."""
     say: Callable[[str], None] = lambda line: None
     on_join: Callable[[int, int], None] = lambda learner_id, num_learners: None
-    """Called when a learner has joined, with the number of learners that train now."""
+    """Called when a learner has joined, with the number of learners that now train."""
     on_left_out: Callable[[int, str], None] = lambda learner_id, reason: None
-    """Called for a learner that was started and did not join, with the reason."""
+    """Called when a joiner was started but did not join, with the reason."""
 
 
 @dataclass
-class _Asked:
+class _OpenRequest:
     request: JoinRequest
     open: set[int]
-    """The learners whose outcome is not known yet."""
+    """The learners that have neither joined nor failed yet."""
     joined: list[int] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
 
 class Joiners:
-    """The learners that are to join, from the request until they train or have failed.
+    """Requested and started joiners, each until it trains or has failed.
 
-    `start` starts the process of a learner that has none running.
+    `start` starts a process for a learner that has none running.
     """
 
     def __init__(self, changes: Changes, roster: Roster, start: Callable[[int], LearnerRecord]) -> None:
@@ -63,7 +63,7 @@ class Joiners:
         self._start = start
         self._wanted: list[int] = []
         self._joining: list[LearnerRecord] = []
-        self._asked: list[_Asked] = []
+        self._open_requests: list[_OpenRequest] = []
         self._timed = sorted(changes.joins, key=lambda join: join.at_seconds)
         self._begin: float | None = None
 
@@ -71,12 +71,15 @@ class Joiners:
         return any(record is each for each in self._joining)
 
     def want(self, learner_ids: Iterable[int]) -> None:
-        """Start these learners as soon as no process of theirs runs."""
+        """Request these learners: `tend` starts each once its previous process, if any, has exited."""
         self._wanted += [each for each in learner_ids if each not in self._wanted]
 
     def tend(self, members: Sequence[int], is_ending: bool) -> list[LearnerRecord]:
-        """Start the learners that are wanted, and return those that were started. All `members` have met; `is_ending`
-        once one of them has ended well."""
+        """Take new requests, start the requested learners, and return those that were started.
+
+        Called only after all `members` have entered a membership. `is_ending` is true once one of them has exited: then
+        requests are refused, and no learner is started.
+        """
         now = self._roster.clock()
         self._begin = now if self._begin is None else self._begin
         while self._timed and now - self._begin >= self._timed[0].at_seconds:
@@ -91,8 +94,8 @@ class Joiners:
         return started
 
     def ready(self, members: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
-        """The joiners that can be let in now, the first ones first, and the members with them; none if too few are
-        ready for the strategy."""
+        """The joiners to admit now, oldest first, and the members of the next membership; both empty if the strategy
+        cannot use as many as are ready."""
         ready = [
             each.learner_id
             for each in self._joining
@@ -109,7 +112,7 @@ class Joiners:
         return [], ()
 
     def expected(self, members: Collection[int]) -> list[LearnerRecord]:
-        """The joiners that the other members wait for."""
+        """The joiners that are members already: the other members wait for them."""
         return [each for each in self._joining if each.learner_id in members]
 
     def waiting(self, members: Collection[int]) -> list[LearnerRecord]:
@@ -117,8 +120,8 @@ class Joiners:
         return [each for each in self._joining if each.learner_id not in members]
 
     def settle(self, members: Sequence[int], exited: Sequence[LearnerRecord]) -> list[int]:
-        """Note which joiners have come to train, and which have `exited` before that; the ids of members that did not
-        come."""
+        """Remove the joiners that have started training or have `exited`; return the ids of `members` among the
+        exited."""
         failed, is_one_missing = [], False
         for record in list(self._joining):
             learner_id = record.learner_id
@@ -128,15 +131,16 @@ class Joiners:
                 self._note(learner_id, len(members), "")
             elif any(record is each for each in exited):
                 self._joining.remove(record)
-                self._leave_out(record, record.end_in_words(), members)
+                self._leave_out(record, record.describe_exit(), members)
                 failed += [learner_id] if learner_id in members else []
                 is_one_missing = True
         if is_one_missing and not failed:
-            self.drop_the_rest(members)
+            self.drop_unusable(members)
         return failed
 
-    def drop_the_rest(self, members: Sequence[int]) -> None:
-        """If the remaining joiners cannot form a valid membership, kill them and drop the pending requests."""
+    def drop_unusable(self, members: Sequence[int]) -> None:
+        """If the members cannot form a valid membership with the remaining joiners, kill these joiners and drop the
+        learners that have not been started."""
         waiting = self.waiting(members)
         try:
             self._changes.succession(members, (), [*(each.learner_id for each in waiting), *self._wanted])
@@ -150,11 +154,11 @@ class Joiners:
             self._wanted.clear()
 
     def close(self, members: Sequence[int]) -> None:
-        """The run has ended: answer the requests that are still open."""
-        for asked in self._asked:
-            asked.failed += [f"learner {each}: the run ended before it had joined" for each in sorted(asked.open)]
-            self._answer(asked, len(members))
-        self._asked.clear()
+        """Answer the requests that are still open when the run ends."""
+        for each in self._open_requests:
+            each.failed += [f"learner {joiner}: the run ended before it joined" for joiner in sorted(each.open)]
+            self._answer(each, len(members))
+        self._open_requests.clear()
 
     def _leave_out(self, record: LearnerRecord, reason: str, members: Sequence[int]) -> None:
         self._roster.lose(record.learner_id)
@@ -166,7 +170,7 @@ class Joiners:
     def _started(self, learner_id: int, num_members: int) -> LearnerRecord | None:
         try:
             return self._start(learner_id)
-        except OSError as error:  # such as too little memory; the others do not need it
+        except OSError as error:  # for example out of memory; the run continues without this joiner
             reason = f"learner {learner_id} could not be started ({error})"
             self._changes.say(reason)
             self._note(learner_id, num_members, reason)
@@ -178,7 +182,7 @@ class Joiners:
     def _join_on_purpose(self, learner_id: int, members: Sequence[int]) -> None:
         is_there = learner_id in members or any(each.learner_id == learner_id for each in self._joining)
         if is_there or learner_id in self._wanted:
-            self._changes.say(f"learner {learner_id} was to join on purpose, but is there already")
+            self._changes.say(f"faults: learner {learner_id} does not join, because it is already running or starting")
         else:
             self.want([learner_id])
 
@@ -187,42 +191,42 @@ class Joiners:
             self._refuse(request, "the run is ending" if is_ending else "the run was started with on_loss: stop")
             return
         others = [each for each in [*(each.learner_id for each in self._joining), *self._wanted] if each not in members]
-        most = MOST_LEARNERS - len(members) - len(others)
-        if not 1 <= request.learners <= most:
-            self._refuse(request, f"{request.learners} learners are asked for; the number must be in [1, {most}]")
+        limit = MAX_LEARNERS - len(members) - len(others)
+        if not 1 <= request.learners <= limit:
+            self._refuse(request, f"the number of learners must be in [1, {limit}], got {request.learners}")
             return
         learner_ids = self._free(request.learners, {*members, *others})
         try:
             self._changes.succession(members, (), [*others, *learner_ids])
         except StarlingError as error:
             num_before = len(members) + len(others)
-            self._refuse(request, f"the run keeps its {num_before} learners, and gets no {request.learners}: {error}")
+            self._refuse(request, f"cannot add {request.learners} to the run's {num_before} learners: {error}")
             return
-        self._asked.append(_Asked(request, set(learner_ids)))
+        self._open_requests.append(_OpenRequest(request, set(learner_ids)))
         self.want(learner_ids)
 
     def _free(self, number: int, taken: Collection[int]) -> list[int]:
-        """So many ids: first those of lost learners, then new ones."""
+        """`number` unused ids: those of lost learners first, then new ones."""
         known = sorted({*self._roster.learners, *taken})
         running = self._running()
         free = [each for each in known if each not in taken and each not in running]
         return [*free, *range(known[-1] + 1, known[-1] + 1 + number)][:number]
 
     def _note(self, learner_id: int, num_members: int, failure: str) -> None:
-        for asked in [each for each in self._asked if learner_id in each.open]:
-            asked.open.remove(learner_id)
+        for each in [each for each in self._open_requests if learner_id in each.open]:
+            each.open.remove(learner_id)
             if failure:
-                asked.failed.append(failure)
+                each.failed.append(failure)
             else:
-                asked.joined.append(learner_id)
-            if not asked.open:
-                self._asked.remove(asked)
-                self._answer(asked, num_members)
+                each.joined.append(learner_id)
+            if not each.open:
+                self._open_requests.remove(each)
+                self._answer(each, num_members)
 
-    def _answer(self, asked: _Asked, num_members: int) -> None:
+    def _answer(self, open_request: _OpenRequest, num_members: int) -> None:
         if self._changes.requests:
-            answer = JoinAnswer("", tuple(sorted(asked.joined)), tuple(asked.failed), num_members)
-            self._changes.requests.answer(asked.request, answer)
+            answer = JoinAnswer("", tuple(sorted(open_request.joined)), tuple(open_request.failed), num_members)
+            self._changes.requests.answer(open_request.request, answer)
 
     def _refuse(self, request: JoinRequest, reason: str) -> None:
         self._changes.say(f"a request for learners was refused: {reason}")

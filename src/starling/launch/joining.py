@@ -1,4 +1,4 @@
-"""`starling.join`: an existing PyTorch training loop becomes one learner among several."""
+"""`starling.join`: turns an existing PyTorch training loop into one learner of several."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -33,22 +33,25 @@ def join(
 ) -> JoinedLearner:
     """Let your own PyTorch loop train `model` together with the other processes that `torchrun` started.
 
-    `strategy` is a name that `starling strategies` lists, a `module:name`, or a `Strategy` of your own; `options` are
-    its options, such as `pattern="pairs"`.
-    Started as plain `python`, it is the only learner, and the loop gives the same bits as without `join`. The model is
-    on its device already, and the optimizer is any of `torch.optim` over the model's parameters; parameter groups,
-    learning rate schedulers, gradient clipping and autocast are yours as before. All learners start from learner 0's
-    model.
+    Under plain `python` there is one learner, and the loop computes the same bits as without `join`. All learners start
+    from learner 0's model. Parameter groups, learning rate schedulers, gradient clipping and autocast work as usual.
 
-    Learners train the model's parameters that are trainable or in the optimizer now; freeze some of them after joining,
-    with `requires_grad_(False)`, and unfreeze them when their time comes. Change the model's dtype, device or layers
-    before joining.
+    Learners train the parameters that are trainable or in the optimizer when `join` is called. You may freeze and
+    unfreeze these later with `requires_grad_`.
 
-    Random patterns are drawn from `seed`. `timeout_seconds` is the longest wait for another learner.
-    Gradients that are not finite make no optimizer step; `most_not_finite` of them in a row end the run.
+    Args:
+        model: The model, on its device. Change its dtype, device or layers before joining.
+        optimizer: Any optimizer of `torch.optim`, except LBFGS, over the model's parameters.
+        strategy: A name that `starling strategies` lists, a `module:name`, or a `Strategy`.
+        seed: Determines random patterns.
+        timeout_seconds: The longest wait for another learner.
+        most_not_finite: How many successive gradients that are not finite end the run. They make no optimizer step.
+        options: The strategy's options, such as `pattern="pairs"`.
 
-    Raises `ConfigError` for a strategy, options, a model or an optimizer that do not fit, `ProtocolError` when
-    learners differ, `PeerLost` when one does not come.
+    Raises:
+        ConfigError: The strategy, its options, the model or the optimizer cannot be used.
+        ProtocolError: Learners differ in configuration, model or version.
+        PeerLost: Another learner did not come.
     """
     check_loop(model, optimizer)
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
@@ -61,25 +64,28 @@ def join(
         place = Place(0, 1, 0, 1, HashStore())
     elif dist.is_initialized():
         raise ConfigError(
-            "torch.distributed has a process group already: leave out init_process_group, which starling.join calls "
-            "itself (afterwards torch.distributed can be used as usual), or close the learner that joined before"
+            "torch.distributed already has a process group: remove your call of init_process_group, because "
+            "starling.join calls it (torch.distributed can be used afterwards), or close the learner that joined before"
         )
     else:
-        place = _meet(timeout_seconds)
+        place = _new_place(timeout_seconds)
     chosen.validate(checked, place.world)
     return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds, most_not_finite)
 
 
-def _meet(timeout_seconds: float) -> Place:
-    """This process's place, with a part of the store for this call of `join`: all learners call it equally often."""
+def _new_place(timeout_seconds: float) -> Place:
+    """This process's place, with a store prefix for this call of `join`.
+
+    The prefix is the number of earlier calls, which is the same on all learners.
+    """
     place = _find_place(timeout_seconds)
-    store = PrefixStore(f"join/{next(_JOININGS)}", place.store)
+    store = PrefixStore(f"join/{next(_NUM_CALLS)}", place.store)
     return Place(place.rank, place.world, place.local_rank, place.local_world, store)
 
 
-_JOININGS: Iterator[int] = count()
+_NUM_CALLS: Iterator[int] = count()
 _find_place = cache(find_place)
-"""A process connects to the store once: learner 0 may own it, and it must outlive each call of `join`."""
+"""A process connects to the store once, because learner 0 may own it, and several calls of `join` use it."""
 
 
 def _checked(strategy: Strategy, options: dict[str, Any]) -> Config:
@@ -98,5 +104,5 @@ def _problem(strategy: Strategy, name: str, kind: str, message: str) -> str:
     if kind != "extra_forbidden":
         return f"{strategy.name}: {name}: {message.removeprefix('Value error, ')}"
     known = list(strategy.options.model_fields)
-    has = ", ".join(known) or "none"
-    return f"{strategy.name}: {name!r} is no option of it; {did_you_mean(name, known)}it has {has}"
+    options = ", ".join(known) or "none"
+    return f"{strategy.name}: unknown option {name!r}; {did_you_mean(name, known)}its options: {options}"

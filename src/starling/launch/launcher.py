@@ -1,7 +1,7 @@
 """Starts learner processes on this machine, watches them, and leaves none behind.
 
-When a learner is killed, or has sent no heartbeat for too long and is killed for that, the others may continue: the
-launcher announces the next membership to them.
+When a learner dies, or is killed because it sent no heartbeat for too long, the others may continue: the launcher
+announces the next membership to them.
 """
 
 import math
@@ -30,12 +30,12 @@ Seconds = float
 
 @contextmanager
 def loopback_store() -> Generator[int, None, None]:
-    """A store on a free port of the loopback interface, nowhere else; the port."""
+    """Run a store that listens on the loopback interface only, and yield its port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         port = int(listener.getsockname()[1])
-        # a bound socket handed over is the only way to keep TCPStore off the other interfaces
+        # passing a bound socket is the only way to keep TCPStore off the other interfaces
         store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
@@ -53,14 +53,25 @@ def launch(
     changes: Changes = NO_CHANGES,
     roster: Roster | None = None,
 ) -> list[Loss]:
-    """Run `world` processes of `command` as learners until all have ended, and return the losses that the others
-    survived.
+    """Run `command` in `world` learner processes until all have exited, and return the losses that the others survived.
 
-    What a learner prints goes to `log_folder/learner-<id>.log`; what it sends through its `Link`, to `on_message`. When
-    one fails the others are ended and its error is raised here: `PeerLost` when it was killed, `Stopped` when this
-    process is asked to end (a second signal ends everything at once). With `on_loss`, which is called then, the others
-    continue without a learner that was killed, and may be joined by others as `changes` says. A learner that sends no
-    heartbeat for `silence_seconds` is killed. `roster` is for those who want to look at it meanwhile.
+    A learner's output goes to `log_folder/learner-<id>.log`, and the messages that it sends through its `Link` to
+    `on_message`. If a learner fails, the others are ended and its error is raised.
+
+    Args:
+        command: The command line of a learner.
+        world: The number of learners at the start.
+        log_folder: Created if it is missing.
+        on_message: Called with each message and the id of its sender.
+        on_loss: If given, the other learners continue when a learner is killed, and this is called with the loss.
+        silence_seconds: A learner that sends no heartbeat for so long is killed.
+        changes: Which learners may join or be restarted; only with `on_loss`.
+        roster: Where the learners are recorded; pass one to read it during the run.
+
+    Raises:
+        PeerLost: A learner was killed, and the others cannot continue.
+        Stopped: This process received SIGINT or SIGTERM. A second signal ends everything at once.
+        StarlingError: A learner failed.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     roster = roster or Roster(world)
@@ -88,7 +99,7 @@ def launch(
 
 @contextmanager
 def _scratch() -> Generator[Path, None, None]:
-    """A folder for the learners' temporary files: loading processes that are killed leave some behind."""
+    """A folder for the learners' temporary files, because loading processes that are killed do not remove theirs."""
     usual = tempfile.gettempdir()
     parent = usual if len(usual) <= 50 else "/tmp"  # loading hangs when the path of a socket exceeds 107 characters
     with tempfile.TemporaryDirectory(prefix="starling-", dir=parent, ignore_cleanup_errors=True) as folder:
@@ -97,7 +108,7 @@ def _scratch() -> Generator[Path, None, None]:
 
 @contextmanager
 def _signals(processes: list[LearnerProcess], scratch: Path) -> Generator[list[int], None, None]:
-    """A list that SIGINT and SIGTERM are added to instead of ending this process; the second one ends it."""
+    """Collect SIGINT and SIGTERM in a list instead of ending this process; the second signal ends it."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -107,7 +118,7 @@ def _signals(processes: list[LearnerProcess], scratch: Path) -> Generator[list[i
         received.append(number)
         if len(received) > 1:
             for process in processes:
-                process.popen.kill()  # also one that is stopped, and would not see the end of its line
+                process.popen.kill()  # a stopped process would not notice that its link is closed
                 signal_group(process, signal.SIGTERM)
             shutil.rmtree(scratch, ignore_errors=True)
             os._exit(128 + number)

@@ -1,7 +1,7 @@
-"""The line between a launcher and each of its learners: messages both ways, and a learner's heartbeat.
+"""The socket between a launcher and each of its learners: messages in both directions, and the learner's heartbeat.
 
-A learner whose launcher has died reads the end of the line and ends itself, so that nothing is left behind. A launcher
-that receives no heartbeat from a learner for long knows that it is stalled.
+If the launcher dies, the learner reads end-of-file and exits, so that no process is left behind. If no heartbeat comes
+for long, the launcher knows that the learner is stalled.
 """
 
 import os
@@ -21,16 +21,17 @@ from starling.timeouts import HEARTBEAT_EVERY
 
 VARIABLE = "STARLING_LINK_FD"
 SCRATCH = "STARLING_SCRATCH"
-"""The variable with the folder for temporary files that belongs to this run alone."""
+"""Environment variable: the folder for the temporary files of this run."""
 WATCHED = "STARLING_WATCHED"
-"""The variable that is 1 where a launcher tells learners of the loss of others."""
+"""Environment variable: 1 if the launcher announces memberships after losses."""
 JOINS = "STARLING_JOINS"
-"""The variable that is 1 for a learner that comes while others train already."""
+"""Environment variable: 1 if the learner joins a running experiment."""
 ORPHANED = 3
+"""The exit code of a learner whose launcher died."""
 
 
 class Link:
-    """A learner's end of the line."""
+    """A learner's end of the socket."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -39,13 +40,13 @@ class Link:
         self._heard: list[LauncherMessage] = []
         self._listeners: list[Callable[[LauncherMessage], None]] = []
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
-        """Makes what is sent every `HEARTBEAT_EVERY` seconds."""
+        """Makes the message that is sent every `HEARTBEAT_EVERY` seconds."""
         threading.Thread(target=self._watch_launcher, name="starling-link", daemon=True).start()
         threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
 
     @classmethod
     def from_environment(cls) -> "Link | None":
-        """The link that a launcher left for this process, or None where there is none (torchrun, Slurm)."""
+        """The link to the launcher that started this process; None under torchrun and Slurm."""
         descriptor = os.environ.pop(VARIABLE, None)
         return None if descriptor is None else cls(socket.socket(fileno=int(descriptor)))
 
@@ -56,7 +57,7 @@ class Link:
             self._line.sendall(line)
 
     def listen(self, listener: Callable[[LauncherMessage], None]) -> None:
-        """Call `listener`, in a thread of the link, with each message of the launcher; at once with those so far."""
+        """Call `listener` with each message of the launcher: now with the earlier ones, later in the link's thread."""
         with self._listening:
             self._listeners.append(listener)
             for message in self._heard:
@@ -69,7 +70,7 @@ class Link:
                 self.send(self.heartbeat())
 
     def _watch_launcher(self) -> None:
-        code, reason = ORPHANED, "the launcher is gone: this learner ends"
+        code, reason = ORPHANED, "the launcher is gone: this learner exits"
         try:
             with self._line.makefile("rb") as lines:
                 for line in lines:
@@ -81,23 +82,21 @@ class Link:
         except OSError:
             pass  # the launcher is gone
         except ProtocolError as error:
-            code, reason = error.exit_code, f"{error}: this learner ends"
+            code, reason = error.exit_code, f"{error}: this learner exits"
         with suppress(OSError):  # the disk may be full
             sys.stderr.write(f"{reason}\n")
             sys.stderr.flush()
         if SCRATCH in os.environ:
             shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
-        if os.getpgrp() == os.getpid():  # the launcher gave this learner a group of its own: its loading processes
-            os.killpg(0, signal.SIGTERM)  # not SIGKILL, which would leave their semaphores in shared memory
+        if os.getpgrp() == os.getpid():  # the process group consists of this learner and its loading processes
+            os.killpg(0, signal.SIGTERM)  # SIGKILL would leave their semaphores in shared memory
         os._exit(code)
 
 
 @contextmanager
 def reported_errors(link: Link | None) -> Generator[None, None, None]:
-    """Tell the launcher what ended this learner, and end it with the error's exit code; the log gets the traceback.
-
-    Without a link errors pass through.
-    """
+    """Report an error to the launcher, print its traceback, and exit with its exit code. Without a link, errors
+    propagate."""
     try:
         yield
     except Exception as error:

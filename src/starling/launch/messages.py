@@ -1,14 +1,14 @@
 """Every message between a launcher, its learners, and the commands that look at a run or change it.
 
-Learners and launcher talk over a socket, a JSON object a line (`launch/link.py`); `starling join` and the launcher
-exchange files (`launch/requests.py`); `starling status` reads a file that the launcher writes. All of it is one of the
-frozen classes below. `encode` and the `decode_…` functions are the only places where they become JSON and come back;
-whatever does not fit its class, by a name, a type or a missing field, is a `ProtocolError`.
+Learners and launcher communicate over a socket, one JSON object per line (`launch/link.py`); `starling join` and the
+launcher exchange files (`launch/requests.py`); `starling status` reads a file that the launcher writes. Each message is
+one of the frozen classes below. Only `encode`, `encode_file` and the `decode_…` functions convert them to and from
+JSON. An unknown or missing field or a wrong type is a `ProtocolError`.
 
-The liveness protocol: a learner sends a `Heartbeat` every `HEARTBEAT_EVERY` seconds from its start to its end,
-whatever else it does. It says `Ready` (a joiner only), `Arrived` and `Entered` as it moves into a membership, `Ended`
-when its training is done, and `Failed` if an error ends it. `launch/roster.py` derives the state of a learner from
-these messages, from their absence, and from the end of its process.
+The liveness protocol: a learner sends a `Heartbeat` every `HEARTBEAT_EVERY` seconds as long as it runs. It sends
+`Ready` (a joiner only), `Arrived` and `Entered` as it moves into a membership, `Ended` when its training is done, and
+`Failed` if an error ends it. `launch/roster.py` derives the state of a learner from these messages, from their absence,
+and from the end of its process.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from starling.errors import ProtocolError
 Seconds = float
 _STRICT = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
 _SHOWN = 120
-"""Bytes of a message that an error about it shows."""
+"""How many bytes of an invalid message its error shows."""
 
 
 class _Message:
@@ -41,14 +41,14 @@ class Heartbeat(_Message):
     num_steps: int | None = None
     """Mini-batches that this process has computed; None before it trains."""
     stall: Stall | None = None
-    """What it waits for, if it has waited for long."""
+    """Its current wait, if that is a long one."""
     _: KW_ONLY
     kind: Literal["heartbeat"] = "heartbeat"
 
 
 @dataclass(frozen=True)
 class Ready(_Message):
-    """A joiner has loaded all it needs and waits for a membership with it."""
+    """A joiner is ready to train, and waits for a membership that includes it."""
 
     _: KW_ONLY
     kind: Literal["ready"] = "ready"
@@ -65,7 +65,7 @@ class Arrived(_Message):
 
 @dataclass(frozen=True)
 class Entered(_Message):
-    """The learner has met the other members, and trains."""
+    """All members of the membership have met, and the learner trains."""
 
     generation: int
     _: KW_ONLY
@@ -74,7 +74,7 @@ class Entered(_Message):
 
 @dataclass(frozen=True)
 class CanStop(_Message):
-    """From now on the learner can save and end together with the others when it is asked to stop."""
+    """The learner is now able to save and end together with the others on a stop request."""
 
     _: KW_ONLY
     kind: Literal["can-stop"] = "can-stop"
@@ -94,7 +94,7 @@ class Failed(_Message):
     """An error ends the learner."""
 
     error: str
-    """The name of its class."""
+    """The name of the exception's class."""
     text: str
     _: KW_ONLY
     kind: Literal["failed"] = "failed"
@@ -111,49 +111,49 @@ class Ended(_Message):
 
 @dataclass(frozen=True)
 class Snapshot(_Message):
-    """One learner's training since its last snapshot."""
+    """One learner's progress since its previous snapshot."""
 
     learner_id: int
     world: int
     epoch: int
     batch: int
-    """The mini-batch of the epoch that was computed last, from 0, counted over all learners."""
+    """The index in the epoch, from 0, of the mini-batch that was computed last; all learners share the numbering."""
     num_batches: int
     """Mini-batches in the epoch."""
     step: int
-    """Mini-batches before that one since the beginning of the run, of all learners."""
+    """The index in the run of the same mini-batch, from 0."""
     loss: float
-    """Mean over the stretch, by frames."""
+    """Mean training loss per frame since the previous snapshot."""
     num_frames: int
-    """Frames in the stretch."""
+    """Frames since the previous snapshot."""
     running_loss: float
-    """Mean over the epoch so far, by frames."""
+    """Mean training loss per frame in the epoch so far."""
     learning_rate: float
     audio_rate: float
     """Seconds of audio trained on per second of the engine's clock; 0 when no time has passed."""
     fraction: float
-    """The share of the budget that is spent."""
+    """The spent fraction of the budget."""
     minutes: float
-    """Time since the beginning of the run, on the engine's clock."""
+    """Time since the start of the run, on the engine's clock."""
     _: KW_ONLY
     kind: Literal["snapshot"] = "snapshot"
 
     @property
     def minutes_left(self) -> float | None:
-        """What the rest of the budget takes at this pace; None before anything is spent."""
+        """The estimated time for the rest of the budget; None before anything is spent."""
         if self.fraction <= 0.0 or self.minutes <= 0.0:
             return None
         return self.minutes * (1.0 - self.fraction) / self.fraction
 
     @property
     def doing(self) -> str:
-        """What the learner does, in words."""
+        """The learner's activity as text."""
         return f"computing batch {self.batch + 1} of epoch {self.epoch + 1}"
 
 
 @dataclass(frozen=True)
 class EpochEnd(_Message):
-    """One learner's part of an epoch."""
+    """One learner's statistics of an epoch."""
 
     learner_id: int
     world: int
@@ -164,39 +164,39 @@ class EpochEnd(_Message):
     waiting_for_data: Seconds
     waiting_for_peers: Seconds
     step: int = 0
-    """Mini-batches of the run before the epoch's end, of all learners."""
+    """Mini-batches of all learners from the start of the run to the end of the epoch."""
     num_rounds: int = 0
-    """Averaging rounds of the epoch."""
+    """Averaging rounds in the epoch."""
     bytes_sent: int = 0
-    """To other learners."""
+    """Bytes sent to other learners."""
     staleness: tuple[int, ...] = ()
-    """How many gradients had a staleness of 0, 1, 2, …; the last place counts all beyond it, too."""
+    """How many gradients had a staleness of 0, 1, 2, …; the last entry includes all larger values."""
     mean_staleness: float = 0.0
     largest_staleness: int = 0
     consensus_distance: float | None = None
-    """(1/L) sum_l |w_l - mean|^2 at the epoch's end, where it is known."""
+    """(1/L) sum_l |w_l - mean|^2 at the epoch's end; None if unknown."""
     num_not_finite: int = 0
-    """Gradients that were left out because they were not finite."""
+    """Gradients that were skipped because they were not finite."""
     loss: float | None = None
-    """Mean over the learner's frames of the epoch; None without a frame."""
+    """Mean training loss per frame of this learner; None without frames."""
     num_frames: int = 0
     learning_rate: float | None = None
-    """Of the last gradient."""
+    """The learning rate of the last gradient."""
     _: KW_ONLY
     kind: Literal["epoch"] = "epoch"
 
     @property
     def rounds_per_gradient(self) -> float:
-        """Averaging rounds for each gradient; 0 without a gradient."""
+        """Averaging rounds per gradient; 0 without gradients."""
         return self.num_rounds / self.num_steps if self.num_steps else 0.0
 
     def share(self, seconds: Seconds) -> float:
-        """`seconds` in per cent of the learner's time in the epoch."""
+        """`seconds` as a percentage of the learner's time in the epoch."""
         return 100.0 * seconds / self.seconds if self.seconds > 0.0 else 0.0
 
     @property
     def doing(self) -> str:
-        """What the learner does, in words."""
+        """The learner's activity as text."""
         return f"saving after epoch {self.epoch + 1}"
 
 
@@ -214,7 +214,7 @@ class Saved(_Message):
 
 @dataclass(frozen=True)
 class ModelSaved(_Message):
-    """What the consensus model is made from is complete: the launcher may score it."""
+    """The files from which the consensus model is computed are complete, so that the launcher may score it."""
 
     folder: str
     _: KW_ONLY
@@ -223,7 +223,7 @@ class ModelSaved(_Message):
 
 @dataclass(frozen=True)
 class Said(_Message):
-    """A line for the screen."""
+    """A line that the launcher prints."""
 
     line: str
     _: KW_ONLY
@@ -232,12 +232,12 @@ class Said(_Message):
 
 @dataclass(frozen=True)
 class Activity(_Message):
-    """What a learner's program does, and anything else that it reports to the program that started it."""
+    """The activity of a learner's program, and values that it reports to the program that called `launch`."""
 
     doing: str = ""
-    """Empty: still the same."""
+    """Empty: unchanged."""
     values: dict[str, JsonValue] = field(default_factory=dict)
-    """For `on_message` of `launch`; Starling reads nothing from it."""
+    """Passed to `on_message` of `launch`; Starling itself ignores them."""
     _: KW_ONLY
     kind: Literal["activity"] = "activity"
 
@@ -265,20 +265,20 @@ LearnerMessage = (
 
 @dataclass(frozen=True)
 class NewMembership(_Message):
-    """The learners that train from now on."""
+    """A new membership replaces the present one."""
 
     generation: int
     members: tuple[int, ...]
-    """Their learner ids. A learner's rank in this membership is its place here."""
+    """Learner ids in rank order."""
     reason: str = ""
-    """What changed, in words."""
+    """What changed, as text."""
     _: KW_ONLY
     kind: Literal["membership"] = "membership"
 
 
 @dataclass(frozen=True)
 class Stop(_Message):
-    """Save together with the others, and end."""
+    """Save a checkpoint together with the others, and end."""
 
     signal_number: int
     _: KW_ONLY
@@ -293,25 +293,26 @@ LauncherMessage = NewMembership | Stop
 
 @dataclass(frozen=True)
 class JoinRequest(_Message):
-    """More learners are asked for."""
+    """A request for more learners."""
 
     learners: int
+    """How many to add."""
     id: str = ""
-    """Stands in the name of the file."""
+    """Part of the file's name."""
 
 
 @dataclass(frozen=True)
 class JoinAnswer(_Message):
-    """What became of a request."""
+    """The outcome of a join request."""
 
     refused: str = ""
-    """Why no learner was started; empty if some were."""
+    """Why the request was refused; empty if it was granted."""
     joined: tuple[int, ...] = ()
-    """The ids of those that train."""
+    """The ids of the learners that joined."""
     failed: tuple[str, ...] = ()
-    """What became of the others."""
+    """Why each of the others did not join."""
     learners: int = 0
-    """How many train now."""
+    """The number of learners that train now."""
 
 
 # From a launcher to `starling status`
@@ -319,22 +320,25 @@ class JoinAnswer(_Message):
 
 @dataclass(frozen=True)
 class LearnerStatus(_Message):
-    """One learner. Ages are seconds before the status was written; None: never."""
+    """One learner."""
 
     learner_id: int
     rank: int | None
-    """In the newest membership; None if it is not a member."""
+    """Its rank in the newest membership; None if it is not a member."""
     state: str
+    """Its state or activity as text."""
     num_steps: int
     loss: float | None
+    """The newest training loss that it reported."""
     heard: Seconds | None
+    """The time since its last message; None before the first."""
     log: str
-    """Inside the experiment's folder."""
+    """The path of its log, relative to the experiment's folder."""
 
 
 @dataclass(frozen=True)
 class Status(_Message):
-    """A run at one moment. Times are seconds since the epoch."""
+    """The state of a run. `began` and `written` are Unix timestamps."""
 
     name: str
     strategy: str
@@ -342,25 +346,27 @@ class Status(_Message):
     began: float
     written: float
     pid: int
-    """Of the launcher."""
+    """The launcher's process id."""
     generation: int
-    """Of the newest membership that learners train in; -1 before the first."""
+    """The generation of the newest membership that a learner has entered; -1 before the first."""
     learners: tuple[LearnerStatus, ...]
     losses: tuple[str, ...]
-    """A reason for each learner that was lost."""
+    """How each lost learner was lost."""
     saved: str
-    """The newest checkpoint, or nothing."""
+    """The newest checkpoint of this run; empty if there is none."""
     saved_age: Seconds
+    """The time since the newest checkpoint was completed."""
     exit_code: int | None
+    """None until the run has ended."""
     message: str
-    """How it ended."""
+    """How the run ended; empty until then."""
     format: Literal[2] = 2
 
 
 T = TypeVar("T")
 
 
-@cache  # building it takes 30 ms, which a process that sends no message need not pay
+@cache  # building the adapter takes 30 ms, which only processes that send messages should spend
 def _from_learner() -> TypeAdapter[LearnerMessage]:
     return TypeAdapter(Annotated[LearnerMessage, Field(discriminator="kind")], config=_STRICT)
 
@@ -393,7 +399,7 @@ def encode(message: LearnerMessage | LauncherMessage) -> bytes:
 
 
 def encode_file(content: JoinRequest | JoinAnswer | Status) -> str:
-    """The content of a file that others read."""
+    """A message as the content of a file."""
     match content:
         case Status():
             text = _status().dump_json(content, indent=1)
@@ -405,32 +411,32 @@ def encode_file(content: JoinRequest | JoinAnswer | Status) -> str:
 
 
 def decode_from_learner(line: bytes, learner_id: int) -> LearnerMessage:
-    """What a learner sent. Raises ProtocolError."""
+    """Decode a line from a learner. Raises ProtocolError."""
     return _decode(_from_learner(), line, f"learner {learner_id} sent a message that this version does not understand")
 
 
 def decode_from_launcher(line: bytes) -> LauncherMessage:
-    """What the launcher sent. Raises ProtocolError."""
+    """Decode a line from the launcher. Raises ProtocolError."""
     return _decode(_from_launcher(), line, "the launcher sent a message that this version does not understand")
 
 
 def decode_request(content: bytes) -> JoinRequest:
-    """Raises ProtocolError."""
+    """Decode a request file. Raises ProtocolError."""
     return _decode(_request(), content, "not a request for learners")
 
 
 def decode_answer(content: bytes) -> JoinAnswer:
-    """Raises ProtocolError."""
+    """Decode an answer file. Raises ProtocolError."""
     return _decode(_answer(), content, "not the answer to a request for learners")
 
 
 def decode_status(content: bytes) -> Status:
-    """Raises ProtocolError."""
+    """Decode a status file. Raises ProtocolError."""
     return _decode(_status(), content, "not the status of a run of this version")
 
 
 def values_of(message: LearnerMessage) -> Mapping[str, JsonValue]:
-    """What a learner's program reported of its own; nothing where the message is one of Starling's."""
+    """The values of an `Activity`; empty for any other message."""
     return message.values if isinstance(message, Activity) else {}
 
 
@@ -439,7 +445,7 @@ def _decode(adapter: TypeAdapter[T], content: bytes, what: str) -> T:
         return adapter.validate_json(content)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        first = next((each for each in errors if each["loc"] == ("format",)), errors[0])  # explains all others
+        first = next((each for each in errors if each["loc"] == ("format",)), errors[0])  # it explains the others
         where = ".".join(map(str, first["loc"]))
         shown = repr(content[:_SHOWN])[1:] + ("…" if len(content) > _SHOWN else "")
         raise ProtocolError(f"{what}: {where + ': ' if where else ''}{first['msg']}; it reads {shown}") from error

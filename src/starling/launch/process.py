@@ -1,4 +1,4 @@
-"""The process of one learner: how a launcher starts it, talks to it, and ends it with all that it started."""
+"""A learner's process: how a launcher starts it, sends it messages, and ends it together with its child processes."""
 
 import os
 import signal
@@ -18,21 +18,21 @@ from starling.timeouts import LOADERS, TERMINATION
 
 @dataclass
 class LearnerProcess:
-    """A process and the launcher's end of the line to it."""
+    """A process and the launcher's end of the socket to it."""
 
     popen: "Popen[bytes]"
     line: socket.socket
     log: Path
     unread: bytearray = field(default_factory=bytearray)
-    """The beginning of a message whose rest has not come yet."""
+    """The received part of an incomplete message."""
     can_stop: bool = False
-    """Whether it has met the others, and saves together with them when it is asked to stop."""
+    """Whether it is able to save and end together with the others on a stop request."""
     is_cleared: bool = False
-    """Whether nothing is left of it and of what it started: its number may belong to another process now."""
+    """Whether it and its child processes are gone. Their process group's number may have been reused."""
 
     @property
     def exit_code(self) -> int | None:
-        """None as long as it runs; negative if a signal killed it."""
+        """None while it runs; negative if a signal killed it."""
         return self.popen.poll()
 
     @property
@@ -40,12 +40,12 @@ class LearnerProcess:
         return self.popen.poll() is None
 
     def tell(self, message: LauncherMessage) -> None:
-        """Send a message; one to a process that has ended is dropped, for its end is noticed elsewhere."""
+        """Send a message. If the process has exited, the message is dropped: `Watch` notices the exit."""
         with suppress(OSError):
             self.line.sendall(encode(message))
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send SIGKILL, and wait for the process to exit."""
         self.popen.kill()
         self.popen.wait()
 
@@ -61,7 +61,7 @@ def start(
     is_watched: bool,
     joins: bool = False,
 ) -> LearnerProcess:
-    """Start a learner; `joins` if others train already."""
+    """Start a learner; `joins` says whether it joins a running experiment."""
     ours, theirs = socket.socketpair()
     log = log_folder / f"learner-{learner_id}.log"
     place = {
@@ -71,7 +71,7 @@ def start(
         "LOCAL_WORLD_SIZE": world,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # tells torch that the store is not learner 0's
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # tells torch that the launcher, not learner 0, owns the store
         "GLOO_SOCKET_IFNAME": loopback_interface(),
         VARIABLE: theirs.fileno(),
         SCRATCH: scratch,
@@ -88,17 +88,19 @@ def start(
             stdout=output,
             stderr=STDOUT,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # so that it can be ended together with its loading processes
+            start_new_session=True,  # so that a signal to the group also reaches its loading processes
         )
     return LearnerProcess(popen, ours, log)
 
 
 def end(processes: list[LearnerProcess]) -> None:
-    """End what still runs, learners and their loading processes: asked first, killed after `TERMINATION` seconds."""
+    """End all learners and their loading processes. A learner that can stop is killed at once, any other one if it has
+    not exited `TERMINATION` seconds after SIGTERM."""
     for process in processes:
         if process.popen.poll() is None:
-            process.popen.send_signal(signal.SIGKILL if process.can_stop else signal.SIGTERM)  # it would save first
-            process.popen.send_signal(signal.SIGCONT)  # one that is stopped could not end
+            # after SIGTERM, a learner that can stop would first save
+            process.popen.send_signal(signal.SIGKILL if process.can_stop else signal.SIGTERM)
+            process.popen.send_signal(signal.SIGCONT)  # a stopped process does not handle SIGTERM
     deadline = time.monotonic() + TERMINATION
     for process in processes:
         try:
@@ -113,7 +115,7 @@ def end(processes: list[LearnerProcess]) -> None:
 def end_loaders(processes: list[LearnerProcess]) -> None:
     """End the loading processes that outlived their learners.
 
-    Python's resource tracker among them ignores SIGTERM, and ends once it has removed their semaphores.
+    Python's resource tracker is one of them: it ignores SIGTERM, and exits once it has removed their semaphores.
     """
     deadline = time.monotonic() + LOADERS
     left = [process for process in processes if signal_group(process, signal.SIGTERM)]
@@ -127,12 +129,12 @@ def end_loaders(processes: list[LearnerProcess]) -> None:
 
 
 def signal_group(process: LearnerProcess, number: int) -> bool:
-    """Signal a learner's process group; whether there is one."""
+    """Signal a learner's process group; return whether it exists."""
     if process.is_cleared:
         return False
     try:
         os.killpg(process.popen.pid, number)
-    except (ProcessLookupError, PermissionError):  # there is none, or its number belongs to others now
+    except (ProcessLookupError, PermissionError):  # it is gone, or another user's group has its number
         return False
     return True
 
@@ -144,7 +146,7 @@ def loopback_interface() -> str:
 
 
 def signal_name(number: int) -> str:
-    """Such as SIGTERM."""
+    """The name of a signal, such as SIGTERM."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

@@ -1,5 +1,5 @@
-"""How a process finds its place among the learners: in the variables that Starling's launcher, torchrun and Slurm
-scripts all set."""
+"""A process's place among the learners, from the environment variables that Starling's launcher, torchrun and Slurm
+scripts set."""
 
 import os
 import sys
@@ -35,12 +35,12 @@ def is_first() -> bool:
 
 
 def joins() -> bool:
-    """Whether the others train already, so that this process waits until they expect it."""
+    """Whether this process joins a running experiment."""
     return os.environ.get(JOINS) == "1"
 
 
 def find_membership(place: Place, link: Link | None) -> MembershipFeed:
-    """The memberships that a launcher of ours announces; without one that watches, there is only the first."""
+    """The memberships that Starling's launcher announces; if none does, only the first membership."""
     first = None if joins() else Membership(0, tuple(range(place.world)))
     if link is None or os.environ.get(WATCHED) != "1":
         return MembershipFeed(place.rank, first)
@@ -62,9 +62,9 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
 
 
 def find_place(timeout_seconds: float = CONNECT) -> Place:
-    """This process's place, with the store already connected.
+    """This process's place, connected to the store.
 
-    Raises `ConfigError` for variables that make no sense, `ProtocolError` when the store does not answer.
+    Raises `ConfigError` for an invalid environment variable, `ProtocolError` if the store does not answer.
     """
     rank, world, _ = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
     local_rank, local_world = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world)
@@ -87,7 +87,7 @@ def find_place(timeout_seconds: float = CONNECT) -> Place:
 
 
 def _warn_if_exposed(address: str) -> None:
-    """Warn in one line if learners that meet at `address` can be reached from other machines."""
+    """Warn if other machines can reach learners whose store is at `address`."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if address in LOOPBACK and interface == loopback_interface():
         return

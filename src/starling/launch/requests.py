@@ -1,10 +1,10 @@
-"""Asking the launcher of a run for more learners, from another process: files in a folder of the experiment.
+"""Join requests to the launcher of a run, as files in the experiment's folder.
 
-    joins/open                  locked by the launcher while it takes requests; identifies the launcher
-    joins/request-<id>.json     a `JoinRequest`; removed by the launcher that has read it
-    joins/answer-<id>.json      a `JoinAnswer`; removed by the process that asked
+    joins/open                  locked by the launcher while it takes requests; its content identifies the launcher
+    joins/request-<id>.json     a `JoinRequest`; removed by the launcher once it has been read
+    joins/answer-<id>.json      a `JoinAnswer`; removed by the process that sent the request
 
-Files are written aside and renamed. No socket listens: any user who may write to the folder may ask.
+Files are written under a temporary name and renamed. Any user with write access to the folder can send a request.
 """
 
 import fcntl
@@ -32,8 +32,8 @@ class Requests:
         self._next_look = clock()
 
     def take(self) -> list[JoinRequest]:
-        """The requests that have come; none if it is not yet time to look again. One that makes no sense asks for 0
-        learners."""
+        """Remove and return the new requests. Looks only every `REQUESTS_EVERY` seconds; an unreadable request becomes
+        one for 0 learners, which is refused."""
         if self._clock() < self._next_look:
             return []
         self._next_look = self._clock() + REQUESTS_EVERY
@@ -47,14 +47,14 @@ class Requests:
         return found
 
     def answer(self, request: JoinRequest, answer: JoinAnswer) -> None:
-        """Say what became of a request. A full disk costs the answer, not the run."""
-        with suppress(OSError):
+        """Write the answer to a request."""
+        with suppress(OSError):  # a full disk must not end the run
             _write(self._folder / _ANSWER.format(request.id), answer)
 
 
 @contextmanager
 def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
-    """Take requests while the context lasts; None where the folder cannot be written, or another run takes requests
+    """Take requests inside the context; None if the folder cannot be written, or another launcher takes requests
     there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,24 +78,26 @@ def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
         yield Requests(folder)
 
 
-def who_takes(folder: Path) -> bytes | None:
-    """The launcher that takes requests there now, as the same bytes while it does; None if there is none."""
+def launcher_id(folder: Path) -> bytes | None:
+    """Identifies the launcher that takes requests in this folder now; None if there is none."""
     try:
         with (folder / _LOCK).open("rb") as lock:
-            return None if _lock(lock.fileno(), fcntl.LOCK_SH) else lock.read()  # others may look at the same time
+            # a shared lock, so that several processes can look at the same time
+            return None if _lock(lock.fileno(), fcntl.LOCK_SH) else lock.read()
     except OSError:
         return None
 
 
 def ask(folder: Path, learners: int) -> JoinRequest:
-    """Ask for more learners."""
+    """Write a request for more learners."""
     request = JoinRequest(learners, f"{time.time_ns():020d}-{secrets.token_hex(4)}")
     _write(folder / _REQUEST.format(request.id), request)
     return request
 
 
-def answered(folder: Path, request: JoinRequest) -> JoinAnswer | None:
-    """What became of a request, once that is known. Raises ProtocolError for a file that is no answer."""
+def take_answer(folder: Path, request: JoinRequest) -> JoinAnswer | None:
+    """Remove and return the answer to a request; None if there is none yet. Raises ProtocolError for an invalid
+    file."""
     path = folder / _ANSWER.format(request.id)
     try:
         content = path.read_bytes()
@@ -106,7 +108,7 @@ def answered(folder: Path, request: JoinRequest) -> JoinAnswer | None:
 
 
 def withdraw(folder: Path, request: JoinRequest) -> None:
-    """Remove what is left of a request: its answer is not waited for any more."""
+    """Remove the files of a request and its answer, if they still exist."""
     for name in (_REQUEST, _ANSWER):
         (folder / name.format(request.id)).unlink(missing_ok=True)
 
@@ -125,7 +127,7 @@ def _write(path: Path, content: JoinRequest | JoinAnswer) -> None:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file until it is closed; whether that could be done."""
+    """Try to lock an open file until it is closed; return whether that succeeded."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:

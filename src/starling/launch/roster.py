@@ -1,17 +1,16 @@
-"""What a launcher knows of the learners of a run: one record for each, from its first start to the end of the run.
+"""The launcher's record of each learner of a run, from the learner's first start to the end of the run.
 
-A learner keeps its `learner_id` for life, also when it is lost and its process is started again; its `rank` is its
-place in the present membership. This is the one place that says what a learner is: whether it trains, is silent, was
-lost. It learns from three sources: the messages of the learner, the time since the last one, and the launcher, which
-watches its process.
+A learner keeps its `learner_id` even if it is lost and its process is restarted; its `rank` is its place in the present
+membership. The state of a learner is defined here only. It is derived from the learner's messages, the time since the
+last one, and what the launcher observes of its process.
 
     starting ──────────────► training ──► ended
        │                       ▲  │
-       └──► ready (a joiner) ──┘  ├──► left     others of its sync group were lost
-                                  └──► lost     killed, silent for too long; or it never joined
-    lost, left ──► starting                     its process is started again
+       └──► ready (a joiner) ──┘  ├──► left     its sync group lost a member
+                                  └──► lost     it was killed, was silent for too long, or did not join
+    lost, left ──► starting                     its process is restarted
 
-A learner that is ready or trains, and has sent nothing for `SILENT_AFTER` seconds, is silent until it sends something.
+A ready or training learner that has sent nothing for `SILENT_AFTER` seconds is silent until it sends something.
 """
 
 import threading
@@ -46,7 +45,7 @@ Seconds = float
 
 
 class LearnerState(Enum):
-    """Where a learner is in its life."""
+    """The state of a learner, as in the diagram above."""
 
     STARTING = "starting"
     READY = "ready"
@@ -61,50 +60,55 @@ _OUT = (LearnerState.LEFT, LearnerState.LOST)
 
 @dataclass
 class LearnerRecord:
-    """One learner. Times are those of the roster's clock."""
+    """One learner. Times are on the roster's clock."""
 
     learner_id: int
     process: LearnerProcess | None = None
-    """The newest one; None where this is not the launcher that started it."""
+    """Its newest process; None before the first start, and in a roster that only follows messages."""
     state: LearnerState = LearnerState.STARTING
     rank: int | None = None
-    """Its place in the present membership; None if it is not a member."""
+    """Its rank in the present membership; None if it is not a member."""
     is_joiner: bool = False
-    """Whether the others trained already when its process was started."""
+    """Whether its newest process was started as a joiner."""
     generation: int = -1
-    """The membership that its process entered last; -1 before the first."""
+    """The last membership that its newest process has entered; -1 before the first."""
     arrived: int = -1
-    """The membership whose other members its process last waited for."""
+    """The last membership in which its newest process began to wait for the other members; -1 before the first."""
     started_at: float = 0.0
+    """When its newest process was started."""
     heard_at: float | None = None
-    """When it last sent anything."""
+    """When its last message came; None before the first."""
     doing: str = "starting"
+    """Its activity as text."""
     doing_since: float = 0.0
     has_computed: bool = False
-    """Whether its process has computed anything."""
+    """Whether its newest process has reported progress since it entered a membership."""
     error: StarlingError | None = None
-    """What it said ended it."""
+    """The error by which it says that it failed."""
     killed_because: str = ""
-    """Why the launcher killed it, if it did."""
+    """Why the launcher killed it; empty if it did not."""
     wait: Stall | None = None
-    waits_since: float = 0.0
+    """Its current long wait, as last reported."""
+    wait_began_at: float = 0.0
     num_steps: int = 0
-    """Mini-batches that it has computed, in all its processes."""
+    """Mini-batches that all its processes have computed."""
     num_before: int = 0
-    """Those of them that earlier processes computed."""
+    """Mini-batches that its earlier processes have computed."""
     loss: float | None = None
+    """The training loss of its last snapshot."""
     has_joined: bool = False
-    """Whether it came to a run under way."""
+    """Whether one of its processes has joined the run after the start."""
     seconds: Seconds = 0.0
-    """Of the epochs that it has reported."""
+    """The total time of the epochs that it has reported; the next three are parts of it."""
     computing: Seconds = 0.0
     waiting_for_data: Seconds = 0.0
     waiting_for_peers: Seconds = 0.0
     num_not_finite: int = 0
+    """Gradients in these epochs that were not finite."""
 
     @property
     def is_running(self) -> bool:
-        """Whether its process has not exited."""
+        """Whether its process runs."""
         return self.process is not None and self.process.is_running
 
     @property
@@ -114,7 +118,7 @@ class LearnerRecord:
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended it, and not an error of its own."""
+        """Whether a signal ended its process, and it reported no error."""
         return self.process is not None and (self.process.exit_code or 0) < 0 and self.error is None
 
     @property
@@ -124,12 +128,12 @@ class LearnerRecord:
 
     @property
     def is_present(self) -> bool:
-        """Whether it has work to do or waits for some."""
+        """Whether it is starting, ready or training."""
         return self.state not in (*_OUT, LearnerState.ENDED)
 
     @property
     def log(self) -> str:
-        """Where its log is."""
+        """The path of its log; empty without a process."""
         return str(self.process.log) if self.process is not None else ""
 
     def tell(self, message: NewMembership | Stop) -> None:
@@ -138,23 +142,23 @@ class LearnerRecord:
             self.process.tell(message)
 
     def kill(self, because: str = "") -> None:
-        """End its process at once."""
+        """Kill its process, and note the reason."""
         self.killed_because = because
         if self.process is not None:
             self.process.kill()
 
-    def death(self) -> str:
-        """How it was killed, and meanwhile doing what."""
+    def describe_death(self) -> str:
+        """How it was killed, and what it was doing then, as text."""
         name = f"learner {self.learner_id}"
         if self.killed_because:
             return f"{name} {self.killed_because} while {self.doing} and was killed"
         code = (self.process.exit_code if self.process is not None else None) or 0
         return f"{name} was killed by {signal_name(-code)} while {self.doing}"
 
-    def end_in_words(self) -> str:
-        """How it ended, in whatever way."""
+    def describe_exit(self) -> str:
+        """How its process exited, as text."""
         if self.killed_because or self.was_killed:
-            return self.death()
+            return self.describe_death()
         code = self.process.exit_code if self.process is not None else None
         if code == 0:
             return f"learner {self.learner_id} exited: its sync group lost a member"
@@ -163,29 +167,36 @@ class LearnerRecord:
 
 
 @dataclass(frozen=True)
-class LossAt:
-    """A learner that was lost; it may have come back."""
+class LostLearner:
+    """The loss of a learner, which may have joined again since."""
 
     learner_id: int
     reason: str
-    """How it was lost, in words."""
+    """How it was lost, as text."""
     at: float
 
 
 @dataclass
 class Roster:
-    """All learners of a run, by `learner_id`. Each method takes the lock, which other threads hold while they read."""
+    """All learners of a run, by `learner_id`.
+
+    `start`, `announce`, `hear` and `lose` hold `lock` while they change records. The reading methods do not; a thread
+    that reads several values which must fit together holds it itself.
+    """
 
     world: int
+    """The number of learners at the start."""
     clock: Callable[[], float] = time.monotonic
     learners: dict[int, LearnerRecord] = field(default_factory=dict)
     membership: NewMembership = field(init=False)
-    """The newest one that was announced."""
-    losses: list[LossAt] = field(default_factory=list)
+    """The newest membership that was announced."""
+    lost: list[LostLearner] = field(default_factory=list)
+    """Every loss of a learner that trained, in order."""
     saved: str = ""
     """The newest checkpoint."""
     saved_at: float = 0.0
     num_saved: int = 0
+    """Checkpoints completed so far."""
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def __post_init__(self) -> None:
@@ -196,11 +207,11 @@ class Roster:
 
     @property
     def generation(self) -> int:
-        """The newest membership that a learner has entered; -1 before the first."""
+        """The generation of the newest membership that a learner has entered; -1 before the first."""
         return max((each.generation for each in self.learners.values()), default=-1)
 
     def start(self, learner_id: int, process: LearnerProcess | None = None, is_joiner: bool = False) -> LearnerRecord:
-        """A process was started for a learner, its first one or one more."""
+        """Record that a process was started for a learner: its first one or a restart."""
         with self.lock:
             record = self.learners.setdefault(learner_id, self._record(learner_id))
             now = self.clock()
@@ -213,7 +224,7 @@ class Roster:
             return record
 
     def announce(self, membership: NewMembership) -> None:
-        """These are the members from now on; members of before that are not among them leave."""
+        """Replace the present membership; its members that are not in the new one leave."""
         with self.lock:
             for record in self.learners.values():
                 is_member = record.learner_id in membership.members
@@ -223,7 +234,7 @@ class Roster:
             self.membership = membership
 
     def hear(self, learner_id: int, message: LearnerMessage) -> None:
-        """A learner has sent a message."""
+        """Record a message from a learner."""
         with self.lock:
             record = self.learners.setdefault(learner_id, self._record(learner_id))
             record.heard_at = self.clock()
@@ -231,7 +242,7 @@ class Roster:
                 case Heartbeat():
                     self._beat(record, message)
                 case Snapshot() | EpochEnd() | Activity() if message.doing:
-                    self._does(record, message.doing)
+                    self._set_doing(record, message.doing)
                     record.has_computed = record.has_computed or record.generation >= 0
                     if isinstance(message, Snapshot):
                         record.loss = message.loss
@@ -246,11 +257,11 @@ class Roster:
                     record.generation = message.generation
                     _advance(record, LearnerState.TRAINING)
                 case Ended():
-                    self._does(record, "ending")
+                    self._set_doing(record, "ending")
                     record.num_steps, record.wait = record.num_before + message.num_steps, None
                     _advance(record, LearnerState.ENDED)
                 case Failed():
-                    record.error = _revived(message)
+                    record.error = _error_from(message)
                 case Saved():
                     self.saved, self.saved_at, self.num_saved = message.folder, record.heard_at, self.num_saved + 1
                 case CanStop() if record.process is not None:
@@ -259,28 +270,29 @@ class Roster:
                     pass
 
     def lose(self, learner_id: int, reason: str = "") -> None:
-        """A learner was lost, and the others train without it; without a `reason` it never trained with them."""
+        """Record that a learner was lost, and the others train without it. A joiner that never trained has no `reason`,
+        and does not count among `lost`."""
         with self.lock:
             if learner_id in self.learners:
                 record = self.learners[learner_id]
                 record.state, record.wait = LearnerState.LOST, None
                 if reason:
-                    self.losses.append(LossAt(learner_id, reason, self.clock()))
+                    self.lost.append(LostLearner(learner_id, reason, self.clock()))
 
     def records(self, learner_ids: Collection[int]) -> list[LearnerRecord]:
-        """The records of these learners, without those that are lost or leave."""
+        """The records of these learners, without those that were lost or left."""
         return [each for each in self.learners.values() if not each.is_out and each.learner_id in learner_ids]
 
     def waiting(self) -> dict[int, LearnerRecord]:
-        """Those that wait for something, by `learner_id`."""
+        """The learners in a long wait, by `learner_id`."""
         return {each.learner_id: each for each in self.present() if each.wait is not None}
 
     def present(self) -> Iterable[LearnerRecord]:
-        """Those that have work to do or wait for some."""
+        """The learners that are starting, ready or training."""
         return [each for each in self.learners.values() if each.is_present]
 
     def silence(self, record: LearnerRecord) -> Seconds | None:
-        """For how long a learner that should send heartbeats has been silent; None unless that is unusual."""
+        """How long a ready or training learner has been silent; None up to `SILENT_AFTER`, and in other states."""
         if record.state not in (LearnerState.READY, LearnerState.TRAINING):
             return None
         silence = self.since_heard(record)
@@ -294,22 +306,22 @@ class Roster:
         now = self.clock()
         return LearnerRecord(learner_id, started_at=now, doing_since=now)
 
-    def _does(self, record: LearnerRecord, doing: str) -> None:
+    def _set_doing(self, record: LearnerRecord, doing: str) -> None:
         record.doing, record.doing_since = doing, self.clock()
 
     def _beat(self, record: LearnerRecord, beat: Heartbeat) -> None:
         if beat.num_steps is None:
             return
         record.num_steps = record.num_before + beat.num_steps
-        if beat.num_steps and record.state is LearnerState.STARTING:  # where no membership is watched, none is entered
+        if beat.num_steps and record.state is LearnerState.STARTING:  # an unwatched learner reports no membership
             record.state = LearnerState.TRAINING
         record.wait = beat.stall
         if beat.stall is not None:
-            record.waits_since = self.clock() - beat.stall.seconds
+            record.wait_began_at = self.clock() - beat.stall.seconds
 
 
 def _advance(record: LearnerRecord, state: LearnerState) -> None:
-    """Move on as a learner says, unless the launcher has decided that the others train without it."""
+    """Set the state that a learner reports, unless the others already train without it."""
     if not record.is_out:
         record.state = state
 
@@ -322,8 +334,8 @@ def _add_epoch(record: LearnerRecord, end: EpochEnd) -> None:
     record.num_not_finite += end.num_not_finite
 
 
-def _revived(message: Failed) -> StarlingError:
-    """The error that a learner reported, here."""
+def _error_from(message: Failed) -> StarlingError:
+    """The error that a learner reported; of the same class if that is one of Starling's."""
     kind = getattr(errors, message.error, None)
     if isinstance(kind, type) and issubclass(kind, StarlingError) and kind is not Stopped:
         return kind(message.text)

@@ -1,7 +1,7 @@
-"""When learners save and stop: checkpoints by the clock, and a common end after a signal.
+"""When a learner process asks for a checkpoint or a stop: by the clock, and after a signal.
 
-A launcher of ours receives the signals and tells its learners. Learners receive them, too, since systemd and Slurm may
-signal all processes and torchrun passes signals on: they tell the launcher, or each other where there is none.
+Starling's launcher receives a signal and tells its learners. Learners may receive it too: systemd and Slurm may signal
+all processes, and torchrun forwards signals. A learner then tells the launcher, or without one the other learners.
 """
 
 import os
@@ -16,13 +16,13 @@ from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.launch.link import Link
 from starling.launch.messages import CanStop, LauncherMessage, Signalled, Stop
 
-HEARD = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
 def save_requests_of(link: Link | None, minutes: float | None) -> Generator[SaveRequests, None, None]:
-    """The checkpoints and stops that this learner process asks for, while the context lasts: a checkpoint after every
-    so many `minutes`, and a stop after a signal."""
+    """The checkpoints and stops that this learner process asks for inside the context: a checkpoint every `minutes`
+    minutes, and a stop after a signal."""
     save_requests = SaveRequests(minutes, ignores_signals=True)
 
     def hear(message: LauncherMessage) -> None:
@@ -39,25 +39,25 @@ def save_requests_of(link: Link | None, minutes: float | None) -> Generator[Save
         if link is None:
             save_requests.stop(number)
         else:
-            with suppress(OSError):  # without its launcher this process ends anyway
+            with suppress(OSError):  # the launcher is gone: the link's thread ends this process
                 link.send(Signalled(number))
 
-    with hearing(stop):
+    with on_stop_signal(stop):
         yield save_requests
 
 
 def end_now(number: int) -> None:
-    """End this process with the exit code that a signal gives it in a shell."""
+    """End this process with the exit code that a shell reports for the signal."""
     os._exit(128 + number)
 
 
 @contextmanager
-def hearing(on_signal: Callable[[int], None]) -> Generator[None, None, None]:
-    """Call `on_signal` with the number of the first SIGINT or SIGTERM while the context lasts; the second one ends this
+def on_stop_signal(on_signal: Callable[[int], None]) -> Generator[None, None, None]:
+    """Inside the context, call `on_signal` with the number of the first SIGINT or SIGTERM; the second one ends this
     process at once.
 
-    Both happen in a thread, so that the main thread may wait inside torch. Entered in another thread than the main one,
-    the context does nothing.
+    A thread handles the signals, so that they take effect even while the main thread waits inside torch. Outside the
+    main thread, the context does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -68,16 +68,16 @@ def hearing(on_signal: Callable[[int], None]) -> Generator[None, None, None]:
     def listen() -> None:
         num_heard = 0
         while received := ours.recv(64):
-            for number in received:  # every signal that Python handles, SIGCHLD among them
-                num_heard += number in HEARD
-                if number in HEARD and num_heard == 1:
+            for number in received:  # the numbers of all signals with a Python handler, not only of these two
+                num_heard += number in STOP_SIGNALS
+                if number in STOP_SIGNALS and num_heard == 1:
                     on_signal(number)
-                elif number in HEARD:
+                elif number in STOP_SIGNALS:
                     end_now(number)
 
     thread = threading.Thread(target=listen, name="starling-signals", daemon=True)
     thread.start()
-    before = {number: signal.signal(number, _leave_it_to_the_thread) for number in HEARD}
+    before = {number: signal.signal(number, _handled_by_thread) for number in STOP_SIGNALS}
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     try:
         yield
@@ -90,5 +90,5 @@ def hearing(on_signal: Callable[[int], None]) -> Generator[None, None, None]:
         ours.close()
 
 
-def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Replaces Python's own handler: its exception would be lost where C code calls Python, as in soundfile."""
+def _handled_by_thread(number: int, frame: FrameType | None) -> None:
+    """Replaces Python's handler, whose exception would be lost in callbacks from C code, such as soundfile's."""

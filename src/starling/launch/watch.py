@@ -1,4 +1,4 @@
-"""How a launcher watches its learners: it reads their messages, decides which are lost, and announces memberships."""
+"""Watches the learners of a launcher: reads their messages, decides which are lost, and announces memberships."""
 
 import selectors
 from collections.abc import Callable
@@ -18,15 +18,15 @@ OnMessage = Callable[[int, LearnerMessage], None]
 
 @dataclass(frozen=True)
 class Loss:
-    """A learner that was lost, and that the others trained on without."""
+    """The loss of a learner that the others survived."""
 
     learner: int
     reason: str
-    """How it ended, in words."""
+    """How the learner was lost, as text."""
 
 
 class Watch:
-    """Watches the learners of a roster until all have ended. `received` are the signals to this process."""
+    """Watches the learners of a roster until all have exited. `received` lists the signals to this process."""
 
     def __init__(
         self,
@@ -48,12 +48,11 @@ class Watch:
         self._changes = changes
         self._joiners = joiners
         self._all_here: float | None = None
-        """Since when all but the joiners have been where the members of the newest membership meet."""
+        """Since when all members of the newest membership, except joiners, have been waiting for the others."""
         self._asked_to_stop: Seconds | None = None
 
     def until_all_ended(self) -> None:
-        """Handle messages until all processes have exited well, except those whose loss the others survive; raise
-        whatever else went wrong."""
+        """Handle messages until all processes have exited. Raises the first error that the run did not survive."""
         with selectors.DefaultSelector() as selector:
             for record in self._roster.learners.values():
                 _register(selector, record)
@@ -61,12 +60,11 @@ class Watch:
                 self._read(selector, READ)
                 if number := self._signal():
                     self._stop(number)
-                self._kill_the_silent()
-                if not self._survive(selector):
+                self._kill_silent()
+                if not self._handle_exits(selector):
                     break
-                self._let_in(selector)
-            deadline = self._roster.clock() + EXPLANATION
-            # a learner that still runs may keep talking: it is not listened to for ever
+                self._admit_joiners(selector)
+            deadline = self._roster.clock() + EXPLANATION  # learners that still run may send messages without end
             while (self._read(selector, 0.0) or _is_unexplained(self._counted())) and self._roster.clock() < deadline:
                 self._read(selector, READ)
         failed = [record for record in self._counted() if record.has_failed]
@@ -81,11 +79,11 @@ class Watch:
         return self._roster.membership.members
 
     def _signal(self) -> int | None:
-        """The signal by which the launcher, or else one of its learners, was asked to stop."""
+        """The first stop signal to the launcher, or else to one of its learners."""
         return next(chain(self._received, self._received_by_learners), None)
 
     def _stop(self, number: int) -> None:
-        """Let the learners save and end together; raise `Stopped` where they cannot, or take too long."""
+        """Tell the learners to save and end together; raise `Stopped` if they are not able to, or take too long."""
         name, now = signal_name(number), self._roster.clock()
         if self._asked_to_stop is None:
             if not any(record.process is not None and record.process.can_stop for record in self._counted()):
@@ -97,24 +95,25 @@ class Watch:
             raise Stopped(f"stopped by {name}; the learners had not saved after {STOP:g} s", number)
 
     def _counted(self) -> list[LearnerRecord]:
-        """The learners whose end matters: neither those that the others train without, nor those that have not joined
-        yet."""
+        """The learners whose failure is a failure of the run: not those that the others train without, and not
+        joiners."""
         return [each for each in self._roster.learners.values() if not each.is_out and each not in self._joiners]
 
-    def _survive(self, selector: selectors.BaseSelector) -> bool:
-        """Whether the others can train on without those that have failed, if any have; if so, they are told."""
+    def _handle_exits(self, selector: selectors.BaseSelector) -> bool:
+        """Announce a membership without the learners that have failed, if any; return False if the run cannot survive
+        their loss."""
         exited = [
             record
             for record in self._roster.learners.values()
             if not record.is_running and (not record.is_out or record in self._joiners)
         ]
-        while exited and self._read(selector, 0.0):  # what they said last
+        while exited and self._read(selector, 0.0):  # their last messages
             pass
         failed = [record for record in exited if record.has_failed and record not in self._joiners]
         if failed and (
             self._on_loss is None
             or not all(record.was_killed for record in failed)
-            or any(record.generation < 0 for record in self._counted())  # they have not all met yet
+            or any(record.generation < 0 for record in self._counted())  # not all have entered a membership yet
         ):
             return False
         never_came = self._joiners.settle(self._members, exited)
@@ -123,17 +122,17 @@ class Watch:
         return True
 
     def _continue_without(self, failed: list[LearnerRecord], never_came: list[int]) -> bool:
-        """Announce a membership without some learners; whether there are others."""
-        before, reasons = self._members, [record.death() for record in failed]
+        """Announce a membership without these learners; return False if no other has a state to continue from."""
+        before, reasons = self._members, [record.describe_death() for record in failed]
         expected = {record.learner_id for record in self._joiners.expected(before)}
         reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
         lost = [*(record.learner_id for record in failed), *never_came]
         if not any(each.generation >= 0 and each not in failed for each in self._roster.records(before)):
-            return False  # no other has a state
+            return False
         try:
             members = self._changes.succession(before, lost, ())
         except (ConfigError, PeerLost) as error:
-            raise PeerLost(f"{reason}; the run cannot continue without: {error}") from error
+            raise PeerLost(f"{reason}; the run cannot continue: {error}") from error
         for record, why in zip(failed, reasons, strict=True):
             self._roster.lose(record.learner_id, why)
         self._announce(members, reason)
@@ -143,25 +142,27 @@ class Watch:
             self.losses.append(Loss(record.learner_id, why))
             if self._on_loss is not None:
                 self._on_loss(self.losses[-1])
-        self._joiners.drop_the_rest(self._members)
+        self._joiners.drop_unusable(self._members)
         self._replace([each for each in before if each not in {*members, *never_came, *expected}], failed)
         return True
 
     def _replace(self, gone: list[int], failed: list[LearnerRecord]) -> None:
-        """Start those again that are gone, unless that has led to nothing before, or the run is about to stop."""
+        """Request restarts of the learners in `gone`, unless a failed one was a joiner that had computed nothing, or
+        the run is about to stop."""
         if not self._changes.replaces or self._asked_to_stop is not None:
             return
         idle = [record for record in failed if record.is_joiner and not record.has_computed]
         for record in idle:
             self._changes.say(
-                f"learner {record.learner_id} had computed nothing since it joined, and is not started again"
+                f"learner {record.learner_id} is not restarted, because it had computed nothing since it joined"
             )
         if not idle and gone:
-            self._changes.say(f"learner {', '.join(map(str, gone))}: started again")
+            self._changes.say(f"learner {', '.join(map(str, gone))}: restarting")
             self._joiners.want(gone)
 
-    def _let_in(self, selector: selectors.BaseSelector) -> None:
-        """Start the learners that are wanted, and let those join that are ready, unless the others are just meeting."""
+    def _admit_joiners(self, selector: selectors.BaseSelector) -> None:
+        """Start requested joiners, and announce a membership with those that are ready. Waits until all members have
+        entered the newest membership."""
         if self._asked_to_stop is not None or any(record.generation < 0 for record in self._counted()):
             return
         here = self._roster.records(self._members)
@@ -175,7 +176,7 @@ class Watch:
             self._announce(members, f"learner {', '.join(map(str, joining))} joined")
 
     def _announce(self, members: tuple[int, ...], reason: str) -> None:
-        """Tell a new membership to its members, and to those that have to leave."""
+        """Announce a new membership to its members, and to those of the previous one, which may have to leave."""
         told = self._roster.records({*self._members, *members})
         membership = NewMembership(self._roster.membership.generation + 1, members, reason)
         self._all_here = None
@@ -183,11 +184,11 @@ class Watch:
         for record in told:
             record.tell(membership)
 
-    def _kill_the_silent(self) -> None:
-        """Kill learners that have sent nothing for too long, and joiners that the others wait for in vain."""
+    def _kill_silent(self) -> None:
+        """Kill learners that have sent nothing for too long, and joiners that take too long to meet the others."""
         roster, generation = self._roster, self._roster.membership.generation
         expected = self._joiners.expected(self._members)
-        # before learners have met, they load libraries, which may hold up their heartbeats, and wait for each other
+        # a learner that has not entered a membership yet loads libraries, which may delay its heartbeats
         met = [record for record in self._counted() if record.generation >= 0]
         for record in (*met, *self._joiners.waiting(self._members)):
             if record.is_running and (silence := roster.since_heard(record)) > self._silence_seconds:
@@ -207,12 +208,12 @@ class Watch:
                 record.kill(f"did not meet the others within {patience:g} s")
 
     def _read(self, selector: selectors.BaseSelector, timeout: Seconds) -> bool:
-        """Handle what learners sent; whether there was any."""
+        """Handle new messages from learners; return whether any data came."""
         ready = selector.select(timeout)
         for key, _ in ready:
             record, process = key.data
             for message in self._received_from(selector, record, process):
-                if process is record.process:  # not the one before it was started again
+                if process is record.process:  # and not the previous one of a learner that was restarted
                     self._roster.hear(record.learner_id, message)
                 if isinstance(message, Signalled):
                     self._received_by_learners.append(message.signal_number)
@@ -222,14 +223,14 @@ class Watch:
     def _received_from(
         self, selector: selectors.BaseSelector, record: LearnerRecord, process: LearnerProcess
     ) -> list[LearnerMessage]:
-        """The messages that are complete; the process's line is closed if it has ended."""
+        """The complete messages in the received data; at end-of-file, close the socket."""
         try:
             received = process.line.recv(65536)
         except ConnectionResetError:
             received = b""
         if not received:
             selector.unregister(process.line)
-            process.line.close()  # it has ended, or will soon
+            process.line.close()  # the process has exited, or is about to
             return []
         if process is record.process:
             record.heard_at = self._roster.clock()
@@ -250,16 +251,17 @@ def _silent_for(silence: Seconds) -> str:
 
 
 def _is_unexplained(records: list[LearnerRecord]) -> bool:
-    """Whether learners failed, but only because they lost others."""
+    """Whether all failed learners failed because they lost another one."""
     failed = [record for record in records if record.has_failed]
     return bool(failed) and all(isinstance(record.error, PeerLost) for record in failed)
 
 
 def _cause(failed: list[LearnerRecord]) -> StarlingError:
-    """The first cause among failures: a death, then an error of a learner's own, then the loss of another."""
+    """The most likely cause among failures: a kill, else an exit without a message, else an error other than the loss
+    of a peer, else any."""
     for record in failed:
         if record.was_killed:
-            return PeerLost(f"{record.death()}; its log: {record.log}")
+            return PeerLost(f"{record.describe_death()}; its log: {record.log}")
     for record in failed:
         if record.error is None and record.process is not None:
             return StarlingError(

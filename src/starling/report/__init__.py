@@ -1,1 +1,1 @@
-"""What people read about a run: log lines, live progress, curves."""
+"""Reports about a run: log lines, the live display, curves, events, status and summary."""

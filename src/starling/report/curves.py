@@ -1,4 +1,4 @@
-"""Curves for TensorBoard, one folder for each learner."""
+"""Writes curves for TensorBoard, in one folder per learner."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Curves:
-    """Writes one learner's snapshots as event files; the step is that of the whole run.
+    """Writes one learner's snapshots as event files. Steps count the mini-batches of the whole run.
 
-    Without TensorBoard, which the extra `speech` installs, nothing is written.
+    Writes nothing if TensorBoard is not installed; the extra `speech` installs it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,8 +32,8 @@ class Curves:
             self._writer.add_scalar(name, value, snapshot.step)
 
     def epoch(self, end: EpochEnd) -> None:
-        """Add where the time went and how learners agreed, by epoch (counted from 1); the consensus distance, where it
-        is known, by the step of the run."""
+        """Add an epoch's time and averaging statistics by epoch (counted from 1), and the consensus distance, if known,
+        by step."""
         for name, seconds in (
             ("time/computing", end.computing),
             ("time/waiting_for_data", end.waiting_for_data),
@@ -56,11 +56,11 @@ class Curves:
         self._writer.add_scalar("consensus/distance", distance, step)
 
     def word_error_rate(self, rate: float, step: int) -> None:
-        """Add a word error rate, in per cent, after `step` mini-batches of the run."""
+        """Add a word error rate in per cent, after `step` mini-batches of the run."""
         self._writer.add_scalar("valid/wer", rate, step)
 
     def _staleness(self, counts: Sequence[int], epoch: int) -> None:
-        """Add a histogram with a bucket of width 1 around each whole number."""
+        """Add a histogram with a bucket of width 1 around each integer."""
         present = [value for value, count in enumerate(counts) if count]
         self._writer.add_histogram_raw(
             "averaging/staleness",
@@ -75,12 +75,12 @@ class Curves:
         )
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Flush and close the files."""
         self._writer.close()
 
 
 class _NoWriter:
-    """Stands in where TensorBoard is not installed."""
+    """Replaces `SummaryWriter` if TensorBoard is not installed."""
 
     def add_scalar(self, *what: object) -> None: ...
 
@@ -91,7 +91,7 @@ class _NoWriter:
 
 def _writer(folder: Path) -> SummaryWriter | _NoWriter:
     try:
-        from torch.utils.tensorboard import SummaryWriter  # takes 0.3 s, so only for those that write
+        from torch.utils.tensorboard import SummaryWriter  # imported here, because it takes 0.3 s
     except ModuleNotFoundError:
         return _NoWriter()
     return SummaryWriter(str(folder))

@@ -1,4 +1,4 @@
-"""One line for each epoch of a run, for all learners together."""
+"""Combines the learners' statistics of an epoch to one line."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,45 +9,45 @@ from starling.report.lines import duration
 
 Seconds = float
 _MUCH = 5.0
-"""Per cent of the time: a learner that computes so much less than all together is named."""
+"""A learner is named if its share of time spent computing is so many percentage points below that of all learners."""
 _EPOCHS_BEHIND = 2
-"""An epoch is told without the learners that are so many epochs behind another."""
+"""A learner that is so many epochs behind another is not waited for."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """How a model of this run did on the valid set."""
+    """The score of a model of this run on the validation set."""
 
     set_name: str
     wer: float
-    """Word error rate, in per cent."""
+    """Word error rate in per cent."""
     epochs: int | None
-    """Whole epochs that it was trained for; None in the middle of one."""
+    """Epochs for which it was trained; None unless it was saved at the end of an epoch."""
     steps: int
-    """Mini-batches that it was trained on."""
+    """Mini-batches on which it was trained."""
     line: str
-    """Kaldi's summary."""
+    """The summary in Kaldi's format."""
 
     @property
     def trained(self) -> str:
-        """How long the model was trained, in words."""
+        """How long the model was trained, as text."""
         return f"epoch {self.epochs}" if self.epochs is not None else f"{self.steps} steps"
 
     @property
     def told(self) -> str:
-        """A line of its own."""
+        """The score as a separate line."""
         return f"after {self.trained}, {self.set_name}: {self.line}"
 
 
 @dataclass(frozen=True)
 class EpochSummary:
-    """An epoch, by the reports of the learners that took part."""
+    """The combined statistics of an epoch."""
 
     epoch: int
     ends: tuple[EpochEnd, ...]
-    """One of each learner, by `learner_id`."""
+    """The statistics of each learner, in order of `learner_id`."""
     missing: tuple[int, ...] = ()
-    """Members that are far behind and have not reported it."""
+    """Members that are too far behind and have not reported the epoch."""
 
     @property
     def num_steps(self) -> int:
@@ -56,19 +56,19 @@ class EpochSummary:
 
     @property
     def seconds(self) -> Seconds:
-        """Of the learner that took longest."""
+        """The time of the slowest learner."""
         return max((each.seconds for each in self.ends), default=0.0)
 
     @property
     def loss(self) -> float | None:
-        """Mean over all frames; None if there was none."""
+        """Mean training loss per frame; None without frames."""
         summed = sum(each.loss * each.num_frames for each in self.ends if each.loss is not None)
         frames = sum(each.num_frames for each in self.ends)
         return summed / frames if frames else None
 
     @property
     def learning_rate(self) -> float | None:
-        """The smallest of the learners' last ones: the schedules decay."""
+        """The smallest of the learners' last learning rates, and thus the newest, as schedules decay."""
         return min((each.learning_rate for each in self._computing if each.learning_rate is not None), default=None)
 
     @property
@@ -78,7 +78,7 @@ class EpochSummary:
 
     @property
     def mean_staleness(self) -> float:
-        """Mean over all gradients."""
+        """Mean staleness of all gradients."""
         summed = sum(each.mean_staleness * sum(each.staleness) for each in self.ends)
         counted = sum(sum(each.staleness) for each in self.ends)
         return summed / counted if counted else max((each.mean_staleness for each in self.ends), default=0.0)
@@ -89,25 +89,24 @@ class EpochSummary:
 
     @property
     def num_not_finite(self) -> int:
-        """Gradients that were left out because they were not finite."""
+        """Gradients that were skipped because they were not finite."""
         return sum(each.num_not_finite for each in self.ends)
 
     @property
     def worst(self) -> EpochEnd | None:
-        """The learner that computed for the smallest share of its time; None if there is no difference worth a word."""
+        """The learner with the smallest share of time spent computing; None if the difference is below `_MUCH`."""
         worst = min(self._computing, key=lambda each: each.share(each.computing), default=None)
         if worst is None or self.share("computing") - worst.share(worst.computing) < _MUCH:
             return None
         return worst
 
     def share(self, what: str) -> float:
-        """`computing`, `waiting_for_data` or `waiting_for_peers` in per cent of the time of the learners that compute:
-        a parameter server that only serves is left out."""
+        """`computing`, `waiting_for_data` or `waiting_for_peers` as a percentage of the workers' time."""
         total = sum(each.seconds for each in self._computing)
         return 100.0 * sum(getattr(each, what) for each in self._computing) / total if total > 0.0 else 0.0
 
     def line(self, score: Score | None = None) -> str:
-        """For people; `score` is the newest of the valid set, if it is news."""
+        """The line to print, with `score` if it is new."""
         begin = f"epoch {self.epoch + 1} ended after {duration(self.seconds)}"
         if self.missing:
             begin += f" (without learner {', '.join(map(str, self.missing))})"
@@ -132,7 +131,7 @@ class EpochSummary:
         return f"{begin}: {', '.join(parts)}"
 
     def fields(self) -> dict[str, Any]:
-        """For machines."""
+        """The fields of the event."""
         return {
             "epoch": self.epoch + 1,
             "step": max((each.step for each in self.ends), default=0),
@@ -164,10 +163,10 @@ class EpochSummary:
 
 
 class EpochCollector:
-    """Puts together what learners report of an epoch, at times of their own.
+    """Collects the learners' statistics, which arrive at different times.
 
-    An epoch is complete when every member has reported it or a later one. A learner that is `_EPOCHS_BEHIND` another is
-    not waited for: what it still reports of that epoch is in its own log.
+    An epoch is complete when every member has reported it or a later one. A learner that is `_EPOCHS_BEHIND` another
+    one is not waited for; its statistics are then only in its own log.
     """
 
     def __init__(self) -> None:
@@ -176,19 +175,19 @@ class EpochCollector:
         self._told = -1
 
     def add(self, end: EpochEnd) -> None:
-        """A learner has reported the end of an epoch."""
+        """Add one learner's statistics."""
         self._newest[end.learner_id] = max(end.epoch, self._newest.get(end.learner_id, -1))
         if end.epoch > self._told:
             self._pending.setdefault(end.epoch, {})[end.learner_id] = end
 
     def complete(self, members: Collection[int]) -> list[EpochSummary]:
-        """The epochs that are complete now, each once, where these learners train."""
+        """Remove and return the epochs that are complete, given the members of the present membership."""
         all_at = min((self._newest.get(each, -1) for each in members), default=-1)
         due = max(all_at, max(self._newest.values(), default=-1) - _EPOCHS_BEHIND)
         return [self._take(epoch, members) for epoch in sorted(self._pending) if epoch <= due]
 
     def rest(self) -> list[EpochSummary]:
-        """The epochs that some learners have reported and others never will: the run has ended."""
+        """Remove and return the incomplete epochs, at the end of the run."""
         return [self._take(epoch) for epoch in sorted(self._pending)]
 
     def _take(self, epoch: int, members: Collection[int] = ()) -> EpochSummary:

@@ -1,4 +1,4 @@
-"""What happens in a run, for machines: `log/events.jsonl`, one JSON object a line; `docs/events.md` lists the kinds."""
+"""The events of a run as `log/events.jsonl`, one JSON object per line; `docs/events.md` lists the kinds."""
 
 import json
 import math
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class Events:
-    """Appends to a file. A full disk, or a folder that cannot be written, costs events and one call of `warn`.
+    """Appends events to a file. If that fails, the event is lost, and the first time `warn` is called.
 
-    `write` may be called by any thread; `clock` gives seconds since the epoch.
+    `write` may be called from any thread; `clock` returns a Unix timestamp.
     """
 
     def __init__(
@@ -25,11 +25,11 @@ class Events:
         self._lock = threading.Lock()
         self._descriptor: int | None = None
         self._is_torn = False
-        """Whether the file ends in part of a line."""
+        """Whether the file ends with an incomplete line."""
         self._has_warned = False
 
     def write(self, kind: str, **fields: Any) -> None:
-        """One thing has happened now."""
+        """Append an event with the present time."""
         line = json.dumps(_plain({"time": round(self._clock(), 3), "kind": kind, **fields}), ensure_ascii=False)
         with self._lock:
             try:
@@ -40,7 +40,7 @@ class Events:
                     self._warn(self._path, error)
 
     def close(self) -> None:
-        """Nothing more happens."""
+        """Close the file."""
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
@@ -58,7 +58,7 @@ class Events:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers that JSON does not know, NaN and infinities, become null."""
+    """A JSON value in which NaN and infinities are replaced by None."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

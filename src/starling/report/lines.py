@@ -1,29 +1,30 @@
-"""Log lines. Epochs and batches are counted from 1."""
+"""Log lines, in which epochs and batches are counted from 1."""
 
 from starling.launch.messages import EpochEnd, Snapshot
 
-_BUSY = 90.0  # per cent of the time spent computing below which there is advice
-_LITTLE = 5.0  # per cent of the time; less waiting than this is not worth advice
+_BUSY = 90.0  # a learner that computes for at least this percentage of its time gets no advice
+_LITTLE = 5.0  # waiting for less than this percentage of the time causes no advice
 MORE_WORKERS = "raise batches.num_workers if cores are idle"
 OTHER_STRATEGY = "another strategy may wait less"
 
 
 def progress_line(snapshot: Snapshot) -> str:
-    """Where a learner is: epoch, batch, loss over how many frames, running loss, learning rate, speed, time left."""
+    """A learner's progress: epoch, batch, loss and its number of frames, running loss, learning rate, speed, time
+    left."""
     line = (
         f"({snapshot.learner_id}/{snapshot.world}) epoch {snapshot.epoch + 1}, "
         f"batch {snapshot.batch + 1}/{snapshot.num_batches}: loss {snapshot.loss:.4f} over {snapshot.num_frames} "
         f"frames, running {snapshot.running_loss:.4f}, lr {snapshot.learning_rate:.3g}"
     )
-    if snapshot.audio_rate > 0.0:  # not known of the first mini-batch
+    if snapshot.audio_rate > 0.0:  # unknown for the first mini-batch
         line += f", {snapshot.audio_rate:.1f} s of audio per s"
     left = time_left(snapshot)
     return f"{line}, {left} left" if left else line
 
 
 def epoch_line(end: EpochEnd) -> str:
-    """How an epoch went for one learner: steps, time, the share of it spent computing, and how learners agreed if that
-    happened behind the training."""
+    """A learner's statistics of an epoch: steps, time, the shares of computing and waiting, and those of asynchronous
+    averaging."""
     steps = "step" if end.num_steps == 1 else "steps"
     line = (
         f"({end.learner_id}/{end.world}) epoch {end.epoch + 1} ended: {end.num_steps} {steps} in "
@@ -37,7 +38,7 @@ def epoch_line(end: EpochEnd) -> str:
 
 
 def advice(end: EpochEnd) -> str | None:
-    """What to change if a learner waited for much of an epoch."""
+    """Advice if a learner waited for much of an epoch, else None."""
     if end.num_steps == 0 or end.share(end.computing) >= _BUSY:
         return None
     for_data, for_peers = end.share(end.waiting_for_data), end.share(end.waiting_for_peers)
@@ -49,14 +50,14 @@ def advice(end: EpochEnd) -> str | None:
 
 
 def advice_line(end: EpochEnd, what: str) -> str:
-    """An advice with its reason."""
+    """A piece of advice with its reason."""
     is_data = what == MORE_WORKERS
     share = end.share(end.waiting_for_data if is_data else end.waiting_for_peers)
     return f"learner {end.learner_id} waits for {'data' if is_data else 'peers'} {share:.0f} % of its time: {what}"
 
 
 def _averaging(end: EpochEnd) -> str:
-    """How a strategy agreed that leaves gradients behind the weights; nothing for the others."""
+    """Averaging rounds, staleness and traffic; empty for a synchronous strategy."""
     if end.num_rounds == 0 and end.largest_staleness == 0:
         return ""
     rounds = f", {end.rounds_per_gradient:.2f} rounds per gradient" if end.num_rounds else ""
@@ -65,13 +66,13 @@ def _averaging(end: EpochEnd) -> str:
 
 
 def time_left(snapshot: Snapshot) -> str:
-    """The time left, or nothing while it is not known."""
+    """The estimated time left; empty while it is unknown."""
     left = snapshot.minutes_left
     return "" if left is None else duration(60.0 * left)
 
 
 def duration(seconds: float) -> str:
-    """A duration as people read it: 4.2 s, 3 min 05 s, 2 h 07 min."""
+    """A duration as text: 4.2 s, 3 min 05 s, 2 h 07 min."""
     if seconds < 60.0:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""From the reports of single gradients to what people read: means over a stretch of training or an epoch."""
+"""Computes snapshots and epoch statistics from the reports of single gradients."""
 
 import math
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from starling.launch.messages import EpochEnd, Snapshot
 from starling.training.job import EpochReport, StepReport
 
 FAR = 255
-"""Staleness from here on is counted together, in the last place of `EpochEnd.staleness`."""
+"""The index of the last entry of `EpochEnd.staleness`, which counts this and any larger staleness."""
 
 
 def _counts(staleness: Mapping[int, int]) -> tuple[int, ...]:
-    """Counts in places 0, 1, 2, … up to the last that is not 0, at most `FAR`."""
+    """The number of gradients with a staleness of 0, 1, 2, … up to the largest one, at most `FAR`."""
     counts = [0] * (1 + min(FAR, max(staleness, default=-1)))
     for value, count in staleness.items():
         counts[min(value, FAR)] += count
@@ -33,19 +33,19 @@ class Meter:
         if self._last is None or self._last.ticket.epoch != report.ticket.epoch:
             self._epoch_sum, self._epoch_frames = 0.0, 0
         frames = max(1, report.num_frames) if math.isfinite(report.loss) else 0
-        loss = report.loss if frames else 0.0  # a gradient that is not finite is left out, and counted elsewhere
+        loss = report.loss if frames else 0.0  # a loss that is not finite is excluded, and counted elsewhere
         self._sum += loss * frames
         self._frames += frames
         self._epoch_sum += loss * frames
         self._epoch_frames += frames
         if self._since_minutes is None:
-            self._since_minutes = report.minutes  # when the first batch began is not known: its audio is left out
+            self._since_minutes = report.minutes  # the first batch has no known start: its audio is not counted
         else:
             self._audio += report.audio_seconds
         self._last = report
 
     def take(self) -> Snapshot | None:
-        """A snapshot of what was added since the last one; None if nothing was."""
+        """A snapshot of the gradients since the previous one; None if there was no finite loss."""
         last = self._last
         if last is None or self._frames == 0:
             return None
@@ -70,8 +70,7 @@ class Meter:
         return snapshot
 
     def end_epoch(self, report: EpochReport, step: int) -> EpochEnd:
-        """What the learner did in an epoch that has ended, `step` mini-batches of all learners after the beginning of
-        the run."""
+        """The learner's statistics of an epoch that ended after `step` mini-batches of all learners."""
         spent, averaging, last = report.spent, report.averaging, self._last
         num_gradients = averaging.staleness.total()
         summed = sum(staleness * count for staleness, count in averaging.staleness.items())

@@ -1,4 +1,4 @@
-"""What a run prints: a live table on a terminal, a line for each epoch, and a line for whatever else happens."""
+"""The output of a run: a live table on a terminal, and lines for epochs and other events."""
 
 import threading
 import time
@@ -20,13 +20,13 @@ from starling.timeouts import SCORE_WAIT, SCREEN_EVERY
 Say = Callable[[str], None]
 """Prints a line."""
 MAX_ROWS = 16
-"""Learners that have a row of their own in the table; of more, these are the first."""
+"""How many learners the table shows."""
 
 
 class Display:
-    """The screen of a run, as a context manager; `events` hears of everything, too.
+    """Displays a run on the screen, and writes everything to `events` too; a context manager.
 
-    Its methods may be called by any thread. `clock` gives seconds.
+    Its methods may be called from any thread. `clock` returns seconds.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.away: set[int] = set()
-        """Learners that were lost and have not come back."""
+        """Learners that were lost and have not joined again."""
         self._title = title
         self._members: Collection[int] = range(world)
         self._console = console
@@ -49,12 +49,12 @@ class Display:
         self._epochs = EpochCollector()
         self._advised: set[str] = set()
         self._score: Score | None = None
-        """The newest, unless it was printed."""
+        """The newest score if it has not been printed yet."""
         self._score_at = 0.0
         self._has_told_saved = False
         """Whether a checkpoint was printed since the last line about all learners."""
         self._told_at = clock()
-        """When there was a line about all learners."""
+        """When the last line about all learners was printed."""
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -76,7 +76,7 @@ class Display:
                 self._live = None
 
     def progress(self, snapshot: Snapshot) -> None:
-        """A learner has made progress."""
+        """Show a learner's progress."""
         with self._lock:
             self._snapshots[snapshot.learner_id] = snapshot
             if self._live is not None:
@@ -86,19 +86,19 @@ class Display:
                 self._has_told()
 
     def epoch(self, end: EpochEnd) -> None:
-        """A learner has ended an epoch."""
+        """Add a learner's statistics of an epoch, and print the epochs that are now complete."""
         with self._lock:
             self._epochs.add(end)
             self._tell_epochs()
 
     def train_with(self, members: Collection[int]) -> None:
-        """These learners train from now on."""
+        """Set the members of the new membership."""
         with self._lock:
             self._members = members
             self._tell_epochs()
 
     def lost(self, learner_id: int, reason: str) -> None:
-        """A learner was lost; what it did last is not shown any more."""
+        """Report a lost learner, and remove its row."""
         with self._lock:
             self._write("loss", learner=learner_id, reason=reason)
             self._print(f"{reason}; the others continue without it")
@@ -106,20 +106,20 @@ class Display:
             self._snapshots.pop(learner_id, None)
 
     def joined(self, learner_id: int, num_learners: int) -> None:
-        """A learner is new, or has come back."""
+        """Report a learner that has joined."""
         with self._lock:
             self._write("join", learner=learner_id, num_learners=num_learners)
             self._print(f"learner {learner_id} has joined; {num_learners} learners train now")
             self.away.discard(learner_id)
 
     def left_out(self, learner_id: int, reason: str) -> None:
-        """A learner was started and did not join."""
+        """Report a joiner that was started but did not join."""
         self._write("left-out", learner=learner_id, reason=reason)
         self._print(f"{reason}; it had not joined, and the others continue without it")
 
     def saved(self, message: Saved) -> None:
-        """A checkpoint is complete. Not each is printed: one between two lines about all learners, and that of the
-        end."""
+        """Report a completed checkpoint. At most one is printed between two lines about all learners, and always the
+        final one."""
         with self._lock:
             distance = message.consensus_distance
             self._write("checkpoint", folder=message.folder, moment=message.moment, consensus_distance=distance)
@@ -131,13 +131,14 @@ class Display:
             )
 
     def scored(self, score: Score) -> None:
-        """A model was scored on the valid set. The next epoch line says so, or, after a while, a line of its own."""
+        """Report a score on the validation set. The next epoch line includes it; if none follows within `SCORE_WAIT`,
+        it is printed on a separate line."""
         with self._lock:
             self._write("validation", set=score.set_name, wer=score.wer, epochs=score.epochs, step=score.steps)
             self._score, self._score_at = score, self._clock()
 
     def tick(self) -> None:
-        """To be called about once a second."""
+        """Print a score that has waited long enough; call this about once a second."""
         with self._lock:
             if self._clock() - self._score_at >= SCORE_WAIT:
                 self._tell_score()
@@ -219,7 +220,7 @@ class Display:
 
 
 def say_on(console: Console) -> Say:
-    """A function that prints lines on a console as they are."""
+    """A function that prints lines on a console without markup."""
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -237,7 +238,7 @@ def _cells(snapshot: Snapshot | None, otherwise: str) -> list[str]:
 
 
 class Bars:
-    """Progress bars by name on a terminal, nothing elsewhere; as a context manager."""
+    """Named progress bars on a terminal, and no output elsewhere; a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -260,7 +261,7 @@ class Bars:
         self._progress.stop()
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """`done` of `total` (0: not known) of the bar `name`."""
+        """Set the bar `name` to `done` of `total` (0: unknown)."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=None)
         self._progress.update(self._tasks[name], completed=done, total=total or None)

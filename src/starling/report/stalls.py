@@ -1,7 +1,7 @@
-"""Why a run is stalled: which learners wait, for which others and since when, and what those did last.
+"""Explains why a run is stalled: which learners wait for which others, since when, and what those did last.
 
-A learner knows what it waits for. In a mean it cannot know which learner is late: that is the one that takes part in
-the mean and does not wait in it.
+A learner knows what it waits for, but not which learner is late in a mean over several. The launcher does: it is the
+learner that takes part in the mean and is not waiting in it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,31 +13,32 @@ from starling.report.lines import duration
 
 Seconds = float
 TIMES_AS_LONG = 10.0
-"""A wait is unusual when it takes so many times the usual time between two such waits."""
+"""A wait is unusual if it takes so many times the usual time between two such waits."""
 DATA = "data"
-"""What a learner waits for when its own mini-batch is late."""
+"""`Stall.what` of a wait for the learner's own mini-batch."""
 LogOf = Callable[[int], str]
-"""Where the log of a learner is, by its id."""
+"""Returns the path of a learner's log, by its id."""
 
 
 @dataclass
 class _Episode:
-    """Learners that wait for one reason, about which there was a line."""
+    """A reported stall: one or several learners that wait for the same cause."""
 
     cause: tuple[int, ...] | str
+    """The learners that are late, or `Stall.what` if they are unknown."""
     waits: dict[int, int] = field(default_factory=dict)
-    """The number of the wait of each learner that still waits."""
+    """`Stall.number` of each learner that still waits."""
     learners: set[int] = field(default_factory=set)
-    """All that waited."""
+    """All learners that have waited in this stall."""
     since: float = 0.0
     again_at: Seconds = 0.0
-    """How long the wait must be for the next line about it."""
+    """The duration at which the stall is reported again."""
 
 
 class Stalls:
-    """Reports stalls, that is, unusual waits: a line for each, another whenever it has doubled, and one when it ends.
+    """Reports stalls, that is, unusual waits: one line for each, another whenever it has doubled, and one when it ends.
 
-    A wait is unusual beyond `long_seconds` and beyond `TIMES_AS_LONG` times the usual one.
+    A wait is unusual if it is longer than `long_seconds` and than `TIMES_AS_LONG` times the usual time.
     """
 
     def __init__(self, roster: Roster, log_of: LogOf, long_seconds: Seconds) -> None:
@@ -46,10 +47,10 @@ class Stalls:
         self._long_seconds = long_seconds
         self._episodes: list[_Episode] = []
         self.ended: list[str] = []
-        """The lines about stalls that are over."""
+        """The lines about stalls that have ended."""
 
     def look(self) -> list[str]:
-        """The lines to print now. To be called about once a second."""
+        """The lines to print now; call this about once a second."""
         lines = []
         waiting = self._roster.waiting()
         for episode in list(self._episodes):
@@ -75,14 +76,14 @@ class Stalls:
         return lines
 
     def _narrow(self, episode: _Episode) -> None:
-        """Some learners that seemed late at first have reported since that they wait themselves."""
+        """Remove learners from the cause of a stall that have meanwhile reported that they are waiting themselves."""
         if isinstance(episode.cause, tuple):
             causes = _causes(_late(sorted(episode.waits), self._roster), self._roster)
             if causes and set(causes) < set(episode.cause):
                 episode.cause = tuple(causes)
 
     def _unite(self) -> None:
-        """Make one stall of those that turned out to have the same cause."""
+        """Merge stalls that turn out to have the same cause."""
         by_cause: dict[tuple[int, ...] | str, _Episode] = {}
         for episode in self._episodes:
             first = by_cause.setdefault(episode.cause, episode)
@@ -94,21 +95,21 @@ class Stalls:
         self._episodes = list(by_cause.values())
 
     def _join(self, record: LearnerRecord, wait: Stall) -> None:
-        """Add a wait to the stall that has the same cause, or begin a new one."""
+        """Add a wait to the stall with the same cause, or start a new stall."""
         own = record.learner_id
         causes = [own] if wait.what == DATA else _causes(_late([own], self._roster), self._roster)
         cause = tuple(causes) or wait.what
         same = [each for each in self._episodes if each.cause == cause]
-        episode = same[0] if same else _Episode(cause, since=record.waits_since)
+        episode = same[0] if same else _Episode(cause, since=record.wait_began_at)
         if not same:
             self._episodes.append(episode)
         episode.waits[own] = wait.number
         episode.learners.add(own)
-        episode.since = min(episode.since, record.waits_since)
+        episode.since = min(episode.since, record.wait_began_at)
 
 
 def explain(waiters: Sequence[int], roster: Roster, log_of: LogOf) -> str:
-    """Why these learners are stalled; some of them may have stopped waiting."""
+    """A line that says why these learners are stalled. Learners that no longer wait are ignored."""
     waits = {waiter: each.wait for waiter in waiters if (each := roster.learners[waiter]).wait}
     starved = sorted(waiter for waiter, wait in waits.items() if wait.what == DATA)
     waiters = starved or sorted(waits)
@@ -135,7 +136,7 @@ def explain(waiters: Sequence[int], roster: Roster, log_of: LogOf) -> str:
 
 
 def own_line(learner_id: int, wait: Stall) -> str:
-    """What a learner itself can say about its wait."""
+    """A line about a wait for the learner's own log."""
     line = f"learner {learner_id} has waited {duration(wait.seconds)} in {wait.what}{_beside(wait)}"
     if wait.whom and not wait.what.endswith(_names(wait.whom)):
         line += f" for {_names(wait.whom)}"
@@ -145,7 +146,7 @@ def own_line(learner_id: int, wait: Stall) -> str:
 
 
 def resumed_line(waiters: Sequence[int], seconds: Seconds, cause: Sequence[int] = ()) -> str:
-    """A stall about which there was a line, with these learners as its `cause`, is over."""
+    """A line about the end of a stall; `cause` are the learners that were late."""
     whom = f" for {_names(cause)}" if cause else ""
     verb = "continues" if len(waiters) == 1 else "continue"
     return f"{_names(waiters)} {verb} after waiting {duration(seconds)}{whom}"
@@ -158,7 +159,7 @@ def _beside(wait: Stall) -> str:
 
 
 def _late(waiters: Sequence[int], roster: Roster) -> list[int]:
-    """The learners that these wait for, as far as it is known."""
+    """The learners for which `waiters` wait, as far as they are known."""
     waiting = roster.waiting()
     late: set[int] = set()
     for wait in (waiting[waiter].wait for waiter in waiters):
@@ -177,7 +178,7 @@ def _waits_in(record: LearnerRecord | None, what: str) -> bool:
 
 
 def _causes(late: Sequence[int], roster: Roster) -> list[int]:
-    """The ends of the chains of waits that begin with the learners that are late."""
+    """The last learners in the chains of waits that start with the learners in `late`."""
     causes: set[int] = set()
     seen, ahead = set(late), list(late)
     while ahead:
@@ -194,7 +195,7 @@ def _causes(late: Sequence[int], roster: Roster) -> list[int]:
 
 
 def _state(record: LearnerRecord, roster: Roster) -> str:
-    """What is known of a learner that others wait for."""
+    """The state of a learner for which others wait, as text."""
     learner = f"learner {record.learner_id}"
     if record.state is LearnerState.LOST:
         return f"{learner} was lost"

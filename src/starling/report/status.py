@@ -1,4 +1,4 @@
-"""What a run's launcher writes into `status.json`, and the table made of it."""
+"""Makes the learners' part of `status.json` from a roster, and a table from a status."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from starling.report.lines import duration
 
 
 def learners_of(roster: Roster) -> Iterator[LearnerStatus]:
-    """All learners of a roster as they are now."""
+    """The present status of all learners of a roster."""
     now = roster.clock()
     for record in sorted(roster.learners.values(), key=lambda each: each.learner_id):
         yield LearnerStatus(
@@ -28,7 +28,7 @@ def learners_of(roster: Roster) -> Iterator[LearnerStatus]:
 
 
 def state_of(record: LearnerRecord, roster: Roster) -> str:
-    """What a learner does, in words: its state, or that it is silent, and while it trains what it computes or waits
+    """A learner's state as text: that it is silent, else its state, and during training what it computes or waits
     for."""
     if silence := roster.silence(record):
         return f"silent for {duration(silence)}"
@@ -45,7 +45,7 @@ def state_of(record: LearnerRecord, roster: Roster) -> str:
 
 
 def describe(status: Status, now: float, is_alive: bool) -> Group:
-    """A status for people at time `now`; `is_alive`: whether its launcher runs."""
+    """A status as a table with text, at time `now`; `is_alive` says whether its launcher runs."""
     table = Table()
     for name, justify in (("learner", "right"), ("state", "left"), ("batches", "right"), ("loss", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What became of a run, on one screen: how much each learner did, which were lost, what was re-issued and saved."""
+"""The summary of a run: how much each learner did, which were lost or joined, what was re-issued and saved."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,18 +13,18 @@ from starling.report.lines import duration
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has noted of its mini-batches; those of the runs that it resumed do not count."""
+    """Counts from a run's record of mini-batches, without the runs that it resumed."""
 
     num_computed: dict[int, int] = field(default_factory=dict)
-    """Mini-batches by learner."""
+    """Mini-batches computed by each learner."""
     num_again: int = 0
-    """Mini-batches that were re-issued when learners were lost."""
+    """Mini-batches that were re-issued after a change of the membership."""
     num_skipped: int = 0
-    """Utterances that could not be used, each counted as often as it was skipped."""
+    """Utterances that could not be used, counted each time they were skipped."""
 
 
 def summarise(title: str, roster: Roster, record: Record, waits: Sequence[str], experiment: str) -> Group:
-    """The table and the lines below it. `waits` are the lines about unusual waits."""
+    """The table, and the lines below it. `waits` are the lines about stalls that have ended."""
     table = Table()
     for heading in ("learner", "batches", "share", "computing", "waiting for data", "for peers", "outcome"):
         table.add_column(heading, justify="left" if heading == "outcome" else "right")
@@ -37,11 +37,11 @@ def summarise(title: str, roster: Roster, record: Record, waits: Sequence[str], 
 
 
 def _lines(roster: Roster, record: Record, waits: Sequence[str], experiment: str) -> list[str]:
-    lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.losses]
+    lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.lost]
     joined = [str(each.learner_id) for each in roster.learners.values() if each.has_joined]
     if joined:
         lines.append(f"joined the running experiment: learner {', '.join(joined)}")
-    if roster.losses or roster.generation > 0:
+    if roster.lost or roster.generation > 0:
         lines.append(
             f"{record.num_again} mini-batches that others had begun were re-issued; to check that nothing was missed: "
             f"starling audit {experiment}"

@@ -1,4 +1,4 @@
-"""`starling audit`: which learner saw what, and whether every utterance was seen once in every epoch."""
+"""`starling audit`: which learner saw which utterances, and whether each epoch saw every utterance exactly once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import latest
 from starling.errors import DataError
 from starling.runs.experiment.folder import existing
-from starling.runs.experiment.seen import Sight, read_seen, read_skipped, start_of_record
+from starling.runs.experiment.seen import SeenBatch, read_seen, read_skipped, start_of_record
 from starling.runs.recipe.recipe import Recipe, load_resolved
 from starling.runs.training_plan import TrainingPlan, load_plan
 from starling.workload import Position, Ticket
@@ -24,33 +24,39 @@ from starling.workload import Position, Ticket
 if TYPE_CHECKING:
     from starling.report.progress import Say
 
-SHOWN = 5
-"""Utterances that a message names; of more, it gives the number."""
+MAX_SHOWN = 5
+"""How many mini-batches a message lists by number."""
 
 
 @dataclass
 class EpochAudit:
-    """What learners saw of one epoch."""
+    """What learners saw in one epoch. Mini-batches are identified by their index in the epoch, from 0."""
 
     epoch: int
     num_batches: int
-    """In the epoch's plan."""
+    """Mini-batches in the epoch's plan."""
     batches: Counter[int] = field(default_factory=Counter)
-    """How often each was computed."""
+    """How often each mini-batch was computed."""
     by_learner: Counter[int] = field(default_factory=Counter)
-    """Mini-batches that each computed."""
+    """How many mini-batches each learner computed."""
     utterances: Counter[str] = field(default_factory=Counter)
-    """How often each was seen."""
+    """How often each utterance was seen."""
     num_skipped: int = 0
-    """Utterances that could not be used."""
-    strange: list[int] = field(default_factory=list)
-    """Mini-batches that do not hold what the plan says."""
+    """Planned utterances that could not be used."""
+    mismatched: list[int] = field(default_factory=list)
+    """Mini-batches whose utterances are not those of the plan."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every mini-batch was computed."""
+        return len(self.batches) == self.num_batches
 
 
 def audit(experiment: Path, tell: Say, output: Console) -> None:
-    """Print what learners saw in each epoch, up to the newest checkpoint, and whether that was everything, once.
+    """Print what learners saw in each epoch, up to the newest checkpoint, and check it against the plan.
 
-    Raises DataError if a mini-batch was computed twice or, before the position of the checkpoint, never.
+    Raises DataError if a mini-batch was computed twice, did not contain the utterances of the plan, or is missing
+    although it is due at the position of the checkpoint.
     """
     folder = existing(experiment)
     recipe = load_resolved(folder.config)
@@ -62,64 +68,69 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
     problems = problems_of(epochs, plan, begin, end)
     if begin.num_done:
         tell(
-            f"the record begins at step {begin.num_done}: what came before is in the record of the run that this one "
-            "continues"
+            f"the record begins at step {begin.num_done}: earlier mini-batches are in the record of the run from which "
+            "this one was resumed"
         )
     if problems:
         raise DataError(f"{experiment}: " + "; ".join(problems))
     tell(_verdict(epochs, end, _expected(recipe, plan, epochs)))
 
 
-def collect(sights: Iterable[Sight], plan: TrainingPlan, skipped: Mapping[int, Collection[str]]) -> list[EpochAudit]:
-    """The record, epoch by epoch, each mini-batch beside its plan."""
+def collect(seen: Iterable[SeenBatch], plan: TrainingPlan, skipped: Mapping[int, Collection[str]]) -> list[EpochAudit]:
+    """Sum up the record for each epoch, and compare each mini-batch with the plan. `skipped` lists the utterances that
+    were skipped in each epoch."""
     epochs: dict[int, EpochAudit] = {}
-    for sight in sights:
-        number = sight.ticket.epoch
+    for batch in seen:
+        number = batch.ticket.epoch
         if number not in epochs:
             epochs[number] = EpochAudit(number, plan.epoch(number).num_batches)
-        epochs[number].batches[sight.ticket.index] += 1
-        epochs[number].by_learner[sight.learner] += 1
-        epochs[number].utterances.update(sight.utterances)
-        if plan.num_parts == 1 and sight.ticket.index < epochs[number].num_batches:
-            missing = planned(plan, sight.ticket)
-            strange = Counter(sight.utterances) - missing
-            missing -= Counter(sight.utterances)
+        epochs[number].batches[batch.ticket.index] += 1
+        epochs[number].by_learner[batch.learner] += 1
+        epochs[number].utterances.update(batch.utterances)
+        if plan.num_parts == 1 and batch.ticket.index < epochs[number].num_batches:
+            missing = planned(plan, batch.ticket)
+            unplanned = Counter(batch.utterances) - missing
+            missing -= Counter(batch.utterances)
             epochs[number].num_skipped += sum(missing[name] for name in missing if name in skipped.get(number, ()))
-            if strange or any(name not in skipped.get(number, ()) for name in missing):
-                epochs[number].strange.append(sight.ticket.index)
+            if unplanned or any(name not in skipped.get(number, ()) for name in missing):
+                epochs[number].mismatched.append(batch.ticket.index)
     return [epochs[number] for number in sorted(epochs)]
 
 
 def planned(plan: TrainingPlan, ticket: Ticket) -> Counter[str]:
-    """The utterances of a mini-batch."""
+    """The utterances that the plan assigns to a mini-batch."""
     indices = (index for micro_batch in plan.epoch(ticket.epoch)[ticket.index] for index in micro_batch)
     return Counter(plan.speech_set.id(int(plan.utterances[index])) for index in indices)
 
 
 def problems_of(epochs: list[EpochAudit], plan: TrainingPlan, begin: Position, end: Position) -> list[str]:
-    """What was seen twice, or not at all though it was due between two positions; empty if all is well."""
+    """Describe mini-batches that were computed twice, differ from the plan, or are missing between two positions."""
     problems = []
     known = {each.epoch: each for each in epochs}
-    before, undone = ({(ticket.epoch, ticket.index) for ticket in position.outstanding} for position in (begin, end))
+    before, outstanding = (
+        {(ticket.epoch, ticket.index) for ticket in position.outstanding} for position in (begin, end)
+    )
     for epoch in range(begin.next_ticket.epoch, end.next_ticket.epoch + 1):
         last = end.next_ticket.index if epoch == end.next_ticket.epoch else plan.epoch(epoch).num_batches
         first = begin.next_ticket.index if epoch == begin.next_ticket.epoch else 0
-        due = {index for index in range(first, last) if (epoch, index) not in undone}
-        due |= {index for number, index in before - undone if number == epoch}
+        due = {index for index in range(first, last) if (epoch, index) not in outstanding}
+        due |= {index for number, index in before - outstanding if number == epoch}
         seen = known[epoch].batches if epoch in known else Counter[int]()
         if missing := sorted(due - seen.keys()):
             problems.append(f"mini-batches {_some(missing)} of epoch {epoch + 1} were not computed")
         if twice := sorted(index for index, times in seen.items() if times > 1):
             problems.append(f"mini-batches {_some(twice)} of epoch {epoch + 1} were computed more than once")
-        if epoch in known and known[epoch].strange:
-            strange = _some(sorted(known[epoch].strange))
-            problems.append(f"mini-batches {strange} of epoch {epoch + 1} did not hold the utterances of the plan")
+        if epoch in known and known[epoch].mismatched:
+            mismatched = _some(sorted(known[epoch].mismatched))
+            problems.append(
+                f"mini-batches {mismatched} of epoch {epoch + 1} did not contain the utterances of the plan"
+            )
     return problems
 
 
 def _some(indices: list[int]) -> str:
-    shown = ", ".join(str(index + 1) for index in indices[:SHOWN])
-    return shown if len(indices) <= SHOWN else f"{shown} and {len(indices) - SHOWN} more"
+    shown = ", ".join(str(index + 1) for index in indices[:MAX_SHOWN])
+    return shown if len(indices) <= MAX_SHOWN else f"{shown} and {len(indices) - MAX_SHOWN} more"
 
 
 def _table(epochs: list[EpochAudit]) -> Table:
@@ -143,32 +154,34 @@ def _table(epochs: list[EpochAudit]) -> Table:
 def _verdict(epochs: list[EpochAudit], end: Position, seen: str) -> str:
     line = f"every mini-batch before number {end.next_ticket.step + 1} was computed once"
     if end.outstanding:
-        line += f", but for {len(end.outstanding)} that a resume computes first"
+        line += f", except {len(end.outstanding)} that a resumed run computes first"
     return f"{line}; {seen}"
 
 
 def _expected(recipe: Recipe, plan: TrainingPlan, epochs: list[EpochAudit]) -> str:
-    """How often utterances were seen, beside how often they should have been."""
+    """How often utterances were seen, compared with how often they should have been."""
     if recipe.partition != "identical":
         return "learners drew utterances at random from their parts"
     if recipe.mixture is not None:
         return _passes(plan, epochs)
-    whole = [each for each in epochs if len(each.batches) == each.num_batches]
-    if not whole:
-        return "no epoch is whole yet"
+    complete = [each for each in epochs if each.is_complete]
+    if not complete:
+        return "no epoch is complete yet"
     num_utterances = len(plan.utterances)
-    once = [each for each in whole if len(each.utterances) == num_utterances and set(each.utterances.values()) == {1}]
-    line = f"{len(once)} of {len(whole)} whole epochs saw each of {num_utterances} utterances exactly once"
-    if num_skipped := sum(each.num_skipped for each in whole):
+    once = [
+        each for each in complete if len(each.utterances) == num_utterances and set(each.utterances.values()) == {1}
+    ]
+    line = f"{len(once)} of {len(complete)} complete epochs saw each of {num_utterances} utterances exactly once"
+    if num_skipped := sum(each.num_skipped for each in complete):
         line += f"; {num_skipped} could not be used and were skipped"
     return line
 
 
 def _passes(plan: TrainingPlan, epochs: list[EpochAudit]) -> str:
-    """How often each domain of a mixture was gone through."""
-    whole = [each for each in epochs if len(each.batches) == each.num_batches]
+    """How many passes over each domain of a mixture the complete epochs made."""
+    complete = [each for each in epochs if each.is_complete]
     times: Counter[str] = Counter()
-    for each in whole:
+    for each in complete:
         times.update(each.utterances)
     lines = []
     train = plan.speech_set
@@ -178,4 +191,4 @@ def _passes(plan: TrainingPlan, epochs: list[EpochAudit]) -> str:
         lines.append(
             f"{domain} {sum(counts) / len(counts):.2f} passes (each utterance {min(counts)} to {max(counts)} times)"
         )
-    return f"in {len(whole)} whole epochs: " + ", ".join(lines)
+    return f"in {len(complete)} complete epochs: " + ", ".join(lines)

@@ -1,4 +1,4 @@
-"""`starling bench-data`: which layout and format suits your data and disk, as a table and a sentence."""
+"""`starling bench-data`: measures storage layouts and audio formats on your data and disk, and recommends one."""
 
 import shutil
 import tempfile
@@ -19,10 +19,10 @@ from starling.speech.store import SpeechSet
 
 
 def bench_data(data: Path, overrides: Sequence[str], tell: Say, output: Console, console: Console) -> None:
-    """Measure layouts and formats with a sample of a recipe's corpus or a prepared folder, and say what to choose.
+    """Measure layouts and formats with a sample of a recipe's corpus or of a prepared folder, and recommend one.
 
-    What is written for it lies beside the data and is removed in the end. Raises ConfigError for keys that are wrong,
-    DataError for a corpus that cannot be read or a disk without room.
+    Temporary files are written next to the data and removed at the end. Raises ConfigError for wrong keys, DataError
+    for a corpus that cannot be read or a full disk.
     """
     name, readers, rate, place = _prepared(data, overrides) if data.is_dir() else _recipe(data, overrides)
     with Bars(console) as bars:
@@ -49,11 +49,11 @@ def _recipe(path: Path, overrides: Sequence[str]) -> tuple[str, list[Audio], int
 
 def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[str, list[Audio], int, Path]:
     if overrides:
-        raise ConfigError(f"prepared folder {folder}: takes no keys, got {' '.join(overrides)}")
+        raise ConfigError(f"prepared folder {folder}: keys are allowed only with a recipe, got {' '.join(overrides)}")
     found = [folder / "summary.json", *sorted(folder.glob("*/summary.json"))]
     paths = [path.parent for path in found if path.is_file()]
     if not paths:
-        raise ConfigError(f"{folder}: holds no prepared set; give a recipe, or a folder that was prepared from one")
+        raise ConfigError(f"{folder}: contains no prepared set; give a recipe, or a folder that was prepared from one")
     speech = max((SpeechSet.open(path) for path in paths), key=len)
     readers: list[Audio] = [partial(_read, speech, index) for index in range(len(speech))]
     return speech.name, readers, speech.sampling_rate, folder
@@ -67,7 +67,7 @@ def _check_room(sample: Sample, place: Path) -> None:
     needed, free = ROOM * sample.num_bytes, shutil.disk_usage(place).free
     if free < needed:
         raise DataError(
-            f"{place}: {needed / 1e6:.0f} MB are needed for a while, {free / 1e6:.0f} MB are free; make room"
+            f"{place}: temporary files need {needed / 1e6:.0f} MB, but {free / 1e6:.0f} MB are free; make room"
         )
 
 
@@ -99,17 +99,20 @@ def _pace(pace: Pace, digits: int) -> str:
 
 
 def _about_the_cache(rows: Sequence[Row]) -> str:
-    """Whether first readings came from the disk."""
+    """A line that says whether the first reading of each file came from the disk."""
     paces = [pace for row in rows for pace in (row.in_order, row.random) if pace is not None]
     if any(pace.cold is None for pace in paces):
-        return "first: after asking the system to forget the files; nothing shows if it did. again: from memory (warm)"
+        return (
+            "first: after asking the system to drop the files from its cache, which cannot be verified here. again: "
+            "from memory (warm)"
+        )
     cold = sum(bool(pace.cold) for pace in paces)
     if cold == len(paces):
         return "first: read from the disk (cold). again: from memory (warm)"
     if cold == 0:
         return (
-            "first and again: both from memory (warm), since this system kept the files in its cache; the disk itself "
-            "was not measured"
+            "first and again: both from memory (warm), because this system kept the files in its cache; the disk was "
+            "not measured"
         )
     return (
         f"first: {cold} of {len(paces)} readings came from the disk (cold), the others from memory. again: from memory"

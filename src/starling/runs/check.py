@@ -1,4 +1,4 @@
-"""`starling check`: what is wrong with a corpus, as a table and a list, and what to leave out of it."""
+"""`starling check`: finds problems in a corpus, prints them as a table, and lists which utterances to leave out."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,7 @@ _DROPPED = "check-dropped.tsv"
 
 
 class PreparedConfig(Config):
-    """The keys of a recipe's `data:` that a prepared folder does not contain."""
+    """The keys of a recipe's `data:` that may be given for a prepared folder."""
 
     train: str = "train"
     valid: str | None = None
@@ -38,35 +38,35 @@ class _Keys(Config):
     data: PreparedConfig = PreparedConfig()
 
 
-class Job(Config):
-    """One corpus to check, and where its lists go."""
+class CheckTask(Config):
+    """One corpus to check, and the folder for its lists."""
 
     folder: Path
     train: str
     check: CheckConfig
     training: Training
     leave_out: Path | None = None
-    """What is left out already."""
+    """The list of utterances that are already left out."""
 
 
 def check(
     data: Path, overrides: Sequence[str], drop: bool, strict: bool, tell: Say, output: Console, console: Console
 ) -> None:
-    """Check a recipe's corpus or a prepared folder, print what was found on `output`, and list it in check.tsv.
+    """Check a recipe's corpus or a prepared folder, print the findings on `output`, and list them in check.tsv.
 
-    With `drop`, also list what is to be left out. Progress is shown on `console`. Raises ConfigError for keys that
-    are wrong, and DataError for a corpus that is not there; with `strict`, also when anything was found.
+    With `drop`, also write the list of utterances to leave out. Progress is shown on `console`. Raises ConfigError for
+    wrong keys, and DataError for a missing corpus; with `strict`, also if there are findings.
     """
-    job, sources = _prepared(data, overrides) if data.is_dir() else _recipe(data, overrides)
+    task, sources = _prepared(data, overrides) if data.is_dir() else _recipe(data, overrides)
     with Bars(console) as bars:
-        report = check_corpus(sources, job.train, job.check, job.training, bars)
-    path = write_report(job.folder, report)
+        report = check_corpus(sources, task.train, task.check, task.training, bars)
+    path = write_report(task.folder, report)
     total = sum(each.utterances for each in report.sets)
     if report.findings:
         output.print(_table(report))
     tell(f"{len(report.findings) or 'nothing'} found in {total} utterances, listed in {path}")
     if drop:
-        _drop(job, report, tell)
+        _drop(task, report, tell)
     if strict and report.findings:
         first = report.findings[0]
         raise DataError(
@@ -75,22 +75,22 @@ def check(
         )
 
 
-def _recipe(path: Path, overrides: Sequence[str]) -> tuple[Job, list[Source]]:
+def _recipe(path: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[Source]]:
     recipe = load_recipe(path, overrides)
     training = Training(tokens=recipe.tokens, features=recipe.features, augment=recipe.augment, model=recipe.model)
     data = recipe.data
-    job = Job(
+    task = CheckTask(
         folder=data.folder,
         train=data.train,
         check=data.check,
         training=training,
         leave_out=data.filter.leave_out,
     )
-    return job, sources_of(data)
+    return task, sources_of(data)
 
 
 def sources_of(data: DataConfig) -> list[Source]:
-    """The sets that a recipe uses, as its corpus has them."""
+    """The sets that a recipe uses, read from its corpus."""
     limits = data.filter.model_copy(update={"on_bad": "skip", "max_skipped": 1.0})
     return [
         Source(
@@ -107,13 +107,13 @@ def sources_of(data: DataConfig) -> list[Source]:
     ]
 
 
-def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[Job, list[Source]]:
+def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[Source]]:
     tree = apply_overrides({}, overrides)
     try:
         data = _Keys.model_validate(tree).data
     except ValidationError as error:
         problems = "\n".join(f"  {problem}" for problem in describe(error, _Keys, tree))
-        raise ConfigError(f"prepared folder {folder}: keys that do not fit\n{problems}") from None
+        raise ConfigError(f"prepared folder {folder}: wrong keys\n{problems}") from None
     known = sorted(path.parent.name for path in folder.glob("*/summary.json"))
     if data.train not in known:
         hint = "give the folder above it" if (folder / "summary.json").is_file() else "set data.train to one of them"
@@ -122,27 +122,27 @@ def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[Job, list[Source]
         )
     chosen = known if data.test is None else [*([data.valid] if data.valid else []), *data.test]
     names = dict.fromkeys([data.train, *chosen])
-    job = Job(
+    task = CheckTask(
         folder=folder,
         train=data.train,
         check=data.check,
         training=Training(),
-        leave_out=dropped if (dropped := folder / _DROPPED).is_file() else None,  # prepared without those, perhaps
+        leave_out=dropped if (dropped := folder / _DROPPED).is_file() else None,  # it may have been prepared with that
     )
-    return job, prepared_sources(folder, names)
+    return task, prepared_sources(folder, names)
 
 
-def _drop(job: Job, report: Report, tell: Say) -> None:
-    path = job.folder / _DROPPED
-    earlier = read_left_out(job.leave_out) if job.leave_out is not None else []
-    items = to_drop(report, job.check, earlier)
+def _drop(task: CheckTask, report: Report, tell: Say) -> None:
+    path = task.folder / _DROPPED
+    earlier = read_left_out(task.leave_out) if task.leave_out is not None else []
+    items = to_drop(report, task.check, earlier)
     write_left_out(path, items)
     hours = sum(item.seconds for item in items) / 3600
     tell(f"{len(items)} utterances ({hours:.2f} h) to leave out; use it with data.filter.leave_out={path}")
 
 
 def _table(report: Report) -> Table:
-    """Findings by kind and set."""
+    """The number of findings by kind and set."""
     table = Table(title="found", title_justify="left")
     table.add_column("kind")
     for each in report.sets:

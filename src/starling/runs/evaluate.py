@@ -1,4 +1,4 @@
-"""Scoring the sets of an experiment, and transcribing files, with its newest consensus model."""
+"""Scores sets and transcribes files with the newest or the best model of an experiment."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,11 +27,11 @@ from starling.speech.store import SpeechSet
 
 
 def evaluate(experiment: Path, sets: Sequence[str] | None, tell: Say, console: Console, is_best: bool = False) -> None:
-    """Score `sets` (None: the test sets of the recipe) and tell Kaldi's lines, each set after its name. The model is
-    the newest one, or the one that was best on the valid set (`is_best`).
+    """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
 
-    Files with every error go to the experiment's `decode` folder. Raises CheckpointError when nothing was trained,
-    ConfigError for a set that the recipe does not know.
+    The model is the newest one, or with `is_best` the one that scored best on the validation set. Files that list every
+    error go to the experiment's `decode` folder. Raises CheckpointError if there is no model, ConfigError for a set
+    that the recipe does not define.
     """
     folder, recipe = _open(experiment)
     names = list(sets or recipe.data.test)
@@ -52,7 +52,8 @@ def evaluate(experiment: Path, sets: Sequence[str] | None, tell: Say, console: C
 
 
 def transcribe(experiment: Path, files: Sequence[Path], tell: Say, is_best: bool = False) -> None:
-    """Tell what is said in each file: its name, a tab, the text. Raises DataError for what is not audio."""
+    """Pass a line for each file to `tell`: its name, a tab, and the text. Raises DataError for a file that is not
+    audio."""
     _, recipe = _open(experiment)
     recogniser = load_recogniser(experiment, recipe, is_best)
     for file in files:
@@ -65,13 +66,13 @@ def transcribe(experiment: Path, files: Sequence[Path], tell: Say, is_best: bool
 
 
 def load_recogniser(experiment: Path, recipe: Recipe, is_best: bool = False) -> Recogniser:
-    """The newest consensus model of an experiment, or its best on the valid set, on the device that its recipe asks
-    for. Raises CheckpointError if there is none."""
+    """The newest consensus model of an experiment, or the best on the validation set, on the recipe's device. Raises
+    CheckpointError if there is none."""
     use_threads(recipe, 1)
     best = best_model(ExperimentFolder(experiment))
     if is_best and best is None:
         raise CheckpointError(
-            f"{experiment / 'best'}: no model was scored while this experiment trained; set data.valid, or use the "
+            f"{experiment / 'best'}: no model was scored during training; set data.valid and train again, or use the "
             "newest model, without --best"
         )
     recogniser = Recogniser.load(best if is_best and best is not None else load(latest(experiment)).model_folder)
@@ -94,11 +95,12 @@ def _check_set(recipe: Recipe, name: str) -> None:
     known = list(recipe.data.corpus.sets)
     if name not in known:
         hint = did_you_mean(name, known)
-        raise ConfigError(f"set {name!r} is not in data.corpus.sets; {hint}known are {', '.join(known)}")
+        raise ConfigError(f"set {name!r} is not in data.corpus.sets; {hint}its sets: {', '.join(known)}")
 
 
 def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypotheses: Mapping[str, str]) -> list[str]:
-    """The score without what is nearly in training too, where `starling check` has found such; or why there is none."""
+    """A line with the score without near-duplicates of training utterances, if `starling check` has found some; or
+    why that score is not available."""
     try:
         digests = set_digest(data, data.train), set_digest(data, name)
         seen = seen_in_training(data.folder, data.train, name, digests)
@@ -109,7 +111,7 @@ def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypothes
 
 
 def _read_all_channels(file: Path) -> tuple[NDArray[np.float32], int]:
-    """Samples `[channels, T]` in -1..1 and their rate in Hz."""
+    """Samples `[channels, T]` in [-1, 1], and their sampling rate in Hz."""
     first, rate = read_audio(file, channel=0)
     channels = int(soundfile.info(str(file)).channels)
     others = [read_audio(file, channel=channel)[0] for channel in range(1, channels)]

@@ -1,4 +1,4 @@
-"""A launcher follows its run: it explains stalls, writes `status.json`, and sums up in the end."""
+"""The launcher's reports about its run: explanations of stalls, `status.json`, and the final summary."""
 
 import os
 import threading
@@ -28,11 +28,11 @@ _WIDTH = 120
 
 
 class Following:
-    """Follows a run of real learners, as a context manager around all of it.
+    """Reports on a run of real learners; a context manager around the whole run.
 
-    The launcher keeps `roster` up to date, and `events` go to `log/events.jsonl`. When the context ends a summary is
-    printed and written to `log/summary.txt`, however the run ended; `scoring` is for what comes after a good run.
-    `on_look` is called about once a second while learners train.
+    The launcher keeps `roster` up to date; `events` are written to `log/events.jsonl`. When the context ends, a summary
+    is printed and written to `log/summary.txt`, however the run ended. `scoring` is the context for scoring after a
+    successful run. `on_look` is called about once a second.
     """
 
     def __init__(self, run: RunConfig, folder: ExperimentFolder, console: Console) -> None:
@@ -75,7 +75,7 @@ class Following:
 
     @contextmanager
     def scoring(self) -> Generator[None, None, None]:
-        """Around what follows a run that ended well."""
+        """The context for scoring after a successful run."""
         error: BaseException | None = None
         try:
             yield
@@ -117,7 +117,7 @@ class Following:
             pid=os.getpid(),
             generation=roster.generation,
             learners=tuple(learners_of(roster)),
-            losses=tuple(each.reason for each in roster.losses),
+            losses=tuple(each.reason for each in roster.lost),
             saved=roster.saved,
             saved_age=roster.clock() - roster.saved_at if roster.saved else 0.0,
             exit_code=self._exit_code,
@@ -159,7 +159,7 @@ class Following:
             return Record()
 
     def _warn(self, path: Path, error: OSError) -> None:
-        """Warn once: it is no reason for a run to end."""
+        """Warn once that a file cannot be used; the run continues."""
         if not self._has_warned:
             self._has_warned = True
             self._say(unusable(path, error))
@@ -171,7 +171,7 @@ def unusable(path: Path, error: OSError) -> str:
 
 
 def read_record(seen: Path, first_segment: str) -> Record:
-    """What learners noted since the segment of this name began. What cannot be read does not count."""
+    """Sum up what learners recorded since the start of segment `first_segment`."""
     begun = segments(seen)
     names = [each.name for each in begun]
     own = begun[names.index(first_segment) if first_segment in names else 0 :]
@@ -195,7 +195,7 @@ def _num_reissued(segment: Path) -> int:
 
 
 def _count_lines(path: Path) -> int:
-    """Complete lines below the header."""
+    """The number of complete lines after the header."""
     with path.open("rb") as file:
         return max(0, sum(line.endswith(b"\n") for line in file) - 1)
 

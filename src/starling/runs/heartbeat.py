@@ -1,6 +1,6 @@
-"""What a learner reports twice a second: how many mini-batches it has computed, and what it waits for.
+"""A learner's heartbeat: twice a second, how many mini-batches it has computed, and what it is waiting for.
 
-It also writes stalls into its own log, which is all there is under torchrun or Slurm.
+The learner also writes stalls to its own log. Under torchrun or Slurm, that is the only report of them.
 """
 
 import threading
@@ -18,9 +18,10 @@ from starling.training.job import EpochReport, StepReport
 
 
 class HeartbeatSource:
-    """An observer that counts mini-batches and makes heartbeats; `write` takes the lines for this learner's log.
+    """An observer that counts mini-batches and makes heartbeats.
 
-    `waits` are those of the learner; a wait is a stall beyond `long_seconds`.
+    `write` writes a line to this learner's log. `waits` are the learner's waits; one that lasts longer than
+    `long_seconds`, and much longer than usual, is logged as a stall.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class HeartbeatSource:
         self._waits = waits
         self._clock = clock
         self._last_beat = clock()
-        self._last: Stall | None = None  # the one that was written about
+        self._last: Stall | None = None  # the stall that was logged last
         self._again_at = 0.0
 
     def on_step(self, report: StepReport) -> None:
@@ -49,13 +50,13 @@ class HeartbeatSource:
     def on_barrier(self, state: LearnerState) -> None: ...
 
     def beat(self) -> Heartbeat:
-        """The heartbeat of this moment; to be called every `HEARTBEAT_EVERY` seconds."""
+        """Make a heartbeat and log stalls; call this every `HEARTBEAT_EVERY` seconds."""
         now = self._clock()
         stopped, self._last_beat = now - self._last_beat - HEARTBEAT_EVERY, now
         if stopped > STOPPED_AFTER:
             self._waits.forget(stopped)
             self._write(
-                f"learner {self._learner_id} did not run for {stopped:.1f} s: stopped, or short of processor time"
+                f"learner {self._learner_id} did not run for {stopped:.1f} s: it was stopped or got no processor time"
             )
         wait = self._waits.longest(SHORT_WAIT)
         self._log(wait)
@@ -75,7 +76,7 @@ class HeartbeatSource:
 
 @contextmanager
 def beating(source: HeartbeatSource, link: Link | None) -> Generator[None, None, None]:
-    """Send heartbeats while the context lasts; without a launcher, only write stalls into the log."""
+    """Send heartbeats inside the context; without a launcher, only log stalls."""
     if link is not None:
         link.heartbeat = source.beat
         yield

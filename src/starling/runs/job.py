@@ -1,4 +1,4 @@
-"""From a recipe to what the engines run."""
+"""Makes the job of a recipe, and writes its models."""
 
 from pathlib import Path
 from typing import cast
@@ -17,17 +17,18 @@ from starling.training.flat import split, trainable
 from starling.training.job import Job
 
 Seconds = float
-WORTH_PROCESSES: Seconds = 1800.0
-"""Audio that a learner loads in a run, from which on loading processes gain more than the seconds that they take to
-start. On one core, this much is loaded in 10 to 20 s."""
+MIN_AUDIO_FOR_PROCESSES: Seconds = 1800.0
+"""If a learner loads less audio in a run, loading processes take longer to start than they save. One core loads this
+much in 10 to 20 s."""
 AUDIO_PER_SECOND = 100.0
-"""Audio that a learner trains on in a second, to guess how much a budget in minutes allows."""
-MOST_PROCESSES = 4
-"""For one learner; on an accelerator, or from an object store, where loading takes longest beside the computation."""
+"""The assumed seconds of audio that a learner trains on in a second, to estimate the audio of a budget in minutes."""
+MAX_PROCESSES = 4
+"""The maximum of loading processes per learner on an accelerator, or with data from an object store."""
 
 
 def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
-    """The job of a recipe whose `folder` is set up, for one of `learners_here` on this machine; None: simulated."""
+    """The job of a recipe whose `folder` is set up. `learners_here` is the number of learners on this machine, None in
+    a simulation."""
     workload = load_workload(recipe, folder)
     num_workers = recipe.batches.num_workers
     if num_workers == "auto":
@@ -52,10 +53,10 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
 
 
 def loading_processes(recipe: Recipe, learners_here: int, cores: int, epoch: Seconds) -> int:
-    """How many processes load for one learner where the recipe says `auto`; `epoch` is the audio of an epoch.
+    """The number of loading processes per learner for `batches.num_workers: auto`; `epoch` is the audio of an epoch.
 
-    None where learners have less than a core each, or the whole run loads so little that starting processes would
-    take longer. One is enough beside a model that computes on the CPU.
+    Zero if learners have less than a core each, or if a learner loads little audio. A model on the CPU needs one
+    process.
     """
     budget, batch = recipe.budget, recipe.batches.max_duration * recipe.batches.accumulate
     limits = [
@@ -64,22 +65,22 @@ def loading_processes(recipe: Recipe, learners_here: int, cores: int, epoch: Sec
         None if budget.minutes is None else budget.minutes * 60.0 * AUDIO_PER_SECOND * recipe.num_workers,
     ]
     audio = min(each for each in limits if each is not None) / recipe.num_workers
-    if cores < learners_here or audio < WORTH_PROCESSES:
+    if cores < learners_here or audio < MIN_AUDIO_FOR_PROCESSES:
         return 0
     is_slow = recipe.data.remote is not None or (recipe.engine.device != "cpu" and torch.cuda.is_available())
-    return max(1, min(MOST_PROCESSES, cores // learners_here - 1)) if is_slow else 1
+    return max(1, min(MAX_PROCESSES, cores // learners_here - 1)) if is_slow else 1
 
 
-def most_skipped(recipe: Recipe, job: Job) -> int:
-    """How many utterances may be skipped in an epoch before the run of a recipe's job fails."""
+def max_skipped(recipe: Recipe, job: Job) -> int:
+    """How many utterances of an epoch may be skipped; if it is more, the run fails."""
     return int(recipe.data.filter.max_skipped * len(cast(SpeechWorkload, job.workload).plan.utterances))
 
 
 class ModelWriter:
-    """Writes the recogniser with given weights `[P]` and buffers, as the checkpoints hold it.
+    """Writes a recogniser with the given weights `[P]` and buffers into a checkpoint.
 
-    It is made before training and called beside it: making a network draws from the random generators that the
-    training uses. In between it has no weights.
+    The network is created once, before training, because creating it draws from the random generators that training
+    uses. Between two calls its parameters occupy no memory.
     """
 
     def __init__(self, initial: Path) -> None:
@@ -87,18 +88,19 @@ class ModelWriter:
         self._parameters = trainable(self._recogniser.model)
         self._buffers = dict(self._recogniser.model.named_buffers())
         num_weights = sum(parameter.numel() for parameter in self._parameters)
-        self._nothing = torch.zeros(1, dtype=self._parameters[0].dtype).expand(num_weights)
-        self._look_at(self._nothing)
+        self._empty = torch.zeros(1, dtype=self._parameters[0].dtype).expand(num_weights)
+        self._set_weights(self._empty)
 
     def __call__(self, folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
-        self._look_at(weights)
+        self._set_weights(weights)
         for name, buffer in buffers.items():
             self._buffers[name].copy_(buffer)
         try:
             self._recogniser.save(folder)
         finally:
-            self._look_at(self._nothing)
+            self._set_weights(self._empty)
 
-    def _look_at(self, weights: Tensor) -> None:
+    def _set_weights(self, weights: Tensor) -> None:
+        """Make the parameters views of `weights`."""
         for parameter, view in zip(self._parameters, split(weights, self._parameters), strict=True):
             parameter.data = view

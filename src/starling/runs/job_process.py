@@ -10,7 +10,7 @@ from starling.runs.train_job import learn_job
 
 
 def main(file: Path) -> None:
-    """Be a learner of the job that the launcher has packed into `file`."""
+    """Train as a learner of the job that the launcher has packed into `file`."""
     link = Link.from_environment()
     with reported_errors(link):
         job, run = unpack(file.read_bytes())

@@ -1,4 +1,4 @@
-"""`starling join`: add learners to a running experiment; and how a recipe lets its learners change."""
+"""`starling join`: adds learners to a running experiment."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 from starling.errors import ConfigError, PeerLost
 from starling.launch.joiners import Changes
 from starling.launch.messages import JoinAnswer, JoinRequest
-from starling.launch.requests import Requests, answered, ask, who_takes, withdraw
+from starling.launch.requests import Requests, ask, launcher_id, take_answer, withdraw
 from starling.report.progress import Say
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.run import RunConfig
@@ -22,7 +22,7 @@ def changes(
     on_join: Callable[[int, int], None],
     on_left_out: Callable[[int, str], None],
 ) -> Changes:
-    """How the learners of a recipe's run may change."""
+    """How the set of learners of a run may change, by its settings."""
     strategy, options = run.strategy.strategy, run.strategy.options
     return Changes(
         succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
@@ -39,16 +39,16 @@ def changes(
 def join(experiment: Path, learners: int, tell: Say) -> None:
     """Ask for more learners in a running experiment, and wait until they train.
 
-    Raises ConfigError if nothing runs there, or the run refuses them; PeerLost if some of them failed while they
-    joined, or the run ended before.
+    Raises ConfigError if nothing runs there or the request is refused, PeerLost if a learner failed while joining or
+    the run ended first.
     """
     folder = ExperimentFolder(experiment)
     if not folder.config.is_file():
         raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
-    launcher = who_takes(folder.joins)
+    launcher = launcher_id(folder.joins)
     if launcher is None:
         raise ConfigError(f"{experiment}: nothing runs here; start it with: starling train {folder.config}")
-    request = _asked(experiment, folder.joins, learners)
+    request = _ask(experiment, folder.joins, learners)
     try:
         answer = _await(experiment, folder.joins, request, launcher)
     finally:
@@ -62,20 +62,20 @@ def join(experiment: Path, learners: int, tell: Say) -> None:
         raise PeerLost(f"{experiment}: " + "; ".join(answer.failed))
 
 
-def _asked(experiment: Path, folder: Path, learners: int) -> JoinRequest:
+def _ask(experiment: Path, folder: Path, learners: int) -> JoinRequest:
     try:
         return ask(folder, learners)
     except OSError as error:
         raise ConfigError(
-            f"{folder}: cannot be written ({error}); adding learners takes write access to {experiment}"
+            f"{folder}: cannot be written ({error}); to add learners you need write access to {experiment}"
         ) from error
 
 
 def _await(experiment: Path, folder: Path, request: JoinRequest, launcher: bytes) -> JoinAnswer:
     while True:
-        is_over = who_takes(folder) != launcher  # before the last look
-        if answer := answered(folder, request):
+        is_over = launcher_id(folder) != launcher  # checked before the last look for an answer
+        if answer := take_answer(folder, request):
             return answer
         if is_over:
-            raise PeerLost(f"{experiment}: the run ended before a learner had joined")
+            raise PeerLost(f"{experiment}: the run ended before a learner joined")
         time.sleep(ANSWER_EVERY)

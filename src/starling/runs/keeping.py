@@ -1,4 +1,4 @@
-"""What learners keep of the end of an epoch: a checkpoint, a model for the launcher to score, or nothing."""
+"""What learners save at the end of an epoch: a checkpoint, a model for the launcher to score, or nothing."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,12 @@ from starling.runs.observers import Keep
 from starling.training.job import EpochReport
 
 
-class Choice:
-    """What learners keep of the end of an epoch: a checkpoint after every `checkpoints` epochs and when the run ends;
-    otherwise a model to score after every `validate` epochs, if the launcher waits for one; None for never.
+class SaveChoice:
+    """Chooses what learners save at the end of an epoch.
 
-    The first learner there looks whether it does; `agree` tells its answer to the others.
+    A checkpoint every `checkpoints` epochs and at the end of the run; otherwise a model to score every `validate`
+    epochs, if the launcher is waiting for one. None means never. The first learner to reach the end of the epoch checks
+    whether the launcher is waiting; `agree` passes its answer to the others.
     """
 
     def __init__(
@@ -43,5 +44,5 @@ class Choice:
 def model_writer(
     folder: ExperimentFolder, arrive: Callable[[str], int], write_model: WriteModel, sync_group_size: int
 ) -> CheckpointWriter:
-    """Writes models to be scored, which stay until the launcher has done so."""
+    """Makes the writer of models for scoring. It removes none: the launcher does so after scoring."""
     return CheckpointWriter(folder.validation, arrive, write_model, {}, keep=1000, sync_group_size=sync_group_size)

@@ -1,4 +1,4 @@
-"""The launcher of a run: it starts the learners, shows what they do, and leaves the experiment's folder in order."""
+"""The launcher of a run: starts the learners, shows their progress, and cleans up the experiment's folder."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,7 +10,7 @@ from starling.checkpoint.reader import checkpoints_in
 from starling.errors import ConfigError, StarlingError, Stopped
 from starling.launch.launcher import launch
 from starling.launch.messages import LearnerMessage
-from starling.launch.requests import taking_requests, who_takes
+from starling.launch.requests import launcher_id, taking_requests
 from starling.launch.watch import Loss
 from starling.report.progress import Display
 from starling.runs.experiment.folder import ExperimentFolder
@@ -20,8 +20,8 @@ from starling.runs.observers import show
 from starling.runs.recipe.run import RunConfig
 from starling.training.faults import only_simulated
 
-MOST_TO_A_CORE = 4
-"""Learners; more is taken for a mistake."""
+MAX_LEARNERS_PER_CORE = 4
+"""More learners than this are likely a mistake, and cause a warning."""
 
 
 def run_learners(
@@ -33,10 +33,10 @@ def run_learners(
     how_to_resume: str,
     on_message: Callable[[LearnerMessage], None] = lambda message: None,
 ) -> None:
-    """Run the learners of `run`, each a process of `command`, until all have ended.
+    """Run the learners of `run`, each a process of `command`, until all have exited.
 
-    Their messages are shown and then given to `on_message`. Raises what ended the run, with `how_to_resume` it if there
-    is a checkpoint.
+    Their messages are shown and then passed to `on_message`. Raises the error that ended the run; if there is a
+    checkpoint, with a note that contains `how_to_resume`.
     """
     following.on_look = display.tick
     roster = following.roster
@@ -69,15 +69,15 @@ def run_learners(
         raise resumable(error, folder, how_to_resume) from None
     finally:
         with suppress(OSError):
-            remove_partial(folder.checkpoints)  # all learners have ended
+            remove_partial(folder.checkpoints)  # all learners have exited
     for loss in losses:
         if loss.learner in display.away:
             display.say(f"{run.name} ended without learner {loss.learner}: {loss.reason}")
 
 
-def crowding(learners: int, cores: int) -> str | None:
-    """A warning where this machine has far fewer cores than learners."""
-    if learners <= MOST_TO_A_CORE * cores:
+def crowding_warning(learners: int, cores: int) -> str | None:
+    """A warning if this machine has far fewer cores than learners, else None."""
+    if learners <= MAX_LEARNERS_PER_CORE * cores:
         return None
     return (
         f"warning: {learners} learners share {cores} cores and slow each other down; use at most {cores} for speed, or "
@@ -85,24 +85,24 @@ def crowding(learners: int, cores: int) -> str | None:
     )
 
 
-def check_alone(run: RunConfig) -> None:
-    """Raises ConfigError if a run uses the experiment's folder already: both would write into it."""
-    if who_takes(ExperimentFolder(run.folder).joins) is not None:
+def check_not_running(run: RunConfig) -> None:
+    """Raise ConfigError if another run is using the experiment's folder."""
+    if launcher_id(ExperimentFolder(run.folder).joins) is not None:
         raise ConfigError(
             f"{run.folder}: another run writes here; wait for its end, stop it, or set name to another one"
         )
 
 
 def check_engine(run: RunConfig) -> None:
-    """Raises ConfigError for what real processes cannot have: CUDA on a machine without it, and some faults."""
+    """Raise ConfigError for settings that real processes cannot have: CUDA without a device, and simulated faults."""
     if problems := list(only_simulated(run.faults)):
         raise ConfigError("\n".join(problems))
     if run.engine.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: cuda is asked for, but torch finds none here; use engine.device=auto or cpu")
+        raise ConfigError("engine.device: cuda, but torch finds no CUDA device; use engine.device=auto or cpu")
 
 
 def resumable(error: StarlingError, folder: ExperimentFolder, how_to_resume: str) -> StarlingError:
-    """The error that ended a run, with what was saved last and how to resume from it."""
+    """The error that ended a run, with the newest checkpoint and a note on how to resume from it."""
     found = checkpoints_in(folder.checkpoints)
     if isinstance(error, Stopped):
         saved = "; there is no checkpoint"

@@ -1,4 +1,4 @@
-"""The process of one learner; whatever ends it is reported to the launcher."""
+"""The process of one learner of a recipe; errors are reported to the launcher."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,5 +26,5 @@ def run(recipe: Path, overrides: Sequence[str], tell: Say, console: Console) -> 
         learners = rendezvous.number_of_learners()
         asked = apply_overrides(read_recipe(recipe), overrides).get("learners", learners)
         if asked != learners and rendezvous.is_first():
-            console.print(f"{learners} learners were started; learners={asked} of the recipe is ignored")
+            console.print(f"{learners} learners were started; the recipe's learners={asked} is ignored")
         train_as_learner(load_recipe(recipe, overrides, learners), link, tell, console)

@@ -1,4 +1,4 @@
-"""A learner of a run, from its place to its end: what it records, saves and reports, whatever it trains."""
+"""A learner of a run, for any workload: trains, records, saves and reports."""
 
 import sys
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from starling.runs.cores import use_threads
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import Seen, segments
 from starling.runs.heartbeat import HeartbeatSource, beating
-from starling.runs.keeping import Choice, model_writer
+from starling.runs.keeping import SaveChoice, model_writer
 from starling.runs.observers import CurvesByRank, Log, Messages, Metered, Saver, Together
 from starling.runs.recipe.run import RunConfig
 from starling.runs.regrouping import Regrouping
@@ -31,22 +31,22 @@ from starling.training.job import Job
 
 @dataclass(frozen=True)
 class Task:
-    """What a run trains, as far as a learner needs it."""
+    """What a learner must know about the job of its run."""
 
     make_job: Callable[[], Job]
     write_model: WriteModel
     digest: str
-    """Of everything that must be the same on all learners."""
+    """The digest of all settings that must be equal on all learners."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Digests of what a resumed run may not change."""
+    """Digests of the settings that a resumed run may not change, by section."""
     max_skipped: Callable[[Job], int] = lambda job: 0
     """How many examples of an epoch may be skipped."""
     validate_every: int | None = None
-    """Epochs between two models that the launcher scores."""
+    """The number of epochs between two models that the launcher scores; None: it scores none."""
 
 
 def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
-    """Be a learner to the end; the signal by which all were asked to stop early, if they were."""
+    """Train as a learner until the run ends; return the signal if one stopped the run early, else None."""
     use_threads(run, place.local_world)
 
     def tell(message: LearnerMessage) -> None:
@@ -65,13 +65,13 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
         writer,
         tell,
         lambda: Curves(folder.tensorboard / "consensus"),
-        Choice(run.checkpoints.epochs, validate_every, folder, regrouping.agree),
+        SaveChoice(run.checkpoints.epochs, validate_every, folder, regrouping.agree),
         model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), task.write_model, sync_group_size),
     )
     job = task.make_job()
     seen = Seen(segments(folder.seen)[-1], regrouping.count, task.max_skipped(job), lambda line: tell(Said(line)))
     regrouping.watch(seen, saver)
-    world = max(place.world, place.rank + 1)  # a joiner's id may be beyond the first learners'
+    world = max(place.world, place.rank + 1)  # the id of a joiner may exceed the number of learners at the start
     listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
     if link is not None:
         listeners.append(Metered(Messages(tell), world, SEND_EVERY))

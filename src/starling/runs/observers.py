@@ -1,4 +1,4 @@
-"""Where the reports of a learner go: to its log, its curves, its checkpoints, and the launcher."""
+"""Observers that pass a learner's reports to its log, its curves, its checkpoints, and the launcher."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from starling.workload import Position
 
 
 class Listener(Protocol):
-    """Takes snapshots of learners."""
+    """Receives snapshots and epoch statistics of learners."""
 
     def progress(self, snapshot: Snapshot) -> None: ...
 
@@ -28,7 +28,7 @@ class Listener(Protocol):
 
 
 class Metered:
-    """An observer that passes on snapshots, at most one every so many seconds, and the ends of epochs."""
+    """An observer that sends its listener at most one snapshot every `every` seconds, and statistics of each epoch."""
 
     def __init__(self, listener: Listener, world: int, every: float, clock: Callable[[], float] = time.monotonic):
         self._listener = listener
@@ -60,7 +60,7 @@ class Metered:
 
 
 class Log:
-    """Writes lines to a text stream, each advice once."""
+    """A listener that writes lines to a text stream, and each piece of advice once."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -82,7 +82,7 @@ class Log:
 
 
 class Messages:
-    """Sends what the launcher shows; `show` is its other end."""
+    """A listener that sends everything to the launcher, which shows it with `show`."""
 
     def __init__(self, send: Callable[[LearnerMessage], None]) -> None:
         self._send = send
@@ -95,7 +95,7 @@ class Messages:
 
 
 def show(message: LearnerMessage, display: Display) -> None:
-    """Show a message of a learner, if it is one for people."""
+    """Show a learner's message, if it is of a kind that is displayed."""
     match message:
         case Snapshot():
             display.progress(message)
@@ -110,22 +110,24 @@ def show(message: LearnerMessage, display: Display) -> None:
 
 
 Keep = Literal["checkpoint", "model", ""]
-"""What is kept of the end of an epoch."""
+"""What is saved at the end of an epoch; `""`: nothing."""
 Moment = Literal["epoch", "barrier", "end"]
 
 
 def keep_everything(report: EpochReport) -> Keep:
-    """A checkpoint at every end of an epoch."""
+    """Choose a checkpoint at the end of every epoch."""
     return "checkpoint"
 
 
 class Saver:
-    """Writes checkpoints behind the training: at every checkpoint barrier, and at the ends of epochs that `choose`
-    selects, the same on all learners. Where it returns `model`, `model_writer` writes what the consensus model is made
-    from, and no more. The learner that completes either reports it with `tell`, and draws the consensus distance with
-    curves of `make_curves`: a new file for each point, since any learner may be the last. All this happens in a thread.
+    """An observer that saves in a background thread.
 
-    As a context manager it finishes what was begun, also when the training has failed.
+    It saves a checkpoint at every checkpoint barrier. At the end of an epoch, `choose` selects what is saved, the same
+    on all learners; for `model`, `model_writer` saves only what the consensus model is computed from. The learner that
+    completes either one reports it with `tell`, and adds the consensus distance to curves of `make_curves`. Each point
+    is a new file, because any learner may be the one that completes.
+
+    The context manager waits for unfinished saves when it exits, even if training has failed.
     """
 
     def __init__(
@@ -154,11 +156,11 @@ class Saver:
         except Exception as own:
             if error is None:
                 raise
-            error.add_note(f"and the last checkpoint was not written: {own}")
+            error.add_note(f"the last checkpoint was not written either: {own}")
 
     def close(self) -> None:
-        """Wait until all is written. Raises CheckpointError for what could not be."""
-        self._last = None  # in the next membership, a checkpoint that not all have written is gone
+        """Wait for unfinished saves. Raises CheckpointError if one failed."""
+        self._last = None  # the next membership may save at the same position, as partial checkpoints are dropped
         self._background.close()
 
     def on_step(self, report: StepReport) -> None:
@@ -176,7 +178,7 @@ class Saver:
 
     def _save(self, state: LearnerState, moment: Moment) -> None:
         if state.position == self._last:
-            return  # several epochs ended at once
+            return  # several epochs ended at this position
         self._last = state.position
         self._background.save(state, lambda checkpoint: self._completed(checkpoint, moment))
 
@@ -218,7 +220,7 @@ class CurvesByRank:
         self._of(end.learner_id).epoch(end)
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Flush and close the files."""
         for curves in self._curves.values():
             curves.close()
 
@@ -229,7 +231,7 @@ class CurvesByRank:
 
 
 class Together:
-    """Several observers, called in their order."""
+    """Calls several observers in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers

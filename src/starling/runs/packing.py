@@ -1,4 +1,4 @@
-"""A job on its way from a launcher to its own learners: pickled, and unpickled where its script was imported first."""
+"""Pickles a job for the launcher's own learners, which import the user's script before they unpickle it."""
 
 import io
 import pickle
@@ -10,14 +10,14 @@ from starling.training.job import Job
 
 
 class JobConfig(RunConfig):
-    """The settings of a run that trains a job; `config.yaml` in its folder."""
+    """The settings of a run that `starling.train` starts; saved as `config.yaml` in its folder."""
 
     trains: str
-    """The class of the workload, for people."""
+    """The name of the workload's class, for information."""
 
 
 def pack(job: Job, run: JobConfig) -> bytes:
-    """What a learner needs to make the same job: how to import this script, the settings, and the job.
+    """Pickle what a learner needs: how to import this script, the settings, and the job.
 
     Raises ConfigError for a job that cannot be pickled.
     """
@@ -26,28 +26,28 @@ def pack(job: Job, run: JobConfig) -> bytes:
     buffer = io.BytesIO()
     pickle.dump((preparation, run.model_dump(mode="json")), buffer)
     try:
-        pickle.dump(job, buffer)  # by value: what multiprocessing would share ends with this process
+        pickle.dump(job, buffer)  # not multiprocessing's pickler, whose shared memory would end with this process
     except Exception as error:
         raise ConfigError(
-            f"job: it cannot be sent to learner processes ({error}); define its functions and classes at the top level "
-            "of a module or of the script, and bind their arguments with functools.partial"
+            f"job: cannot be sent to learner processes ({error}); define its functions and classes at the top level of "
+            "a module or of the script, and bind their arguments with functools.partial"
         ) from error
     return buffer.getvalue()
 
 
 def unpack(packed: bytes) -> tuple[Job, JobConfig]:
-    """What `pack` has packed in the launcher of this very process."""
+    """The inverse of `pack`; only for bytes from this process's own launcher."""
     buffer = io.BytesIO(packed)
     preparation, settings = pickle.load(buffer)  # noqa: S301 - written by this learner's own launcher
     process = current_process()
-    process._inheriting = True  # type: ignore[attr-defined]  # multiprocessing's word for: the script is being imported
+    process._inheriting = True  # type: ignore[attr-defined]  # multiprocessing's flag while the script is imported
     try:
         spawn.prepare(preparation)
         job = pickle.load(buffer)  # noqa: S301 - as above
     except (AttributeError, ImportError) as error:
         raise ConfigError(
-            f"job: a learner cannot import what it refers to ({error}); define it at the top level of a module or of "
-            "the script, not in a notebook or under `if __name__`"
+            f"job: a learner cannot import a function or class of it ({error}); define it at the top level of a module "
+            "or of the script, not in a notebook or under `if __name__`"
         ) from error
     finally:
         del process._inheriting  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""`starling prepare`: a recipe's corpus made into sets, in one process or in many."""
+"""`starling prepare`: converts a recipe's corpus to prepared sets, in one or several processes."""
 
 import re
 from collections.abc import Sequence
@@ -18,12 +18,14 @@ _PLACE = re.compile(r"dask://(?P<place>\[?[A-Za-z0-9._:-]+\]?:\d{1,5})")
 
 
 def prepare(recipe: Path, arguments: Sequence[str], tell: Say, console: Console, overwrite: bool = False) -> None:
-    """Prepare the sets of a recipe; of the arguments, `jobs` and `executor` say where, the others change the recipe.
-    With `overwrite`, sets that were made from other settings are replaced.
+    """Prepare the sets of a recipe.
+
+    Of the arguments, `jobs` and `executor` say which processes do the work; the others change the recipe. With
+    `overwrite`, sets that were prepared with other settings are replaced.
 
     Raises:
-        ConfigError: an argument or the recipe is wrong; lists all problems.
-        DataError: the corpus is.
+        ConfigError: An argument or the recipe is wrong; lists all problems.
+        DataError: The corpus cannot be used.
     """
     own = [each for each in arguments if each.partition("=")[0].strip() in ("jobs", "executor")]
     problems = []
@@ -43,10 +45,10 @@ def prepare(recipe: Path, arguments: Sequence[str], tell: Say, console: Console,
 
 
 def executor_of(arguments: Sequence[str]) -> Executor:
-    """What `jobs=...` and `executor=...` ask for; nothing is started yet.
+    """The executor that `jobs=...` and `executor=...` select; it is not started yet.
 
     Raises:
-        ConfigError: a value is wrong, the two do not go together, or Dask is not installed.
+        ConfigError: A value is wrong, the two contradict each other, or Dask is not installed.
     """
     given = apply_overrides({}, arguments)
     jobs, name = given.get("jobs"), given.get("executor")
@@ -57,10 +59,10 @@ def executor_of(arguments: Sequence[str]) -> Executor:
     if "executor" in given and name != "dask" and place is None:
         problems.append(
             f"executor: must be dask (a cluster of `jobs` processes on this machine) or dask://HOST:PORT (the "
-            f"scheduler of a cluster), got {name!r}; without it, `jobs` processes are started here"
+            f"scheduler of a cluster), got {name!r}; without it, `jobs` processes are started on this machine"
         )
     if place is not None and "jobs" in given:
-        problems.append(f"jobs: the cluster at {name} has as many workers as it has; leave one of the two out")
+        problems.append(f"jobs: the cluster at {name} has its own number of workers; remove jobs or executor")
     if problems:
         raise ConfigError("\n".join(problems))
     if name is not None:

@@ -1,4 +1,4 @@
-"""What an experiment's folder needs when the membership changes: a record of what was seen for each membership."""
+"""Updates an experiment's folder when the membership changes: each membership has its own record of what was seen."""
 
 from collections.abc import Callable
 
@@ -16,34 +16,36 @@ from starling.workload import Position
 
 
 class Regrouping:
-    """Carries one learner's record, counts and checkpoints from membership to membership. What an earlier one left
-    unfinished, such as a checkpoint that some learners had not written, is dropped."""
+    """Carries one learner's record, counts and checkpoints from one membership to the next. Checkpoints that the
+    previous membership has not completed are dropped."""
 
     def __init__(self, folder: ExperimentFolder, place: Place, tell: Callable[[LearnerMessage], None]) -> None:
         self._folder = folder
         self._place = place
-        self._behind = place.store.clone()  # type: ignore[attr-defined]  # a store serves one request at a time
+        # for the saving thread, because a store's connection serves one request at a time
+        self._background_store = place.store.clone()  # type: ignore[attr-defined]
         self._tell = tell
         self._generation = 0
         self._seen: Seen | None = None
         self._saver: Saver | None = None
 
     def watch(self, seen: Seen, saver: Saver) -> None:
-        """Pass changes of the membership on to these two."""
+        """Notify these two of changes of the membership."""
         self._seen, self._saver = seen, saver
 
     def count(self, name: str, number: int) -> int:
-        """Add to a number that all learners of this membership count together; the sum."""
+        """Add to a counter that all learners of this membership share, and return the sum."""
         return int(self._place.store.add(self._key(name), number))
 
     def agree(self, name: str, own: str) -> str:
-        """The answer of the first learner of this membership that asks under a name, the same for all."""
+        """Return `own` of the first learner of this membership that calls this with `name`: the same for all."""
         return self._place.store.compare_set(self._key(name), "", own).decode()
 
     def arrive(self, name: str) -> int:
-        """Count the learners of this membership that have written their part of a checkpoint; called by a thread."""
+        """Count this learner's part of a checkpoint, and return how many parts are written. Called by the saving
+        thread."""
         try:
-            return int(self._behind.add(self._key(f"checkpoint/{name}"), 1))
+            return int(self._background_store.add(self._key(f"checkpoint/{name}"), 1))
         except DistError as error:
             raise PeerLost(
                 f"learner {self._place.rank} lost its connection to the store while saving {name}"
@@ -64,7 +66,7 @@ class Regrouping:
             begin_segment(self._folder.seen, position)
             self._tell(Said(_told(membership, position)))
         if self._seen is not None:
-            self._seen.go_on_in(segments(self._folder.seen)[-1])
+            self._seen.continue_in(segments(self._folder.seen)[-1])
 
     def end(self) -> None:
         if self._saver is not None:
@@ -74,8 +76,8 @@ class Regrouping:
         return f"{Membership(self._generation, ()).key}/{name}"
 
 
-class InOneProcess(IgnoreMembership):
-    """The same where all learners are in one process, which saves nothing before the end. `on_members` is called with
+class VirtualRegrouping(IgnoreMembership):
+    """The counterpart of `Regrouping` for a simulation, which saves nothing before its end. `on_members` is called with
     the members of each new membership."""
 
     def __init__(
@@ -95,7 +97,7 @@ class InOneProcess(IgnoreMembership):
 
     def begin(self, membership: Membership, position: Position, is_first: bool) -> None:
         self._on_members(membership.members)
-        self._seen.go_on_in(begin_segment(self._folder.seen, position))
+        self._seen.continue_in(begin_segment(self._folder.seen, position))
         self._say(f"{membership.reason}; {_told(membership, position)}")
 
 
@@ -103,5 +105,5 @@ def _told(membership: Membership, position: Position) -> str:
     learners = ", ".join(map(str, membership.members))
     line = f"learners {learners} continue after {position.num_done} mini-batches"
     if position.outstanding:
-        line += f"; {len(position.outstanding)} that others had begun are re-issued"
+        line += f"; {len(position.outstanding)} outstanding tickets are re-issued"
     return line

@@ -1,4 +1,4 @@
-"""What happens once before the learners start: data, tokens, and every check that needs them."""
+"""The set-up before the learners start: data, tokens, the untrained recogniser, and the checks that need them."""
 
 import math
 import shutil
@@ -28,11 +28,16 @@ from starling.speech.union import SpeechSets
 from starling.training.tickets import TicketSequence
 
 
-def make_ready(recipe: Recipe, say: Say, progress: Progress | None = None) -> ExperimentFolder:
-    """Set everything up for training, and claim the experiment's folder once nothing is wrong.
+def set_up_and_claim(recipe: Recipe, say: Say, progress: Progress | None = None) -> ExperimentFolder:
+    """Set up a training run, and then claim the experiment's folder.
 
-    What is made before lies in `.<name>.partial` beside the folder: a recipe or data that cannot be used
-    leaves an earlier run as it is, and nothing new. Raises DataError as `set_up` and ConfigError as `claim_folder`.
+    Until `set_up` has succeeded, its files are in `.<name>.partial` next to the experiment's folder. If it fails, they
+    are removed and the experiment's folder is unchanged. Prepared data stay in `data.folder` in both cases.
+
+    Raises:
+        ConfigError: As `set_up`, `check_claim` and `claim_folder`.
+        DataError: As `set_up`.
+        CheckpointError: As `set_up`.
     """
     check_claim(recipe)
     with _stage(recipe) as stage:
@@ -47,10 +52,14 @@ def make_ready(recipe: Recipe, say: Say, progress: Progress | None = None) -> Ex
 
 
 def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progress | None = None) -> None:
-    """Prepare the data and make the tokens; leave in `folder.initial` the recogniser as it is before training.
+    """Prepare the data, make the tokens, write the untrained recogniser to `folder.initial`, and list utterances that
+    are too short for CTC in `folder.too_short`.
 
-    Raises ConfigError when the warm start does not fit, DataError when the training set cannot be used: unreadable,
-    too small for so many learners, characters outside the alphabet, utterances too short for CTC.
+    Raises:
+        ConfigError: The warm start does not fit the model, or the data cannot be divided among the learners.
+        DataError: The training set is unreadable, is too small for the number of learners, contains characters
+            outside the alphabet, or contains too many utterances that are too short for CTC.
+        CheckpointError: The warm start's experiment has no intact checkpoint.
     """
     say(prepare_all(recipe, progress))
     train = open_training_set(recipe)
@@ -90,7 +99,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
 
 
 def schedule_change(recipe: Recipe, workload: SpeechWorkload) -> str | None:
-    """A line on what a resume with another budget does to the learning rate; None where nothing changes."""
+    """A warning if resuming with this budget changes the learning rate, else None."""
     earlier = earlier_recipe(recipe.resume) if recipe.resume is not None else None
     if recipe.resume is None or earlier is None:
         return None
@@ -106,13 +115,13 @@ def schedule_change(recipe: Recipe, workload: SpeechWorkload) -> str | None:
     keep = " ".join(f"optimizer.schedule.budget.{limit}" for limit in limits)
     return (
         f"warning: the schedule was made for a budget of {', '.join(limits)} and is stretched over this one: the "
-        f"learning rate goes from {old:.3g} to {new:.3g} here; to keep to the earlier schedule, and then to its final "
-        f"value, resume with {keep}"
+        f"learning rate changes from {old:.3g} to {new:.3g} now; to keep the earlier schedule, and its final value "
+        f"afterwards, resume with {keep}"
     )
 
 
 def _check_share(count: int, sync_group_size: int) -> None:
-    """DataError when so many utterances are too few for so many learners that step together."""
+    """Raise DataError if there are fewer utterances than learners that step together."""
     if count < max(1, sync_group_size):
         raise DataError(
             f"{count} utterances cannot be shared by {sync_group_size} learners that step together: "
@@ -121,7 +130,7 @@ def _check_share(count: int, sync_group_size: int) -> None:
 
 
 def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:
-    """The training problem that `set_up` has made ready."""
+    """The workload of a recipe after `set_up`."""
     initial = Recogniser.load(folder.initial)
     plan = load_plan(recipe, folder.too_short)
     return SpeechWorkload(plan, initial.features, initial.tokenizer, folder.initial)
@@ -129,10 +138,10 @@ def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:
 
 @contextmanager
 def _stage(recipe: Recipe) -> Iterator[ExperimentFolder]:
-    """A folder beside the experiment's, removed in the end."""
+    """A temporary folder next to the experiment's, removed at the end."""
     stage = ExperimentFolder(recipe.exp / f".{recipe.name}.partial")
     try:
-        shutil.rmtree(stage.path, ignore_errors=True)  # of a run that was killed here
+        shutil.rmtree(stage.path, ignore_errors=True)  # a run that was killed during set-up may have left it
         stage.path.mkdir(parents=True)
     except OSError as error:
         raise unwritable(recipe.folder, error) from error
@@ -143,7 +152,8 @@ def _stage(recipe: Recipe) -> Iterator[ExperimentFolder]:
 
 
 def _leave_out_too_short(recipe: Recipe, train: SpeechSets, recogniser: Recogniser, path: Path, say: Say) -> None:
-    """List the utterances that CTC cannot align in `path`, as far as the recipe allows to skip any."""
+    """Write the utterances that CTC cannot align to `path`. Raises DataError if the recipe does not allow to skip so
+    many."""
     path.unlink(missing_ok=True)
     skip = recipe.data.filter.on_bad == "skip"
     found = check_ctc_fits(
@@ -163,5 +173,5 @@ def _leave_out_too_short(recipe: Recipe, train: SpeechSets, recogniser: Recognis
             f"{recipe.data.filter.max_skipped:.2%}: lower model.subsampling, or use longer tokens"
         )
     list_too_short(found, train, path)
-    listed = recipe.folder / path.name  # its final place
-    say(f"{train.name}: {len(found)} utterances are too short for CTC and left out, listed in {listed}")
+    listed = recipe.folder / path.name  # the list is moved there later
+    say(f"{train.name}: {len(found)} utterances are too short for CTC and are left out; they are listed in {listed}")

@@ -1,4 +1,4 @@
-"""Training on the virtual engine: any number of learners in this one process, on a simulated clock."""
+"""`starling simulate`: trains any number of learners in one process, on a simulated clock."""
 
 from contextlib import closing
 
@@ -12,7 +12,7 @@ from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import Stopped
 from starling.launch.process import signal_name
-from starling.launch.stopping import hearing
+from starling.launch.stopping import on_stop_signal
 from starling.report.curves import Curves
 from starling.report.events import Events
 from starling.report.lines import duration
@@ -22,11 +22,11 @@ from starling.runs.experiment.claim import resolve_resume
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import Seen, counter, segments
 from starling.runs.following import unusable
-from starling.runs.job import ModelWriter, make_job, most_skipped
+from starling.runs.job import ModelWriter, make_job, max_skipped
 from starling.runs.observers import CurvesByRank, Log, Metered, Together
 from starling.runs.recipe.recipe import Recipe, fingerprints
-from starling.runs.regrouping import InOneProcess
-from starling.runs.setup import make_ready
+from starling.runs.regrouping import VirtualRegrouping
+from starling.runs.setup import set_up_and_claim
 from starling.timeouts import CURVES_EVERY, LOG_EVERY, SEND_EVERY
 from starling.training.job import EpochReport, StepReport
 
@@ -34,8 +34,8 @@ from starling.training.job import EpochReport, StepReport
 def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     """Train with `learners` virtual learners on the recipe's cluster, then score the test sets.
 
-    Scores and the event hash go to `tell`, everything else to `console`. The experiment is `<name>-virtual`; it
-    keeps the consensus model of the end, and no learner's own state.
+    Scores, the simulated time and the event hash go to `tell`, everything else to `console`. The experiment is
+    `<name>-virtual`. Its checkpoint has only the final consensus model, so that it cannot be resumed.
     """
     recipe = resolve_resume(recipe.model_copy(update={"name": f"{recipe.name}-virtual"}))
     say_on(console)(
@@ -43,8 +43,8 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
         "it with cluster.KEY=VALUE"
     )
     with Bars(console) as bars:
-        folder = make_ready(recipe, say_on(console), bars)
-    torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on how many cores there are
+        folder = set_up_and_claim(recipe, say_on(console), bars)
+    torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on the number of cores
     folder.log.mkdir(exist_ok=True)
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
@@ -57,14 +57,14 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     ):
         job = make_job(recipe, folder)
         stop = _Stop()
-        seen = Seen(segments(folder.seen)[-1], counter(), most_skipped(recipe, job), display.say)
+        seen = Seen(segments(folder.seen)[-1], counter(), max_skipped(recipe, job), display.say)
         observers = [
             Metered(Log(log), recipe.learners, LOG_EVERY),
             Metered(curves, recipe.learners, CURVES_EVERY),
             Metered(display, recipe.learners, SEND_EVERY),
         ]
         try:
-            with hearing(stop.ask):
+            with on_stop_signal(stop.ask):
                 outcome = VirtualEngine(
                     job,
                     recipe.learners,
@@ -72,7 +72,7 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
                     Together([*observers, seen, stop]),
                     start,
                     survives_losses=recipe.on_loss != "stop",
-                    changes=InOneProcess(folder, seen, display.say, display.train_with),
+                    changes=VirtualRegrouping(folder, seen, display.say, display.train_with),
                 ).run()
         finally:
             seen.close()
@@ -98,25 +98,25 @@ def _events(folder: ExperimentFolder, say: Say) -> Events:
 
 
 def _described(cluster: Cluster) -> str:
-    """`compute.seconds=0.1, link.latency=5e-05, …`, all that is assumed."""
+    """All settings of a cluster, as `compute.seconds=0.1, link.latency=5e-05, …`."""
     parts = cluster.model_dump(mode="json").items()
     return ", ".join(f"{part}.{key}={value}" for part, values in parts for key, value in values.items())
 
 
 class _Stop:
-    """An observer that ends a simulation between two steps, once a signal has come."""
+    """An observer that ends a simulation between two steps after a signal."""
 
     def __init__(self) -> None:
         self._number: int | None = None
 
     def ask(self, number: int) -> None:
-        """Called by any thread."""
+        """Stop at the next step; may be called from any thread."""
         self._number = number
 
     def on_step(self, report: StepReport) -> None:
         if self._number is not None:
             raise Stopped(
-                f"stopped by {signal_name(self._number)}; a simulation saves in the end only: start it again",
+                f"stopped by {signal_name(self._number)}; a simulation saves only at its end: start it again",
                 self._number,
             )
 

@@ -1,4 +1,4 @@
-"""`starling status`: the state of a running experiment, from another terminal."""
+"""`starling status`: shows the state of an experiment from another terminal."""
 
 import os
 import time
@@ -15,9 +15,9 @@ from starling.timeouts import LOOK_EVERY, STATUS_FRESH
 
 
 def status(experiment: Path, watch: bool, output: Console) -> None:
-    """Print the state of an experiment; with `watch` again and again, until it ends or its launcher is gone.
+    """Print the state of an experiment; with `watch`, update it until the run ends or its launcher is gone.
 
-    Raises ConfigError for a folder that is no experiment or never ran, and DataError for a damaged status.
+    Raises ConfigError if the folder is not an experiment or has no status, DataError if the status is damaged.
     """
     read = read_status(experiment)
     if not watch:
@@ -34,7 +34,7 @@ def status(experiment: Path, watch: bool, output: Console) -> None:
 
 
 def read_status(experiment: Path) -> Status:
-    """What an experiment's launcher wrote last."""
+    """The last status that an experiment's launcher has written."""
     folder = ExperimentFolder(experiment)
     if not folder.config.is_file():
         raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
@@ -42,17 +42,17 @@ def read_status(experiment: Path) -> Status:
         return decode_status(folder.status.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
-            f"{experiment}: it has no status, since it never ran under `starling train`; simulations, and learners "
-            "that torchrun or Slurm start, write none"
+            f"{experiment}: no status.json, because it never ran under `starling train`; simulations, and learners "
+            "that torchrun or Slurm start, do not write one"
         ) from None
     except (OSError, ProtocolError) as error:
         raise DataError(
-            f"{folder.status}: cannot be read ({error}); a running launcher soon writes it again"
+            f"{folder.status}: cannot be read ({error}); a running launcher rewrites it every second"
         ) from error
 
 
 def is_alive(status: Status) -> bool:
-    """Whether the launcher that wrote a status still runs: its process is there, and wrote it a moment ago."""
+    """Whether the launcher that wrote a status still runs: the status is recent, and the process exists."""
     if time.time() - status.written < STATUS_FRESH:
         return _is_running(status.pid)
     return False
@@ -63,6 +63,6 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it belongs to another user
+    except PermissionError:  # the process exists and belongs to another user
         return True
     return True

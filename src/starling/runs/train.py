@@ -1,4 +1,4 @@
-"""Training with real learner processes: the launcher, and each of the learners."""
+"""`starling train`: trains with real processes, as the launcher or as one of its learners."""
 
 import sys
 from datetime import timedelta
@@ -18,11 +18,11 @@ from starling.runs.evaluate import evaluate
 from starling.runs.experiment.claim import resolve_resume
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.following import Following
-from starling.runs.job import ModelWriter, make_job, most_skipped
-from starling.runs.launching import check_alone, check_engine, crowding, resumable, run_learners
+from starling.runs.job import ModelWriter, make_job, max_skipped
+from starling.runs.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners
 from starling.runs.learning import Task, learn
 from starling.runs.recipe.recipe import Recipe, fingerprints, recipe_digest
-from starling.runs.setup import make_ready
+from starling.runs.setup import set_up_and_claim
 from starling.runs.validate import Validation
 from starling.timeouts import SET_UP
 
@@ -34,8 +34,8 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     """
     recipe = resolve_resume(recipe)
     check_engine(recipe)
-    check_alone(recipe)
-    if line := crowding(recipe.learners, cores_here()):
+    check_not_running(recipe)
+    if line := crowding_warning(recipe.learners, cores_here()):
         say_on(console)(line)
     folder = _ready(recipe, console)
     title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
@@ -58,10 +58,9 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
 
 
 def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Console) -> None:
-    """Be one of the learners: of our own launcher if there is a `link` to it, of torchrun or Slurm otherwise.
+    """Train as one learner, started by Starling's launcher if there is a `link` to it, else by torchrun or Slurm.
 
-    Without a launcher of ours, learner 0 takes over its work: it sets everything up while the others wait, and scores
-    the test sets in the end.
+    Without Starling's launcher, learner 0 sets up the run while the others wait, and scores the test sets at the end.
     """
     place = find_place(recipe.engine.timeout_seconds)
     if link is None:
@@ -77,13 +76,13 @@ def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Cons
 
 
 def _ready(recipe: Recipe, console: Console) -> ExperimentFolder:
-    """Set up the experiment's folder."""
+    """Set up the run, and claim the experiment's folder."""
     with Bars(console) as bars:
-        return make_ready(recipe, say_on(console), bars)
+        return set_up_and_claim(recipe, say_on(console), bars)
 
 
 def _agree_on_set_up(recipe: Recipe, place: Place, console: Console) -> Recipe:
-    """Learner 0 sets up; all start from the checkpoint that it found."""
+    """Let learner 0 set up the run; return the recipe with the checkpoint that it resumes from."""
     key = "set up"
     if place.rank == 0:
         recipe = resolve_resume(recipe)
@@ -106,7 +105,7 @@ def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | 
         write_model=ModelWriter(folder.initial),
         digest=recipe_digest(recipe),
         fingerprints=fingerprints(recipe),
-        max_skipped=lambda job: most_skipped(recipe, job),
+        max_skipped=lambda job: max_skipped(recipe, job),
         validate_every=recipe.validate_every if recipe.data.valid is not None else None,
     )
     return learn(recipe, task, folder, place, link)

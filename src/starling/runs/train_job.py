@@ -1,4 +1,4 @@
-"""`starling.train` and `starling.simulate`: any PyTorch model and data, with everything that a recipe's run has."""
+"""`starling.train` and `starling.simulate`: train any PyTorch model and data with all features of a recipe's run."""
 
 import sys
 import tempfile
@@ -30,7 +30,7 @@ from starling.runs.cores import cores_here
 from starling.runs.experiment.claim import checkpoint_to_resume, claim_folder
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.following import Following
-from starling.runs.launching import check_alone, check_engine, crowding, resumable, run_learners
+from starling.runs.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners
 from starling.runs.learning import Task, learn
 from starling.runs.packing import JobConfig, is_importing_script, pack
 from starling.runs.recipe.run import EngineConfig, RunConfig, check_run
@@ -43,12 +43,13 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Trained:
-    """What `starling.train` leaves behind."""
+    """The result of `starling.train`."""
 
     job: Job
     folder: Path
+    """The experiment's folder."""
     checkpoint: Path
-    """The newest checkpoint; it holds the consensus model and the state of every learner."""
+    """The newest checkpoint, with the consensus model and the state of every learner."""
 
     def model(self) -> nn.Module:
         """The consensus model, in evaluation mode, on the CPU."""
@@ -59,7 +60,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What `starling.simulate` finds."""
+    """The result of `starling.simulate`."""
 
     job: Job
     outcome: Outcome
@@ -95,30 +96,30 @@ def train(
 ) -> Trained:
     """Train a job with `learners` processes on this machine.
 
-    Every mini-batch of an epoch is computed once, at whatever speeds the learners have; checkpoints, resuming, learners
-    that are lost or join, faults on purpose, `starling status` and `starling join` work as they do for a recipe.
+    Every mini-batch of an epoch is computed exactly once, whatever the learners' speeds. Checkpoints, resuming, lost
+    and joining learners, faults on purpose, `starling status` and `starling join` work as they do for a recipe.
 
-    Learners receive a pickled copy of the job and import this script, so what the job refers to must be defined at the
-    top level of a module or of the script, and the call must be under `if __name__ == "__main__":`. Under `torchrun` or
-    Slurm every process makes the same call, and `learners` is the number of processes.
+    Learners receive a pickled copy of the job and import this script. Everything the job refers to must therefore be
+    defined at the top level of a module or of the script, and this call must be under `if __name__ == "__main__":`.
+    Under `torchrun` or Slurm, every process makes the same call, and `learners` is ignored: each process is a learner.
 
     Args:
-        job: What to train, how and for how long.
-        learners: Processes.
-        strategy: A name from `starling strategies`, `module:name`, or a mapping with `name` and options; None: the
-            job's.
+        job: What to train, how, and for how long.
+        learners: The number of processes.
+        strategy: A name that `starling strategies` lists, `module:name`, or a mapping with `name` and options; None:
+            the job's strategy.
         name: The experiment's folder inside `exp`. An earlier run there is moved aside.
-        exp: Where experiments are.
-        resume: An experiment, or a checkpoint, to continue from.
+        exp: The folder of all experiments.
+        resume: An experiment or a checkpoint to resume from.
         overwrite: Remove an earlier run instead of moving it aside.
-        on_loss: What happens when a learner is killed: `continue` without it, `replace` it, or `stop`.
+        on_loss: What happens when a learner is lost: `continue` without it, `replace` it, or `stop`.
         checkpoints: Options of a recipe's `checkpoints` section: `minutes`, `epochs`, `every`, `keep`.
         engine: Options of a recipe's `engine` section: `device`, `threads`, `timeout_seconds`, `explain_seconds`.
-        console: Where progress goes; None: standard error.
+        console: Where progress is shown; None: standard error.
 
     Raises:
-        ConfigError: for settings that cannot work, before any process starts.
-        StarlingError: whatever ended the run; its notes say how to resume.
+        ConfigError: The settings cannot be used; raised before any process starts.
+        StarlingError: The error that ended the run; its notes say how to resume.
 
     Example:
         >>> trained = starling.train(job, learners=4, strategy="adpsgd", name="digits")  # doctest: +SKIP
@@ -167,14 +168,14 @@ def _settings(
 
 
 def _run(job: Job, run: JobConfig, console: Console) -> Trained:
-    """Start the learners of a job, or be one of those that torchrun or Slurm started."""
+    """Start the learners of a job, or train as one that torchrun or Slurm started."""
     if is_learner():
         return _train_under_another_launcher(job, run, console)
     run = _resolved(job, run)
     check_engine(run)
-    check_alone(run)
+    check_not_running(run)
     packed = pack(job, run)
-    if line := crowding(run.learners, cores_here()):
+    if line := crowding_warning(run.learners, cores_here()):
         say_on(console)(line)
     folder = claim_folder(run, say_on(console))
     title = f"{run.name}: {run.learners} learners, {run.strategy.name}"
@@ -194,16 +195,17 @@ def _run(job: Job, run: JobConfig, console: Console) -> Trained:
 def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulated:
     """Train a job with `learners` virtual learners in this process, on a simulated cluster and clock.
 
-    The gradients are real; the same seed gives the same run. Functions need not be importable, and nothing is written.
+    The gradients are real, and the same seed gives the same run. The job's functions need not be importable, and no
+    file is written.
 
     Args:
-        job: What to train, how and for how long.
-        learners: Virtual learners.
-        cluster: How fast its machines and links are; None: the default of `starling.Cluster`.
+        job: What to train, how, and for how long.
+        learners: The number of virtual learners.
+        cluster: The speeds of machines and links; None: the default of `starling.Cluster`.
 
     Raises:
-        Deadlock: if every learner waits and nothing can happen any more.
-        PeerLost: if faults leave no learner.
+        Deadlock: All learners wait for each other.
+        PeerLost: The job cannot continue without the learners that its faults kill.
 
     Example:
         >>> starling.simulate(job, learners=64).seconds  # doctest: +SKIP
@@ -223,12 +225,12 @@ def job_of(job: Job, run: RunConfig) -> Job:
 
 
 def how_to_resume(folder: ExperimentFolder) -> str:
-    """The argument that resumes a run from its newest checkpoint."""
+    """The call that resumes a run from its newest checkpoint."""
     return f"starling.train(job, ..., resume={str(folder.path)!r})"
 
 
 def learn_job(job: Job, run: JobConfig, place: Place, link: Link | None) -> int | None:
-    """Be a learner of a job; see `learn`."""
+    """Train as a learner of a job; see `learn`."""
     folder = ExperimentFolder(run.folder)
     task = Task(
         make_job=lambda: job,
@@ -240,7 +242,7 @@ def learn_job(job: Job, run: JobConfig, place: Place, link: Link | None) -> int 
 
 
 def fingerprints(job: Job) -> dict[str, str]:
-    """Digests of what a resumed run may not change: the shape of the model, and the number of mini-batches."""
+    """Digests of what a resumed run may not change: the model's tensors, the number of mini-batches, and the seed."""
     model = job.workload.make_model()
     shapes = {key: [list(value.shape), str(value.dtype)] for key, value in model.state_dict().items()}
     return {"model": digest(shapes), "data": digest([job.workload.num_batches(0), job.seed])}
@@ -271,14 +273,14 @@ def _fill(model: nn.Module, weights: Tensor, buffers: Mapping[str, Tensor]) -> N
 
 
 def _resolved(job: Job, run: JobConfig) -> JobConfig:
-    """The settings with `resume` naming one checkpoint, checked to fit."""
+    """The settings, with `resume` replaced by the checkpoint that it names. Raises if that does not fit the job."""
     if run.resume is None:
         return run
     return run.model_copy(update={"resume": checkpoint_to_resume(run, fingerprints(job))})
 
 
 def _train_under_another_launcher(job: Job, run: JobConfig, console: Console) -> Trained:
-    """Be one of the processes that torchrun or Slurm started; learner 0 makes the folder."""
+    """Train as a learner that torchrun or Slurm started; learner 0 claims the folder."""
     place = find_place(run.engine.timeout_seconds)
     run = run.model_copy(update={"learners": place.world})
     job = job_of(job, run)

@@ -1,4 +1,4 @@
-"""What a recipe trains on, and which utterances are in which mini-batch; read without loading torch."""
+"""The utterances that a recipe trains on, and the plan of its mini-batches. Does not load torch."""
 
 import csv
 from functools import cached_property
@@ -19,10 +19,10 @@ from starling.workload import Ticket
 
 
 class TrainingPlan:
-    """The mini-batches of a recipe: a pure function of its seed and the ticket.
+    """The mini-batches of a recipe, as a pure function of its seed and the ticket.
 
-    `utterances` are the indices in `speech_set` to train on, in ascending order. Where the recipe divides the data, a
-    mini-batch is drawn from the ticket's part, and an epoch only counts mini-batches.
+    `utterances` are the indices in `speech_set` to train on, in ascending order. If the recipe divides the data among
+    learners, each mini-batch is drawn at random from the ticket's part; an epoch is then only a number of mini-batches.
     """
 
     def __init__(self, recipe: Recipe, speech_set: SpeechSets, utterances: NDArray[np.int32]) -> None:
@@ -32,11 +32,11 @@ class TrainingPlan:
         self.num_parts = 1 if recipe.partition == "identical" else recipe.num_workers
 
     def epoch(self, epoch: int) -> EpochPlan:
-        """Which of `utterances` are in which mini-batch, where all learners see the same."""
+        """The plan of an epoch, as positions in `utterances`; for data that are not divided."""
         return self._planner.epoch(epoch)
 
     def of(self, ticket: Ticket) -> MiniBatch:
-        """The places in `utterances` of what is in a ticket's mini-batch."""
+        """A ticket's mini-batch, as positions in `utterances`."""
         if self._draws is not None:
             return self._draws.draw(ticket.part, ticket.step)
         return self.epoch(ticket.epoch)[ticket.index]
@@ -59,7 +59,7 @@ class TrainingPlan:
         return self._of_kept(self.speech_set.durations)
 
     def _of_kept(self, values: NDArray[Any]) -> NDArray[Any]:
-        """A value for each utterance that is trained on; nothing is copied where that is all of them."""
+        """The values of the utterances to train on; not copied if these are all utterances."""
         return values if len(self.utterances) == len(values) else values[self.utterances]
 
 
@@ -70,9 +70,9 @@ def load_plan(recipe: Recipe, too_short: Path) -> TrainingPlan:
 
 
 def open_training_set(recipe: Recipe) -> SpeechSets:
-    """What the recipe trains on, prepared before.
+    """Open the recipe's prepared training set or mixture.
 
-    Raises DataError if it cannot be opened, or has not the recipe's sampling rate.
+    Raises DataError if it cannot be opened, or its sampling rate is not the recipe's.
     """
     if recipe.mixture is None:
         return SpeechSets([Member("", recipe.data.set_folder(recipe.data.train))])
@@ -86,15 +86,15 @@ def open_training_set(recipe: Recipe) -> SpeechSets:
     if opened.sampling_rate != recipe.data.sampling_rate:
         raise DataError(
             f"the sets of the mixture are at {opened.sampling_rate} Hz, and data.sampling_rate is "
-            f"{recipe.data.sampling_rate}: prepare them again, or change the rate"
+            f"{recipe.data.sampling_rate}: prepare them again, or change data.sampling_rate"
         )
     return opened
 
 
 def make_mixture(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.int32]) -> Mixture | None:
-    """The recipe's mixture of those `utterances` of the training set that are trained on.
+    """The recipe's mixture, restricted to `utterances`; None without one.
 
-    Raises DataError when a domain has none.
+    Raises DataError if a domain has no utterances.
     """
     if recipe.mixture is None:
         return None
@@ -102,9 +102,9 @@ def make_mixture(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.int32
 
 
 def divide_utterances(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.int32]) -> NDArray[np.int32] | None:
-    """The part of each of `utterances`, one part for each learner that computes; None where all see the same.
+    """The part that each of `utterances` belongs to, with one part for each worker; None if the data are not divided.
 
-    Raises ConfigError when there is not enough for so many learners.
+    Raises ConfigError if the data are too few for the number of workers.
     """
     if recipe.partition == "identical":
         return None
@@ -118,7 +118,7 @@ def part_labels(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.int32]
 
 
 def kept_utterances(train: SpeechSets, path: Path) -> NDArray[np.int32]:
-    """Numbers of the utterances to train on: all that `list_too_short` has not written down."""
+    """The indices of the utterances to train on: all except those listed by `list_too_short`."""
     everything = np.arange(len(train), dtype=np.int32)
     if not path.is_file():
         return everything

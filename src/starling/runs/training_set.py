@@ -1,4 +1,4 @@
-"""What a recipe trains on: one prepared set, or a mixture of several, without what CTC cannot align."""
+"""Prepares and describes a recipe's training data: one set or a mixture, without utterances that CTC cannot align."""
 
 import csv
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def prepare_all(
     recipe: Recipe, progress: Progress | None = None, executor: Executor | None = None, overwrite: bool = False
 ) -> str:
-    """Prepare the sets of `data`, and those that only the mixture names; a line on each. Raises ConfigError and
+    """Prepare the sets of `data` and the further ones of the mixture; return a description. Raises ConfigError and
     DataError as `prepare` does."""
     lines = [describe(prepare(recipe.data, progress, executor, overwrite))]
     for name in recipe.mixture.sets if recipe.mixture else ():
@@ -34,7 +34,7 @@ def prepare_all(
 
 
 def describe_shares(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.int32]) -> list[str]:
-    """What there is to say about mixture and partition: passes over each domain in an epoch, sizes of the parts."""
+    """Lines about mixture and partition: the passes over each domain in an epoch, and the sizes of the parts."""
     lines = []
     mixture = make_mixture(recipe, train, utterances)
     if mixture is not None and recipe.partition == "identical":
@@ -45,12 +45,12 @@ def describe_shares(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.in
         kind = "domains" if labels_are_domains(recipe.partition) else "speakers"
         labels = part_labels(recipe, train, utterances)
         described = describe_parts(parts, train.durations[utterances], labels)
-        lines.append(f"each learner draws at random from a part of its own: {described} {kind}")
+        lines.append(f"each learner draws at random from its own part of the data: {described} {kind}")
     return lines
 
 
 def list_too_short(found: "Iterable[TooShort]", train: SpeechSets, path: Path) -> None:
-    """Write down the utterances that CTC cannot align, for people and for `kept_utterances`."""
+    """Write the utterances that CTC cannot align to a table, which `kept_utterances` reads."""
     rows = {each.id: each for each in found}
     with path.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, dialect="excel-tab")

@@ -1,10 +1,9 @@
-"""Scoring the valid set beside the training: people see the error rate fall, and the best model is kept.
+"""Scores the validation set during training, and keeps the best model.
 
-    exp/<name>/validation/step-00001234/    what the consensus model of the end of an epoch is made from, to be scored
+    exp/<name>/validation/step-00001234/    a consensus model from the end of an epoch, to be scored
     exp/<name>/best/step-00001234/          the model that scored best so far, and score.json
 
-Learners write a model for the launcher to score when `validation/` is empty; the launcher empties it when the next one
-may come.
+Learners write a model only if `validation/` is empty. The launcher empties it when it is ready for the next one.
 """
 
 import json
@@ -21,7 +20,7 @@ from typing import Any, Self
 import torch
 
 from starling.checkpoint.files import partial_folder, publish, remove, write_json
-from starling.checkpoint.manifest import age, read_manifest
+from starling.checkpoint.manifest import read_manifest, sort_key
 from starling.checkpoint.reader import Checkpoint
 from starling.errors import StarlingError
 from starling.report.curves import Curves
@@ -35,20 +34,20 @@ from starling.speech.store import SpeechSet
 
 _SCORE = "score.json"
 _REST = 19.0
-"""Times what a scoring took until the next one begins: scoring takes a twentieth of the time at most."""
+"""The pause after each scoring, as a multiple of its duration: scoring takes at most a twentieth of the time."""
 
 
 def best_model(folder: ExperimentFolder) -> Path | None:
-    """The folder of the model that scored best on the valid set; None if none was scored."""
+    """The folder of the model that scored best on the validation set; None if none was scored."""
     found = [path for path in folder.best.glob("step-*") if (path / _SCORE).is_file()]
-    return max(found, key=lambda path: age(path.name) or (0, 0), default=None)
+    return max(found, key=lambda path: sort_key(path.name) or (0, 0), default=None)
 
 
 class Validation:
-    """Scores models in a thread of its own, one at a time, as a context manager; keeps the best.
+    """Scores models in a background thread, one at a time, and keeps the best. A context manager.
 
-    A model that comes while another is being scored is left out, unless it is that of the end, and so is one that
-    cannot be read any more: training never waits for validation, and never fails by it.
+    Training never waits for validation, and an error in validation does not end it. A model that arrives while another
+    one is being scored is skipped, unless it is the final one; so is one that cannot be read.
     """
 
     def __init__(
@@ -80,27 +79,27 @@ class Validation:
         shutil.rmtree(self._folder.validation, ignore_errors=True)
 
     def saved(self, folder: Path, is_last: bool = False) -> None:
-        """A checkpoint, or a model to be scored, is there: score it if it is its turn and nothing else is scored."""
+        """Score a new checkpoint or model if none is being scored, or if it is the final one (`is_last`)."""
         every = self._recipe.validate_every
         if every is None or self._recipe.data.valid is None:
             return
         if is_last or self._under_way is None or self._under_way.done():
             self._under_way = self._thread.submit(self._take, folder, every, self._recipe.data.valid)
         else:
-            self._let_go(folder)
+            self._discard(folder)
 
     def _take(self, folder: Path, every: int, name: str) -> None:
         began = self._clock()
         try:
             self._score(folder, every, name)
         except (StarlingError, OSError) as error:
-            self._say(f"validation of {folder.name} was left out: {error}")
+            self._say(f"validation of {folder.name} was skipped: {error}")
         finally:
             self._is_over.wait(_REST * (self._clock() - began))
-            self._let_go(folder)
+            self._discard(folder)
 
-    def _let_go(self, folder: Path) -> None:
-        """Make room for the next model to be scored."""
+    def _discard(self, folder: Path) -> None:
+        """Remove a model from `validation/`, so that learners write the next one; a checkpoint stays."""
         if folder.parent.name == self._folder.validation.name:
             with suppress(OSError):
                 remove(folder)
@@ -109,7 +108,7 @@ class Validation:
         torch.set_num_threads(1)
         checkpoint = Checkpoint(folder, read_manifest(folder))
         epochs, steps = checkpoint.manifest.epochs_ended, checkpoint.manifest.position.num_done
-        if epochs is not None and epochs % every != 0:  # None: the budget ended in the middle of an epoch
+        if epochs is not None and epochs % every != 0:  # None: the budget was spent inside an epoch
             return
         recogniser = Recogniser.load(checkpoint.model_folder)
         speech_set = SpeechSet.open(self._recipe.data.set_folder(name))
@@ -119,12 +118,12 @@ class Validation:
         curves = Curves(self._folder.tensorboard / "valid")
         curves.word_error_rate(result.wer, steps)
         curves.close()
-        if self._best is None or result.wer <= self._best:  # of two that are alike, the one that has trained longer
+        if self._best is None or result.wer <= self._best:  # of two equal models, keep the later one
             self._best = result.wer
             self._keep(checkpoint, {"set": name, "wer": result.wer, "steps": steps, "epochs": epochs})
 
     def _keep(self, checkpoint: Checkpoint, scored: dict[str, Any]) -> None:
-        """Put a model in the place of the best one so far."""
+        """Replace the best model."""
         final = self._folder.best / checkpoint.folder.name
         if final.exists():
             return
@@ -139,7 +138,7 @@ class Validation:
 
 
 def _score_of(model: Path | None) -> float | None:
-    """The word error rate of a model that was kept; None for one that cannot be read."""
+    """The word error rate of the best model; None if there is none or it cannot be read."""
     try:
         return None if model is None else float(json.loads((model / _SCORE).read_text(encoding="utf-8"))["wer"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Beginning with the weights of another experiment: pretrain large, adapt small."""
+"""Initialises a recogniser with the weights of another experiment."""
 
 from pathlib import Path
 
@@ -10,23 +10,23 @@ from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer
 
 OUTPUT = "output."
-"""The layer that makes tokens, in every network; another set of tokens needs another one."""
+"""The prefix of the output layer's parameters, in every network. Its size depends on the tokens."""
 
 
 def warm_start(recogniser: Recogniser, source: Path) -> str:
-    """Give `recogniser` the weights of an experiment's newest model, or of a recogniser's folder; what was done, in
-    words.
+    """Load the weights of an experiment's newest model, or of a recogniser's folder, into `recogniser`; return a
+    description.
 
-    Everything must fit but the output layer, which stays as it is where tokens differ. Raises ConfigError that lists
-    what does not fit, CheckpointError when there is nothing to begin with.
+    All shapes must match, except those of the output layer, which is not loaded if the tokens differ. Raises a
+    ConfigError that lists the mismatches, CheckpointError if `source` has no model.
     """
     other = Recogniser.load(source if (source / "config.json").is_file() else load(latest(source)).model_folder)
     own, theirs = recogniser.model.state_dict(), other.model.state_dict()
-    is_same_language = _tokens(recogniser.tokenizer) == _tokens(other.tokenizer)
+    has_same_tokens = _tokens(recogniser.tokenizer) == _tokens(other.tokenizer)
     taken = {
         name: theirs[name]
         for name, value in own.items()
-        if name in theirs and theirs[name].shape == value.shape and (is_same_language or not name.startswith(OUTPUT))
+        if name in theirs and theirs[name].shape == value.shape and (has_same_tokens or not name.startswith(OUTPUT))
     }
     problems = [
         f"{name} is {_shape(own.get(name))} here, {_shape(theirs.get(name))} there"
@@ -35,19 +35,22 @@ def warm_start(recogniser: Recogniser, source: Path) -> str:
     ]
     if problems:
         raise ConfigError(
-            f"warm_start: {source} does not fit this recipe's model, and only the output layer may differ "
-            f"({len(problems)} tensors do): {'; '.join(problems[:3])}; take over its model: and features: sections"
+            f"warm_start: {source} does not fit this recipe's model: only the output layer may differ, but "
+            f"{len(problems)} other tensors do: {'; '.join(problems[:3])}; copy its model: and features: sections"
         )
     recogniser.model.load_state_dict(own | taken)
-    fresh = "" if is_same_language else f"; the output layer is new, for {recogniser.tokenizer.vocab_size} other tokens"
+    notes = "" if has_same_tokens else f"; the output layer is new, for {recogniser.tokenizer.vocab_size} other tokens"
     if recogniser.features.sampling_rate != other.features.sampling_rate:
-        fresh += f"; it heard {other.features.sampling_rate} Hz, here are {recogniser.features.sampling_rate} Hz"
+        notes += (
+            f"; it was trained at {other.features.sampling_rate} Hz, this recipe has "
+            f"{recogniser.features.sampling_rate} Hz"
+        )
     count = sum(value.numel() for value in taken.values())
-    return f"warm start from {source}: {count:,} of {sum(value.numel() for value in own.values()):,} numbers{fresh}"
+    return f"warm start from {source}: {count:,} of {sum(value.numel() for value in own.values()):,} numbers{notes}"
 
 
 def _tokens(tokenizer: Tokenizer) -> list[str]:
-    """What each output stands for; the first is CTC's blank."""
+    """The text of each token, without CTC's blank."""
     return [tokenizer.decode([token]) for token in range(1, tokenizer.vocab_size)]
 
 

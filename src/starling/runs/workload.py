@@ -1,4 +1,4 @@
-"""Speech recognition as a training problem: prepared audio, the epoch's plan, the model and its loss."""
+"""The workload of speech recognition: prepared audio, the plan of its mini-batches, the model and its loss."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +17,9 @@ from starling.workload import Ticket, Unit, Workload
 
 
 class SpeechWorkload(Workload[Batch]):
-    """The training set of a recipe. Everything random is a pure function of the recipe's seed and the ticket.
+    """The workload of a recipe. All random choices are pure functions of the recipe's seed and the ticket.
 
-    `initial` is the folder of the recogniser to begin with.
+    `initial` is the folder of the untrained recogniser.
     """
 
     def __init__(self, plan: TrainingPlan, features: LogMel, tokenizer: Tokenizer, initial: Path) -> None:
@@ -54,11 +54,12 @@ class SpeechWorkload(Workload[Batch]):
         return ctc_loss(model, examples)
 
     def weight(self, examples: Batch) -> float:
-        """Tokens: `ctc_loss` is a mean over them."""
+        """The number of tokens, because `ctc_loss` is a mean over them."""
         return float(len(examples.tokens))
 
     def planned_size(self, ticket: Ticket, unit: Unit) -> float:
-        """Its utterances, or the frames of their audio as stored, without padding; with those that will be skipped."""
+        """The number of utterances, or of their frames without padding and speed changes; includes utterances that
+        will be skipped."""
         indices = np.concatenate(self.plan.of(ticket))
         if unit == "utterances":
             return float(len(indices))

@@ -1,4 +1,4 @@
-"""Taking an experiment's folder for a run: checked first, then resumed, moved aside or overwritten."""
+"""Claims an experiment's folder for a run: checks it, and resumes, moves aside or removes an earlier run."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from starling.checkpoint.files import PARTIAL, remove_partial
-from starling.checkpoint.manifest import MANIFEST, Manifest, age, checkpoint_name, read_manifest
+from starling.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, read_manifest, sort_key
 from starling.checkpoint.reader import checkpoints_in, latest, load
 from starling.checkpoint.retention import is_finite, newest_good
 from starling.configuration import differing
@@ -29,7 +29,7 @@ _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentence
 
 
 def resolve_resume(recipe: Recipe) -> Recipe:
-    """The recipe with `resume` naming one checkpoint, checked to fit; see `checkpoint_to_resume`."""
+    """The recipe, with `resume` replaced by the checkpoint that it names; see `checkpoint_to_resume`."""
     if recipe.resume is None:
         return recipe
     folder = checkpoint_to_resume(
@@ -43,11 +43,11 @@ def checkpoint_to_resume(
     fingerprints: Mapping[str, str],
     changed: Callable[[Path, Sequence[str]], str] = lambda folder, sections: "",
 ) -> Path:
-    """The checkpoint that `run.resume` names, checked to fit.
+    """The checkpoint that `run.resume` names, after checking that the run can resume from it.
 
-    `fingerprints` are those of what this run trains; `changed` says in words what differs in some sections.
-    Raises CheckpointError for a checkpoint that is missing, damaged, not finite, or of another model or data, and
-    ConfigError if it has spent the budget.
+    `fingerprints` are those of this run's job; `changed` describes the differences in some sections. Raises
+    CheckpointError if the checkpoint is missing, damaged, not finite, or of another model or data, and ConfigError if
+    the budget is already spent.
     """
     if run.resume is None:
         raise ConfigError("resume: name an experiment or a checkpoint")
@@ -58,13 +58,15 @@ def checkpoint_to_resume(
         config = ExperimentFolder(folder.parent.parent).config
         raise CheckpointError(
             f"{folder}: it was trained with another {', '.join(sorted(sections))} than this run asks for"
-            f"{changed(folder, sorted(sections))}; resume with what {config} holds, or train again "
+            f"{changed(folder, sorted(sections))}; resume with the settings in {config}, or train again "
             "without resume"
         )
     if not is_finite(folder):
         good = newest_good(folder.parent)
-        advice = "none beside it is" if good is None else f"{good} is: to continue from it, move later ones away first"
-        raise CheckpointError(f"{folder}: not every number in it is finite; {advice}, and lower the learning rate")
+        advice = f"no older checkpoint in {folder.parent} is both intact and finite"
+        if good is not None:
+            advice = f"{good} is intact and finite: to continue from it, move later checkpoints away first"
+        raise CheckpointError(f"{folder}: some of its numbers are not finite; {advice}, and lower the learning rate")
     _check_budget(run, folder, checkpoint.manifest)
     checkpoint.start(0, run.learners)
     return folder
@@ -79,7 +81,7 @@ def earlier_recipe(checkpoint: Path) -> Recipe | None:
 
 
 def _changed_keys(checkpoint: Path, recipe: Recipe, sections: Sequence[str]) -> str:
-    """`: KEY=OLD (now NEW), …` of what has changed in some sections since a checkpoint; empty where that is unknown."""
+    """The changes in some sections since a checkpoint, as `: KEY=OLD (now NEW), …`; empty if they are unknown."""
     earlier = earlier_recipe(checkpoint)
     if earlier is None:
         return ""
@@ -98,7 +100,7 @@ def _changed_keys(checkpoint: Path, recipe: Recipe, sections: Sequence[str]) -> 
 
 
 def _check_budget(run: RunConfig, folder: Path, manifest: Manifest) -> None:
-    """Raises ConfigError when nothing of the budget is left behind a checkpoint."""
+    """Raise ConfigError if a checkpoint has spent the budget."""
     position, budget = manifest.position, run.budget
     reached = {"minutes": manifest.minutes}
     if not position.outstanding:
@@ -107,23 +109,23 @@ def _check_budget(run: RunConfig, folder: Path, manifest: Manifest) -> None:
         limit = getattr(budget, key)
         if limit is not None and value >= limit:
             raise ConfigError(
-                f"{folder}: nothing is left to train: it has reached {value:g} {key}, and budget.{key} is {limit:g}; "
+                f"{folder}: the budget is spent: it has reached {value:g} {key}, and budget.{key} is {limit:g}; "
                 f"raise budget.{key}, or score it with `starling evaluate {folder.parent.parent}`"
             )
 
 
 def check_claim(run: RunConfig) -> None:
-    """Raises ConfigError when resuming as the recipe says would mix two runs in the experiment's folder, or when no
-    checkpoint can be written there."""
+    """For a run that resumes in its own folder, raise ConfigError if the folder has later checkpoints or cannot be
+    written."""
     if run.resume is None or _is_elsewhere(run):
         return
-    own = age(checkpoint_name(read_manifest(run.resume).position))
+    own = sort_key(checkpoint_name(read_manifest(run.resume).position))
     found = checkpoints_in(run.folder / "checkpoints")
-    later = [path for path in found if own is not None and (age(path.name) or own) > own]
+    later = [path for path in found if own is not None and (sort_key(path.name) or own) > own]
     if later:
         raise ConfigError(
-            f"{run.folder} holds checkpoints later than {run.resume}, such as {later[-1].name}; "
-            "resume from the last one, or give another name"
+            f"{run.folder} has checkpoints later than {run.resume}, such as {later[-1].name}; "
+            "resume from the last one, or choose another name"
         )
     try:
         check_writable(run.folder / "checkpoints")
@@ -132,7 +134,7 @@ def check_claim(run: RunConfig) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder and a file in it, and wait until they are on the disk. Raises OSError where that cannot be done."""
+    """Create a folder, and create and remove a file in it. Raises OSError if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     sync(folder.parent)
     probe = folder / f".writable{PARTIAL}"
@@ -142,10 +144,11 @@ def check_writable(folder: Path) -> None:
 
 
 def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder:
-    """Make the experiment's folder and write the recipe into it.
+    """Create the experiment's folder, start a record of what learners see, and write the recipe.
 
-    An earlier run there is continued if the recipe says `resume`, removed if it says `overwrite`, and otherwise moved
-    aside, to `<name>.1`, `<name>.2` and so on. A folder that cannot be written is a ConfigError.
+    If the run resumes from a checkpoint of this folder, the folder is kept. Otherwise an earlier run with a checkpoint
+    is moved to `<name>.1`, `<name>.2` and so on, unless the run has `overwrite`; an earlier run without one is removed.
+    Raises ConfigError as `check_claim`, or if the folder cannot be written.
     """
     folder = ExperimentFolder(run.folder)
     check_claim(run)
@@ -169,24 +172,24 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
 
 
 def _is_elsewhere(run: RunConfig) -> bool:
-    """Whether the run continues from a checkpoint of another experiment."""
+    """Whether the run resumes from a checkpoint of another experiment."""
     return run.resume is not None and run.resume.resolve().parent.parent != run.folder.resolve()
 
 
 def _continued(run: RunConfig) -> tuple[Position, Path | None]:
-    """Where a run begins, and the record of what was seen before."""
+    """The position at which a run starts, and the earlier record of what learners saw, if it resumes."""
     if run.resume is None:
         return Position(), None
     return read_manifest(run.resume).position, ExperimentFolder(run.resume.parent.parent).seen
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
-    """What to say when an experiment's folder cannot be written."""
+    """The error that an experiment's folder cannot be written."""
     return ConfigError(f"{path}: cannot be written ({error}); set exp to another folder")
 
 
 def describe_environment() -> str:
-    """Versions, commit and machine; no value of an environment variable."""
+    """Versions, commit and machine. Contains no environment variables, which may be secret."""
     import torch
 
     lines = [f"{name} {_version(name)}" for name in _PACKAGES]
@@ -207,7 +210,7 @@ def _move_aside(path: Path) -> Path:
 
 
 def _clear(path: Path) -> None:
-    """Remove what an earlier run wrote, and nothing else."""
+    """Remove the files of an earlier run; other files in the folder stay."""
     for name in _OWN_FOLDERS:
         if (path / name).is_dir():
             shutil.rmtree(path / name)
@@ -223,7 +226,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the source, if it is a git checkout."""
+    """The commit of the source if it is a git checkout."""
     source = Path(__file__).resolve().parent
     try:
         result = subprocess.run(

@@ -1,13 +1,14 @@
 """The folder of an experiment.
 
-exp/<name>/config.yaml, env.txt     the resolved recipe, and on what it ran
-exp/<name>/initial/                 tokens and features, and the model before training
-exp/<name>/log/, tensorboard/       of each learner
+exp/<name>/config.yaml, env.txt     the resolved recipe; versions and machine
+exp/<name>/initial/                 tokens, features, and the untrained model
+exp/<name>/too_short.tsv            the utterances that CTC cannot align
+exp/<name>/log/, tensorboard/       logs and curves of each learner
 exp/<name>/checkpoints/             see starling.checkpoint
-exp/<name>/best/                    the model that scored best on the valid set, and its score
-exp/<name>/validation/              models on their way to be scored, while a run trains
-exp/<name>/decode/                  what was recognised, and its errors
-exp/<name>/status.json              how it does, for `starling status`
+exp/<name>/best/                    the model that scored best on the validation set, and its score
+exp/<name>/validation/              models to be scored during training
+exp/<name>/decode/                  hypotheses and errors of scored utterances
+exp/<name>/status.json              the state of the run, for `starling status`
 exp/<name>/seen/                    which learner saw which utterance; see starling.runs.experiment.seen
 exp/<name>/joins/                   requests for more learners; see starling.launch.requests
 """
@@ -18,7 +19,7 @@ from starling.errors import ConfigError
 
 
 class ExperimentFolder:
-    """The places inside an experiment's folder."""
+    """The paths inside an experiment's folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +39,7 @@ class ExperimentFolder:
 
 
 def existing(experiment: Path) -> ExperimentFolder:
-    """The folder of an experiment that has begun. Raises ConfigError when it holds no recipe."""
+    """The folder of an existing experiment. Raises ConfigError if it has no config.yaml."""
     folder = ExperimentFolder(experiment)
     if not folder.config.is_file():
         raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")

@@ -1,11 +1,12 @@
-"""The record of which learner computed on which utterances, in the experiment's folder.
+"""The record in the experiment's folder of the utterances that each learner saw.
 
-    exp/<name>/seen/from-00000000/start.json      where the run began: nothing, or the checkpoint that it continues from
+    exp/<name>/seen/from-00000000/start.json      the data position at which the segment starts
     exp/<name>/seen/from-00000000/learner-0.tsv   epoch, batch, step, and the utterances of every mini-batch
-    exp/<name>/seen/from-00000000/skipped-0.tsv   what could not be used, and why
-    exp/<name>/seen/from-00000480/...             the same after a resume at step 480
+    exp/<name>/seen/from-00000000/skipped-0.tsv   utterances that could not be used, with the reason
+    exp/<name>/seen/from-00000480/...             the next segment, after a resume or a new membership at step 480
 
-A resume drops what was computed after its checkpoint, which is not in the weights; so does the reading of these files.
+Mini-batches that were computed after the position at which the next segment starts are not in the weights. Readers of
+the record ignore them.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class _Start(Config):
 
 
 def begin_segment(folder: Path, position: Position, earlier: Path | None = None) -> Path:
-    """The folder for what learners see from `position` on; what an earlier run saw after it is dropped.
+    """Create the folder of a segment that starts at `position`, and remove segments that start there or later.
 
-    `earlier` is the record of the experiment that is continued, if it is another: it is copied.
+    If the run resumes from another experiment, `earlier` is the record of that one; it is copied.
     """
     segment = folder / f"from-{position.num_done:08d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,18 +62,19 @@ def begin_segment(folder: Path, position: Position, earlier: Path | None = None)
 
 
 def segments(folder: Path) -> list[Path]:
-    """What was recorded since each start of the run, the first one first."""
+    """The segments of a record, in order."""
     return sorted((path for path in folder.glob("from-*") if path.is_dir()), key=_begin)
 
 
 def _begin(segment: Path) -> int:
-    """How many mini-batches were done when a segment began; as text, numbers sort wrongly beyond eight digits."""
+    """How many mini-batches were done when a segment started: the sort key, because names with more than eight digits
+    do not sort correctly as text."""
     number = segment.name.removeprefix("from-")
     return int(number) if number.isdecimal() else 0
 
 
 def counter() -> Callable[[str, int], int]:
-    """Counts by name, where all learners are in one process."""
+    """Make a function that adds to named counters, for learners in one process."""
     counts: dict[str, int] = {}
 
     def add(name: str, number: int) -> int:
@@ -83,16 +85,18 @@ def counter() -> Callable[[str, int], int]:
 
 
 class Seen:
-    """An observer that records the utterances of every mini-batch of the learners it is told of.
+    """An observer that records the utterances of every mini-batch.
 
-    Utterances that were skipped are listed and counted over all learners: `count` adds to the number of an epoch, by
-    its name, and gives the sum. Above `most` in one epoch the run fails with a DataError.
+    Skipped utterances are listed, and counted over all learners: `count(name, number)` adds to a shared counter and
+    returns the sum. More than `max_skipped` in one epoch raise a DataError.
     """
 
-    def __init__(self, segment: Path, count: Callable[[str, int], int], most: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, segment: Path, count: Callable[[str, int], int], max_skipped: int, say: Callable[[str], None]
+    ) -> None:
         self._segment = segment
         self._count = count
-        self._most = most
+        self._max_skipped = max_skipped
         self._say = say
         self._files: dict[str, TextIO] = {}
         self._num_skipped: dict[tuple[int, int], int] = {}
@@ -114,15 +118,15 @@ class Seen:
     def on_barrier(self, state: LearnerState) -> None:
         self._flush()
 
-    def go_on_in(self, segment: Path) -> None:
-        """What follows belongs to another start of the run."""
+    def continue_in(self, segment: Path) -> None:
+        """Continue the record in another segment."""
         self.close()
         self._segment = segment
         self._num_skipped.clear()
         self._earlier = None
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Flush and close the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -134,16 +138,16 @@ class Seen:
             file.write("\t".join((str(epoch + 1), name, " ".join(reason.split()))) + "\n")
         file.flush()
         self._num_skipped[rank, epoch] = self._num_skipped.get((rank, epoch), 0) + len(report.skipped)
-        if (total := self._count(f"skipped/{epoch}", len(report.skipped)) + self._before(epoch)) > self._most:
+        if (total := self._count(f"skipped/{epoch}", len(report.skipped)) + self._before(epoch)) > self._max_skipped:
             name, reason = report.skipped[-1]
             raise DataError(
                 f"learner {rank}: {total} utterances of epoch {epoch + 1} could not be used, the last one {name} "
-                f"({reason}); data.filter.max_skipped allows {self._most}: see {self._segment}/skipped-*.tsv, and "
-                "prepare the data again"
+                f"({reason}); data.filter.max_skipped allows {self._max_skipped}: see {self._segment}/skipped-*.tsv, "
+                "and prepare the data again"
             )
 
     def _before(self, epoch: int) -> int:
-        """How many utterances of an epoch were skipped before this start of the run."""
+        """How many utterances of an epoch were skipped in earlier segments."""
         if self._earlier is None:
             older = [each for each in segments(self._segment.parent) if _begin(each) < _begin(self._segment)]
             self._earlier = _skipped_in(older)
@@ -151,44 +155,44 @@ class Seen:
 
     def _file(self, name: str, header: str) -> TextIO:
         if name not in self._files:
-            self._files[name] = (self._segment / name).open("w", buffering=1, encoding="utf-8")  # a kill loses no line
+            self._files[name] = (self._segment / name).open("w", buffering=1, encoding="utf-8")  # line buffering
             self._files[name].write(header)
         return self._files[name]
 
     def _flush(self) -> None:
-        """Before a checkpoint is written: what it holds is then on record."""
+        """Flush the files before a checkpoint is written, so that the record covers what is in its weights."""
         for file in self._files.values():
             file.flush()
 
 
 @dataclass(frozen=True)
-class Sight:
-    """One mini-batch, and the learner that computed it."""
+class SeenBatch:
+    """One mini-batch in the record, and the learner that computed it."""
 
     learner: int
     ticket: Ticket
     utterances: tuple[str, ...]
 
 
-def read_seen(folder: Path, end: Position) -> Iterator[Sight]:
-    """What is in the weights of a checkpoint at `end`: every mini-batch that learners of all starts of the run
-    computed, without those that a later start dropped.
+def read_seen(folder: Path, end: Position) -> Iterator[SeenBatch]:
+    """The mini-batches in the weights of a checkpoint at `end`: those of all segments, without the ones that the start
+    of a later segment dropped.
 
-    Raises DataError for a record that is missing or damaged.
+    Raises DataError if the record is missing or damaged.
     """
     found = segments(folder)
     if not found:
         raise DataError(
-            f"{folder}: no record of what learners saw; `starling train` and `simulate` write one, but older versions "
-            "did not"
+            f"{folder}: no record of what learners saw; `starling train` and `starling simulate` write one, but older "
+            "versions did not"
         )
     ends = [*(start_of(segment) for segment in found[1:]), end]
     for segment, until in zip(found, ends, strict=True):
         open_steps = {ticket.step for ticket in until.outstanding}
         for path in sorted(segment.glob("learner-*.tsv")):
-            for sight in _read(path):
-                if sight.ticket.step < until.next_ticket.step and sight.ticket.step not in open_steps:
-                    yield sight
+            for batch in _read(path):
+                if batch.ticket.step < until.next_ticket.step and batch.ticket.step not in open_steps:
+                    yield batch
 
 
 def read_skipped(folder: Path) -> dict[int, set[str]]:
@@ -207,12 +211,12 @@ def _skipped_in(found: Iterable[Path]) -> dict[int, set[str]]:
 
 
 def start_of_record(folder: Path) -> Position:
-    """Where the record begins."""
+    """The position at which the record starts."""
     return start_of(segments(folder)[0]) if segments(folder) else Position()
 
 
 def start_of(segment: Path) -> Position:
-    """Where one start of the run began. Raises DataError for a record that is missing or damaged."""
+    """The position at which a segment starts. Raises DataError if that is missing or damaged."""
     path = segment / "start.json"
     try:
         start = _Start.model_validate(json.loads(path.read_text(encoding="utf-8")))
@@ -221,15 +225,15 @@ def start_of(segment: Path) -> Position:
     return Position(start.next_ticket.ticket, tuple(each.ticket for each in start.outstanding))
 
 
-def _read(path: Path) -> Iterator[Sight]:
+def _read(path: Path) -> Iterator[SeenBatch]:
     learner = int(path.stem.removeprefix("learner-"))
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file):
-            if number == 0 or not line.endswith("\n"):  # a line may be cut where its learner was killed
+            if number == 0 or not line.endswith("\n"):  # the last line may be incomplete if the learner was killed
                 continue
             try:
                 epoch, batch, step, *utterances = line.rstrip("\n").split("\t")
                 ticket = Ticket(int(epoch) - 1, int(batch) - 1, int(step))
             except ValueError:
                 raise DataError(f"{path}:{number + 1}: {line[:80]!r} is not epoch, batch, step, utterances") from None
-            yield Sight(learner, ticket, tuple(utterances))
+            yield SeenBatch(learner, ticket, tuple(utterances))

@@ -1,4 +1,4 @@
-"""Reading a recipe file: YAML, numbers as one writes them, no key twice, and the file that it builds on."""
+"""Reads recipe files: YAML in which 1e-3 is a number and no key is given twice, merged with the recipe's base."""
 
 import re
 from collections.abc import Hashable
@@ -11,19 +11,20 @@ from starling.errors import ConfigError
 
 Tree = dict[str, Any]
 SHIPPED = Path(__file__).parents[2] / "recipes"
-"""The recipes that come with Starling; a recipe may be given by the name of one of them."""
+"""The folder of the recipes in the package, which may be given by name."""
 MAX_LENGTH = 1 << 20
-"""Characters of a recipe."""
+"""The maximum length of a recipe, in characters."""
 MAX_VALUES = 20_000
-"""Keys and values of a recipe, an alias counted as what it stands for."""
+"""The maximum number of keys and values in a recipe, with its aliases expanded."""
 MAX_DEPTH = 50
+"""The maximum depth of nesting."""
 
 
 class _Loader(yaml.SafeLoader):
     """YAML's safe subset, except that 1e-3 is a number and a key given twice is an error."""
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803 - PyYAML's own name
-        if self.flow_level > MAX_DEPTH:  # here, because its scanner takes long for what its parser refuses
+        if self.flow_level > MAX_DEPTH:  # checked here, because PyYAML's scanner is slow on deep nesting
             problem = f"nested more than {MAX_DEPTH} deep"
             raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())
         super().fetch_flow_collection_start(TokenClass)
@@ -46,9 +47,9 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text. Raises ConfigError naming `where` it stands."""
+    """Parse a YAML text. `where` names its source in the ConfigError for an invalid one."""
     if len(text) > MAX_LENGTH:
-        raise ConfigError(f"{where}: {len(text):,} characters, a recipe has at most {MAX_LENGTH:,}")
+        raise ConfigError(f"{where}: {len(text):,} characters, but a recipe may have at most {MAX_LENGTH:,}")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -64,18 +65,18 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{where}: not valid YAML: nested too deeply") from None
-    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:  # PyYAML, of a tag before another value
+    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:  # a tag on a value of another type
         raise ConfigError(f"{where}: not valid YAML: a tag does not fit its value ({error})") from None
 
 
 def _check_size(root: yaml.Node, where: str) -> None:
-    """ConfigError for what grows beyond measure when its aliases are written out, or never ends."""
+    """Raise ConfigError if a document is too large or too deep with its aliases expanded, or contains itself."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 
     def size(node: yaml.Node, depth: int) -> int:
         if id(node) in open_nodes:
-            raise ConfigError(f"{where}, line {node.start_mark.line + 1}: an alias leads back to what it stands in")
+            raise ConfigError(f"{where}, line {node.start_mark.line + 1}: an alias refers to a value that contains it")
         if depth > MAX_DEPTH:
             raise ConfigError(f"{where}, line {node.start_mark.line + 1}: nested more than {MAX_DEPTH} deep")
         if id(node) not in sizes:
@@ -90,14 +91,14 @@ def _check_size(root: yaml.Node, where: str) -> None:
         return sizes[id(node)]
 
     if size(root, 0) > MAX_VALUES:
-        raise ConfigError(f"{where}: with its aliases written out it has more than {MAX_VALUES:,} values; shorten it")
+        raise ConfigError(f"{where}: more than {MAX_VALUES:,} values with its aliases expanded; shorten it")
 
 
 def read_recipe(path: Path) -> Tree:
-    """The tree in a recipe file, laid over that of its `base:` (a path relative to the recipe), if it has one.
+    """The tree in a recipe file, merged over that of its `base:` (a path relative to the recipe), if it has one.
 
-    `path` may also be the name of a recipe that comes with Starling. Raises ConfigError for a file that is missing or
-    not a YAML mapping, and for bases that go in a circle.
+    `path` may also be the name of a recipe in the package. Raises ConfigError for a file that is missing or not a YAML
+    mapping, and for circular bases.
     """
     tree: Tree = {}
     seen: list[Path] = []
@@ -105,7 +106,7 @@ def read_recipe(path: Path) -> Tree:
     while following is not None:
         path = following
         if path.resolve() in seen:
-            raise ConfigError(f"recipe {seen[0]}: its `base` leads back to {path}; remove one of them")
+            raise ConfigError(f"recipe {seen[0]}: circular `base`: {path} comes again; remove one `base`")
         seen.append(path.resolve())
         own = _read_mapping(path)
         following = _base(path, own.pop("base", None))
@@ -114,7 +115,7 @@ def read_recipe(path: Path) -> Tree:
 
 
 def read_base(path: Path) -> Path | None:
-    """The recipe that another builds on. Raises ConfigError as `read_recipe`."""
+    """The `base` of a recipe; None if it has none. Raises ConfigError as `read_recipe`."""
     return _base(path, _read_mapping(path).get("base"))
 
 
@@ -127,13 +128,13 @@ def _base(path: Path, base: object) -> Path | None:
 
 
 def _located(path: Path) -> Path:
-    """A recipe's file: the one at `path`, or the one that comes with Starling under that name."""
+    """A recipe's file: the one at `path`, or else the one of that name in the package."""
     shipped = {each.stem: each for each in SHIPPED.glob("*.yaml")}.get(str(path))
     return path if shipped is None or path.exists() else shipped
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """`above` laid over `below`: mappings are merged, everything else is replaced."""
+    """Merge `above` over `below`: mappings are merged, other values are replaced."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -149,7 +150,7 @@ def _read_mapping(path: Path) -> Tree:
             text = file.read(4 * MAX_LENGTH + 4).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"recipe {path}: no such file; `starling recipes` lists those that come with Starling"
+            f"recipe {path}: no such file, and no recipe of the package; `starling recipes` lists those"
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"recipe {path}: cannot be read as UTF-8 text: {error}") from None

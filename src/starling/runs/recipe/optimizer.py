@@ -1,4 +1,4 @@
-"""The local optimizer of every learner: any of `torch.optim`, by name."""
+"""The recipe's `optimizer:` section: any optimizer of `torch.optim`, by name."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-WORK_WITH_ANY_RATE = ("adam", "adamw", "sgd")
-"""Without options these need no trial, and hence no torch: commands that train nothing read a recipe at once."""
+KNOWN_TO_WORK = ("adam", "adamw", "sgd")
+"""Without options, these need no trial step, so that commands which do not train can read a recipe without torch."""
 
 
 class OptimizerConfig(Config):
     """The `optimizer:` section of a recipe."""
 
     name: str = "adamw"
-    """A class of `torch.optim`; upper and lower case are the same."""
+    """A class of `torch.optim`, in upper or lower case."""
     lr: float = Field(default=1e-3, ge=0.0)
     """The peak learning rate; the schedule multiplies it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the class, such as momentum or weight_decay."""
     clip_norm: float | None = Field(default=5.0, gt=0.0)
-    """Gradients longer than this (2-norm) are shortened to it; null: never."""
+    """Gradients with a larger 2-norm are scaled down to this norm; null: never."""
     schedule: Schedule = Field(default_factory=lambda: Schedule(warmup=0.05))
     """How the learning rate follows the budget."""
 
     @model_validator(mode="after")
     def _works(self) -> OptimizerConfig:
-        if self.options or self.name.lower() not in WORK_WITH_ANY_RATE:
+        if self.options or self.name.lower() not in KNOWN_TO_WORK:
             _try(self._kind(), self.lr, self.options)
         return self
 
     def maker(self) -> Callable[[list[nn.Parameter]], Optimizer]:
-        """Makes the optimizer of one learner, at the peak learning rate.
+        """A function that makes a learner's optimizer, with the peak learning rate.
 
-        One pass over the weights (`fused`) where torch has it, several times faster on the CPU, unless the options
-        choose an implementation.
+        It selects torch's `fused` implementation if there is one, which is several times faster on the CPU, unless the
+        options select another.
         """
         kind = self._kind()
         chosen = {"fused", "foreach", "differentiable"} & self.options.keys()
@@ -74,7 +74,7 @@ def optimizers() -> dict[str, type[Optimizer]]:
 
 
 def _try(kind: Callable[..., Optimizer], lr: float, options: dict[str, Any]) -> None:
-    """Make the optimizer for a matrix and a vector and take a step; ValueError says why that is impossible."""
+    """Take a step with the optimizer on a matrix and a vector. Raises ValueError with the reason if that fails."""
     import torch
     from torch import nn
 
@@ -83,10 +83,10 @@ def _try(kind: Callable[..., Optimizer], lr: float, options: dict[str, Any]) -> 
     for option in options:
         if option not in known:
             hint = did_you_mean(option, known)
-            raise ValueError(f"options: {title} has no {option!r}; {hint}it knows {', '.join(known)}")
+            raise ValueError(f"options: {title} has no {option!r}; {hint}known are {', '.join(known)}")
     if inspect.signature(kind.step).parameters["closure"].default is inspect.Parameter.empty:  # type: ignore[attr-defined]
         raise ValueError(
-            f"{title} computes the loss several times a step, which learners do not; use another, such as adamw or sgd"
+            f"{title} computes the loss several times per step, which is not supported; use another, such as adamw"
         )
     parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
     for parameter in parameters:

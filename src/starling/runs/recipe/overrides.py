@@ -1,4 +1,4 @@
-"""`key=value` arguments laid over a recipe."""
+"""Applies `key=value` arguments to a recipe."""
 
 import copy
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from typing import Any
 from starling.errors import ConfigError
 from starling.runs.recipe.file import Tree, parse_yaml
 
-_SHORTHANDS = ("strategy",)  # keys whose plain value stands for {name: value}
+_SHORTHANDS = ("strategy",)  # keys whose plain value is short for {name: value}
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
-    """A copy of `tree` with each `dotted.key=value` put in; values are YAML, later ones win.
+    """A copy of `tree` with each `dotted.key=value` applied in order; values are YAML.
 
-    Raises ConfigError listing every argument that is not of that form, or whose key leads through a plain value.
+    Raises a ConfigError that lists every argument of another form, or whose key lies inside a plain value.
     """
     result = copy.deepcopy(tree)
     problems = []
@@ -46,7 +46,7 @@ def _put(tree: Tree, parts: list[str], value: Any) -> None:
             if ".".join(parts[:depth]) not in _SHORTHANDS:
                 raise ConfigError(
                     f"argument {'.'.join(parts)}: {'.'.join(parts[:depth])} is the plain value {inner!r}, "
-                    "nothing can be set inside it"
+                    "so that no key can be set inside it"
                 )
             inner = {"name": inner}
         place[part] = inner

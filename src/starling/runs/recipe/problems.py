@@ -1,4 +1,4 @@
-"""All problems of a recipe, a line each."""
+"""Describes all problems of a recipe, one per line."""
 
 from collections.abc import Iterator, Sequence
 from types import UnionType
@@ -13,7 +13,7 @@ _MAX_SHOWN = 60  # characters of a wrong value
 
 
 def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: str = "") -> list[str]:
-    """One line for each problem that pydantic found in `tree`: dotted key, what is wrong, what to write instead.
+    """One line for each problem that pydantic found in `tree`: the dotted key, the problem, and a suggestion.
 
     `prefix` is the dotted path of `tree` itself, such as `strategy.`.
     """
@@ -29,7 +29,7 @@ def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: 
 
 
 def known_keys(model: type[BaseModel]) -> Iterator[str]:
-    """The dotted keys that `model` and the models inside it know."""
+    """The dotted keys of `model` and of the models inside it."""
     for name, field in model.model_fields.items():
         key = field.alias or name
         yield key
@@ -38,7 +38,7 @@ def known_keys(model: type[BaseModel]) -> Iterator[str]:
 
 
 def suggestion(path: str, known: Sequence[str]) -> str:
-    """`; did you mean KEY?` for an unknown dotted key, or nothing if no known one resembles it."""
+    """`; did you mean KEY?` for an unknown dotted key; empty if no known key resembles it."""
     path = ".".join(part for part in path.split(".") if not part.isdecimal())  # places in a list
     parent, _, name = path.rpartition(".")
     beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
@@ -56,7 +56,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _path(detail: ErrorDetails, tree: Any) -> list[str]:
-    """The keys that lead to a problem; pydantic's names of union members among them are left out."""
+    """The keys that lead to a problem, without pydantic's names of union members."""
     parts, place = [], tree
     *leading, last = detail["loc"] or ("",)
     for part in leading:
@@ -86,7 +86,7 @@ def _words(detail: ErrorDetails, path: str, known: Sequence[str]) -> str:
     if detail["type"] == "extra_forbidden":
         return f"unknown key{suggestion(path, known)}"
     if detail["type"] in ("missing", "union_tag_not_found"):
-        return "missing; a recipe must say it"
+        return "missing; a recipe must set it"
     if detail["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"must be a mapping of keys to values, got {_shown(detail['input'])}"
     if detail["type"] == "union_tag_invalid":

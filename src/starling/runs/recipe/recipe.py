@@ -1,4 +1,4 @@
-"""The recipe: everything that a run depends on, as one checked tree."""
+"""The recipe: all settings of a run, as one checked tree."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,20 +25,20 @@ from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
 
 FORMAT = 2
-"""That of Starling 0.2, which later versions read. Every recipe in an experiment's folder says it."""
+"""The format of recipes of Starling 0.2, which later versions will read."""
 
 
 class Recipe(RunConfig):
     """A complete run that trains a speech recogniser."""
 
     format: int = FORMAT
-    """Of this tree of keys; a recipe written by hand may leave it out."""
+    """The format of this tree of keys. A recipe written by hand may omit it; config.yaml always has it."""
     data: DataConfig
     mixture: MixtureConfig | None = None
-    """Several domains to train on instead of `data.train`, and how much of each."""
+    """Several domains to train on instead of `data.train`, and the share of each."""
     partition: PartitionConfig = "identical"
-    """Which utterances a learner may see. identical: all, each exactly once an epoch. Otherwise (for studies) each
-    learner draws at random from a part of its own, of whole speakers or domains, or divided by Dirichlet."""
+    """Which utterances a learner may see. identical: all of them, each exactly once per epoch. Otherwise (for studies)
+    each learner draws at random from its own part: whole speakers, whole domains, or a Dirichlet division."""
     tokens: TokenConfig = TokenConfig()
     features: FeatureConfig = FeatureConfig()
     augment: AugmentConfig = AugmentConfig()
@@ -46,12 +46,12 @@ class Recipe(RunConfig):
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     cluster: Cluster = Cluster()
-    """The cluster that `starling simulate` pretends to have."""
+    """The cluster that `starling simulate` simulates."""
     validate_every: int | None = Field(default=1, ge=1)
-    """Epochs between two scorings of the valid set while training; null: never. An epoch is left out where scoring
-    would take more than a twentieth of the time."""
+    """Epochs between two scorings of the validation set during training; null: never. A scoring is skipped if scoring
+    would otherwise take more than a twentieth of the time."""
     warm_start: Path | None = None
-    """An experiment, for its newest model, or a recogniser's folder: training begins with these weights. Only the
+    """Initialise the model with the weights of this experiment's newest model, or of a recogniser's folder. Only the
     output layer may differ."""
 
     @model_validator(mode="after")
@@ -61,7 +61,7 @@ class Recipe(RunConfig):
             if name not in known and not Path(name).is_dir():
                 raise ValueError(
                     f"mixture: {name!r} is neither a set of data.corpus ({', '.join(known)}) nor a folder; prepare it "
-                    "first with a recipe of its own"
+                    "first with its own recipe"
                 )
         return self
 
@@ -69,21 +69,21 @@ class Recipe(RunConfig):
     def _partition_fits(self) -> Self:
         if self.mixture is None:
             if labels_are_domains(self.partition):
-                raise ValueError("partition: domains are divided, but there is no mixture; name the domains there")
+                raise ValueError("partition: it divides domains, but there is no mixture; define the domains there")
         elif self.partition != "identical" and (self.mixture.by == "hand" or self.mixture.temperature != 1.0):
             raise ValueError(
-                "partition: learners draw from all that is in their parts, whatever the mixture's shares; "
-                "leave out mixture.temperature and by: hand, or the partition"
+                "partition: learners draw from their whole parts, so that the mixture's shares have no effect; "
+                "remove mixture.temperature and by: hand, or the partition"
             )
         return self
 
     def set_folder(self, name: str) -> Path:
-        """Where a set of the corpus, or of a mixture, is or will be prepared."""
+        """The folder of a prepared set of the corpus or the mixture, whether it exists yet or not."""
         return self.data.set_folder(name) if name in self.data.corpus.sets else Path(name)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), learners: int | None = None) -> Recipe:
-    """The recipe in a file, with `key=value` overrides; for another number of learners if that is given.
+    """The recipe in a file, with `key=value` overrides, and with `learners` learners if that is given.
 
     Raises one ConfigError that lists all problems.
     """
@@ -95,19 +95,19 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
     """The recipe of a tree; `where` names it in the ConfigError that lists all problems."""
     if (found := tree.get("format", FORMAT)) != FORMAT:
         raise ConfigError(
-            f"recipe {where}: format {found!r}, this version reads format {FORMAT}; write its keys into a new recipe "
-            "without `format` (`starling recipes copy` gives one to begin with), or use the version that wrote it"
+            f"recipe {where}: format {found!r}, but this version reads format {FORMAT}; write its keys into a new "
+            "recipe without `format` (start from `starling recipes copy`), or use the version that wrote it"
         )
     return check_run(Recipe, tree, f"recipe {where}", _weighting_problems(tree.get("batches"), tree.get("strategy")))
 
 
 def load_resolved(path: Path) -> Recipe:
-    """The recipe in an experiment's folder. Raises ConfigError, also for one that was written before Starling 0.2."""
+    """The recipe in an experiment's folder. Raises ConfigError if it is wrong or from before Starling 0.2."""
     tree = read_recipe(path)
     if "format" not in tree:
         raise ConfigError(
-            f"{path}: written before Starling 0.2, and not read by this version; train the experiment again, or use "
-            "the version that its env.txt names"
+            f"{path}: written before Starling 0.2, which this version cannot read; train the experiment again, or use "
+            "the version in its env.txt"
         )
     return check_recipe(tree, str(path))
 
@@ -118,17 +118,18 @@ def dump_recipe(recipe: RunConfig) -> str:
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    """SHA-256 of the resolved tree, for learners to compare."""
+    """SHA-256 of the resolved tree without `overwrite`, which learners compare."""
     return digest(recipe.model_dump(mode="json", exclude={"overwrite"}))
 
 
 def fingerprints(recipe: Recipe) -> dict[str, str]:
-    """Digests of `fixed_settings`. DataError for a folder of a mixture that is not prepared."""
+    """Digests of `fixed_settings`, by section. Raises DataError if a set of the mixture is not prepared."""
     return {section: digest(content) for section, content in fixed_settings(recipe).items()}
 
 
 def fixed_settings(recipe: Recipe) -> dict[str, Any]:
-    """What a resumed run may not change, by section: the model, and what each mini-batch holds. DataError as above."""
+    """The settings that a resumed run may not change, by section: the model, and all that determines the content of
+    mini-batches. Raises DataError if a set of the mixture is not prepared."""
     fixed = recipe.model_dump(
         mode="json",
         include={
@@ -148,7 +149,7 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _data_settings(recipe: Recipe) -> Any:
-    """What the set that is trained on is made from; of a mixture, the digests of its sets."""
+    """The settings of the training set; for a mixture, the digests of its sets."""
     if recipe.mixture is None:
         return set_settings(recipe.data, recipe.data.train)
     corpus = recipe.data.corpus.sets
@@ -159,11 +160,11 @@ def _data_settings(recipe: Recipe) -> Any:
 
 
 def _weighting_problems(section: Any, choice: Any) -> list[str]:
-    """A weighting that the strategy cannot use."""
+    """Describe a weighting that the strategy cannot use."""
     try:
         batches = BatchConfig.model_validate(section) if section is not None else BatchConfig()
         strategy = StrategyChoice.model_validate(choice) if choice is not None else DEFAULT_STRATEGY
         problem = strategy.strategy.weighting_problem(strategy.options, batches.weighting)
     except (ConfigError, ValidationError):
-        return []  # the other checks say so
+        return []  # other checks report it
     return [] if problem is None else [f"batches.weighting: {problem}"]

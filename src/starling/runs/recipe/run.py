@@ -1,4 +1,4 @@
-"""What every run has, whatever it trains: learners, strategy, budget, engine, checkpoints, and a folder."""
+"""The settings of every run, for any workload: learners, strategy, budget, engine, checkpoints, and folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,13 +33,13 @@ class StrategyChoice(BaseModel):
 
     @property
     def strategy(self) -> Strategy:
-        """What the name stands for: a strategy of Starling or of an installed package, or `module:name`; ConfigError if
-        nothing."""
+        """The strategy of that name: one of Starling or of an installed package, or `module:name`. Raises ConfigError
+        if there is none."""
         return find_strategy(self.name)
 
     @property
     def options(self) -> Config:
-        """The options, checked by the strategy's own model; pydantic's ValidationError if they are wrong."""
+        """The options, as the strategy's own model. Raises pydantic's ValidationError if they are wrong."""
         return self.strategy.options.model_validate(self.model_extra or {})
 
     def check_for(self, learners: int) -> None:
@@ -47,11 +47,11 @@ class StrategyChoice(BaseModel):
         self.strategy.validate(self.options, learners)
 
     def num_workers(self, learners: int) -> int:
-        """How many of them compute."""
+        """How many of these learners compute gradients."""
         return self.strategy.num_workers(self.options, learners)
 
     def sync_group_size(self, learners: int) -> int:
-        """How many of them claim mini-batches together."""
+        """How many of these learners claim mini-batches together."""
         return self.strategy.sync_group_size(self.options, learners)
 
 
@@ -62,34 +62,34 @@ class EngineConfig(Config):
     """How a learner computes; the `engine:` section of a recipe."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one."""
+    """auto: CUDA if available, else the CPU."""
     autocast: Literal["none", "bf16"] = "none"
-    """Compute losses in bfloat16 where torch considers it safe."""
+    """bf16: compute losses under `torch.autocast` in bfloat16."""
     threads: int | None = Field(default=None, ge=1)
-    """Threads of one learner; null: the cores of the machine divided by the learners on it, and 1 on the virtual
-    engine."""
+    """Threads per learner; null: the number of cores divided by the number of learners on the machine, and 1 in a
+    simulation."""
     timeout_seconds: float = Field(default=600.0, gt=0.0)
-    """How long learners wait for each other, and how long one may send no heartbeat, before it counts as lost."""
+    """The longest time that learners wait for each other. A learner that sends no heartbeat for so long is lost."""
     explain_seconds: float = Field(default=10.0, gt=0.0)
-    """Longer waits are explained, if they also take ten times as long as usual: which learner waits for which, why."""
+    """The run explains waits that are longer than this, and more than ten times as long as usual."""
 
 
 class CheckpointConfig(Config):
     """The `checkpoints:` section of a recipe."""
 
     keep: int = Field(default=2, ge=1)
-    """How many checkpoints stay; older ones are removed, but for the newest that is whole and finite."""
+    """How many checkpoints to keep. Older ones are removed, except the newest one that is intact and finite."""
     minutes: float | None = Field(default=5.0, gt=0.0)
-    """Minutes of training between two checkpoints, wherever in an epoch that is; null: none by time. There is always
-    one at the end of the run. Simulations save in the end only."""
+    """Minutes of training between two checkpoints, also inside an epoch; null: no checkpoints by time. There is always
+    one at the end of the run; a simulation saves only that one."""
     epochs: int | None = Field(default=None, ge=1)
-    """Epochs between two checkpoints at the ends of epochs; null: none there."""
+    """Epochs between two checkpoints at the end of an epoch; null: no checkpoints by epoch."""
     every: int | None = Field(default=None, ge=1)
-    """Mini-batches of all learners together between two checkpoints inside an epoch; null: none by number."""
+    """Mini-batches of all learners together between two checkpoints; null: no checkpoints by number."""
 
 
 class RunConfig(Config):
-    """The settings of a run on real processes that do not depend on what it trains."""
+    """The settings of a run on real processes that do not depend on its workload."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """The experiment's folder inside `exp`."""
@@ -99,31 +99,31 @@ class RunConfig(Config):
     budget: Budget
     engine: EngineConfig = EngineConfig()
     stragglers: Stragglers = Stragglers()
-    """Slowness on purpose, in training and in simulation."""
+    """Learners to slow down on purpose, in training and in simulation."""
     faults: tuple[Fault, ...] = ()
     """Faults on purpose, for tests: {kill: 2, at_step: 40}, {pause: 1, seconds: 5}, {nan: 3, at_step: 10}. Steps are
-    the learner's own mini-batches, from 1. {join: 2, at_seconds: 30}: a learner comes, one that was lost or a new one.
+    the learner's own mini-batches, from 1. {join: 2, at_seconds: 30}: a lost or a new learner joins.
     """
     on_loss: Literal["continue", "replace", "stop"] = "continue"
-    """What happens when a learner that our launcher started is killed. continue: the others continue without it;
+    """What happens when a learner is lost that Starling's launcher started. continue: the others continue without it;
     replace: it is also restarted and joins them; stop: the run ends with exit code 3."""
     checkpoints: CheckpointConfig = CheckpointConfig()
     resume: Path | None = None
-    """An experiment (its newest checkpoint) or one checkpoint to continue from."""
+    """Resume from this experiment's newest checkpoint, or from this checkpoint."""
     overwrite: bool = False
-    """Remove an earlier run of the same name, rather than moving it aside."""
+    """Remove an earlier run of the same name instead of moving it aside."""
     exp: Path = Path("exp")
-    """Where experiments are."""
+    """The folder of all experiments."""
 
     @model_validator(mode="after")
     def _joins_are_possible(self) -> Self:
         if self.on_loss == "stop" and any(isinstance(fault, Join) for fault in self.faults):
-            raise ValueError("faults: no learner can join a run that ends with the first loss; leave out on_loss: stop")
+            raise ValueError("faults: no learner can join a run with on_loss: stop; remove the join or on_loss")
         return self
 
     @property
     def folder(self) -> Path:
-        """The folder of this experiment."""
+        """The experiment's folder."""
         return self.exp / self.name
 
     @property
@@ -141,10 +141,8 @@ RunT = TypeVar("RunT", bound=RunConfig)
 
 
 def check_run(kind: type[RunT], tree: Tree, where: str, problems: Sequence[str] = ()) -> RunT:
-    """The settings in a tree; raises one ConfigError, which begins with `where`, with all problems that it has.
-
-    `problems` are those that were found already.
-    """
+    """The settings in a tree. Raises one ConfigError that begins with `where` and lists all problems, including
+    `problems` that the caller has found."""
     learners = _learners(tree)
     found = _strategy_problems(tree.get("strategy"), learners)
     found += problems
@@ -161,7 +159,7 @@ def check_run(kind: type[RunT], tree: Tree, where: str, problems: Sequence[str] 
 
 
 def _learners(tree: Tree) -> int | None:
-    """How many learners a tree says, if that is a possible number: the tree's own check says so otherwise."""
+    """The number of learners in a tree; None if it is invalid, which validation of the tree reports."""
     try:
         return TypeAdapter[int](Learners).validate_python(tree.get("learners", 1))
     except ValidationError:
@@ -169,20 +167,20 @@ def _learners(tree: Tree) -> int | None:
 
 
 def _straggler_problems(section: Any, learners: int | None) -> list[str]:
-    """Entries for learners that are not there."""
+    """Describe stragglers that are not learners of the run."""
     try:
         stragglers = Stragglers.model_validate(section) if section is not None else Stragglers()
     except ValidationError:
-        return []  # the tree's own check says so
+        return []  # validation of the tree reports it
     return [] if learners is None else list(stragglers.problems(learners))
 
 
 def _fault_problems(section: Any, learners: int | None) -> list[str]:
-    """Faults of learners that are not there."""
+    """Describe faults of learners that the run does not have."""
     try:
         faults = TypeAdapter[tuple[Fault, ...]](tuple[Fault, ...]).validate_python(section or ())
     except ValidationError:
-        return []  # the tree's own check says so
+        return []  # validation of the tree reports it
     return [] if learners is None else list(faults_problems(faults, learners))
 
 
@@ -191,14 +189,14 @@ def _strategy_problems(choice: Any, learners: int | None) -> list[str]:
     try:
         strategy = StrategyChoice.model_validate(choice) if choice is not None else None
         if strategy is not None:
-            _ = strategy.options  # raises what is wrong with them
+            _ = strategy.options  # raises if they are wrong
             if learners is not None:
                 strategy.check_for(learners)
     except ConfigError as error:
         return [str(error)]
     except ValidationError as error:
         if not isinstance(choice, dict) or "name" not in choice:
-            return []  # the tree's own check says so
+            return []  # validation of the tree reports it
         options = {key: value for key, value in choice.items() if key != "name"}
         return describe(error, find_strategy(choice["name"]).options, options, prefix="strategy.")
     return []

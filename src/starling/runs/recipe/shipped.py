@@ -1,4 +1,4 @@
-"""The recipes that come with Starling: package data, used by name or copied to be changed."""
+"""The recipes in the package, which can be used by name or copied."""
 
 import shutil
 from pathlib import Path
@@ -8,15 +8,15 @@ from starling.runs.recipe.file import SHIPPED, read_base
 
 
 def summaries() -> dict[str, str]:
-    """What each recipe is for, the first comment of its file, by its name."""
+    """A summary of each recipe by its name: the first comment of its file."""
     return {path.stem: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for path in _files()}
 
 
 def copy_recipe(name: str, to: Path) -> list[Path]:
-    """Copy a recipe, and those that it builds on, into the folder `to`; the new files.
+    """Copy a recipe and its bases into the folder `to`; return the new files.
 
     Raises:
-        ConfigError: there is no recipe of that name, a file is there already, or nothing can be written there.
+        ConfigError: There is no recipe of that name, a file exists already, or the folder cannot be written.
     """
     known = {path.stem: path for path in _files()}
     if name not in known:
@@ -25,8 +25,8 @@ def copy_recipe(name: str, to: Path) -> list[Path]:
     while (base := read_base(sources[-1])) is not None:
         sources.append(base)
     copies = [to / path.name for path in sources]
-    if there := [str(copy) for copy in copies if copy.exists()]:
-        raise ConfigError(f"{', '.join(there)}: there already; remove it, or copy to another folder")
+    if existing := [str(copy) for copy in copies if copy.exists()]:
+        raise ConfigError(f"{', '.join(existing)}: exists already; remove it, or copy to another folder")
     try:
         to.mkdir(parents=True, exist_ok=True)
         for source, copy in zip(sources, copies, strict=True):
