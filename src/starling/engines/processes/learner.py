@@ -204,7 +204,7 @@ class ProcessLearner(Learner):
         is_mine = at is self.replica.weights
         if not is_mine:
             self._elsewhere = self._elsewhere or self._flat.twin()
-            self._elsewhere.look_at(at)
+            self._elsewhere.use_weights(at)
 
         def result(reduced: bool) -> Tensor:
             if is_mine and self.replica.version != version:
@@ -292,7 +292,7 @@ class ProcessLearner(Learner):
                 finally:
                     self._waits.end()  # it began after forward
         if flat is not self._flat:
-            flat.look_at(self.replica.weights)  # the snapshot is not kept
+            flat.use_weights(self.replica.weights)  # the snapshot is not kept
         delay = self._life.delays.after(self._now() - begin)
         if delay > 0.0:
             time.sleep(delay)
