@@ -78,7 +78,8 @@ class Loader:
 
     The processes are spawned, because forking a process with gloo's threads crashes, and a fork server outlives a
     killed learner. Spawning takes seconds; until then the caller's thread loads the mini-batches. With
-    `ignores_signals` the processes survive a SIGTERM or SIGINT to the learner's process group, and exit when the learner does.
+    `ignores_signals` the processes survive a SIGTERM or SIGINT to the learner's process group, and exit when the
+    learner does.
     """
 
     def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool = False) -> None:

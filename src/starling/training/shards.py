@@ -18,7 +18,8 @@ from starling.training.replica import Replica
 
 T = TypeVar("T")
 STEP_PASSES = 7
-"""Memory passes of an Adam step, each of the shard's size: read the gradient; read and write weights and both moments."""
+"""Memory passes of an Adam step, each of the shard's size: read the gradient; read and write weights and both
+moments."""
 
 SetRates = Callable[[Optimizer, Sequence[float], Tensor, float], None]
 """Sets the learning rates of a shard's optimizer, from its peak rates, the step metadata and a scale."""
