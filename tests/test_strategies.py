@@ -30,7 +30,7 @@ def test_a_strategy_gives_its_equation_and_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "members", "lost", "came", "expected"),
+    ("name", "options", "members", "lost", "joined", "expected"),
     [
         ("adpsgd", {}, (0, 1, 2), [1], [], (0, 2)),
         ("adpsgd", {}, (0, 2), [], [1, 5], (0, 2, 1, 5)),
@@ -42,11 +42,16 @@ def test_a_strategy_gives_its_equation_and_says_what_it_is(name: str) -> None:
     ],
 )
 def test_joiners_get_ranks_after_the_workers_and_before_the_servers(
-    name: str, options: dict[str, object], members: tuple[int, ...], lost: list[int], came: list[int], expected: object
+    name: str,
+    options: dict[str, object],
+    members: tuple[int, ...],
+    lost: list[int],
+    joined: list[int],
+    expected: object,
 ) -> None:
     """So a server stays a server, with its part of the model, and a super-learner keeps its own learners."""
     strategy = find_strategy(name)
-    assert strategy.successors(strategy.options.model_validate(options), members, lost, came) == expected
+    assert strategy.successors(strategy.options.model_validate(options), members, lost, joined) == expected
 
 
 def test_a_lost_server_ends_the_run_and_half_a_super_learner_cannot_join() -> None:
@@ -54,16 +59,21 @@ def test_a_lost_server_ends_the_run_and_half_a_super_learner_cannot_join() -> No
     served, nodes = find_strategy("parameter-server"), find_strategy("hadpsgd")
     with pytest.raises(PeerLost, match="was a server"):
         served.successors(served.options.model_validate({"servers": "own"}), (0, 1, 2), [2])
-    with pytest.raises(ConfigError, match="do not divide 3 learners"):
+    with pytest.raises(ConfigError, match="3 learners cannot be divided"):
         nodes.successors(nodes.options.model_validate({"per_node": 2}), (0, 1), [], [2])
 
 
 @pytest.mark.parametrize(
     ("name", "options", "world", "message"),
     [
-        ("hadpsgd", {"per_node": 2}, 3, "strategy.per_node: 2 learners to a super-learner do not divide 3 learners"),
-        ("parameter-server", {"shards": 3}, 2, "strategy.shards: 3 servers do not fit beside 2 learners; at most 2"),
-        ("parameter-server", {"shards": 2, "servers": "own"}, 2, "leave no worker among 2 learners"),
+        ("hadpsgd", {"per_node": 2}, 3, "strategy.per_node: 3 learners cannot be divided into super-learners of 2"),
+        (
+            "parameter-server",
+            {"shards": 3},
+            2,
+            "strategy.shards: 3 servers, but only 2 learners to run them; choose at most 2",
+        ),
+        ("parameter-server", {"shards": 2, "servers": "own"}, 2, "none of the 2 learners is a worker"),
         ("dpsgd", {"pattern": f"{__name__}:lonely"}, 4, "pattern lonely: not connected within 64 rounds"),
     ],
 )

@@ -385,7 +385,7 @@ def test_a_pattern_of_ones_own_keeps_a_bounded_number_of_rounds() -> None:
 
 asked = itertools.count()
 WRONG: dict[str, Callable[[int, int, int], object]] = {
-    r"round 0, learner 0: it gave \[1\]; give a mapping": lambda k, rank, world: [1],
+    r"round 0, learner 0: returned \[1\]; return a mapping": lambda k, rank, world: [1],
     r"round 0, learner 0: 'left': 0.5 is not a rank and a weight": lambda k, rank, world: {"left": 0.5},
     r"round 0, learner 0: 1: None is not a rank and a weight": lambda k, rank, world: {rank + 1: None},
     r"round 0, learner 3: mixes learner 4; peers are 0 to 3": lambda k, rank, world: {rank + 1: 0.5},
@@ -399,11 +399,11 @@ WRONG: dict[str, Callable[[int, int, int], object]] = {
         (rank + 1) % world: 0.6,
         (rank - 1) % world: 0.6,
     },
-    r"round 1, learner 0: not doubly stochastic.* takes 0 of others, and others take 1.5": lambda k, rank, world: (
+    r"round 1, learner 0: not doubly stochastic.* to 0, others' weights for it to 1.5": lambda k, rank, world: (
         {0: 0.5} if k == 1 and rank else {}
     ),
     r"not connected within 64 rounds": lambda k, rank, world: {rank ^ 1: 0.5},
-    r"round 0: asked twice it gave two answers": lambda k, rank, world: {
+    r"round 0: two calls gave different results": lambda k, rank, world: {
         (rank + 1) % world: 0.1 if next(asked) // world % 2 else 0.2
     },
 }

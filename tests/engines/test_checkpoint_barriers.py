@@ -24,9 +24,9 @@ PATIENCE = 30.0
 @pytest.fixture(scope="module", autouse=True)
 def looks_often() -> Iterator[None]:
     """Tests need not wait as long as learners do."""
-    before, agreed_marks.LOOK_SECONDS = agreed_marks.LOOK_SECONDS, 0.001
+    before, agreed_marks.POLL_SECONDS = agreed_marks.POLL_SECONDS, 0.001
     yield
-    agreed_marks.LOOK_SECONDS = before
+    agreed_marks.POLL_SECONDS = before
 
 
 class Waiting(Exception):  # noqa: N818 - it is no error
@@ -142,7 +142,8 @@ def test_who_has_answered_waits_at_its_answer_and_the_margin() -> None:
 
 
 def test_timed_barriers_repeat_and_a_stop_ends_them() -> None:
-    """Only the first learner looks at its clock; each barrier is the same for all, and beyond what anybody has reached."""
+    """Only the first learner looks at its clock; each barrier is the same for all, and beyond what anybody has
+    reached."""
     group = Group(2, minutes=0.0002)
     group.start()
     for portion in range(5):
@@ -175,7 +176,7 @@ def test_a_barrier_that_the_end_of_a_membership_interrupts_is_dropped() -> None:
     assert not any(part.is_alive() for part in group.parts)
     assert group.known == [[], [], []]
     following = Group(2)
-    following.save_requests[1] = following.parts[1]._wishes = group.save_requests[0]
+    following.save_requests[1] = following.parts[1]._requests = group.save_requests[0]
     following.start()
     following.await_marks(1)
     following.close()
@@ -195,7 +196,7 @@ def test_who_waits_for_a_barrier_in_vain_says_so() -> None:
     part.close()
 
 
-def test_without_wishes_nothing_is_asked() -> None:
+def test_without_save_requests_nothing_is_requested() -> None:
     """No thread, and nothing to wait for."""
     part = CheckpointBarrier(HashStore(), 0, 2, None, lambda barrier, number: None)
     part.start()

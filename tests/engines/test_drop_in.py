@@ -364,7 +364,7 @@ def test_models_and_optimizers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"must share one dtype, found torch.float32, torch.float64"):
         starling.join(mixed, torch.optim.SGD(mixed.parameters(), lr=0.1))
     model, other = nn.Linear(2, 2), nn.Linear(3, 3)
-    with pytest.raises(ConfigError, match=r"2 of its 2 parameters are not the model's"):
+    with pytest.raises(ConfigError, match=r"2 of its 2 parameters do not belong to the model"):
         starling.join(model, torch.optim.SGD(other.parameters(), lr=0.1))
 
 
@@ -372,10 +372,10 @@ def test_steps_inside_consensus_or_after_closing_are_refused() -> None:
     """The weights are not the learner's own there, and nobody is left here."""
     model = nn.Linear(2, 2)
     learner = starling.join(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with learner.consensus(), pytest.raises(ProtocolError, match=r"step\(\) inside of consensus\(\)"):
+    with learner.consensus(), pytest.raises(ProtocolError, match=r"step\(\) was called within consensus\(\)"):
         learner.step()
     learner.close()
-    with pytest.raises(ProtocolError, match=r"learner 0 has closed: step\(\) must come before that"):
+    with pytest.raises(ProtocolError, match=r"learner 0 has closed: step\(\) must be called before that"):
         learner.step()
 
 
@@ -461,7 +461,7 @@ def test_a_loop_that_never_steps_is_warned() -> None:
         pass
     alone.backward(0).backward()  # type: ignore[no-untyped-call]
     with (
-        pytest.warns(RuntimeWarning, match=r"learner 0 has computed gradients and made no step"),
+        pytest.warns(RuntimeWarning, match=r"learner 0 has computed gradients but made no step"),
         alone.learner.consensus(),
     ):
         pass
@@ -474,7 +474,7 @@ def test_optimizers_with_a_closure_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"optimizer: LBFGS needs a closure"):
         starling.join(model, torch.optim.LBFGS(model.parameters()))
     learner = starling.join(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ProtocolError, match=r"learner 0: step\(\) takes a GradScaler or nothing, got function"):
+    with pytest.raises(ProtocolError, match=r"learner 0: step\(\) accepts only a GradScaler, got function"):
         learner.step(lambda: 0.0)  # type: ignore[arg-type]
     learner.close()
 
@@ -510,16 +510,16 @@ def test_a_model_given_other_memory_is_trained_on_with_what_it_holds(strategy: s
     [
         (
             lambda alone: alone.model.half(),
-            r"learner 0: parameter 0.weight was torch.float32 \[3, 2, 2, 2\] on cpu .*float16",
+            r"learner 0: parameter 0.weight is torch.float16 .*was torch.float32 \[3, 2, 2, 2\] on cpu",
         ),
         (
             lambda alone: alone.model.append(nn.Linear(2, 2)),
-            r"parameter 3.weight, 3.bias is trained now but was unknown",
+            r"parameter 3.weight, 3.bias is trained but was unknown",
         ),
-        (lambda alone: alone.model.__setitem__(2, nn.Linear(12, 2)), r"parameter 2.weight, 2.bias is trained now"),
+        (lambda alone: alone.model.__setitem__(2, nn.Linear(12, 2)), r"parameter 2.weight, 2.bias is trained but was"),
         (
             lambda alone: alone.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]}),
-            r"parameter of shape \[7\] in the optimizer is trained now",
+            r"parameter of shape \[7\] in the optimizer is trained but was unknown",
         ),
     ],
 )
@@ -549,6 +549,6 @@ def test_an_unknown_frozen_parameter_is_named_when_it_is_unfrozen() -> None:
     learner.step()
     model[0].requires_grad_(True)
     with pytest.raises(
-        ProtocolError, match=r"parameter 0.weight, 0.bias is trained now but was unknown when the model join"
+        ProtocolError, match=r"parameter 0.weight, 0.bias is trained but was unknown when the model join"
     ):
         learner.step()

@@ -91,12 +91,12 @@ def test_a_fault_for_a_learner_that_does_not_exist_is_a_problem() -> None:
 
 def test_a_fault_has_one_place() -> None:
     """At a mini-batch, at a time or at an event; what only the simulated clock knows is named for real processes."""
-    with pytest.raises(ValidationError, match="give one of at_step, at_seconds and at_event"):
+    with pytest.raises(ValidationError, match="give exactly one of at_step, at_seconds and at_event"):
         Kill(kill=1)
-    with pytest.raises(ValidationError, match="give one of at_step, at_seconds and at_event"):
+    with pytest.raises(ValidationError, match="give exactly one of at_step, at_seconds and at_event"):
         Pause(pause=1, at_step=3, at_event=5, seconds=1.0)
     assert Pause(pause=1, seconds=1.0).at_step == 1
-    with pytest.raises(ValidationError, match="give one of at_seconds and at_event"):
+    with pytest.raises(ValidationError, match="give exactly one of at_seconds and at_event"):
         Split(split=(1,), seconds=1.0)
     faults = (Kill(kill=1, at_event=3), Kill(kill=1, at_step=3), Split(split=(1,), at_seconds=1.0, seconds=1.0))
     assert [problem.partition(":")[0] for problem in only_simulated(faults)] == ["faults.0", "faults.2"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from starling.training.flat import CUDNN_ALIGNMENT, FlatModel, show_to_cudnn, split, trainable
+from starling.training.flat import CUDNN_ALIGNMENT, FlatModel, avoid_cudnn_packing, split, trainable
 
 CPU = torch.device("cpu")
 
@@ -64,8 +64,8 @@ def flat_on_aligned_memory(model: nn.Module) -> FlatModel:
     flat = FlatModel(model, CPU)
     memory = torch.empty(len(flat.weights) + CUDNN_ALIGNMENT)
     start = -memory.data_ptr() % CUDNN_ALIGNMENT // memory.element_size()
-    flat.look_at(memory[start : start + len(flat.weights)].copy_(flat.weights))
-    show_to_cudnn(model, flat.weights)
+    flat.use_weights(memory[start : start + len(flat.weights)].copy_(flat.weights))
+    avoid_cudnn_packing(model, flat.weights)
     return flat
 
 
@@ -144,7 +144,7 @@ def test_frozen_weights_of_a_module_stay_where_they_are() -> None:
     model[0].bias_hh_l0.requires_grad_(False)
     flat = FlatModel(model, CPU)
     frozen = model[0].bias_hh_l0.data_ptr()
-    show_to_cudnn(model, flat.weights)
+    avoid_cudnn_packing(model, flat.weights)
     assert model[0].bias_hh_l0.data_ptr() == frozen
     model[0].flatten_parameters()
     assert torch.equal(flat.weights, torch.cat([each.detach().reshape(-1) for each in trainable(model)]))

@@ -122,7 +122,7 @@ def test_who_is_new_takes_the_state_of_a_neighbour() -> None:
 
 def test_resuming_from_nothing_is_an_error() -> None:
     """Were all that had begun lost, it would be a new run."""
-    with pytest.raises(PeerLost, match="before any had begun"):
+    with pytest.raises(PeerLost, match="before training began"):
         agree_on_plan(HashStore(), Membership(1, (4,)), 0, Past(), job("adpsgd"), 5.0, lambda: None, lambda plan: None)
 
 

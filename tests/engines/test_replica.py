@@ -96,5 +96,5 @@ def test_an_optimizer_that_keeps_more_than_a_number_for_each_weight_is_refused()
     """NAdam's product of momenta belongs to no weight, and LBFGS keeps vectors of another kind."""
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.zeros(4)
-    with pytest.raises(ConfigError, match="NAdam keeps 'mu_product', which is no number for each weight"):
+    with pytest.raises(ConfigError, match="NAdam keeps 'mu_product', which is not one number per weight"):
         OptimizerMemory(torch.optim.NAdam([parameter]), [parameter], lambda others: torch.optim.NAdam(others.values()))

@@ -205,7 +205,7 @@ def test_a_gradient_given_to_a_mean_cannot_be_awaited_for_itself() -> None:
         me.mean(gradient)
         await gradient
 
-    with pytest.raises(ProtocolError, match="learner 0 awaited a gradient that it had given to `mean`"):
+    with pytest.raises(ProtocolError, match="learner 0 awaited a gradient after giving it to `mean`"):
         run(made_of(greedy), 1, Budget(steps=1))
 
 

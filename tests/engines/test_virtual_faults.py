@@ -107,7 +107,7 @@ def kill_at(name: str, event: int, victim: int) -> None:
     except PeerLost as error:
         assert name in SERVED
         assert f"learner {victim} was killed on purpose after " in str(error)
-        assert f"learner {victim} of 4 was a server, and the part of the model that it kept is lost" in str(error)
+        assert f"learner {victim} of 4 was a server; its shard of the model is lost" in str(error)
         return
     assert [loss.learner for loss in outcome.losses] == [victim]
     assert len(outcome.states) == (2 if name == "hadpsgd" else 3)

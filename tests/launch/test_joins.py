@@ -188,7 +188,7 @@ def test_a_request_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     """Super-learners are whole: three learners more are refused, two join."""
     run = Run("hadpsgd", 2, tmp_path)
     run.go(ask_for=(3, 2), expect=2)
-    assert "2 learners to a super-learner do not divide 5 learners" in run.answer(0).refused
+    assert "5 learners cannot be divided into super-learners of 2" in run.answer(0).refused
     assert run.answer(1).joined == (2, 3)
 
 

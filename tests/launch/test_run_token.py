@@ -87,7 +87,7 @@ def test_a_stranger_is_refused_before_anything_it_says_is_read(message: bytes, m
     """Whatever bytes are in a learner's place, the greeting ends with a ProtocolError."""
     monkeypatch.setenv(VARIABLE, new_token())
     store = HashStore()
-    store.set("greeting/1", message)
+    store.set("handshake/1", message)
     with pytest.raises(ProtocolError, match="run token"):
         shake_hands(store, 0, MINE, timeout_seconds=5)
 
@@ -109,7 +109,7 @@ def test_a_token_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     with pytest.raises(PeerLost):
         shake_hands(store, 0, MINE, timeout_seconds=0.1)
-    said = store.get("greeting/0")
+    said = store.get("handshake/0")
     assert b"allreduce" in said and token.encode() not in said
 
 

@@ -175,7 +175,7 @@ def test_a_strategy_that_does_not_fit_the_learners_is_one_problem_among_others(t
         check_recipe(tree, "r.yaml")
     _, *lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["  seed", "  strategy.per_node"]
-    assert lines[1].endswith("2 learners to a super-learner do not divide 3 learners")
+    assert lines[1].endswith("3 learners cannot be divided into super-learners of 2")
     tree["learners"] = 0
     with pytest.raises(ConfigError) as caught:
         check_recipe(tree, "r.yaml")
@@ -333,7 +333,7 @@ def test_a_wrong_fault_is_one_problem(tree: Tree) -> None:
         "faults.1.seconds: input should be greater than 0, got -5",
         "faults.2: must be a mapping with one of the keys kill, pause, nan, split, join, got 7",
         "faults.3.at_stp: unknown key; did you mean faults.at_step?",
-        "faults.4: give one of at_step, at_seconds and at_event",
+        "faults.4: give exactly one of at_step, at_seconds and at_event",
     ]
 
 

@@ -115,10 +115,10 @@ def test_a_function_of_a_ticket_makes_whole_mini_batches() -> None:
     [
         ({"data": Squares()}, "batch_size: a dataset needs batch_size"),
         ({"data": Squares(), "batch_size": 0}, "batch_size: 0 is not at least 1"),
-        ({"data": Squares(), "batch_size": 2, "num_batches": 3}, "num_batches: a map-style dataset has as many"),
-        ({"data": Counting(), "batch_size": 2}, "num_batches: None is not at least 1"),
+        ({"data": Squares(), "batch_size": 2, "num_batches": 3}, "num_batches: for a map-style dataset it follows"),
+        ({"data": Counting(), "batch_size": 2}, "num_batches: None; give the number"),
         ({"data": batch_of, "batch_size": 2, "num_batches": 1}, "batch_size: a function of a ticket makes whole"),
-        ({"data": 3}, "data: a int is neither a dataset, an iterable nor a function"),
+        ({"data": 3}, "data: a int is not a dataset, an iterable or a function"),
     ],
 )
 def test_arguments_that_do_not_fit_together_are_refused(given: dict[str, Any], message: str) -> None:

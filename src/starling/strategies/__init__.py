@@ -1,4 +1,4 @@
-"""The strategies: one algorithm, one file. A file ends with its `Strategy`, and they are listed here."""
+"""The strategies by name. Each file holds one algorithm and ends with its `Strategy`."""
 
 import copyreg
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _O
 
 
 def _reduced(strategy: Strategy) -> str | tuple[Any, ...]:
-    """A strategy of Starling's own travels to another process by its name, any other by its fields."""
+    """How a strategy is pickled: Starling's own by name, any other by its fields."""
     if STRATEGIES.get(strategy.name) is strategy:
         return find_strategy, (strategy.name,)
     return object.__reduce_ex__(strategy, 2)
@@ -42,9 +42,9 @@ _REGISTRY = Registry(
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of a name: one in `STRATEGIES`, an entry point of the group `starling.strategies`, or `module:name`.
+    """Find a strategy: a name in `STRATEGIES`, an entry point of the group `starling.strategies`, or `module:name`.
 
     Raises:
-        ConfigError: there is none; the message suggests the nearest name.
+        ConfigError: No strategy has this name; the message suggests the nearest one.
     """
     return _REGISTRY.find(name)

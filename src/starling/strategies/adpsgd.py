@@ -1,4 +1,4 @@
-"""Asynchronous decentralised SGD: neighbours average in the background, and gradients wait for no other learner."""
+"""Asynchronous decentralised SGD: neighbours average in the background, and no gradient waits for another learner."""
 
 from pydantic import Field
 
@@ -13,10 +13,11 @@ class AsynchronousOptions(MixingOptions):
 
     pattern: str = "random"
     period: float = Field(default=1.0, gt=0.0)
-    """Gradients that a learner makes before it opens the next averaging round; below 1, several rounds per gradient."""
+    """Gradients that a learner computes before it opens the next averaging round; below 1: several rounds per
+    gradient."""
     max_lag: float | None = Field(default=None, ge=1.0)
-    """Gradients after which a learner waits for its own background to complete a round. None: twice the period, but at
-    least 2, so that a round always has a gradient to hide behind."""
+    """A learner that has computed this many gradients since its last completed round waits for the round under way.
+    None: twice the period, but at least 2, so that a round can always overlap with a gradient."""
 
     @property
     def lag(self) -> float:
@@ -25,25 +26,25 @@ class AsynchronousOptions(MixingOptions):
 
 
 async def adpsgd(me: Learner, options: AsynchronousOptions) -> None:
-    """Each learner takes gradients and steps on its own, while its background averages with its neighbours.
+    """Each learner computes gradients and steps independently, while its background averages with its neighbours.
 
     Equation, with k counting averaging rounds::
 
         background:  W <- W T_k
         learner l:   w_l <- w_l - a g_l(Phi_l)
 
-    with W `[P, L]` the weights, one column for each learner; T_k the mixing matrix of round k by `options.pattern`:
-    among others `ring` (fixed), `random` (a ring of newly permuted learners each round) and `pairs` (a random perfect
-    matching); a the step of the local optimizer; Phi_l what w_l was when the gradient began. A round waits only for the
-    backgrounds of neighbours, and a gradient for no other learner.
+    with W `[P, L]` the weights, one column for each learner; T_k the mixing matrix of round k, given by
+    `options.pattern`: for example `ring` (fixed), `random` (a ring in a new random order each round) or `pairs` (a
+    random perfect matching); a the step size of the local optimizer; Phi_l the value of w_l when the gradient began. A
+    round waits only for the backgrounds of neighbours; a gradient waits for no other learner.
 
-    In the papers the background averages as fast as it can. Here `options.period` bounds how often, and
-    `options.max_lag` how far averaging may fall behind, because convergence proofs assume a bound: the `lag`-th
-    gradient since the learner last completed a round waits for the learner's own background.
+    In the papers the background averages as fast as it can. Here `options.period` limits how often it averages, and
+    `options.max_lag` how far averaging may fall behind, because convergence proofs assume a bound. A learner that has
+    computed `lag` gradients since its last completed round waits, before the next gradient, for the round under way.
 
     Args:
-        me: The learner that runs this text.
-        options: Which learners average, how often, and what travels between them.
+        me: The learner that runs this coroutine.
+        options: Which learners average, how often, and how weights are encoded.
 
     References:
         Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952 (`pairs`).

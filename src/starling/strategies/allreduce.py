@@ -11,13 +11,13 @@ async def allreduce(me: Learner) -> None:
 
         w <- w - a (1/L) sum_j g_j(w)
 
-    with w the weights, the same on all learners; a the step of the local optimizer; g_j the gradient of learner j's
-    mini-batch. Each step waits for the slowest learner. Also known as SSGD, SC-PSGD and BSP.
+    with w the weights, the same on all learners; a the step size of the local optimizer; g_j the gradient of learner
+    j's mini-batch. Each step waits for the slowest learner. Also known as SSGD, SC-PSGD and BSP.
 
-    On the `processes` engine the mean is torch's DistributedDataParallel, which reduces while backward runs.
+    On the `processes` engine torch's DistributedDataParallel computes the mean, while backward is still running.
 
     Args:
-        me: The learner that runs this text.
+        me: The learner that runs this coroutine.
 
     References:
         Zhang et al. 2019, "Distributed Deep Learning Strategies for Automatic Speech Recognition", arXiv 1904.04956,

@@ -1,4 +1,4 @@
-"""What a strategy is to the engines and to recipes: its text, and a few facts about it."""
+"""`Strategy`: a strategy's coroutine, and what engines and recipes must know about it."""
 
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
@@ -8,46 +8,47 @@ from starling.configuration import Config
 from starling.learner import Learner
 
 Count = Callable[[Any, int], int]
-"""From a strategy's options and the number of learners to a number of learners. It never raises: see `validate`."""
+"""A number of learners, from a strategy's options and the world size. It never raises: `validate` reports problems."""
 
 
 class NoOptions(Config):
-    """The options of a strategy that has none."""
+    """The options of a strategy without options."""
 
 
 def all_learners(options: Config, world: int) -> int:
-    """All of them."""
+    """All learners."""
     return world
 
 
 def one_learner(options: Config, world: int) -> int:
-    """Each for itself."""
+    """One learner."""
     return 1
 
 
 def fits_any(options: Config, world: int) -> None:
-    """These options suit any number of learners."""
+    """Accept any number of learners."""
 
 
 def averages_none(options: Config) -> bool:
-    """No gradients are averaged."""
+    """False: no gradients are averaged."""
     return False
 
 
 def all_but_the_lost(options: Config, world: int, lost: Collection[int]) -> Sequence[int]:
-    """The ranks of the learners that are left."""
+    """The ranks of all learners that are not lost."""
     return [rank for rank in range(world) if rank not in lost]
 
 
 @dataclass(frozen=True)
 class SyncGroups:
-    """Which learners claim mini-batches together: the first `num_workers`, in groups of `size`. Others claim none."""
+    """Which learners claim mini-batches together: the first `num_workers`, in groups of `size`. The others claim
+    none."""
 
     num_workers: int
     size: int
 
     def of(self, rank: int) -> range:
-        """The sync group of a learner; a learner that claims nothing is a group of its own."""
+        """The sync group of a learner. A learner that claims no mini-batches forms a group by itself."""
         if rank >= self.num_workers:
             return range(rank, rank + 1)
         first = rank - rank % self.size
@@ -58,30 +59,30 @@ class SyncGroups:
 class Strategy:
     """A strategy: how learners agree, and what engines and recipes must know about it.
 
-    A strategy's file ends with one of these. `name`, `summary` and `run` are all that most need; each other field says
-    where a strategy differs from one whose learners step together, each with a model of its own.
+    Most strategies set only `name`, `summary` and `run`. The defaults of the other fields describe a strategy whose
+    learners step together, each with its own model.
     """
 
     name: str
     summary: str
     """One line, for `starling strategies`."""
     run: Callable[..., Coroutine[Any, Any, None]]
-    """`run(learner)`, or `run(learner, options)` if the strategy has options: its text, as a coroutine."""
+    """The algorithm, a coroutine function: `run(learner)`, or `run(learner, options)` if the strategy has options."""
     sync_group_size: Count = all_learners
-    """How many learners claim mini-batches together, one each, and compute in step: all of them by default, one where
-    no learner waits for another's gradient."""
+    """How many learners claim mini-batches together, one each, and compute in step: all by default; 1 if no learner
+    waits for another's gradient."""
     options: type[Config] = NoOptions
     num_workers: Count = all_learners
-    """How many learners claim mini-batches: the first ones. The others serve them."""
+    """How many learners claim mini-batches. These have the lowest ranks; the others serve them."""
     check: Callable[[Any, int], None] = fits_any
     """Raises ConfigError if the options do not fit this number of learners; `validate` calls it."""
     survivors: Callable[[Any, int, Collection[int]], Sequence[int]] = all_but_the_lost
-    """From the options, the number of learners and the ranks of the lost to the ranks that can continue. PeerLost if
-    none can."""
+    """The ranks that can continue, from the options, the number of learners and the lost ranks. Raises PeerLost if no
+    learner can continue."""
     averages_gradients: Callable[[Any], bool] = averages_none
-    """Whether, with these options, a step is made with the mean gradient of a sync group."""
+    """Whether, with these options, a step uses the mean gradient of a sync group."""
     is_served: bool = False
-    """Whether servers keep the model; otherwise it is the mean of all learners' weights."""
+    """Whether servers keep the model. If not, the model is the mean of all learners' weights."""
     has_one_model: bool = False
     """Whether all learners have the same weights after each step."""
     steps_itself: bool = True
@@ -91,7 +92,7 @@ class Strategy:
         """Check that `options` fit `world` learners.
 
         Raises:
-            ConfigError: they do not; the message says what to change.
+            ConfigError: The options do not fit; the message says what to change.
         """
         self.check(options, world)
 
@@ -100,35 +101,34 @@ class Strategy:
         return SyncGroups(self.num_workers(options, world), self.sync_group_size(options, world))
 
     def successors(
-        self, options: Config, members: Sequence[int], lost: Collection[int], came: Sequence[int] = ()
+        self, options: Config, members: Sequence[int], lost: Collection[int], joined: Sequence[int] = ()
     ) -> tuple[int, ...]:
-        """The learners of the next membership, in the order of their ranks, when some of `members` are lost and others
-        come.
+        """The learners of the next membership, in the order of their ranks: `members` without `lost`, plus `joined`.
 
-        Joiners stand behind the workers and before the servers. So a server keeps its place among the servers, and a
-        super-learner keeps its own learners.
+        Joiners rank after the remaining workers and before the servers, so that each server keeps its model shard and
+        each super-learner its learners.
 
         Raises:
-            PeerLost: the strategy cannot continue without the lost learners.
-            ConfigError: the options do not fit so many learners.
+            PeerLost: The strategy cannot continue without the lost learners.
+            ConfigError: The options do not fit the new number of learners.
         """
         ranks = self.survivors(options, len(members), [members.index(name) for name in lost])
         left = [members[rank] for rank in ranks]
         num_workers = self.num_workers(options, len(left))
-        following = (*left[:num_workers], *came, *left[num_workers:])
+        following = (*left[:num_workers], *joined, *left[num_workers:])
         self.validate(options, len(following))
         return following
 
     def weighting_problem(self, options: Config, weighting: str) -> str | None:
-        """Why mini-batches cannot be weighted in this way; None if they can."""
+        """Why mini-batches cannot be weighted by `weighting`; None if they can."""
         if weighting == "batches" or self.averages_gradients(options):
             return None
         return (
-            f"{weighting!r} weighs gradients that learners average, and under {self.name} with these options they "
-            "average none; leave it out, or choose allreduce, hadpsgd with per_node above 1, or parameter-server with "
+            f"{weighting!r} weights the gradients that learners average, but {self.name} with these options averages "
+            "no gradients; leave it out, or choose allreduce, hadpsgd with per_node above 1, or parameter-server with "
             "update: hybrid"
         )
 
     def start(self, learner: Learner, options: Config) -> Coroutine[Any, Any, None]:
-        """The coroutine of one learner, not started yet."""
+        """The coroutine of one learner, not yet started."""
         return self.run(learner) if self.options is NoOptions else self.run(learner, options)

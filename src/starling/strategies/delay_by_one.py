@@ -1,24 +1,25 @@
-"""Averaging weights behind the computation, one step late."""
+"""Averaging of weights that overlaps with computation and takes effect one step late."""
 
 from starling.learner import Learner
 from starling.strategies.base import Strategy
 
 
 async def delay_by_one(me: Learner) -> None:
-    """The mean of all weights travels while each learner computes its gradient at the weights before averaging.
+    """All learners average their weights while each computes its gradient at the weights before averaging.
 
     Equation, for every learner l of L::
 
         w_l <- (1/L) sum_j w_j  -  a g_l(w_l)
 
-    with w_l the weights of learner l; a the step of its local optimizer; g_l the gradient of its mini-batch. What the
-    other learners did arrives one step late. Every learner waits for every other, but behind the computation.
+    with w_l the weights of learner l; a the step size of its local optimizer; g_l the gradient of its mini-batch. The
+    steps of other learners arrive one step late. Every learner waits for every other, but the averaging overlaps with
+    the computation.
 
-    The equation is the definition used here: we know the delay-by-one strategy of the IBM acoustic models only from
-    abstracts, which do not define it in full.
+    The equation is our definition: the abstracts of the papers, from which we know delay-by-one, do not define it in
+    full.
 
     Args:
-        me: The learner that runs this text.
+        me: The learner that runs this coroutine.
 
     References:
         Cui et al. 2021, "Asynchronous Decentralized Distributed Training of Acoustic Models", arXiv 2110.11199.
@@ -31,4 +32,4 @@ async def delay_by_one(me: Learner) -> None:
         me.step(gradient)
 
 
-DELAY_BY_ONE = Strategy("delay-by-one", "average weights behind the computation, one step late", delay_by_one)
+DELAY_BY_ONE = Strategy("delay-by-one", "average weights during the computation, one step late", delay_by_one)

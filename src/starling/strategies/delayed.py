@@ -1,4 +1,4 @@
-"""Synchronous data parallelism with gradients that are late on purpose."""
+"""Synchronous data parallelism with deliberately stale gradients."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ class DelayOptions(Config):
     """The options of `delayed`."""
 
     delay: int = Field(default=1, ge=0)
-    """The staleness of every gradient: the steps between the weights it is taken at and the weights it changes."""
+    """d, the staleness of each gradient: the steps made between reading the weights and applying the gradient."""
 
 
 async def delayed(me: Learner, options: DelayOptions) -> None:
-    """All learners step together with the mean of the gradients that they computed d steps ago.
+    """All learners step together with the mean of the gradients they computed d steps ago.
 
     Equation, for every learner l of L::
 
         w_{k+1} <- w_k - a (1/L) sum_j g_j(w_{k-d})
 
-    with w the weights, the same on all learners; a the step of the local optimizer; g_j the gradient of learner j's
-    mini-batch; d `options.delay`. With d = 0 it is `allreduce`, and it is never faster: its purpose is to study
-    staleness apart from everything else that asynchrony brings.
+    with w the weights, the same on all learners; a the step size of the local optimizer; g_j the gradient of learner
+    j's mini-batch; d `options.delay`. With d = 0 this is `allreduce`. It is never faster than `allreduce`: its purpose
+    is to study staleness apart from the other effects of asynchrony.
 
-    The first d gradients make no step when they are computed. The d gradients left at the end are applied one after
-    another, so that each counts once.
+    The first d iterations make no step. The last d gradients are applied one after another at the end, so that each
+    gradient is applied once.
 
     Args:
-        me: The learner that runs this text.
-        options: How late gradients are.
+        me: The learner that runs this coroutine.
+        options: The delay d.
 
     References:
         Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for Transformers", arXiv 1906.03496,
-        who separate the effect of staleness from that of the batch size by such delayed updates.
+        which uses delayed updates to separate the effect of staleness from that of the batch size.
     """
     late: deque[tuple[Tensor, int]] = deque()
     with suppress(LoopEnded):

@@ -7,19 +7,19 @@ from starling.topology import find_topology
 
 
 async def dpsgd(me: Learner, options: MixingOptions) -> None:
-    """Each step averages with the neighbours' weights and, at the same time, takes the gradient at its own.
+    """Each learner averages its weights with its neighbours' while it computes the gradient at its own weights.
 
     Equation, for all learners together::
 
         W <- W T_k - a g(W)
 
-    with W `[P, L]` the weights, one column for each learner; T_k the mixing matrix of step k by `options.pattern`; a
-    the step of the local optimizers; g the gradients, each at its own column. Neighbours wait for each other at every
-    step.
+    with W `[P, L]` the weights, one column for each learner; T_k the mixing matrix of step k, given by
+    `options.pattern`; a the step size of the local optimizers; g `[P, L]` the gradients, each taken at its own column.
+    Neighbours wait for each other at every step.
 
     Args:
-        me: The learner that runs this text.
-        options: Which learners are neighbours, and what travels between them.
+        me: The learner that runs this coroutine.
+        options: Which learners are neighbours, and how weights are encoded.
 
     References:
         Lian et al. 2017, "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056.

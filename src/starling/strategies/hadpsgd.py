@@ -1,4 +1,4 @@
-"""Hierarchical ADPSGD: super-learners whose learners step together, and asynchronous averaging between them."""
+"""Hierarchical ADPSGD: learners of a super-learner step together; super-learners average asynchronously."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -16,7 +16,7 @@ class HierarchicalOptions(AsynchronousOptions):
     """The options of `hadpsgd`."""
 
     per_node: int = Field(ge=1)
-    """Learners of one super-learner, usually the devices of a node; learners 0 to per_node - 1 are the first."""
+    """Learners per super-learner, usually one for each device of a node. Learners 0 to per_node - 1 form the first."""
 
 
 async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
@@ -27,16 +27,16 @@ async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
         background:  W <- W T_k
         together:    w_n <- w_n - a (1/G) sum_i g_ni(Phi_n)
 
-    with W `[P, L / G]` the weights, one column for each super-learner; T_k the mixing matrix of round k; a the step of
-    the local optimizers, the same on all learners of a super-learner; Phi_n what w_n was when the gradient began.
+    with W `[P, L / G]` the weights, one column for each super-learner; T_k the mixing matrix of round k; a the step
+    size of the local optimizers, the same on all learners of a super-learner; Phi_n the value of w_n when the gradient
+    began.
 
-    Each learner exchanges its own share of the weights with its counterparts in other super-learners and then passes
-    the change on inside, so that no single process carries the node's traffic. Learners of one super-learner apply
-    these changes at different moments: their weights agree to rounding, not to the bit, and their gradients may be
-    taken a round apart.
+    Each learner exchanges its share of the weights with its counterparts in other super-learners. The super-learner
+    then sums these changes, so that no single process carries the node's traffic. Learners of one super-learner apply
+    the changes at different times: their weights agree up to rounding, and their gradients may be one round apart.
 
     Args:
-        me: The learner that runs this text.
+        me: The learner that runs this coroutine.
         options: The size of a super-learner, and how super-learners average.
 
     References:
@@ -66,7 +66,10 @@ async def _average(me: Learner, options: HierarchicalOptions, node: range) -> No
 
 
 class SideBySide(Topology):
-    """One copy of a topology for each learner of a super-learner: learners mix with their counterparts, T x I."""
+    """A topology of super-learners, copied for each of their learners: learners mix with their counterparts.
+
+    Its matrix is the Kronecker product of T, the matrix of the super-learners, and the identity.
+    """
 
     def __init__(self, between: Topology, copies: int) -> None:
         super().__init__(between.world * copies)
@@ -91,20 +94,20 @@ def _share(piece: slice, local: int, parts: int) -> slice:
 def _check(options: HierarchicalOptions, world: int) -> None:
     if world % options.per_node:
         raise ConfigError(
-            f"strategy.per_node: {options.per_node} learners to a super-learner do not divide {world} learners"
+            f"strategy.per_node: {world} learners cannot be divided into super-learners of {options.per_node}"
         )
     find_topology(options.pattern, world // options.per_node, seed=0)
 
 
 def _whole_super_learners(options: HierarchicalOptions, world: int, lost: Collection[int]) -> Sequence[int]:
-    """A super-learner that has lost a learner leaves as a whole."""
+    """The learners of super-learners that are complete: one that lost a learner cannot continue."""
     broken = {rank // options.per_node for rank in lost}
     return [rank for rank in range(world) if rank // options.per_node not in broken]
 
 
 HADPSGD = Strategy(
     "hadpsgd",
-    "nodes in step inside, adpsgd between them",
+    "step together within a super-learner, adpsgd between super-learners",
     hadpsgd,
     lambda options, world: options.per_node,
     HierarchicalOptions,

@@ -1,4 +1,4 @@
-"""Lock-free SGD: one model in memory that all learners of a machine share."""
+"""Lock-free SGD: all learners share one model in the memory of one machine."""
 
 from contextlib import suppress
 
@@ -13,26 +13,26 @@ class HogwildOptions(Config):
     """The options of `hogwild`."""
 
     piece_megabytes: float = Field(default=16.0, gt=0.0)
-    """The model is read and changed in pieces of this size. On the virtual engine other learners may act between two
-    pieces; on processes they may act at any time."""
+    """The model is read and changed in pieces of this size. On the virtual engine other learners may read or change it
+    between two pieces; on the processes engine at any time."""
 
 
 async def hogwild(me: Learner, options: HogwildOptions) -> None:
     """Every learner reads and changes one shared model, without a lock and without waiting for another learner.
 
-    Equation, with w the only weights there are::
+    Equation, with w the shared weights::
 
-        each learner, again and again:   w <- w - a g(Phi)
+        each learner, repeatedly:   w <- w - a g(Phi)
 
-    with a the step of the learner's own optimizer; Phi what it read of w, piece by piece, while others changed it, so
-    that parts of Phi may be of different ages. A step may overwrite what another learner writes at the same moment:
-    such lost updates are rare and are accepted.
+    with a the step size of the learner's own optimizer; Phi its copy of w. It reads w piece by piece while others
+    change it, so parts of Phi may be of different ages. A step may overwrite another learner's simultaneous step: such
+    lost updates are rare and are accepted.
 
     In the paper gradients are sparse and steps are plain SGD; here neither is required.
 
     Args:
-        me: The learner that runs this text.
-        options: In how large pieces the model is read and changed.
+        me: The learner that runs this coroutine.
+        options: The size of the pieces in which the model is read and changed.
 
     References:
         Niu et al. 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", arXiv 1106.5730.
@@ -50,7 +50,7 @@ async def hogwild(me: Learner, options: HogwildOptions) -> None:
             gradient = gradient.cpu()
             for part, when in zip(shared, read_at, strict=True):
                 await part.step(gradient[part.piece], me.step_metadata, [when])
-    for peer in range(me.world):  # until every learner has made its last step
+    for peer in range(me.world):  # wait until every learner has made its last step
         if peer != me.rank:
             await me.exchange(peer, me.step_metadata, tag=0)
     for part in shared:

@@ -1,4 +1,4 @@
-"""Averaging with other learners in delta form: what the decentralised strategies share."""
+"""Averaging with other learners in delta form, shared by the decentralised strategies."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class MixingOptions(Config):
     """The options of every strategy that averages with neighbours."""
 
     pattern: str = "ring"
-    """Which learners average with which: a name in `topology.PATTERNS`, an installed package's, or `module:name`."""
+    """Which learners average: a name in `topology.PATTERNS`, a pattern of an installed package, or `module:name`."""
     compression: Literal["none", "bfloat16"] = "none"
-    """How weights are encoded to travel. bfloat16 halves the bytes; its rounding error is kept and fed back."""
+    """How weights are encoded for sending. bfloat16 halves the bytes; its rounding error is fed back."""
     optimizer_state: Literal["local", "averaged"] = "local"
     """What happens to momentum and Adam's moments: each learner keeps its own, or they are averaged like weights."""
     piece_megabytes: float = Field(default=16.0, gt=0.0)
-    """Large models travel in pieces of this size, so that locks on the weights are short and copies are small."""
+    """Weights are averaged in pieces of at most this size, so that locks on them are short and copies are small."""
 
     @field_validator("pattern")
     @classmethod
@@ -39,7 +39,7 @@ class MixingOptions(Config):
         return pattern
 
     def pieces(self, me: Learner) -> list[slice]:
-        """What is averaged of a learner, in pieces."""
+        """The pieces of the weights, and of the optimizer's state if it is averaged."""
         largest = max(1, int(self.piece_megabytes * 2**20) // me.weights.element_size())
         return list(me.pieces(largest, self.optimizer_state == "averaged"))
 
@@ -50,14 +50,14 @@ def check_mixing(options: MixingOptions, world: int) -> None:
 
 
 class Compression:
-    """How a learner's weights travel: as they are, or rounded to bfloat16 at half the bytes, with error feedback.
+    """Encodes weights for sending: unchanged, or rounded to bfloat16 (half the bytes) with error feedback.
 
-    Equation, for each piece w of the weights and its kept error e, which begins at 0::
+    Equation, for each piece w of the weights and its accumulated error e, initially 0::
 
         send  q = round(w + e)
         e <- w + e - q
 
-    Nothing is lost for good: over the rounds, what was sent sums up to what was meant.
+    Rounding errors do not accumulate: the sums of the sent and of the exact weights differ only by e.
 
     References:
         Seide et al. 2014, "1-bit stochastic gradient descent", Interspeech.
@@ -70,11 +70,11 @@ class Compression:
         self._errors = weights.new_zeros(pieces[-1].stop if self._dtype else 0)
 
     def encode(self, mine: Tensor, piece: slice) -> Tensor:
-        """`mine` as it travels. Changes `mine` to what the receivers will decode."""
+        """Encode `mine`, and change it to what the receivers will decode."""
         if self._dtype is None:
             return mine
         error = self._errors[piece]
-        error.add_(mine)  # the weights, and what rounding has taken from them so far
+        error.add_(mine)  # w + e
         sent = error.to(self._dtype)
         mine.copy_(sent)
         error.sub_(mine)
@@ -82,27 +82,27 @@ class Compression:
 
 
 class Mixing:
-    """The averaging of one piece of my weights in round k, under way: sent to my targets, received from my sources."""
+    """Averages one piece of my weights in round k: sends it to my targets and receives those of my sources."""
 
     def __init__(self, me: Learner, topology: Topology, k: int, piece: slice, compression: Compression) -> None:
         self._mine = me.snapshot(piece)
         sent = compression.encode(self._mine, piece)
-        # receives are posted before sends, so that both directions flow at once
+        # post receives before sends, so that data flows in both directions at once
         self._receiving = [
             (weight, me.receive(peer, sent, tag=k)) for peer, weight in topology.sources(k, me.rank).items()
         ]
         self._sending = [me.send(peer, sent, tag=k) for peer in topology.targets(k, me.rank)]
 
     async def delta(self) -> Tensor:
-        """How the averaging changes my weights: sum_j T_jl (theirs_j - mine), T_jl the weight with which I mix j.
+        """The change to my weights: sum_j T_jl (theirs_j - mine), with T_jl the weight with which I mix learner j.
 
-        Applied as a change, it conserves the mean of all learners even if a gradient changed the weights meanwhile;
-        writing the average itself would erase that gradient.
+        Adding this change conserves the mean of all learners even if a gradient step changed the weights meanwhile;
+        writing the average itself would erase that step.
         """
         import torch
 
         own = self._mine
-        del self._mine  # a strategy may keep this object longer than it needs the copy
+        del self._mine  # free the copy as early as possible: a strategy may keep this object
         theirs = [(weight, await handle) for weight, handle in self._receiving]
         self._receiving.clear()
         for sending in self._sending:
@@ -122,14 +122,14 @@ class Mixing:
 
 
 def _parts(vector: Tensor) -> list[slice]:
-    """A vector in parts that fit in a processor's cache; on an accelerator, in one part."""
+    """Slices of a vector that fit in a processor's cache; on an accelerator, one slice."""
     size = _CACHED_NUMBERS if vector.device.type == "cpu" else max(1, len(vector))
     return [slice(start, start + size) for start in range(0, len(vector), size)] or [slice(0)]
 
 
 def one_ahead(work: Iterable[T]) -> Iterator[T]:
-    """The items of `work`, each made before the previous one is handed out: so a piece is already on its way while its
-    predecessor is awaited."""
+    """Yield the items of `work`, each after the next one has been created, so that the next piece is already under way
+    while one is awaited."""
     made: deque[T] = deque()
     for item in work:
         made.append(item)

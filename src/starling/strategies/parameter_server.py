@@ -17,26 +17,29 @@ if TYPE_CHECKING:
 
 
 async def parameter_server(me: Learner, options: ServerOptions) -> None:
-    """Workers push gradients to servers and pull weights; a server steps whenever its rule says so.
+    """Workers push gradients to servers and pull weights; each server steps according to its update rule.
 
-    Equation, with w the only weights that count, in S pieces on as many servers::
+    Equation, with w the servers' weights, one piece on each of S servers::
 
         worker:  Phi <- w,  push g(Phi)
         server:  w <- w - a G
 
-    with a the step of the server's optimizer and G by `options.update`: `asynchronous` each gradient as it arrives, so
-    that w has changed since Phi; `summed` the sum of n gradients that arrived; `hybrid` the mean of all workers'
-    gradients at the same w; `synchronous` the gradient of the one worker whose turn it is. `server_rules.py` has the
-    equation of each. Under `staleness_bound` a worker waits that has finished more than that many gradients beyond the
-    slowest.
+    with a the step size of the server's optimizer, and G determined by `options.update`:
 
-    Gradients are clipped by the worker, since a server sees only a piece. At the end of a run gradients that are too
-    few for a sum make a step of their own. A gradient that is not finite is not sent: it makes no step, and a mean or a
-    sum is that of the others.
+    * `asynchronous`: each gradient when it arrives; w has usually changed since Phi.
+    * `summed`: the sum of any n gradients.
+    * `hybrid`: the mean of all workers' gradients at the same w.
+    * `synchronous`: the gradient of the worker whose turn it is.
+
+    `server_rules.py` gives the equation of each rule. With `staleness_bound`, a worker more than that many gradients
+    ahead of the slowest worker waits.
+
+    Workers clip gradients, since a server sees only a piece. If too few gradients for a sum remain at the end of a run,
+    these make the last step. A non-finite gradient is not sent: it makes no step, and a mean or sum is over the others.
 
     Args:
-        me: The learner that runs this text: a worker, a server, or both.
-        options: The rule, and where the servers are.
+        me: The learner that runs this coroutine: a worker, a server, or both.
+        options: The update rule, and where the servers run.
 
     References:
         Dean et al. 2012, "Large Scale Distributed Deep Networks", NIPS (`asynchronous`: Downpour SGD, with shards).
@@ -46,7 +49,7 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
         (`summed`).
         Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", arXiv 1511.05950
         (`scale_by_staleness`).
-        `synchronous`, `hybrid` and `asynchronous` are the names of the Deep Speech line's parameter server.
+        The names `synchronous`, `hybrid` and `asynchronous` come from the parameter server of Deep Speech.
     """
     num_weights, shards = len(me.weights), options.shards
     if shards > num_weights:
@@ -72,7 +75,7 @@ async def _work(me: Learner, servers: Sequence[Remote], options: ServerOptions) 
                 await server.arrive()
                 await server.settle()
             if options.overlap and gradient is not None:
-                gradient = gradient.clone()  # the next one takes its place
+                gradient = gradient.clone()  # the next gradient overwrites it
             for server, age in zip(servers, ages, strict=True):
                 server.push(gradient, age)
             if options.overlap:
@@ -92,7 +95,7 @@ async def _work(me: Learner, servers: Sequence[Remote], options: ServerOptions) 
 async def _pull(servers: Sequence[Remote], options: ServerOptions) -> None:
     for server in servers:
         server.pull()
-        if options.update == "synchronous":  # a worker that has its turn at the first server has it at the others
+        if options.update == "synchronous":  # the first server grants the turn for all servers
             await server.arrive()
     for server in servers:
         await server.arrive()
@@ -100,37 +103,37 @@ async def _pull(servers: Sequence[Remote], options: ServerOptions) -> None:
 
 
 class Remote:
-    """A server as a worker sees it."""
+    """A worker's connection to one server."""
 
     def __init__(self, me: Learner, rank: int, piece: slice) -> None:
         import torch
 
         self._me, self._rank, self._piece = me, rank, piece
         self.age = 0.0
-        """The steps of the server that are in the weights of this worker."""
+        """The number of the server's steps that are in this worker's weights."""
         self._num_finished = 0.0
         self._like_age = torch.zeros(1, dtype=torch.float64)
-        self._like_weights = torch.empty(piece.stop - piece.start, dtype=me.weights.dtype)  # in host memory, as there
+        self._like_weights = torch.empty(piece.stop - piece.start, dtype=me.weights.dtype)  # host memory, as sent
         self._arriving: tuple[Handle[Tensor], Handle[Tensor]] | None = None
         self._sending: list[Handle[None]] = []
 
     def pull(self) -> None:
-        """Ask for the weights; `arrive` waits for them."""
+        """Request the server's weights; `arrive` waits for them."""
         age = self._me.receive(self._rank, self._like_age, AGE)
         self._arriving = age, self._me.receive(self._rank, self._like_weights, WEIGHTS)
         self._report(self.age)
 
     async def arrive(self) -> None:
-        """Put the weights that were asked for, if any were, in the place of this worker's own."""
+        """Wait for the requested weights, if any, and overwrite this worker's weights with them."""
         if self._arriving is not None:
             age, weights = self._arriving
             self._arriving, self.age = None, float(await age)
             self._me.replace(await weights, self._piece)
 
     def push(self, gradient: Tensor | None, age: float) -> None:
-        """Start sending the server its piece of a gradient `[P]`, which must not change before `settle`.
+        """Start sending the server its piece of a gradient `[P]`, which must not change before `settle` returns.
 
-        `age` is that of the weights at which it was taken. None: the mini-batch gave no finite gradient.
+        `age` is that of the weights at which the gradient was taken. `gradient` is None if it was not finite.
         """
         self._num_finished += 1
         self._report(math.nan if gradient is None else age)
@@ -138,7 +141,7 @@ class Remote:
             self._sending.append(self._me.send(self._rank, gradient[self._piece], GRADIENT))
 
     def leave(self) -> None:
-        """Say that no more gradients will come."""
+        """Report that this worker sends no more gradients, and request the final weights."""
         self._num_finished = math.inf
         self._report(self.age)
 
@@ -147,7 +150,7 @@ class Remote:
         self._sending.append(self._me.send(self._rank, report, REPORT))
 
     async def settle(self) -> None:
-        """Wait until the server has all that was sent."""
+        """Wait until everything sent to the server has arrived."""
         for sending in self._sending:
             await sending
         self._sending.clear()
@@ -156,12 +159,12 @@ class Remote:
 def _check(options: ServerOptions, world: int) -> None:
     if options.servers == "own" and world <= options.shards:
         raise ConfigError(
-            f"strategy.shards: {options.shards} servers as learners of their own leave no worker among {world} "
-            "learners; start more learners, or choose servers: beside"
+            f"strategy.shards: with {options.shards} servers as learners of their own, none of the {world} learners is "
+            "a worker; start more learners, or choose servers: beside"
         )
     if options.shards > world:
         raise ConfigError(
-            f"strategy.shards: {options.shards} servers do not fit beside {world} learners; at most {world}"
+            f"strategy.shards: {options.shards} servers, but only {world} learners to run them; choose at most {world}"
         )
 
 
@@ -170,12 +173,10 @@ def _num_workers(options: ServerOptions, world: int) -> int:
 
 
 def _survivors(options: ServerOptions, world: int, lost: Collection[int]) -> Sequence[int]:
-    """All that are left, as long as every server and a worker are among them."""
+    """All learners that are not lost. PeerLost if a server is lost, ConfigError if too few remain."""
     for shard in range(options.shards):
         if (server := options.server(shard, world)) in lost:
-            raise PeerLost(
-                f"learner {server} of {world} was a server, and the part of the model that it kept is lost with it"
-            )
+            raise PeerLost(f"learner {server} of {world} was a server; its shard of the model is lost")
     left = all_but_the_lost(options, world, lost)
     _check(options, len(left))
     return left

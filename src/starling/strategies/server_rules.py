@@ -1,8 +1,8 @@
-"""The four rules by which a parameter server turns gradients into steps, each beside its equation.
+"""The four rules by which a parameter server turns gradients into steps, each with its equation.
 
-In the equations w is the server's piece of the weights, a the step of its optimizer, and g_l(Phi_l) the gradient that
-worker l took at Phi_l, the weights it pulled. A rule decides two things: when the gradients that have arrived make a
-step, and which worker may have the weights. Messages, clipping, staleness and the step itself are the `Server`'s.
+In the equations w is the server's piece of the weights, a the step size of its optimizer, and g_l(Phi_l) the gradient
+that worker l computed at Phi_l, the weights it pulled. A rule decides when the gradients that have arrived make a step,
+and which worker may pull the weights. The `Server` handles messages, staleness and the step itself; the workers clip.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ Combine = Literal["sum", "mean"]
 
 
 class Rule(ABC):
-    """When a server steps, and with what."""
+    """Decides when a server steps, and with which gradient."""
 
     @abstractmethod
     def finish(self, worker: int, num_waiting: int) -> bool:
-        """Note that a worker has finished a mini-batch, with a gradient or without.
+        """Record that a worker has finished a mini-batch, with or without a finite gradient.
 
-        Returns whether the `num_waiting` gradients that have arrived since the last step make the next one.
+        Returns whether the `num_waiting` gradients that have arrived since the last step now make a step.
         """
 
     def grant(self, worker: int) -> bool:
-        """Whether a worker that asks for the weights gets them now."""
+        """Whether a worker that has requested the weights gets them now."""
         return True
 
-    def leave(self, worker: int) -> None:  # noqa: B027 - most rules need not know
-        """Note that a worker makes no more gradients."""
+    def leave(self, worker: int) -> None:  # noqa: B027 - most rules ignore it
+        """Record that a worker computes no more gradients."""
 
     def combine(self, gradients: Sequence[Tensor]) -> Tensor:
-        """What the optimizer steps with, from the gradients in the order of their workers' ranks."""
+        """The gradient for the optimizer, from the workers' gradients in the order of their ranks."""
         return _sum(gradients)
 
 
 class Asynchronous(Rule):
     """Each gradient makes a step when it arrives, and no worker waits for another.
 
-    Equation, for whichever worker's gradient arrives::
+    Equation, for the gradient of worker l::
 
         w <- w - a g_l(Phi_l)
 
-    Since worker l pulled Phi_l the others have changed w.
+    Other workers may have changed w since worker l pulled Phi_l.
 
     References:
         Dean et al. 2012, "Large Scale Distributed Deep Networks", NIPS (Downpour SGD).
@@ -59,11 +59,11 @@ class Asynchronous(Rule):
 class Summed(Rule):
     """Any n gradients make one step with their sum, and no worker waits for another.
 
-    Equation, for the next n gradients to arrive, of whichever workers::
+    Equation, for the next n gradients to arrive, from any workers::
 
         w <- w - a (g_1(Phi_1) + ... + g_n(Phi_n))
 
-    With `combine` mean, the sum is divided by n. At the end of a run fewer than n gradients make the last step.
+    With `combine` mean, the sum is divided by n. The last step of a run may have fewer than n gradients.
 
     References:
         Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for Transformers", arXiv 1906.03496.
@@ -82,12 +82,12 @@ class Summed(Rule):
 class Hybrid(Rule):
     """The mean of all workers' gradients at the same weights makes a step, and every worker waits for it.
 
-    Equation, for G workers::
+    Equation, for N workers::
 
-        w <- w - a (1/G) sum_l g_l(w)
+        w <- w - a (1/N) sum_l g_l(w)
 
-    This is `allreduce` with the step made in one place. If gradients are not finite, the mean is that of the others.
-    With `combine` sum, it is not divided.
+    This is `allreduce` with the step made by the server. Non-finite gradients are left out of the mean. With `combine`
+    sum, the sum is not divided.
     """
 
     def __init__(self, num_workers: int, combine: Combine = "mean") -> None:
@@ -109,7 +109,7 @@ class Hybrid(Rule):
 
 
 class Synchronous(Rule):
-    """One worker at a time pulls, computes and steps, while the others queue for their turn.
+    """One worker at a time pulls, computes a gradient and pushes it, while the others wait for their turn.
 
     Equation, for the worker l whose turn it is::
 
@@ -132,7 +132,7 @@ class Synchronous(Rule):
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor:
-    """Added in their order; what arrived is not written to."""
+    """The sum of the gradients, in order; none of them is overwritten."""
     if len(gradients) == 1:
         return gradients[0]
     total = gradients[0] + gradients[1]

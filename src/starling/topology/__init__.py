@@ -1,7 +1,7 @@
-"""Which learners average with which: mixing patterns, their matrices and spectra.
+"""Which learners average in each round: mixing patterns, their matrices and spectra.
 
-A mixing matrix T `[L, L]` has one column for each learner: column l holds the weights with which learner l mixes the
-models of all (W <- W T). It conserves the mean if it is doubly stochastic: no entry is negative, and all rows and
+A mixing matrix T `[L, L]` has one column for each learner: column l holds the weights with which learner l mixes all
+learners' models (W <- W T). It conserves the mean if it is doubly stochastic: no entry is negative, and all rows and
 columns sum to 1. A `Topology` gives each learner its part of T_k, for every round k, without communication.
 """
 

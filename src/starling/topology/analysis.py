@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from starling.topology.base import Matrix, Topology
 
 TOLERANCE = 1e-12
-"""How far sums of weights may be from 1, because of rounding."""
+"""The largest rounding error accepted in sums of weights."""
 
 _ROUNDS_AVERAGED = 1024
 
@@ -17,7 +17,7 @@ def identity(world: int) -> Matrix:
 
 
 def complete(world: int) -> Matrix:
-    """The matrix under which all learners average, 1/L each, `[L, L]`."""
+    """The matrix under which all learners average with equal weights 1/L, `[L, L]`."""
     return np.full((world, world), 1.0 / world)
 
 
@@ -28,13 +28,13 @@ def is_doubly_stochastic(mixing: Matrix, tolerance: float = TOLERANCE) -> bool:
 
 
 def spectral_gap(mixing: Matrix) -> float:
-    """1 - max |lambda| over the eigenvalues other than the mean's: 1 mixes at once, 0 never.
+    """1 - max |lambda| over the eigenvalues except the mean's: with 1 one round mixes completely, with 0 none does.
 
     Args:
         mixing: A doubly stochastic matrix `[L, L]`.
 
     Raises:
-        ValueError: it is not doubly stochastic.
+        ValueError: The matrix is not doubly stochastic.
     """
     if not is_doubly_stochastic(mixing):
         raise ValueError("a spectral gap needs a doubly stochastic mixing matrix: rows and columns that sum to 1")
@@ -44,9 +44,9 @@ def spectral_gap(mixing: Matrix) -> float:
 
 
 def is_connected(topology: Topology, rounds: int) -> bool:
-    """Whether the first `rounds` rounds, repeated, carry news from every learner to every other.
+    """Whether the first `rounds` rounds, repeated, bring every learner's changes to every other.
 
-    Directions can be ignored: because each learner takes as much as others take of it, every path has a way back.
+    Directions can be ignored: the matrices are doubly stochastic, so for every path there is one back.
     """
     group = list(range(topology.world))
 
@@ -67,7 +67,7 @@ def is_connected(topology: Topology, rounds: int) -> bool:
 
 
 def mixing_product(topology: Topology, rounds: int, first: int = 0) -> Matrix:
-    """The product of `rounds` matrices from round `first`, `[L, L]`: T_first T_(first+1) ..., for W <- W T."""
+    """The product of the matrices of `rounds` rounds from round `first` on, `[L, L]`: T_first T_(first+1) ..."""
     product = identity(topology.world)
     for k in range(first, first + rounds):
         product = product @ topology.matrix(k)
@@ -75,20 +75,21 @@ def mixing_product(topology: Topology, rounds: int, first: int = 0) -> Matrix:
 
 
 def expected_contraction(topology: Topology, rounds: int | None = None) -> float:
-    """The factor by which a round shrinks the expected consensus distance in its worst mode, without gradients.
+    """The factor by which a round shrinks the expected consensus distance in the slowest mode, without gradients.
 
     Equation::
 
         max eigenvalue of  mean_k T_k T_k^T  orthogonal to the mean
 
-    With X `[P, L]` the deviations from the mean, a round turns |X|^2 into |X T_k|^2 = trace(X T_k T_k^T X^T). At 0
-    learners agree at once, at 1 never. For rounds drawn independently the factors of successive rounds multiply. Those
-    of `exponential` are not independent, and do far better together than one by one (`mixing_product`).
+    With X `[P, L]` the deviations from the mean, a round turns |X|^2 into |X T_k|^2 = trace(X T_k T_k^T X^T). With
+    factor 0 learners agree after one round, with 1 never. If rounds are drawn independently, the factors of successive
+    rounds multiply. The rounds of `exponential` are not independent: together they contract far more than the product
+    of their factors (`mixing_product`).
 
     Args:
         topology: The pattern.
-        rounds: Rounds to average over. None: one period of a pattern that repeats, which is exact, or 1024 rounds of a
-            random one, which lies a little above the expectation, the more so the larger L.
+        rounds: The number of rounds to average over. None: one period of a pattern that repeats, which is exact, or
+            1024 rounds of a random one, a slight overestimate that grows with L.
     """
     count = (topology.period or _ROUNDS_AVERAGED) if rounds is None else rounds
     if count < 1:
@@ -101,9 +102,9 @@ def expected_contraction(topology: Topology, rounds: int | None = None) -> float
 
 
 def ring_eigenvalues(world: int) -> NDArray[np.float64]:
-    """Eigenvalues of `ring`'s matrix, `[L]`: (1 + 2 cos(2 pi j / L)) / 3 for L >= 3; of the pair 1 and 0.
+    """Eigenvalues of `ring`'s matrix, `[L]`: (1 + 2 cos(2 pi j / L)) / 3 for L >= 3; 1 and 0 for L = 2.
 
-    j = 0 is the mean. The gap closes as 1/L^2: lambda_1 is about 1 - 4 pi^2 / (3 L^2).
+    j = 0 is the mean. The spectral gap shrinks as 1/L^2: lambda_1 is about 1 - 4 pi^2 / (3 L^2).
     """
     eigenvalues: NDArray[np.float64] = (1 + 2 * np.cos(2 * np.pi * np.arange(world) / world)) / 3
     if world == 2:
@@ -112,10 +113,10 @@ def ring_eigenvalues(world: int) -> NDArray[np.float64]:
 
 
 def random_ring_contraction(world: int) -> float:
-    """`expected_contraction` of `random_ring`: 1/3 - 2 / (3 (L - 1)) for L >= 3, and 0 below.
+    """`expected_contraction` of `random_ring`: 1/3 - 2 / (3 (L - 1)) for L >= 3, otherwise 0.
 
-    E[T T^T] looks the same from all learners, so all its eigenvalues but the mean's are equal: (|T|^2 - 1) / (L - 1)
-    with |T|^2 = L/3 the sum of the squared weights of a ring.
+    E[T T^T] is invariant under permutations, so all its eigenvalues except the mean's are equal: (|T|^2 - 1) / (L - 1),
+    with |T|^2 = L/3 the sum of the squared entries of a ring's matrix.
     """
     return (world - 3) / (3 * (world - 1)) if world >= 3 else 0.0
 
@@ -123,7 +124,7 @@ def random_ring_contraction(world: int) -> float:
 def pairs_contraction(world: int) -> float:
     """`expected_contraction` of `pairs`: (1 - 1 / (L - 1)) / 2 for even L, 1/2 for odd L >= 3, 0 for one learner.
 
-    As for `random_ring`, with |T|^2 = L/2 for even L and (L + 1) / 2 for odd L, where one sits out.
+    As for `random_ring`, with |T|^2 = L/2 for even L, and (L + 1) / 2 for odd L, where one learner is not paired.
     """
     if world % 2:
         return 0.5 if world > 1 else 0.0

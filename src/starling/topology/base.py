@@ -1,5 +1,5 @@
-"""What a topology is."""
-# ruff: noqa: A002 - a round of averaging is called a round, here as on the learner
+"""The base class of topologies."""
+# ruff: noqa: A002 - `round` is the name of an averaging round, as on the learner
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,21 +13,21 @@ Matrix = NDArray[np.float64]
 
 
 class Topology(ABC):
-    """Which learners mix which, round by round: the matrices T_k of W <- W T_k, each seen from one learner.
+    """Which learners mix which in each round: the matrices T_k of W <- W T_k, as each learner's sources and targets.
 
-    Every answer is a pure function of the topology, the round and the rank. So learners agree without communication,
-    and may ask for rounds in any order.
+    The methods are pure functions of round and rank, so learners agree without communication, and may ask for rounds in
+    any order.
 
     Args:
         world: L, the number of learners, at least 1.
 
     Raises:
         ConfigError: `world` is below 1.
-        ValueError: from the methods, for a round below 0 or a rank outside [0, world).
+        ValueError: Raised by the methods for a round below 0 or a rank outside [0, world).
     """
 
     period: int | None = None
-    """The number of rounds after which the pattern repeats; None: never, or unknown."""
+    """The number of rounds after which the pattern repeats; None: it never repeats, or the period is unknown."""
 
     def __init__(self, world: int) -> None:
         if world < 1:
@@ -37,17 +37,17 @@ class Topology(ABC):
 
     @abstractmethod
     def sources(self, round: int, rank: int) -> Mapping[int, float]:
-        """The learners that `rank` mixes in `round`, each with its weight, ascending by rank.
+        """The learners whose models `rank` mixes into its own in `round`, each with its weight, ascending by rank.
 
-        Its own weight is 1 minus their sum. Empty: it sits the round out.
+        Its own weight is 1 minus their sum. Empty: it does not take part in the round.
         """
 
     @abstractmethod
     def targets(self, round: int, rank: int) -> Sequence[int]:
-        """The learners that mix `rank` in `round`, ascending."""
+        """The learners that mix the model of `rank` into their own in `round`, ascending."""
 
     def matrix(self, round: int) -> Matrix:
-        """T of `round`, `[L, L]`: column l holds the weights with which learner l mixes the models of all."""
+        """The matrix T of `round`, `[L, L]`: column l holds the weights with which learner l mixes all models."""
         mixing = np.zeros((self.world, self.world))
         for rank in range(self.world):
             taken = self.sources(round, rank)
@@ -58,5 +58,5 @@ class Topology(ABC):
     def _check(self, round: int, rank: int) -> None:
         if round < 0 or not 0 <= rank < self.world:
             raise ValueError(
-                f"round {round}, learner {rank}: rounds begin at 0, and learners are 0 to {self.world - 1}"
+                f"round {round}, learner {rank}: rounds are numbered from 0, and learners are 0 to {self.world - 1}"
             )

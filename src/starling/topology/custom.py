@@ -1,5 +1,5 @@
-"""Patterns from outside, checked before training begins; and all patterns by name."""
-# ruff: noqa: A002 - a round of averaging is called a round, here as on the learner
+"""Custom patterns, checked before training begins, and the lookup of all patterns by name."""
+# ruff: noqa: A002 - `round` is the name of an averaging round, as on the learner
 
 import operator
 import threading
@@ -38,12 +38,12 @@ class _Custom(Topology):
         for k in range(rounds):
             if self._draw(k) != self._plan(k):
                 raise ConfigError(
-                    f"pattern {self._name}, round {k}: asked twice it gave two answers, so learners would disagree; "
+                    f"pattern {self._name}, round {k}: two calls gave different results, so learners would disagree; "
                     "derive its randomness from the round and a fixed seed alone"
                 )
         if not is_connected(self, rounds):
             raise ConfigError(
-                f"pattern {self._name}: not connected within {rounds} rounds, so some learners never hear of others; "
+                f"pattern {self._name}: not connected within {rounds} rounds, so some learners would never mix; "
                 "add edges, or check more rounds"
             )
 
@@ -66,7 +66,7 @@ class _Custom(Topology):
         return plan
 
     def _draw(self, round: int) -> _Plan:
-        """What the function says of every learner in one round, checked; later rounds are checked, too."""
+        """The checked result of the function for all learners in one round."""
         sources = [self._ask(round, rank) for rank in range(self.world)]
         given: defaultdict[int, float] = defaultdict(float)
         targets: list[list[int]] = [[] for _ in sources]
@@ -77,9 +77,9 @@ class _Custom(Topology):
         for rank, taken in enumerate(sources):
             if abs(given[rank] - sum(taken.values())) > TOLERANCE:
                 raise ConfigError(
-                    f"pattern {self._name}, round {round}, learner {rank}: not doubly stochastic, so the mean of all "
-                    f"would move: it takes {sum(taken.values()):.6g} of others, and others take {given[rank]:.6g} of "
-                    "it; make the two equal"
+                    f"pattern {self._name}, round {round}, learner {rank}: not doubly stochastic, so averaging would "
+                    f"change the mean: its weights for others sum to {sum(taken.values()):.6g}, others' weights for it "
+                    f"to {given[rank]:.6g}; make the two sums equal"
                 )
         return _Plan(sources, targets)
 
@@ -87,7 +87,7 @@ class _Custom(Topology):
         where = f"pattern {self._name}, round {round}, learner {rank}"
         answer = self._function(round, rank, self.world)
         if not isinstance(answer, Mapping):
-            raise ConfigError(f"{where}: it gave {answer!r}; give a mapping from peers to weights")
+            raise ConfigError(f"{where}: returned {answer!r}; return a mapping from peers to weights")
         taken: dict[int, float] = {}
         for peer, weight in answer.items():
             try:
@@ -97,7 +97,9 @@ class _Custom(Topology):
             if not 0 <= number < self.world:
                 raise ConfigError(f"{where}: mixes learner {number}; peers are 0 to {self.world - 1}")
             if number == rank:
-                raise ConfigError(f"{where}: mixes itself; leave it out: its own weight is 1 minus those of the others")
+                raise ConfigError(
+                    f"{where}: mixes itself; leave it out: its own weight is 1 minus the sum of the others"
+                )
             if not 0.0 <= share <= 1.0:
                 raise ConfigError(f"{where}: mixes learner {number} with weight {share}; weights are between 0 and 1")
             if share > 0.0:
@@ -111,14 +113,15 @@ class _Custom(Topology):
 
 
 def custom(world: int, function: Function, rounds: int | None = None) -> Topology:
-    """A pattern from a function: `function(round, rank, world)` says which learners `rank` mixes, with which weights.
+    """A topology from a function: `function(round, rank, world)` returns the learners that `rank` mixes, with weights.
 
     A learner's own weight is 1 minus those of its peers; peers of weight 0 count as absent. The function must be pure:
     each learner calls it for all ranks. The matrix of every round is checked to be doubly stochastic when it is first
-    needed. The first `rounds` (default: 64, or 2 L if that is more) are checked at once, and must connect all learners.
+    needed. The first `rounds` (default: 64, or 2 L if that is more) are checked immediately, and must connect all
+    learners.
 
     Raises:
-        ConfigError: the pattern is not doubly stochastic, not connected or not pure; the message names the function.
+        ConfigError: The pattern is not doubly stochastic, not connected or not pure; the message names the function.
     """
     return _Custom(world, function, max(64, 2 * world) if rounds is None else rounds)
 
@@ -141,7 +144,7 @@ def check_pattern(pattern: str) -> None:
     """Check that `find_topology` knows a pattern.
 
     Raises:
-        ValueError: it does not. Pydantic collects these.
+        ValueError: The pattern is unknown. Pydantic collects these errors.
     """
     try:
         _REGISTRY.find(pattern)
@@ -150,13 +153,13 @@ def check_pattern(pattern: str) -> None:
 
 
 def find_topology(pattern: str, world: int, seed: int) -> Topology:
-    """The topology of a name: one in `PATTERNS`, an entry point of the group `starling.topologies`, or `module:name`.
+    """Find a topology: a name in `PATTERNS`, an entry point of the group `starling.topologies`, or `module:name`.
 
-    What comes from outside is a function of (round, rank, world), see `custom`, or a class of `Topology` that is made
-    from `world` and `seed`; its `sources` are checked as those of a function are.
+    A custom pattern is a function of (round, rank, world), see `custom`, or a subclass of `Topology` that is created
+    from `world` and `seed`; its `sources` are checked like those of a function.
 
     Raises:
-        ConfigError: there is none, or it is not a valid pattern for this number of learners.
+        ConfigError: No pattern has this name, or it is not valid for this number of learners.
     """
     found = _REGISTRY.find(pattern)
     if pattern in PATTERNS:

@@ -1,5 +1,5 @@
-"""Starling's own patterns: rings, random rings, pairs, exponential and complete graphs, and super-learners in them."""
-# ruff: noqa: A002 - a round of averaging is called a round, here as on the learner
+"""Built-in patterns: rings, random rings, pairs, exponential and complete graphs, and these with super-learners."""
+# ruff: noqa: A002 - `round` is the name of an averaging round, as on the learner
 
 import random
 from abc import abstractmethod
@@ -12,14 +12,14 @@ from starling.chance import derive_seed
 from starling.errors import ConfigError
 from starling.topology.base import Matrix, Topology
 
-_ROUNDS_KEPT = 2048  # 2 KB each for 128 learners; an evicted permutation is drawn again, and is the same
+_ROUNDS_KEPT = 2048  # 2 KB each for 128 learners; an evicted permutation is drawn again, with the same result
 
 
 @lru_cache(maxsize=_ROUNDS_KEPT)
 def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A uniform permutation for one round: the learner at each place, and the place of each learner.
 
-    It sorts by `random.random()`, the one sequence that Python promises to keep, so learners agree across versions.
+    It sorts by `random.random()`, whose sequence Python guarantees for a given seed, so learners agree across versions.
     """
     generator = random.Random(derive_seed(seed, "topology", purpose, round))
     keys = [generator.random() for _ in range(world)]
@@ -31,11 +31,11 @@ def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple
 
 
 class _Symmetric(Topology):
-    """Learners that mix each other, with equal weights."""
+    """A topology in which neighbours mix each other, with equal weights."""
 
     @abstractmethod
     def _neighbours(self, round: int, rank: int) -> list[int]:
-        """The learners that mix with `rank`, ascending, without itself."""
+        """The learners that mix with `rank`, ascending, without `rank`."""
 
     def sources(self, round: int, rank: int) -> Mapping[int, float]:
         self._check(round, rank)
@@ -101,7 +101,7 @@ class _Exponential(Topology):
 class _Hierarchical(Topology):
     def __init__(self, outer: Topology, per_node: int) -> None:
         if per_node < 1:
-            raise ConfigError(f"topology: {per_node} learners to a super-learner; it needs at least 1")
+            raise ConfigError(f"topology: {per_node} learners per super-learner; it needs at least 1")
         super().__init__(outer.world * per_node)
         self.period = outer.period
         self._outer = outer
@@ -136,23 +136,23 @@ class _Hierarchical(Topology):
 
 
 def ring(world: int) -> Topology:
-    """A fixed ring: each learner mixes itself, left and right.
+    """A fixed ring: each learner averages with its left and right neighbours.
 
     Equation, with l counted modulo L >= 3::
 
         w_l <- (w_(l-1) + w_l + w_(l+1)) / 3
 
-    Two learners are a pair, 1/2 each.
+    Two learners average as a pair, 1/2 each.
     """
     return _Ring(world)
 
 
 def random_ring(world: int, seed: int) -> Topology:
-    """A ring in a fresh random order each round.
+    """A ring in a new random order each round.
 
-    Equation, with T_1 the matrix of `ring`::
+    Equation, with R the matrix of `ring`::
 
-        T_k = P_k^T T_1 P_k
+        T_k = P_k^T R P_k
 
     and P_k a uniform permutation, drawn from `seed` and k and therefore the same on every learner.
 
@@ -169,7 +169,7 @@ def pairs(world: int, seed: int) -> Topology:
 
         w_l, w_j <- (w_l + w_j) / 2
 
-    Of an odd number of learners one sits the round out.
+    If the number of learners is odd, one of them does not take part in the round.
 
     References:
         Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952.
@@ -178,14 +178,14 @@ def pairs(world: int, seed: int) -> Topology:
 
 
 def exponential(world: int) -> Topology:
-    """The one-peer exponential graph: a learner's source hops over one learner, then two, four, and so on.
+    """The one-peer exponential graph: a learner's source is at distance 1, then 2, 4, and so on.
 
     Equation, with l counted modulo L and m = ceil(log2 L)::
 
         w_l <- (w_l + w_(l - 2^(k mod m))) / 2
 
-    It is directed: a learner's source is not its target, so no learner waits for an answer. If L is a power of two, any
-    log2 L successive rounds average exactly.
+    The graph is directed: in general a learner's source is not its target. If L is a power of two, any log2 L
+    successive rounds average exactly.
 
     References:
         Ying et al. 2021, "Exponential Graph is Provably Efficient for Decentralized Deep Training", arXiv 2110.13363.
@@ -195,12 +195,12 @@ def exponential(world: int) -> Topology:
 
 
 def complete_graph(world: int) -> Topology:
-    """Every learner mixes every other, 1/L each: w_l <- (1/L) sum_j w_j."""
+    """All learners average with equal weights: w_l <- (1/L) sum_j w_j."""
     return _Complete(world)
 
 
 def hierarchical(outer: Topology, per_node: int) -> Topology:
-    """Super-learners of G learners that mix by the pattern `outer`.
+    """Super-learners of G learners, mixed by the pattern `outer`.
 
     Equation, with T_k the matrix of `outer` and 1 the vector of G ones::
 
@@ -224,4 +224,4 @@ PATTERNS: dict[str, Callable[[int, int], Topology]] = {
     "exponential": lambda world, seed: exponential(world),
     "complete": lambda world, seed: complete_graph(world),
 }
-"""Patterns by the names that recipes use; each is made from the number of learners and the seed of the run."""
+"""Patterns by their names in recipes; each is created from the number of learners and the seed of the run."""

@@ -1,4 +1,4 @@
-"""A learner's course of training, the same on every engine: claims, gradients, epochs, checkpoint barriers, reports."""
+"""One learner's training, the same on every engine: claims, gradients, epochs, checkpoint barriers, reports."""
 
 import math
 from collections import deque
@@ -27,7 +27,7 @@ from starling.workload import Examples, Position, Ticket
 
 
 class BatchSource(Protocol):
-    """Where one learner's mini-batches come from. Claims are numbered from 0."""
+    """The source of one learner's mini-batches. Claims are numbered from 0."""
 
     def next(self, claim: int) -> Loaded | None:
         """The next ticket of this learner with its mini-batch; None once the budget in steps or epochs is spent."""
@@ -36,19 +36,19 @@ class BatchSource(Protocol):
         """The time of a claim on the engine's clock, the same for all learners of the sync group."""
 
     def reach(self, portion: int) -> None:
-        """A learner that claims nothing has heard of a portion: return once it is known whether there is a checkpoint
-        barrier before it."""
+        """Wait until it is known whether there is a checkpoint barrier before `portion`. Called by learners without
+        mini-batches of their own."""
 
     def done(self, ticket: Ticket) -> None:
-        """A mini-batch is done: its gradient is where the strategy brings it."""
+        """Record that a mini-batch is done: the strategy has used its gradient."""
 
 
 class Course:
-    """A learner's way through a job.
+    """One learner's training, from its first claim to the end of a membership.
 
-    The engine provides `batches`, a `clock` (seconds since it began), `start_on_memory` for work on shards, the
-    model's `buffers` by name, and `suffer`, which lets an injected fault happen. `consensus_distance` is
-    (1/L) sum_l |w_l - mean|^2, or None where no learner knows it.
+    The engine provides `batches`, a `clock` (seconds since the engine began), `start_on_memory` for work on shards, the
+    model's `buffers` by name, and `suffer`, which carries out an injected fault. `consensus_distance` returns
+    (1/L) sum_l |w_l - mean|^2, or None where the engine does not know it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Course:
         self.job, self.tickets = job, tickets
         self.barriers = Barriers(tickets, job.checkpoint_every)
         self.num_done = 0  # mini-batches of this learner
-        self.gradient_version = 0  # of the weights that the newest gradient is taken at
+        self.gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self.shards = Shards(rank, replica, statistics, self._set_rates, start_on_memory, start.shards if start else ())
         sync_groups = job.sync_groups(world)
         self._is_worker = rank < sync_groups.num_workers
@@ -114,7 +114,7 @@ class Course:
     def _set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
         """Set the learning rates of a shard's optimizer."""
         factor, portion = step_metadata.tolist()
-        if not self._is_worker:  # step metadata alone tells a server how far the run has come
+        if not self._is_worker:  # a server learns the progress of the run only from step metadata
             self._pass_barriers(int(portion))
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor * scale
@@ -145,8 +145,8 @@ class Course:
             if not math.isfinite(self._loss):
                 what = f"the loss of {number} is {self._loss}"
             raise NonFiniteError(
-                f"learner {self._rank}: {what}, as was every gradient of its last {self.job.most_not_finite}; lower "
-                "the learning rate, clip gradients or warm up for longer, and resume from a checkpoint before this"
+                f"learner {self._rank}: {what}, and its last {self.job.most_not_finite} gradients were not finite; "
+                "lower the learning rate, clip gradients or use a longer warm-up, and resume from an earlier checkpoint"
             )
 
     def _finish_ticket(self) -> None:
@@ -169,7 +169,7 @@ class Course:
             loaded = self._batches.next(self._statistics.num_claimed)
         if loaded is None:
             self._over_at, self._spent_when_over = self._clock(), self._statistics.spent
-            self._statistics.spent = Spent()  # what follows is not training
+            self._statistics.spent = Spent()  # time after the last claim is not training time
             return False
         ticket, _ = self._ticket, self._batch = loaded
         self._open.append(ticket)
@@ -190,7 +190,7 @@ class Course:
         return self._ticket, self._batch
 
     def leave(self, membership: int) -> None:
-        """The membership of this number has ended: save in the learner's `Life` what it takes to the next."""
+        """Membership number `membership` has ended: save in the learner's `Life` what it needs in the next one."""
         life, statistics = self._life, self._statistics
         life.past = Past(membership, self.num_done, self._minutes_before + self._clock() / 60.0)
         life.state = self.state(Position()).copy()
@@ -199,14 +199,14 @@ class Course:
             life.tally = Tally(self._epoch_steps, seconds, statistics.spent, statistics.averaging, self._num_not_finite)
 
     def _continue(self, tally: Tally) -> None:
-        """Continue counting from the tally of the membership before."""
+        """Continue counting from the tally of the previous membership."""
         self._epoch_steps, self._num_not_finite = tally.num_steps, tally.num_not_finite
         self._epoch_begin = self._clock() - tally.seconds
         self._statistics.spent, self._statistics.averaging = tally.spent, tally.averaging
 
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
-        """Report the end of the run, in which all learners together were given `num_portions` and did all but the
-        `undone` ones; the final state."""
+        """Report the end of the run, and return the final state. Of the `num_portions` that all learners claimed, all
+        except the `undone` ones are done."""
         self.barriers.end_at(num_portions)
         self._run_end = num_portions
         self._pass_barriers(min([num_portions, *undone]))
@@ -216,7 +216,8 @@ class Course:
         return state
 
     def state(self, position: Position, epochs_ended: int | None = None) -> LearnerState:
-        """What this learner needs to continue from `position` later; valid between two mini-batches."""
+        """This learner's state for continuing from `position`. Call between two mini-batches; it shares memory with the
+        learner."""
         weights, shards = self._replica.on_host(), tuple(shard.state() for shard in self.shards.held)
         if shards:
             weights = weights.clone()
@@ -236,8 +237,8 @@ class Course:
         )
 
     def _pass_barriers(self, portion: int) -> None:
-        """Pass the checkpoint barriers up to a portion; between some of them a slow learner may have no mini-batch."""
-        if not self._is_worker:  # a worker has reached the portion when it was drawn
+        """Pass all checkpoint barriers up to `portion`: several if this learner had no mini-batch between them."""
+        if not self._is_worker:  # a worker has waited for this when the portion was drawn
             self._batches.reach(portion)
         for barrier in self.barriers.until(portion):
             position = self.tickets.position(barrier.number)
@@ -280,12 +281,12 @@ class Course:
         before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
         must_reach_all: bool = False,
     ) -> float:
-        """Leave the claimed mini-batch's gradient in `flat.gradients`; the loss.
+        """Compute the claimed mini-batch's gradient in `flat.gradients`, and return its loss.
 
-        Both are the mean over all micro-batches, each with its weight; those of weight 0 are not computed. The gradient
-        is also multiplied by what the job's weighting says. A parameter that got no gradient has NO_GRADIENT there.
-        Every micro-batch but the last is computed inside `before_last()`; with `must_reach_all` its backward reaches
-        every parameter, because DDP waits for each.
+        Both are weighted means over all micro-batches; those of weight 0 are not computed. The gradient is also
+        multiplied by the factor of the job's weighting. Parameters without a gradient get NO_GRADIENT. All
+        micro-batches except the last are computed inside `before_last()`. With `must_reach_all` the last backward
+        reaches every parameter, because DDP waits for all of them.
         """
         ticket, batch = self.claimed()
         device = flat.weights.device
@@ -316,9 +317,9 @@ class Course:
         return total / whole
 
     def _factor_in_sync_group(self) -> float:
-        """The factor of this learner's gradient with which the sync group's plain mean is the weighted one.
+        """The factor for this learner's gradient that makes the sync group's plain mean the weighted mean.
 
-        Every member knows the tickets of the others, and their sizes from the plan: no message is needed.
+        No communication is needed: every member knows the others' tickets, and their sizes from the plan.
         """
         unit, group = self.job.weighting, self._sync_group
         if unit == "batches" or len(group) == 1:
@@ -329,12 +330,12 @@ class Course:
         return len(sizes) * sizes[self._rank - group.start] / whole if whole else 1.0
 
     def _ticket_of(self, portion: int, member: int) -> Ticket:
-        """The ticket of a member of this sync group, with the part of the data that this member sees."""
+        """The ticket of a member of this sync group, with that member's part of the data."""
         part = (self._sync_group.start + member) % self.job.workload.num_parts
         return replace(self.tickets.ticket(portion, member), part=part)
 
     def _leave_out_unused(self, flat: FlatModel, used: set[int], reached: set[int], must_reach_all: bool) -> None:
-        """Note in the gradient which parameters were not used; `reached` are those that the last backward reached."""
+        """Mark unused parameters in the gradient; `reached` are the parameters that the last backward reached."""
         if len(reached) == len(flat.parameters):
             return
         unused = set(range(len(flat.parameters))) - used
@@ -347,7 +348,7 @@ class Course:
             flat.reached()
 
     def report_step(self, loss: float) -> None:
-        """Report the claimed mini-batch, whose gradient had this loss."""
+        """Report the claimed mini-batch and its loss."""
         ticket, batch = self.claimed()
         self._loss = loss
         self._observer.on_step(
@@ -369,7 +370,7 @@ class Course:
 
 
 def _seed(device: torch.device, seed: int) -> None:
-    """Seed dropout's generator; `torch.manual_seed` takes a millisecond to seed devices that are not there, too."""
+    """Seed dropout's generator. `torch.manual_seed` takes a millisecond: it also handles devices that are absent."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)

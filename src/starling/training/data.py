@@ -1,4 +1,4 @@
-"""A workload made from what every PyTorch user has: a model, a loss and data."""
+"""A workload made from a PyTorch model, a loss and data."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,12 +28,12 @@ class Batch:
     content: Any
     num_examples: int
     ids: tuple[str, ...] = ()
-    """The examples' places in a map-style dataset."""
+    """The examples' indices in a map-style dataset."""
     num_frames: int = 0
     seconds: float = 0.0
 
     def to(self, device: torch.device) -> Self:
-        """The same with every tensor on `device`."""
+        """A copy with all tensors on `device`."""
         moved = _moved(self.content, device)
         return type(self)(moved, self.num_examples, self.ids)
 
@@ -50,17 +50,17 @@ class DataWorkload(Workload[Batch]):
         data: A map-style dataset (`__len__` and `__getitem__`), an iterable (such as an `IterableDataset`), or a
             function from a `Ticket` to a mini-batch.
         batch_size: Examples in a mini-batch; None where `data` is a function.
-        num_batches: Mini-batches in an epoch. Needed unless `data` is map-style, whose epoch is all of its examples in
-            an order that is drawn for each epoch.
-        collate: Makes a mini-batch of a list of examples, as in `torch.utils.data.DataLoader`.
-        shuffle: Whether a map-style dataset is shuffled.
-        seed: Of the model and of the order.
+        num_batches: Mini-batches in an epoch. Required unless `data` is map-style: then an epoch is one pass over it.
+        collate: Makes a mini-batch from a list of examples, as in `torch.utils.data.DataLoader`.
+        shuffle: Whether a map-style dataset is shuffled, in a new order for each epoch.
+        seed: Seeds the model's initial weights and the order of examples.
 
     Raises:
-        ConfigError: if the arguments do not fit together.
+        ConfigError: The arguments are inconsistent.
+        DataError: A map-style dataset is empty.
 
-    An iterable must yield the same examples in the same order whenever it is iterated: each learner reads all of it and
-    collates only the mini-batches it computes. If it has a method `set_epoch`, that is called before each epoch.
+    An iterable must yield the same examples in the same order each time it is iterated: each learner reads all of it
+    and collates only its own mini-batches. If it has a method `set_epoch`, that is called before each epoch.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DataWorkload(Workload[Batch]):
         has_size = self._batch_size is not None
         if not (self._is_map_style or self._is_iterable or callable(self._data)):
             raise ConfigError(
-                f"data: a {type(self._data).__name__} is neither a dataset, an iterable nor a function of a ticket"
+                f"data: a {type(self._data).__name__} is not a dataset, an iterable or a function of a ticket"
             )
         if has_size != (self._is_map_style or self._is_iterable):
             what = "a dataset needs batch_size" if not has_size else "a function of a ticket makes whole mini-batches"
@@ -99,11 +99,11 @@ class DataWorkload(Workload[Batch]):
             raise ConfigError(f"batch_size: {self._batch_size} is not at least 1")
         if self._is_map_style:
             if num_batches is not None:
-                raise ConfigError("num_batches: a map-style dataset has as many as its length and batch_size say")
+                raise ConfigError("num_batches: for a map-style dataset it follows from its length; leave it out")
             if len(cast(Sequence[Any], self._data)) == 0:
                 raise DataError("data: the dataset is empty")
         elif num_batches is None or num_batches < 1:
-            raise ConfigError(f"num_batches: {num_batches} is not at least 1; say how many mini-batches an epoch has")
+            raise ConfigError(f"num_batches: {num_batches}; give the number of mini-batches in an epoch, at least 1")
 
     def make_model(self) -> nn.Module:
         with torch.random.fork_rng(devices=()):
@@ -134,7 +134,7 @@ class DataWorkload(Workload[Batch]):
         return Batch(self._collate([data[place] for place in places]), len(places), tuple(map(str, places)))
 
     def _places(self, ticket: Ticket) -> list[int]:
-        """The places of a mini-batch's examples in a map-style dataset."""
+        """The indices of a mini-batch's examples in a map-style dataset."""
         size, length = cast(int, self._batch_size), len(cast(Sequence[Any], self._data))
         first = ticket.index * size
         if not self._shuffle:
@@ -145,7 +145,7 @@ class DataWorkload(Workload[Batch]):
         return [int(place) for place in self._order[1][first : first + size]]
 
     def _of_iterable(self, ticket: Ticket) -> Batch:
-        """Read on to a ticket's mini-batch, or from the beginning where it lies behind."""
+        """Read forward to a ticket's mini-batch, starting again if it is behind the current position."""
         size = cast(int, self._batch_size)
         epoch, following, examples = self._reading or (-1, 0, iter(()))
         if epoch != ticket.epoch or following > ticket.index:
@@ -159,7 +159,7 @@ class DataWorkload(Workload[Batch]):
         if not found:
             raise DataError(
                 f"data: the iterable ended before mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1}; "
-                f"num_batches={self._num_batches} of {size} examples promise more, so lower num_batches"
+                f"it has fewer than num_batches={self._num_batches} mini-batches of {size} examples; lower num_batches"
             )
         return Batch(self._collate(found), len(found))
 

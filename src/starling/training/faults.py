@@ -1,4 +1,4 @@
-"""Injected faults: learners that die, pause, or compute non-finite gradients; network partitions; joiners."""
+"""Injected faults: killed and paused learners, non-finite gradients, network partitions; and injected joins."""
 
 import os
 import signal
@@ -12,18 +12,18 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from starling.configuration import Config
 
 Name = Annotated[int, Field(ge=0)]
-"""Which learner."""
+"""The name of a learner."""
 AtStep = Annotated[int, Field(ge=1)]
-"""The learner's own mini-batch, from 1. Counting restarts on resume, and continues after a membership change."""
+"""The number of the learner's own mini-batch, from 1. It restarts on resume, but not after a membership change."""
 AtSeconds = Annotated[float, Field(ge=0.0)]
-"""When, on the engine's clock, counted from the beginning of the run."""
+"""Seconds since the beginning of the run, on the engine's clock."""
 AtEvent = Annotated[int, Field(ge=1)]
-"""At which event of the run, from 1; only the simulated clock counts them."""
+"""The number of an event of the run, from 1; simulations only."""
 _WAKE = "import os, signal, sys, time; time.sleep(float(sys.argv[2])); os.kill(int(sys.argv[1]), signal.SIGCONT)"
 
 
 class _Placed(Config):
-    """A fault that is placed at a time, at an event, or, where it has `at_step`, at a mini-batch."""
+    """A fault at a time, at an event or, if its class has `at_step`, at a mini-batch."""
 
     at_seconds: AtSeconds | None = None
     at_event: AtEvent | None = None
@@ -32,12 +32,12 @@ class _Placed(Config):
     def _is_placed_once(self) -> Self:
         places = [name for name in ("at_step", "at_seconds", "at_event") if name in type(self).model_fields]
         if sum(getattr(self, name) is not None for name in places) != 1:
-            raise ValueError(f"give one of {', '.join(places[:-1])} and {places[-1]}")
+            raise ValueError(f"give exactly one of {', '.join(places[:-1])} and {places[-1]}")
         return self
 
 
 class Kill(_Placed):
-    """A learner that is killed, as by kill -9; with `at_step`, before it has computed that mini-batch."""
+    """Kills a learner, as kill -9 does; with `at_step`, before it computes that mini-batch."""
 
     kill: Name
     at_step: AtStep | None = None
@@ -48,7 +48,7 @@ class Kill(_Placed):
 
 
 class Pause(_Placed):
-    """A learner that pauses, as by SIGSTOP; with `at_step`, before it computes that mini-batch (default: its first)."""
+    """Pauses a learner, as SIGSTOP does; with `at_step`, before it computes that mini-batch (default: its first)."""
 
     pause: Name
     seconds: float = Field(gt=0.0)
@@ -66,19 +66,19 @@ class Pause(_Placed):
 
 
 class Split(_Placed):
-    """Learners that a network partition cuts off, from the others and the launcher, for a while. Simulated only."""
+    """A network partition that separates learners from the others and the launcher for `seconds`. Simulated only."""
 
     split: tuple[Name, ...] = Field(min_length=1)
     seconds: float = Field(gt=0.0)
 
     @property
     def learner(self) -> int:
-        """The last of them."""
+        """The separated learner with the largest name."""
         return max(self.split)
 
 
 class Join(Config):
-    """A learner that joins: a lost one returns, any other name is new."""
+    """Adds a learner: restarts a lost one, or starts a new one if the name is new."""
 
     join: Name
     at_seconds: AtSeconds
@@ -89,7 +89,7 @@ class Join(Config):
 
 
 class NotFinite(Config):
-    """A learner whose gradient of a mini-batch is not a number."""
+    """Makes a learner's gradient of one mini-batch NaN."""
 
     nan: Name
     at_step: AtStep
@@ -103,7 +103,7 @@ _KINDS: Mapping[str, type[Config]] = {"kill": Kill, "pause": Pause, "nan": NotFi
 
 
 def _kind(given: Any) -> str | None:
-    """The tag of what a fault is given as: the key that says what happens, by the name of its class."""
+    """The name of a fault's class, from the key that names the kind of fault."""
     for key, kind in _KINDS.items():
         if isinstance(given, kind) or (isinstance(given, dict) and key in given):
             return kind.__name__
@@ -128,34 +128,34 @@ class FaultsOf:
         self._num_steps = 0
 
     def next(self) -> Sequence[Kill | Pause | NotFinite]:
-        """The faults at the next mini-batch; call once for each."""
+        """The faults at the next mini-batch; call once for each mini-batch."""
         self._num_steps += 1
         return [fault for fault in self._faults if fault.at_step == self._num_steps]
 
 
 def problems(faults: Sequence[Fault], world: int) -> Iterator[str]:
-    """One line for each fault of a learner that is not among `world` learners."""
+    """One line for each fault, other than a join, whose learner is not among `world` learners."""
     for place, fault in enumerate(faults):
         if not isinstance(fault, Join) and fault.learner >= world:
             yield f"faults.{place}: there is no learner {fault.learner} among {world}; the last is learner {world - 1}"
 
 
 def only_simulated(faults: Sequence[Fault]) -> Iterator[str]:
-    """One line for each fault that real processes cannot be given."""
+    """One line for each fault that only simulations support."""
     for place, fault in enumerate(faults):
         if isinstance(fault, Split):
-            yield f"faults.{place}: a network is split by `starling simulate` only"
+            yield f"faults.{place}: only `starling simulate` supports split"
         elif isinstance(fault, Kill | Pause) and fault.at_step is None:
-            yield f"faults.{place}: `starling train` places it by at_step; at_seconds and at_event are for simulations"
+            yield f"faults.{place}: `starling train` needs at_step; at_seconds and at_event are for simulations"
 
 
 def kill_this_process() -> None:
-    """End this process at once, as kill -9 does."""
+    """End this process immediately, as kill -9 does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop_this_process(seconds: float) -> None:
-    """Stop this process, with all its threads; another process wakes it after so many seconds."""
+    """Stop this process, with all its threads; another process wakes it after `seconds`."""
     waking = subprocess.Popen([sys.executable, "-I", "-S", "-c", _WAKE, str(os.getpid()), str(seconds)])
     os.kill(os.getpid(), signal.SIGSTOP)
     waking.wait()

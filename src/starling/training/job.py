@@ -25,31 +25,31 @@ class Job:
 
     workload: Workload[Any]
     strategy: Strategy
-    """How learners agree. A name or a `module:name` becomes the strategy that it stands for."""
+    """How learners agree. A name or `module:name` is looked up with `find_strategy`."""
     budget: Budget
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
-    """Makes the local optimizer of one learner, at the peak learning rate."""
+    """Creates the local optimizer of one learner, at the peak learning rate."""
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
     options: Config = None  # type: ignore[assignment]
-    """The strategy's; None: its defaults."""
+    """The strategy's options; None: its defaults."""
     clip_norm: float | None = None
     """Gradients with a larger 2-norm are scaled down to this norm before the optimizer sees them."""
     autocast: bool = False
     """Compute losses in bfloat16 where torch considers it safe; weights and gradients stay float32."""
     num_workers: int = 0
-    """Processes that load mini-batches ahead, for each learner; 0 loads them in the learner itself."""
+    """Loading processes for each learner, which load mini-batches ahead; 0: the learner loads them itself."""
     stragglers: Stragglers = field(default_factory=Stragglers)
-    """Injected slowness."""
+    """Injected delays."""
     faults: tuple[Fault, ...] = ()
     """Injected faults."""
     checkpoint_every: int | None = None
-    """Mini-batches of all learners together between two checkpoint barriers within an epoch; None: only at epoch
-    ends."""
+    """Mini-batches, of all learners together, between two checkpoint barriers within an epoch; None: barriers only at
+    epoch ends."""
     most_not_finite: int = 10
     """The run fails after so many consecutive non-finite gradients of one learner; fewer are skipped."""
     weighting: Weighting = "batches"
-    """How mini-batches count when learners average their gradients: equally, or in proportion to their planned size.
-    ConfigError where the strategy averages no gradients."""
+    """How mini-batches are weighted when learners average gradients: equally, or in proportion to their planned size.
+    The latter raises ConfigError if the strategy averages no gradients."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -91,14 +91,14 @@ class StepReport:
     num_frames: int
     audio_seconds: float
     ids: tuple[str, ...] = ()
-    """The names of its examples, where they have names (`ids`)."""
+    """The names of its examples, if the mini-batch has an attribute `ids`."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """Name and reason of examples that could not be used, where there are any (`skipped`)."""
+    """Name and reason of each example that could not be used, if the mini-batch has an attribute `skipped`."""
 
 
 @dataclass
 class Spent:
-    """Where one learner's time went, in seconds on the engine's clock."""
+    """How one learner spent its time, in seconds on the engine's clock."""
 
     computing: float = 0.0
     waiting_for_data: float = 0.0
@@ -107,32 +107,32 @@ class Spent:
 
 @dataclass
 class Averaging:
-    """What one learner did to agree with the others."""
+    """One learner's averaging rounds, communication and staleness."""
 
     rounds: int = 0
     """Averaging rounds completed in its background."""
     bytes_sent: int = 0
-    """To other learners; a collective counts as a ring."""
+    """Bytes sent to other learners; collectives are counted as ring algorithms."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """Gradients by staleness: the changes made to the weights between reading them for the gradient and the step. Each
-    server counts for the weights that it keeps."""
+    """Number of gradients by staleness: the changes to the weights between reading them and applying the gradient. With
+    servers, each server counts for its own shard."""
 
 
 class Statistics:
-    """What one learner counts: where its time goes, and what it does to agree with the others."""
+    """One learner's counters of time, communication and staleness."""
 
     def __init__(self) -> None:
         self.num_claimed = 0
-        """Portions of tickets that its sync group has claimed."""
+        """Portions of tickets claimed by its sync group."""
         self.spent = Spent()
         self.averaging = Averaging()
         self.lock = threading.Lock()
-        """Guards `averaging` where the background counts while an epoch ends."""
+        """Guards `averaging`, which the background may change while an epoch ends."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What a learner has counted since its last epoch ended."""
+    """A learner's counters since its last epoch ended."""
 
     num_steps: int
     seconds: float
@@ -143,7 +143,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """One learner's part of an epoch that has ended, or of the part of it that the budget allowed."""
+    """One learner's part of an epoch that has ended, or that the end of the budget cut short."""
 
     rank: int
     epoch: int
@@ -152,11 +152,11 @@ class EpochReport:
     spent: Spent
     averaging: Averaging = field(default_factory=Averaging)
     consensus_distance: float | None = None
-    """(1/L) sum_l |w_l - mean|^2 at this moment, where the engine knows it: on the virtual clock."""
+    """(1/L) sum_l |w_l - mean|^2 at the end of the epoch; only the virtual engine knows it."""
     num_not_finite: int = 0
     """Non-finite gradients, which were skipped."""
     is_last: bool = False
-    """Whether the run ends here."""
+    """Whether the run ends with this epoch."""
 
 
 class Observer(Protocol):
@@ -167,10 +167,10 @@ class Observer(Protocol):
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         """Called after each epoch and after the last mini-batch of the run. `state` shares memory with the learner:
-        copy or write what is to be kept before returning."""
+        copy or write it before returning."""
 
     def on_barrier(self, state: LearnerState) -> None:
-        """Called at a checkpoint barrier within an epoch. `state` shares memory as above."""
+        """Called at a checkpoint barrier within an epoch. `state` shares memory with the learner, as in `on_epoch`."""
 
 
 class Silence:

@@ -1,4 +1,4 @@
-"""Mini-batches, loaded ahead of the learner that computes on them."""
+"""Loads mini-batches ahead of the learner's computation."""
 
 import math
 import os
@@ -26,45 +26,45 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from starling.workload import Ticket, Workload
 
 Loaded = tuple[Ticket, Sequence[Any]]
-_SMALL = 4 * 2**20  # bytes
-_AHEAD = 2  # mini-batches that each process has begun or done
-_REMEMBERED = 9  # mini-batches from which a learner's speed is estimated
-_LONGEST_END = 10.0  # seconds
-_LOOK_SECONDS = 0.2
+_MAX_COPIED_BYTES = 4 * 2**20
+_PREFETCH_FACTOR = 2  # mini-batches that each process holds: being loaded, or loaded and not yet received
+_WINDOW = 9  # the most recent mini-batches, from which speeds are estimated
+_CLOSE_TIMEOUT_SECONDS = 10.0
+_POLL_SECONDS = 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Lookahead:
-    """How many mini-batches an asynchronous learner draws ahead of the one that it is about to begin.
+    """Decides how many mini-batches an asynchronous learner draws ahead.
 
-    A mini-batch that is drawn belongs to its learner. So a learner draws as many as it takes to have each loaded in
-    time, and none that it would begin only after the last of the budget is drawn: another learner begins that earlier.
-    Hence no learner, however slow, ends more than about one of its gradients after the others. Where only a time limit
-    ends the run (`is_counted` False), there is no last mini-batch.
+    A drawn mini-batch cannot go to another learner. So a learner draws only as many as it needs to have each loaded in
+    time, and near the end of the budget only those that it will begin before the last mini-batch is drawn. Therefore
+    even a slow learner finishes at most about one gradient after the others. If only a time limit ends the run
+    (`is_counted` False), there is no last mini-batch.
     """
 
     def __init__(self, is_counted: bool = True) -> None:
         self._is_counted = is_counted
-        self._steps: deque[float] = deque(maxlen=_REMEMBERED)
-        self._draws: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+        self._steps: deque[float] = deque(maxlen=_WINDOW)
+        self._draws: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
 
     def began(self, now: float, step_seconds: float, fraction: float) -> None:
-        """A mini-batch begins. The one before it took `step_seconds`, and the newest that this learner has drawn lies
+        """Record that a mini-batch begins: the previous one took `step_seconds`, and the last one this learner drew is
         at `fraction` of the budget."""
         self._steps.append(step_seconds)
-        if not self._draws or fraction > self._draws[-1][1]:  # else it has drawn nothing since
+        if not self._draws or fraction > self._draws[-1][1]:  # it has drawn another mini-batch
             self._draws.append((now, fraction))
 
     def num(self, now: float, load_seconds: float) -> int:
-        """The number to draw ahead, where loading one takes `load_seconds`."""
+        """The number of mini-batches to draw ahead, if loading one takes `load_seconds`."""
         if not self._steps:
             return 0
         step = max(median(self._steps), 1e-6)
         in_time, before_end = 1 + math.ceil(2.0 * load_seconds / step), self._seconds_left(now) / step
-        return int(min(in_time, max(0.0, before_end - 0.5)))  # by half a step, for these are estimates
+        return int(min(in_time, max(0.0, before_end - 0.5)))  # half a step less, because these are estimates
 
     def _seconds_left(self, now: float) -> float:
-        """Until all learners together will have drawn the last mini-batch of the budget."""
+        """The estimated seconds until the last mini-batch of the budget is drawn, by any learner."""
         if not self._is_counted:
             return math.inf
         if len(self._draws) < 2:
@@ -74,11 +74,12 @@ class Lookahead:
 
 
 class Loader:
-    """Loads mini-batches ahead, in `num_workers` processes; with 0, when they are requested.
+    """Loads mini-batches ahead in `num_workers` processes; if there are none, on request.
 
-    The processes are spawned: a fork of a process with gloo's threads crashes, and a fork server outlives a killed
-    learner. Spawning takes seconds, in which the caller loads mini-batches itself. With `ignores_signals` the processes
-    survive a SIGTERM or SIGINT to the learner's process group, and end when the learner does.
+    The processes are spawned, because forking a process with gloo's threads crashes, and a fork server outlives a
+    killed learner. Spawning takes seconds; until then the caller's thread loads the mini-batches. With
+    `ignores_signals` the processes survive a SIGTERM or SIGINT to the learner's process group, and exit when the
+    learner does.
     """
 
     def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool = False) -> None:
@@ -87,19 +88,20 @@ class Loader:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether processes load by now."""
+        """Whether the loading processes are running."""
         return self._processes is not None and self._processes.are_up
 
     @property
     def load_seconds(self) -> float:
-        """How long a process takes to load a mini-batch: the longest of the last few."""
+        """How long a process takes to load a mini-batch: the maximum over recent ones."""
         return self._processes.load_seconds if self._processes is not None else 0.0
 
     def load(self, tickets: Iterable[Ticket], num_ahead: Callable[[], int] = lambda: sys.maxsize) -> Iterator[Loaded]:
-        """Each ticket with its mini-batch, in order. Tickets are drawn by the caller's thread, and ahead: before each
-        mini-batch is given out, as many as keep the processes busy, but at most `num_ahead()`.
+        """Yield each ticket with its mini-batch, in order.
 
-        May be called again for other tickets; what was loaded ahead for the former ones is lost.
+        The caller's thread draws tickets ahead: before each mini-batch is yielded, enough to keep the processes busy,
+        but at most `num_ahead()`. May be called again with other tickets; mini-batches loaded for the earlier ones are
+        then dropped.
         """
         tickets = iter(tickets)
         while not self.is_ahead:
@@ -112,7 +114,7 @@ class Loader:
             yield from self._processes.load(tickets, num_ahead)
 
     def close(self) -> None:
-        """End the processes; what they loaded is lost."""
+        """Stop the processes; mini-batches that they have loaded are dropped."""
         if self._processes is not None:
             self._processes.close()
 
@@ -126,7 +128,7 @@ class Loader:
 
 
 _Timed = tuple[Loaded, float]
-"""What a process has loaded, and the seconds that it took."""
+"""A loaded mini-batch with its ticket, and the seconds that loading took."""
 
 
 class _ByTicket(Dataset[_Timed | None]):
@@ -142,57 +144,57 @@ class _ByTicket(Dataset[_Timed | None]):
 
 
 class _End:
-    """Ends the stream of tickets."""
+    """A marker for the end of the stream of tickets."""
 
 
 class _Tickets(Sampler[Ticket | None]):
-    """A stream of tickets, behind some empty ones, which torch draws from as it loads ahead."""
+    """The sampler that torch draws tickets from: `num_padding` times None, then those from a queue."""
 
-    def __init__(self, asked: SimpleQueue[Ticket | _End | None], num_empty: int) -> None:
-        self._asked = asked
-        self._num_empty = num_empty
+    def __init__(self, requested: SimpleQueue[Ticket | _End | None], num_padding: int) -> None:
+        self._requested = requested
+        self._num_padding = num_padding
 
     def __iter__(self) -> Iterator[Ticket | None]:
-        yield from repeat(None, self._num_empty)
-        while not isinstance(ticket := self._asked.get(), _End):
+        yield from repeat(None, self._num_padding)
+        while not isinstance(ticket := self._requested.get(), _End):
             yield ticket
 
 
-def _as_it_is(loaded: Any) -> Any:  # torch would otherwise convert what it finds inside
+def _unchanged(loaded: Any) -> Any:  # as `collate_fn`: torch's default would convert what a mini-batch contains
     return loaded
 
 
-def _begin(ignores_signals: bool, worker: int) -> None:
-    """Have a loading process send small tensors as they are. Shared memory takes a learner a few exchanges with the
-    process for each tensor, which wait for their turn where cores are few: ten times as long as a copy of this size."""
+def _initialize_process(ignores_signals: bool, worker: int) -> None:
+    """Make a loading process pickle small CPU tensors instead of passing them in shared memory, which needs several
+    messages per tensor: with few cores that takes ten times as long as a copy of up to `_MAX_COPIED_BYTES`."""
     ForkingPickler.register(Tensor, _reduce)
     if ignores_signals:
-        _outlive_signals(os.getppid())
+        _defer_signals(os.getppid())
 
 
-def _outlive_signals(learner: int) -> None:
-    """Let a SIGTERM or SIGINT end this process when its learner has ended, and not before."""
+def _defer_signals(learner: int) -> None:
+    """After a SIGTERM or SIGINT, exit once the learner has exited, and not before."""
 
-    def await_its_end() -> None:
+    def exit_after_learner() -> None:
         while os.getppid() == learner:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         os._exit(0)
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        Thread(target=await_its_end, name="orphan", daemon=True).start()
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        Thread(target=exit_after_learner, name="orphan", daemon=True).start()
 
     for number in _SIGNALS:
-        signal.signal(number, hear)
+        signal.signal(number, on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 @contextmanager
-def _holding_signals_back(is_wanted: bool) -> Generator[None, None, None]:
-    """Let processes that are started meanwhile begin with signals held back, until they know what to do with them."""
+def _blocking_signals(is_wanted: bool) -> Generator[None, None, None]:
+    """Block signals in processes that are started within this context, until they have installed their handlers."""
     if not is_wanted:
         yield
         return
-    resource_tracker.ensure_running()  # it lets signals through when it starts
+    resource_tracker.ensure_running()  # start it first: starting it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -201,93 +203,93 @@ def _holding_signals_back(is_wanted: bool) -> Generator[None, None, None]:
 
 
 def _reduce(tensor: Tensor) -> Any:
-    if tensor.nbytes > _SMALL or tensor.device.type != "cpu" or tensor.dtype == torch.bfloat16:
+    if tensor.nbytes > _MAX_COPIED_BYTES or tensor.device.type != "cpu" or tensor.dtype == torch.bfloat16:
         return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     return torch.from_numpy, (tensor.detach().numpy(),)
 
 
 class _Processes:
-    """Torch's loading processes, and a thread that receives what they loaded, beside the computation.
+    """Torch's loading processes, and a thread that receives their mini-batches in parallel with the computation.
 
-    Torch draws a ticket whenever it hands over a mini-batch, and so hands over each when as many were drawn behind it
-    as fill the processes. It draws empty ones until all processes are up, and then waits for those that the learner's
-    thread gives out. Where fewer of these are drawn behind a mini-batch, empty ones make up for them.
+    Before torch returns a mini-batch it draws another ticket, so it returns one only once `_prefetched` tickets after
+    it have been drawn. While the processes start it draws padding (None), then the tickets that the learner's thread
+    requests. If fewer tickets than that are requested after a mini-batch, padding is requested in their place.
     """
 
     def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool) -> None:
         self.are_up = False
-        """Whether mini-batches come at once; or the error that stands in their way."""
+        """Whether all processes have started, or starting them failed: then `load` raises the error."""
         self._num_workers = num_workers
-        self._num_filling = _AHEAD * num_workers
-        self._asked: SimpleQueue[Ticket | _End | None] = SimpleQueue()
+        self._prefetched = _PREFETCH_FACTOR * num_workers
+        self._requested: SimpleQueue[Ticket | _End | None] = SimpleQueue()
         self._received: SimpleQueue[Loaded | BaseException] = SimpleQueue()
-        self._num_asked = 0
-        self._outstanding: deque[int] = deque()  # how many were asked for before each ticket that is to be received
-        self._seconds: deque[float] = deque([0.0], maxlen=_REMEMBERED)
-        self._is_over = False
+        self._num_requested = 0  # tickets and padding
+        self._outstanding: deque[int] = deque()  # the value of `_num_requested` before each ticket not yet received
+        self._seconds: deque[float] = deque([0.0], maxlen=_WINDOW)
+        self._is_closed = False
         loaded = DataLoader(
             _ByTicket(workload),
-            sampler=_Tickets(self._asked, num_empty=self._num_filling + num_workers),
+            sampler=_Tickets(self._requested, num_padding=self._prefetched + num_workers),
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             num_workers=num_workers,
-            prefetch_factor=_AHEAD,
+            prefetch_factor=_PREFETCH_FACTOR,
             multiprocessing_context="spawn",
-            worker_init_fn=partial(_begin, ignores_signals),
+            worker_init_fn=partial(_initialize_process, ignores_signals),
         )
-        with _holding_signals_back(ignores_signals):
+        with _blocking_signals(ignores_signals):
             starting = iter(loaded)
         self._thread = Thread(target=self._run, args=[starting], name="loader", daemon=True)
         self._thread.start()
 
     @property
     def load_seconds(self) -> float:
-        """The longest of the last few loads."""
+        """The maximum over recent loads."""
         return max(self._seconds)
 
     def load(self, tickets: Iterator[Ticket], num_ahead: Callable[[], int]) -> Iterator[Loaded]:
-        """Each ticket with its mini-batch, in order; what is left of other tickets is dropped."""
+        """Yield each ticket with its mini-batch, in order; mini-batches of earlier tickets are dropped."""
         while self._outstanding:
             self._receive()
         self._draw(tickets, 1)
         while self._outstanding:
             received = self._receive()
-            self._draw(tickets, min(self._num_filling + 1, num_ahead()))
+            self._draw(tickets, min(self._prefetched + 1, num_ahead()))
             yield received
             self._draw(tickets, 1)
 
     def close(self) -> None:
-        """End the processes."""
-        self._is_over = True
-        self._asked.put(_End())
-        self._thread.join(_LONGEST_END)
+        """Stop the processes."""
+        self._is_closed = True
+        self._requested.put(_End())
+        self._thread.join(_CLOSE_TIMEOUT_SECONDS)
 
     def _draw(self, tickets: Iterator[Ticket], num: int) -> None:
-        """Draw tickets until this many are outstanding, or there are no more."""
+        """Draw tickets until `num` are outstanding, or there are no more."""
         for ticket in islice(tickets, max(0, num - len(self._outstanding))):
-            self._outstanding.append(self._num_asked)
-            self._ask(ticket)
+            self._outstanding.append(self._num_requested)
+            self._request(ticket)
 
-    def _ask(self, ticket: Ticket | None) -> None:
-        self._asked.put(ticket)
-        self._num_asked += 1
+    def _request(self, ticket: Ticket | None) -> None:
+        self._requested.put(ticket)
+        self._num_requested += 1
 
     def _receive(self) -> Loaded:
         place = self._outstanding.popleft()
-        while self._num_asked <= place + self._num_filling:
-            self._ask(None)
+        while self._num_requested <= place + self._prefetched:
+            self._request(None)
         received = self._received.get()
         if isinstance(received, BaseException):
             raise received
         return received
 
     def _run(self, loaded: Iterator[_Timed | None]) -> None:
-        """What the thread does. The processes end when it lets go of the iterator."""
+        """Receive mini-batches, in the thread. The processes stop when it releases the iterator."""
         try:
             for _ in range(self._num_workers):
                 next(loaded)
             self.are_up = True
-            while not self._is_over:
+            while not self._is_closed:
                 received = next(loaded)
                 if received is not None:
                     self._seconds.append(received[1])

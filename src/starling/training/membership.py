@@ -1,7 +1,7 @@
-"""Memberships: the numbered sets of living learners of a run, and what one learner hears of them.
+"""Memberships: the numbered sets of living learners of a run, and how one learner receives them.
 
-The launcher watches the learners. When one is lost or joins, it announces the next membership. Between two memberships
-learners do nothing together; each membership has its own process groups and its own keys in the store.
+The launcher watches the learners. When one is lost or joins, it announces the next membership. Learners communicate
+only within a membership: each membership has its own process groups and its own keys in the store.
 """
 
 import threading
@@ -18,11 +18,11 @@ class Membership:
     """The learners of a run from one change to the next."""
 
     number: int
-    """The run begins with membership 0."""
+    """The generation; the first membership of a run is 0."""
     members: tuple[int, ...]
-    """Their names. A learner keeps its name for life; its rank is its place among these."""
+    """The learners' names. A learner's name never changes; its rank is its index in this tuple."""
     reason: str = ""
-    """What changed, in words."""
+    """What changed, for messages."""
 
     @property
     def key(self) -> str:
@@ -33,8 +33,8 @@ class Membership:
 _NONE = Membership(-1, ())
 
 
-class MembershipChanged(Exception):  # noqa: N818 - it is no error
-    """Ends what a learner does in a membership that is over."""
+class MembershipChanged(Exception):  # noqa: N818 - not an error
+    """Interrupts a learner when its membership has been replaced by the next."""
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership.reason)
@@ -42,10 +42,10 @@ class MembershipChanged(Exception):  # noqa: N818 - it is no error
 
 
 class MembershipFeed:
-    """The memberships that one learner hears of; usable from any thread.
+    """The memberships announced to one learner; usable from any thread.
 
     If the learners are not watched (`is_watched` False), the first membership is the only one, and a learner that
-    loses another fails. A learner without a `first` membership (None) joins a running experiment: it waits until a
+    loses a peer fails. A learner whose `first` membership is None joins a running experiment: it waits until a
     membership includes it.
     """
 
@@ -75,7 +75,7 @@ class MembershipFeed:
         return self._latest
 
     def first(self) -> Membership:
-        """The membership to begin in. A joiner reports that it is ready, and waits until a membership includes it."""
+        """The membership to begin in. A joiner first reports that it is ready and waits for a membership."""
         if self.is_new:
             self._on_ready()
             with self._changed:
@@ -91,7 +91,7 @@ class MembershipFeed:
         self._on_enter(membership)
 
     def announce(self, membership: Membership) -> None:
-        """There is a new membership. Called from the thread that listens to the launcher."""
+        """Announce a new membership. Called from the thread that listens to the launcher."""
         with self._changed:
             if membership.number <= self._latest.number:
                 return
@@ -100,14 +100,14 @@ class MembershipFeed:
             self._on_change(membership)
 
     def beyond(self, membership: Membership, within: float) -> Membership | None:
-        """Wait at most `within` seconds for a membership later than this one; None if none comes."""
+        """Wait at most `within` seconds for a later membership; None if there is none."""
         with self._changed:
             self._changed.wait_for(lambda: self._latest.number > membership.number, within if self.is_watched else 0.0)
             return self._latest if self._latest.number > membership.number else None
 
     @contextmanager
     def telling(self, membership: Membership, on_change: Callable[[Membership], None]) -> Generator[None, None, None]:
-        """While the context lasts, call `on_change`, from any thread, as soon as a later membership is announced."""
+        """Within this context, call `on_change` once a later membership is announced, from any thread."""
         with self._changed:
             self._on_change = on_change
             if self._latest.number > membership.number:
@@ -123,14 +123,14 @@ class MembershipObserver(Protocol):
     """Follows membership changes, in each learner."""
 
     def pause(self) -> None:
-        """This learner leaves a membership: finish, or drop, what was begun for it before returning."""
+        """This learner leaves a membership: finish or drop all pending work for it before returning."""
 
     def begin(self, membership: Membership, position: Position, is_first: bool, /) -> None:
-        """A membership begins at the position that all learners have reached together. Exactly one learner is called
-        with `is_first`, before the others continue."""
+        """A membership begins at `position`. `is_first` is true on exactly one learner, which is called before the
+        others continue."""
 
     def end(self) -> None:
-        """All is done. What other learners rely on when they hear of it must be complete before this returns."""
+        """The run has ended. Complete everything that other learners rely on before returning."""
 
 
 class IgnoreMembership:

@@ -1,4 +1,4 @@
-"""An optimizer's state for each weight, as flat vectors that learners can average."""
+"""An optimizer's per-weight state as flat vectors that learners can average."""
 
 from collections.abc import Callable
 
@@ -10,14 +10,14 @@ from starling.errors import ConfigError
 from starling.training.flat import split
 
 NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
-"""Second moments. A change computed from an older value could bring them below 0."""
+"""Sums and averages of squares. Adding a delta computed from an older value could make them negative."""
 
 
 class OptimizerMemory:
-    """Vectors `[P]`, one for each number that the optimizer keeps per weight; its own state becomes views into them.
+    """One vector `[P]` for each number that the optimizer keeps per weight; its state becomes views into the vectors.
 
-    `another` makes an optimizer like it for other parameters, by number. Raises ConfigError for an optimizer that keeps
-    anything but such numbers and a count of steps.
+    `another` creates an equal optimizer for other parameters, given by number. Raises ConfigError if the optimizer
+    keeps anything except such numbers and a step count.
     """
 
     def __init__(
@@ -40,9 +40,10 @@ class OptimizerMemory:
                 optimizer.state[parameter][name] = view
 
     def _begin(self, another: Callable[[dict[int, nn.Parameter]], Optimizer]) -> None:
-        """Let the optimizer have the state with which it makes its first step: what it then makes, set to 0.
+        """Initialise the optimizer's state to zeros.
 
-        Others make it, for stand-ins of the parameters one by one: a gradient may be under way at these.
+        A step of another optimizer, on a stand-in for each parameter in turn, creates the state: the parameters
+        themselves must not change, because a gradient may be under way at them.
         """
         for number, parameter in enumerate(self._parameters):
             stand_in = nn.Parameter(torch.zeros_like(parameter))
@@ -66,7 +67,7 @@ class OptimizerMemory:
                     continue
                 if not isinstance(value, Tensor) or value.shape != parameter.shape:
                     raise ConfigError(
-                        f"strategy.optimizer_state: {kind} keeps {name!r}, which is no number for each weight and "
+                        f"strategy.optimizer_state: {kind} keeps {name!r}, which is not one number per weight and "
                         "cannot be averaged; choose local"
                     )
                 if name not in names:

@@ -17,8 +17,8 @@ from starling.training.streams import lock_for
 class Replica:
     """Weights `[P]`, the parameters that view them, and the optimizer that changes them, under one lock.
 
-    `gradients` `[P]` backs `param.grad`; a gradient computed elsewhere is first copied into it, or into a `workspace`
-    `[P]`, which replicas may share, if `gradients` must be kept.
+    `gradients` `[P]` backs `param.grad`. A gradient in other memory is first copied into `gradients` or, if that must
+    not be overwritten, into a `workspace` `[P]`, which replicas may share.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Replica:
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._memory: OptimizerMemory | None = None
         self.sometimes_unused: set[int] = set()
-        """Parameters, by number, that got no gradient from some mini-batch of this learner. Only for these can a mean
-        over learners lack a gradient."""
+        """The numbers of parameters that had no gradient in at least one of this learner's mini-batches. Only these can
+        lack a gradient in a mean over learners."""
         self._lock = lock_for(weights.device)
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
-        """Clip `gradient` `[P]`, set the learning rate and let the optimizer change the weights.
+        """Clip `gradient` `[P]`, set the learning rate and make an optimizer step.
 
-        Returns whether it did: a non-finite gradient changes nothing.
+        Returns False, without a step, if the gradient is not finite.
         """
         with self._lock:
             if gradient.data_ptr() != self.gradients.data_ptr():
@@ -57,14 +57,14 @@ class Replica:
                 return False
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor
-            with self._looking_at(gradient):
+            with self._as_parameter_gradients(gradient):
                 self.optimizer.step()
             self.version += 1
             return True
 
     @contextmanager
-    def _looking_at(self, gradient: Tensor) -> Generator[None, None, None]:
-        """A context in which the parameters' gradients are views into `gradient` `[P]`, or None where it has none."""
+    def _as_parameter_gradients(self, gradient: Tensor) -> Generator[None, None, None]:
+        """Within this context `param.grad` is a view into `gradient` `[P]`, or None for a parameter without one."""
         if gradient.data_ptr() == self.gradients.data_ptr() and not self.sometimes_unused:
             yield
             return
@@ -79,14 +79,14 @@ class Replica:
                 parameter.grad = before
 
     def clip(self, gradient: Tensor) -> float:
-        """Clip `gradient` `[P]` to the allowed norm; returns its norm before."""
+        """Clip `gradient` `[P]` in place to `clip_norm`; returns its norm before clipping."""
         norm = float(torch.linalg.vector_norm(gradient))
         if self._clip_norm is not None and norm > self._clip_norm:
             gradient.mul_(self._clip_norm / norm)
         return norm
 
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
-        """An optimizer like this replica's, for parts of parameters, each given by the number of its parameter."""
+        """An optimizer like this replica's, for (parts of) parameters, by the number of the parameter."""
         return self._make_optimizer(list(parameters.values()))
 
     @property
@@ -108,23 +108,23 @@ class Replica:
             mine.add_(delta)
             if number > 0 and self._memory is not None and self._memory.never_negative[number - 1]:
                 mine.clamp_(min=0.0)
-            if piece.stop == len(self.weights):  # a change that comes in pieces is one change
+            if piece.stop == len(self.weights):  # all pieces together count as one change
                 self.version += 1
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         with self._lock:
             (self.weights if piece is None else self._at(piece)[1]).copy_(weights)
-            if piece is None or piece.stop == len(self.weights):  # a change that comes in pieces is one change
+            if piece is None or piece.stop == len(self.weights):  # all pieces together count as one change
                 self.version += 1
 
     def snapshot(self, piece: slice | None = None, into: Tensor | None = None) -> Tensor:
-        """A copy of the weights or of a piece of them, in new memory or `into` some of its shape."""
+        """A copy of the weights or of a piece of them, in new memory or in `into`, of the same shape."""
         with self._lock:
             own = self.weights if piece is None else self._at(piece)[1]
             return own.clone() if into is None else into.copy_(own)
 
     def on_host(self) -> Tensor:
-        """The weights in host memory, after all changes so far; a copy, unless they are there already."""
+        """The weights in host memory, after all changes so far; not a copy if the model is on the CPU."""
         if self.weights.device.type == "cpu":
             return self.weights.detach()
         return self.snapshot().cpu()
@@ -145,12 +145,12 @@ class Replica:
         ]
 
     def restore(self, weights: Tensor, optimizer: dict[str, Any]) -> None:
-        """Continue from saved weights `[P]` and a saved optimizer's `state_dict`."""
+        """Continue from saved weights `[P]` and a saved `state_dict` of the optimizer."""
         self.replace(weights)
         self.optimizer.load_state_dict(optimizer)
 
     def _at(self, piece: slice) -> tuple[int, Tensor]:
-        """The number of the vector that a piece belongs to (the weights are 0), and the piece itself."""
+        """The number of the vector that contains a piece (0: the weights), and a view of the piece."""
         number, start = divmod(piece.start, len(self.weights))
         vector = self.weights if number == 0 or self._memory is None else self._memory.vectors[number - 1]
         return number, vector[start : start + piece.stop - piece.start]

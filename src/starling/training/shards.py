@@ -1,4 +1,4 @@
-"""Shards of the model in host memory, each with its own optimizer: a server's shard, or memory that learners share."""
+"""Model shards in host memory, each with its own optimizer: a server's shard, or memory that learners share."""
 
 import copy
 import threading
@@ -18,14 +18,15 @@ from starling.training.replica import Replica
 
 T = TypeVar("T")
 STEP_PASSES = 7
-"""Passes of a step over the shard's memory: read the gradient; read and write the weights and Adam's two moments."""
+"""Memory passes of an Adam step, each of the shard's size: read the gradient; read and write weights and both
+moments."""
 
 SetRates = Callable[[Optimizer, Sequence[float], Tensor, float], None]
-"""Sets the learning rates of a shard's optimizer: from its peak rates, the metadata of the step, and a scale."""
+"""Sets the learning rates of a shard's optimizer, from its peak rates, the step metadata and a scale."""
 
 
 class StartOnMemory(Protocol):
-    """Starts work that passes over `num_bytes` of host memory `passes` times."""
+    """Starts `do`, which makes `passes` passes over `num_bytes` of host memory."""
 
     def __call__(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]: ...
 
@@ -33,7 +34,7 @@ class StartOnMemory(Protocol):
 class Shards:
     """The model shards that one learner holds.
 
-    After a resume, `saved` are the shards of its checkpoint; each held shard continues from the one in its place.
+    `saved` are the shards in its checkpoint after a resume; each held shard continues from the saved one of its piece.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Shards:
         self._saved = {(shard.start, shard.stop): shard for shard in saved}
 
     def check(self, piece: slice) -> None:
-        """Raise `ConfigError` for an empty piece, or one outside the weights."""
+        """Raise `ConfigError` for an empty piece or one outside the weights."""
         size = len(self.replica.weights)
         if not 0 <= piece.start < piece.stop <= size:
             raise ConfigError(
@@ -59,21 +60,21 @@ class Shards:
             )
 
     def keep(self, piece: slice) -> Shard:
-        """Hold a piece of the model for all learners, starting from this learner's weights or the checkpoint's."""
+        """Hold a piece of the model for all learners, initialised from the checkpoint or this learner's weights."""
         self.check(piece)
         saved = self._saved.get((piece.start, piece.stop))
         memory = host_copy(self.replica.weights[piece] if saved is None else saved.weights)
         return self._hold(HeldShard(self, piece, memory, torch.zeros(1, dtype=torch.int64), 0))
 
     def share(self, pieces: Sequence[slice], weights: Tensor, counts: Tensor) -> Sequence[Shard]:
-        """Hold `pieces` of `weights` `[P]`, memory that all learners share; `counts` `[pieces, L]` are their steps."""
+        """Hold `pieces` of `weights` `[P]`, which all learners share; `counts` `[pieces, L]` counts their steps."""
         return [
             self._hold(HeldShard(self, piece, weights[piece], counts[number], self.rank))
             for number, piece in enumerate(pieces)
         ]
 
     def forget_saved(self) -> None:
-        """Drop the checkpoint's shards: a strategy that holds any has taken them before its first claim."""
+        """Drop the checkpoint's shards: after the first claim no strategy holds further shards."""
         self._saved.clear()
 
     def _hold(self, shard: "HeldShard") -> "HeldShard":
@@ -82,18 +83,18 @@ class Shards:
             shard.restore(self._saved.pop(place))
         elif self._saved:
             raise CheckpointError(
-                f"learner {self.rank}: the checkpoint holds the model in pieces {sorted(self._saved)}, none of "
-                f"them {place}; resume with the strategy's shards, or piece_megabytes, as they were"
+                f"learner {self.rank}: the checkpoint holds the model in pieces {sorted(self._saved)}, but the "
+                f"strategy needs {place}; resume with the same strategy.shards or strategy.piece_megabytes as before"
             )
         self.held.append(shard)
         return shard
 
 
 class HeldShard(Shard):
-    """A shard whose memory is in this process.
+    """A shard in this process's memory, perhaps shared with other processes.
 
-    `weights` `[n]` is that memory, and `counts` `[L]` the steps made by each learner that changes it; `place` is this
-    learner's. Each learner has its own optimizer, so that shared memory needs no common lock.
+    `weights` `[n]` is that memory. `counts` `[L]` counts the steps of each learner that changes it, at index `place`
+    those of this learner. Each learner has its own optimizer, so shared memory needs no common lock.
     """
 
     def __init__(self, owner: Shards, piece: slice, weights: Tensor, counts: Tensor, place: int) -> None:
@@ -140,7 +141,7 @@ class HeldShard(Shard):
             return self.weights.clone()
 
     def state(self) -> ShardState:
-        """A copy of what a checkpoint saves."""
+        """A copy of the shard's weights and optimizer state, for a checkpoint."""
         with self._lock:
             weights, optimizer = self.weights.clone(), copy.deepcopy(self.optimizer.state_dict())
         return ShardState(self._piece.start, self._piece.stop, weights, optimizer)
@@ -156,7 +157,7 @@ def host_copy(weights: Tensor) -> Tensor:
 
 
 def _parts(parameters: Sequence[nn.Parameter], piece: slice, weights: Tensor) -> dict[int, nn.Parameter]:
-    """Parameters that view the memory of a piece, by number: whole ones in their shape, cut ones as vectors."""
+    """Parameters that view the memory of a piece, by number: whole ones in their shape, partial ones as vectors."""
     found: dict[int, Any] = {}
     start = 0
     for number, parameter in enumerate(parameters):

@@ -1,4 +1,4 @@
-"""Injected slowness, on both engines: slow learners, random jitter, pauses."""
+"""Injected delays: slow learners, random jitter, pauses."""
 
 import random
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from starling.configuration import Config
 
 
 def _times(factor: Any) -> Any:
-    """`10x` is 10."""
+    """Accept `10x` for 10."""
     return factor[:-1] if isinstance(factor, str) and factor.endswith("x") else factor
 
 
@@ -20,7 +20,7 @@ Rank = Annotated[int, Field(ge=0)]
 
 
 class Pause(Config):
-    """A learner that pauses for a while."""
+    """Makes a learner pause once."""
 
     learner: Rank
     after: int = Field(ge=1)
@@ -32,9 +32,9 @@ class Stragglers(Config):
     """The `stragglers:` section of a recipe. The `processes` engine sleeps, `virtual` advances its clock."""
 
     slow: dict[Rank, Factor] = Field(default_factory=dict)
-    """Learners whose gradients take so many times as long, such as {0: 10x}."""
+    """By learner, the factor by which its gradients take longer, such as {0: 10x}."""
     jitter: float = Field(default=0.0, ge=0.0)
-    """Each gradient takes longer by a random share of its time, exponentially distributed with this mean."""
+    """Each gradient is delayed by a random fraction of its time, exponentially distributed with this mean."""
     pauses: tuple[Pause, ...] = ()
 
     def problems(self, world: int) -> Iterator[str]:
@@ -47,7 +47,7 @@ class Stragglers(Config):
 
 
 class Delays:
-    """The delays of one learner, with a random stream per learner and seed."""
+    """The delays of one learner; their random numbers depend on the seed and the learner."""
 
     def __init__(self, stragglers: Stragglers, seed: int, rank: int) -> None:
         self._factor = stragglers.slow.get(rank, 1.0)

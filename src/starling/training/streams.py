@@ -1,8 +1,8 @@
-"""The order in which the streams of a device touch what they share.
+"""Ordering between the CUDA streams of threads that share data.
 
-On a CUDA device a call returns before its work is done: the work waits on the stream that was current in the calling
-thread. A lock orders threads, not streams, so a thread with a stream of its own also needs events. On the CPU there are
-no streams, and nothing here costs anything.
+A CUDA call returns before its work is done: the work is queued on the calling thread's current stream. A lock orders
+threads but not their streams, so threads with different streams also need events. On the CPU there are no streams, and
+`lock_for` returns a plain lock.
 """
 
 import threading
@@ -14,54 +14,55 @@ from torch import Tensor
 
 
 class Streams:
-    """What Starling asks of the streams of one CUDA device; tests put a stand-in in its place."""
+    """The stream operations of one CUDA device that Starling uses; tests replace it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def new(self) -> torch.cuda.Stream:
-        """A stream beside all others."""
+        """A new stream."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def current(self) -> torch.cuda.Stream:
-        """The stream of the calling thread."""
+        """The calling thread's current stream."""
         return torch.cuda.current_stream(self._device)
 
     def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-        """Make `stream` that of the calling thread while the context lasts."""
+        """Within this context `stream` is the calling thread's current stream."""
         return torch.cuda.stream(stream)
 
     def event(self) -> torch.cuda.Event:
-        """An event that can be recorded on streams."""
+        """A new event."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def pinned(self, like: Tensor) -> Tensor:
-        """Host memory that is copied to and from the device without a detour."""
+        """Uninitialised page-locked host memory of the shape and dtype of `like`."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """Do not reuse the memory of `tensor` before `stream` has done what it was given so far."""
+        """Once `tensor` is freed, do not reuse its memory before the work queued on `stream` by then is done."""
         tensor.record_stream(stream)
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """The streams of a device; None where there are none."""
+    """The stream operations of a CUDA device; None for any other device."""
     return Streams(device) if device.type == "cuda" else None
 
 
 class OrderedLock:
-    """A lock for threads that use different streams of a device: what they do while they hold it happens on the device
-    in the order in which they held it.
+    """A lock for threads with different streams: the device executes their work under the lock in the order in which
+    they held it.
 
-    A stream waits for the work that was given to others under this lock, and for nothing that they were given besides:
-    the background waits for the last step, not for the forward and backward passes behind it.
+    On entry the thread's stream waits for everything queued on the previous holder's stream before the lock was
+    released, including work queued before it was acquired, but not for later work: the background waits for the last
+    step, not for the forward and backward passes after it.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._lock = threading.Lock()
         self._streams = streams
         self._released = streams.event()
-        self._stream = streams.current()  # which held the lock last; it made what the lock guards
+        self._stream = streams.current()  # of the last holder; initially the stream that created the guarded data
         self._released.record(self._stream)
 
     def __enter__(self) -> None:
@@ -79,13 +80,13 @@ class OrderedLock:
 
 
 def lock_for(device: torch.device) -> AbstractContextManager[object]:
-    """A lock for what is on `device`."""
+    """A lock for data on `device`: an `OrderedLock` on CUDA, otherwise a plain lock."""
     streams = streams_of(device)
     return threading.Lock() if streams is None else OrderedLock(streams)
 
 
 def beside_this_thread(device: torch.device) -> AbstractContextManager[object]:
-    """What gives another thread a stream of its own, behind all that this thread's stream was given so far."""
+    """A context for another thread, with a new stream that waits for the work queued on this thread's stream so far."""
     if (streams := streams_of(device)) is None:
         return nullcontext()
     own = streams.new()
@@ -94,6 +95,6 @@ def beside_this_thread(device: torch.device) -> AbstractContextManager[object]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what this thread's stream was given so far."""
+    """Wait until the work queued on this thread's stream so far is done."""
     if (streams := streams_of(device)) is not None:
         streams.current().synchronize()

@@ -1,4 +1,4 @@
-"""How learners continue after a membership change: which of them, from where in the data, and with whose state."""
+"""How a run continues after a membership change: with which learners, at which position, and from whose state."""
 
 import json
 from collections.abc import Callable, Collection, Sequence
@@ -20,34 +20,34 @@ from starling.workload import Position, Ticket
 
 @dataclass(frozen=True)
 class Past:
-    """What a member of a new membership has done before."""
+    """A learner's progress before a new membership."""
 
     membership: int | None = None
-    """The number of the last membership it computed in; None: it is new, and has no state."""
+    """The number of the last membership in which it trained; None: it is new and has no state."""
     num_done: int = 0
-    """Mini-batches that it did in that membership."""
+    """The number of mini-batches it completed in that membership."""
     minutes: float = 0.0
-    """Time spent training."""
+    """Training time so far."""
 
 
 @dataclass(kw_only=True)
 class Life:
-    """What one learner carries from membership to membership."""
+    """What one learner keeps from one membership to the next."""
 
     name: int
     delays: Delays
-    """Injected slowness."""
+    """Injected delays."""
     faults: FaultsOf
     """Injected faults."""
     state: LearnerState | None = None
-    """Its state when it left the last membership, or when it was resumed; None: it has none yet."""
+    """Its state at the end of the last membership, or from a checkpoint; None: no state yet."""
     past: Past = field(default_factory=Past)
     tally: Tally | None = None
-    """What it had counted of an epoch that a membership change interrupted."""
+    """Its counters for the epoch that a membership change interrupted."""
 
     @staticmethod
     def begin(job: Job, name: int, is_new: bool) -> "Life":
-        """The life of a learner of a job; one that is new, or was restarted, suffers none of the injected faults."""
+        """The `Life` of a learner that starts. A joiner or restarted learner (`is_new`) has no injected faults."""
         return Life(
             name=name,
             delays=Delays(job.stragglers, job.seed, name),
@@ -57,19 +57,19 @@ class Life:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the members of a membership begin."""
+    """Where a membership begins, and which learners copy another's state."""
 
     world: int
     position: Position
     minutes: float
-    """Time spent training, the same for all."""
+    """Training time so far, the same for all learners."""
     source: int | None = None
-    """The rank whose state others take; None: all have their own."""
+    """The rank whose state the `takers` copy; None: each learner continues from its own."""
     takers: tuple[int, ...] = ()
-    """The ranks that take it."""
+    """The ranks that copy the state of `source`."""
 
     def encode(self) -> str:
-        """As JSON."""
+        """The plan as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -82,7 +82,7 @@ class Plan:
         return cls(position=Position(Ticket(**position["next_ticket"]), outstanding), takers=takers, **read)
 
     def state(self, rank: int, own: LearnerState | None) -> LearnerState:
-        """The state with which learner `rank` begins. One that has none gets its weights from `source` later."""
+        """The state with which learner `rank` begins. If it has none, it later receives its weights from `source`."""
         own = own or LearnerState(rank, self.world, self.position, self.minutes, torch.empty(0), {}, {})
         return replace(
             own, rank=rank, world=self.world, position=self.position, minutes=self.minutes, epochs_ended=None
@@ -90,29 +90,28 @@ class Plan:
 
 
 def next_membership(job: Job, before: Membership, change: Membership, is_ordered: bool = False) -> Membership:
-    """The membership that follows `before` when `change` lists the living: those that the strategy can continue with.
+    """The membership after `before`: those of the living learners in `change` with which the strategy can continue.
 
-    `Strategy.successors` orders their ranks, unless `is_ordered`: then `change` has them in order already, perhaps
-    computed through several memberships, not all of which this learner has heard of. Raises PeerLost when the strategy
-    cannot continue.
+    `Strategy.successors` determines their order. With `is_ordered`, `change` lists them in order, possibly after
+    several memberships that this learner did not take part in. Raises PeerLost if the strategy cannot continue.
     """
     lost = [name for name in before.members if name not in change.members]
-    came = [name for name in change.members if name not in before.members]
+    joined = [name for name in change.members if name not in before.members]
     try:
         if not is_ordered:
-            return replace(change, members=job.strategy.successors(job.options, before.members, lost, came))
+            return replace(change, members=job.strategy.successors(job.options, before.members, lost, joined))
         ranks = job.strategy.survivors(job.options, len(before.members), [before.members.index(name) for name in lost])
         leaving = set(before.members) - {before.members[rank] for rank in ranks}
         members = tuple(name for name in change.members if name not in leaving)
         job.validate(len(members))
     except (ConfigError, PeerLost) as error:
-        raise PeerLost(f"{change.reason}; {job.strategy.name} cannot continue without: {error}") from error
+        raise PeerLost(f"{change.reason}; {job.strategy.name} cannot continue: {error}") from error
     return replace(change, members=members)
 
 
-def plan_after(before: Plan, members: Sequence[Past], job: Job, all_noted: Callable[[], Collection[int]]) -> Plan:
-    """The plan of a membership whose members have these pasts, by rank. `before` is the plan of the last membership
-    that any of them computed in, and `all_noted` gives the tickets that were done in it."""
+def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callable[[], Collection[int]]) -> Plan:
+    """The plan of a membership from its members' pasts, by rank. `before` is the plan of the last membership in which
+    any of them trained; `all_done` returns the tickets that were done in it."""
     last = max(each.membership for each in members if each.membership is not None)
     newest = max(
         range(len(members)), key=lambda rank: (members[rank].membership == last, members[rank].num_done, -rank)
@@ -121,7 +120,7 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_noted: Calla
         done: Collection[int] = _done_by_all(before, members[newest].num_done, job)
         current = [each.membership == last and each.num_done == members[newest].num_done for each in members]
     else:
-        done = all_noted()
+        done = all_done()
         newest = first_with_a_state(members)
         current = [each.membership is not None for each in members]
     takers = tuple(rank for rank, is_current in enumerate(current) if not is_current)
@@ -135,14 +134,14 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_noted: Calla
 
 
 def first_with_a_state(members: Sequence[Past]) -> int:
-    """The lowest rank that has computed before; PeerLost if none has."""
+    """The lowest rank that has trained before. PeerLost if there is none."""
     with_state = [rank for rank, each in enumerate(members) if each.membership is not None]
     if not with_state:
-        raise PeerLost("learners were lost before any had begun; start again")
+        raise PeerLost("learners were lost before training began; start again")
     return with_state[0]
 
 
 def _done_by_all(before: Plan, num_portions: int, job: Job) -> set[int]:
-    """The tickets in the first portions of a membership, which all learners have computed."""
+    """The tickets in the first `num_portions` portions of a membership, where all learners are one sync group."""
     tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world)
     return {tickets.ticket(*each).step for each in product(range(num_portions), range(before.world))}

@@ -1,9 +1,9 @@
-"""Which learner computes which mini-batch: the tickets in order, and the budget that ends them.
+"""Which learner computes which mini-batch: the sequence of tickets, limited by the budget.
 
-The tickets of a run are one stream: first those that an earlier run left outstanding, then all others in the order of
-the epochs. Sync groups claim portions: as many consecutive tickets as the group has learners, one for each, even across
-the end of an epoch. Under a synchronous strategy all learners are one sync group; under an asynchronous one each
-learner is its own.
+The tickets of a run form one sequence: first those that an earlier run left outstanding, then the others in the order
+of the epochs. Sync groups claim portions: consecutive tickets, one for each learner of the group, even across the end
+of an epoch. Under a synchronous strategy all learners form one sync group; under an asynchronous one each learner is
+its own.
 """
 
 from bisect import bisect_right
@@ -17,7 +17,7 @@ from starling.workload import Position, Ticket, Workload
 
 
 class TicketSequence:
-    """All tickets from the epoch of `start` on, by their number (`Ticket.step`). A pure function of the workload."""
+    """All tickets from the epoch of `start` on, by number (`Ticket.step`). A pure function of workload and `start`."""
 
     def __init__(self, workload: Workload[Any], start: Ticket) -> None:
         self._workload = workload
@@ -27,7 +27,7 @@ class TicketSequence:
     def num_batches(self, epoch: int) -> int:
         found = self._workload.num_batches(epoch)
         if found < 1:
-            raise DataError(f"epoch {epoch} has {found} mini-batches; it needs at least 1: check the training data")
+            raise DataError(f"epoch {epoch} has {found} mini-batches; it needs at least 1; check the training data")
         return found
 
     def __getitem__(self, step: int) -> Ticket:
@@ -37,7 +37,7 @@ class TicketSequence:
         return Ticket(self._first_epoch + place, step - self._first_steps[place], step)
 
     def epochs_before(self, step: int) -> float:
-        """Passes over the data before ticket `step`; before the first epoch here, as if all had been like it."""
+        """Passes over the data before ticket `step`. Epochs before that of `start` are assumed to be as long as it."""
         if step < self._first_steps[0]:
             return self._first_epoch - (self._first_steps[0] - step) / self.num_batches(self._first_epoch)
         ticket = self[step]
@@ -49,7 +49,7 @@ class TicketSequence:
 
 
 def position_after(start: Position, workload: Workload[Any], done: Collection[int]) -> Position:
-    """The position of a run that began at `start`, when the tickets with these numbers are done."""
+    """The position of a run that began at `start`, when the tickets with the numbers `done` are done."""
     sequence = TicketSequence(workload, start.next_ticket)
     first, beyond = start.next_ticket.step, max([start.next_ticket.step, *(step + 1 for step in done)])
     handed_out = [*start.outstanding, *(sequence[step] for step in range(first, beyond))]
@@ -57,15 +57,14 @@ def position_after(start: Position, workload: Workload[Any], done: Collection[in
 
 
 class DoneTickets(Collection[int]):
-    """The numbers of the done tickets after a position. Its memory grows with the number of tickets between the first
-    that is not done and the last that is."""
+    """The numbers of the done tickets after a position. Memory is needed only for those after the first undone one."""
 
     def __init__(self, start: Position) -> None:
-        self._first = self._below = start.next_ticket.step  # all from the first to below this are done
+        self._first = self._below = start.next_ticket.step  # all from `_first` to `_below` - 1 are done
         self._others: set[int] = set()
 
     def add(self, step: int) -> None:
-        """Ticket `step` is done."""
+        """Record that ticket `step` is done."""
         self._others.add(step)
         while self._below in self._others:
             self._others.remove(self._below)
@@ -73,7 +72,7 @@ class DoneTickets(Collection[int]):
 
     @property
     def num_kept(self) -> int:
-        """The numbers that are kept individually."""
+        """How many numbers are stored individually."""
         return len(self._others)
 
     def __contains__(self, step: object) -> bool:
@@ -90,8 +89,8 @@ class DoneTickets(Collection[int]):
 class SyncGroupTickets:
     """The tickets of a run in portions, one ticket for each learner of a sync group.
 
-    The budget in steps and epochs is checked at the beginning of each portion, so that a sync group ends together
-    without a message; the last portion is a whole one. Minutes are checked elsewhere, with the engine's clock.
+    The budget in steps and epochs is checked before each portion, so that a sync group ends together without
+    communication, after a whole portion. A budget in minutes is checked elsewhere, on the engine's clock.
     """
 
     def __init__(self, workload: Workload[Any], start: Position, budget: Budget, sync_group_size: int) -> None:
@@ -103,11 +102,11 @@ class SyncGroupTickets:
         self._end: int | None = None
 
     def end_at(self, number: int) -> None:
-        """End the run before portion `number`, as if its budget were spent there. Called by any thread."""
+        """End the run before portion `number`, as if the budget were spent there. May be called by any thread."""
         self._end = number
 
     def ticket(self, number: int, member: int = 0) -> Ticket:
-        """The ticket of a `member` (its place in the sync group) in portion `number`."""
+        """The ticket of a `member` (its index in the sync group) in portion `number`."""
         place = number * self._group_size + member
         outstanding = self._start.outstanding
         if place < len(outstanding):
@@ -115,7 +114,7 @@ class SyncGroupTickets:
         return self.sequence[self._start.next_ticket.step + place - len(outstanding)]
 
     def number_of(self, ticket: Ticket) -> int:
-        """The portion that a ticket is in."""
+        """The portion that contains a ticket."""
         place = self._places.get(ticket.step, ticket.step - self._start.next_ticket.step + len(self._start.outstanding))
         return place // self._group_size
 
@@ -130,17 +129,17 @@ class SyncGroupTickets:
         )
 
     def num_before(self, number: int) -> int:
-        """The number of done mini-batches when portion `number` is the first that is not done."""
+        """The number of done mini-batches when exactly the portions below `number` are done."""
         return self._start.num_done + number * self._group_size
 
     def progress(self, number: int, minutes: float) -> Progress:
-        """The progress of the run when portion `number` is the first that is not claimed."""
+        """The progress of the run when exactly the portions below `number` have been claimed."""
         num_done = self.num_before(number)
         return Progress(num_done, self.sequence.epochs_before(num_done), minutes)
 
     def is_beyond(self, number: int) -> bool:
-        """Whether the budget is spent before portion `number`, and the portion holds no re-issued ticket that is within
-        the budget."""
+        """Whether the budget is spent before portion `number`, and the portion does not begin with a re-issued ticket
+        that is within the budget."""
         if self._end is not None and number >= self._end:
             return True
         return self._budget.is_spent(self.progress(number, minutes=0.0)) and not self._is_reissued(self.ticket(number))
@@ -151,7 +150,7 @@ class SyncGroupTickets:
         return not self._budget.is_spent(Progress(ticket.step, self.sequence.epochs_before(ticket.step), minutes=0.0))
 
     def take(self, numbers: Iterable[int], members: Iterable[int]) -> Iterator[Ticket]:
-        """The tickets of `members` (places in a sync group) in these portions, until the budget is spent."""
+        """The tickets of `members` (indices in a sync group) in these portions, until the budget is spent."""
         members = list(members)
         for number in numbers:
             if self.is_beyond(number):
@@ -160,7 +159,7 @@ class SyncGroupTickets:
                 yield self.ticket(number, member)
 
     def handed_out(self, num_drawn: int) -> int:
-        """The number of portions within the budget, when the numbers below `num_drawn` were drawn."""
+        """How many of the first `num_drawn` portions are within the budget."""
         while num_drawn > 0 and self.is_beyond(num_drawn - 1):
             num_drawn -= 1
         return num_drawn
@@ -172,36 +171,36 @@ class Barrier:
 
     number: int
     ended: tuple[int, ...] = ()
-    """The epochs that end here."""
+    """The epochs that end at this barrier."""
 
 
 class Barriers:
-    """The checkpoint barriers of a run, in order: at epoch ends, every so many mini-batches if requested, and where
-    learners agree on one.
+    """The checkpoint barriers of a run, in order: at epoch ends, every `every` mini-batches, and those that learners
+    agree on.
 
-    A learner passes a barrier when it claims a portion after it, having done all its own mini-batches before it. So
-    once all have passed, all tickets before it are done. In a synchronous run no others are; an asynchronous learner
-    may also have received what others did after it.
+    A learner passes a barrier when it claims a portion after the barrier; by then it has done all its mini-batches
+    before it. So once all learners have passed, all tickets before the barrier are done. In a synchronous run no later
+    ticket is done; the state of an asynchronous learner may include other learners' work after the barrier.
     """
 
     def __init__(self, tickets: SyncGroupTickets, every: int | None = None) -> None:
         self._tickets = tickets
         self._every = every
         self._agreed: set[int] = set()
-        self._next = 0  # the first portion that was not looked at
+        self._next = 0  # the first portion not yet examined
         self.epoch = tickets.ticket(0).epoch
-        """The epoch that portions before the last barrier, or the first portion, are in."""
+        """The first epoch that has not ended at a barrier."""
 
     def add(self, number: int) -> None:
-        """Add a barrier before portion `number`, which no learner has claimed. Called by any thread."""
+        """Add a barrier before portion `number`, which no learner has claimed. May be called by any thread."""
         self._agreed.add(number)
 
     def end_at(self, number: int) -> None:
-        """The run ends before portion `number`: drop a barrier that was agreed on there."""
+        """The run ends before portion `number`: drop an agreed barrier there."""
         self._agreed.discard(number)
 
     def until(self, number: int) -> Iterator[Barrier]:
-        """The barriers up to portion `number`, after the last one returned."""
+        """The barriers up to portion `number` that have not been returned before."""
         while self._next < number:
             following = self._first_barrier(range(self._next + 1, number + 1))
             self._next = number if following is None else following
@@ -212,7 +211,7 @@ class Barriers:
                 yield Barrier(following, ended)
 
     def _first_barrier(self, numbers: range) -> int | None:
-        """The first barrier among consecutive portions, without examining each of them."""
+        """The first barrier among consecutive portions, found by binary search."""
         agreed = [each for each in list(self._agreed) if each in numbers and not self._tickets.is_beyond(each)]
         periodic = bisect_right(numbers, self._periods_before(numbers[0] - 1), key=self._periods_before)
         epoch_end = bisect_right(numbers, self.epoch, key=lambda number: self._tickets.ticket(number).epoch)
@@ -220,5 +219,5 @@ class Barriers:
         return min([*agreed, *numbers[first : first + 1]], default=None)
 
     def _periods_before(self, number: int) -> int:
-        """How many times `every` mini-batches are before a portion."""
+        """How many whole multiples of `every` mini-batches precede a portion."""
         return 0 if self._every is None else self._tickets.num_before(number) // self._every

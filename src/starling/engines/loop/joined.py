@@ -1,4 +1,4 @@
-"""What a user's own PyTorch loop holds of Starling."""
+"""The public API for a user's own PyTorch loop."""
 
 import atexit
 import hashlib
@@ -29,33 +29,33 @@ from starling.strategies import Strategy
 
 @dataclass(frozen=True)
 class LoopStats:
-    """What one learner has done so far."""
+    """One learner's counters so far."""
 
     steps: int
-    """Gradients that the loop has handed over, skipped ones included."""
+    """Calls of `step`, including those with a non-finite gradient."""
     steps_skipped: int
     """Non-finite gradients, which made no optimizer step."""
     rounds: int
     """Averaging rounds in its background."""
     rounds_per_gradient: float
     staleness: dict[int, int]
-    """Gradients by staleness: the changes made to the weights between reading them for the gradient and the step."""
+    """Number of gradients by staleness: the changes to the weights between reading them and applying the gradient."""
     bytes_sent: int
     seconds_computing: float
-    """Between two calls of `step`, and in the optimizer; not in `consensus`."""
+    """Time in the loop and the optimizer, without `consensus`."""
     seconds_waiting: float
-    """For other learners."""
+    """Time spent waiting for other learners."""
     consensus_distance: float | None
-    """(1/L) sum_l |w_l - mean|^2 of all learners' weights at the last `consensus`."""
+    """(1/L) sum_l |w_l - mean|^2 of all learners' weights at the last `consensus`; None before the first."""
 
 
 class JoinedLearner:
-    """The model and the optimizer of your own loop, as one learner among several; `starling.join` returns it.
+    """The model and the optimizer of your own loop as one of several learners; `starling.join` returns it.
 
-    Call `step()` in place of `optimizer.step()`. Evaluate and save within `with consensus(final=True):` after the loop
-    (within `with consensus():` before), and call `close()` at the end. As a context manager it closes itself, and tells
-    the others at once if your loop fails. All methods raise `PeerLost`, naming the learner, when another one is gone. A
-    process that ends without closing exits with code 1, or 130 after Ctrl-C.
+    Call `step()` in place of `optimizer.step()`. Evaluate and save within `with consensus():` during the loop and
+    within `with consensus(final=True):` after it, and call `close()` at the end. As a context manager it closes itself,
+    and notifies the others immediately if your loop fails. If another learner is lost, `step`, `consensus` and `close`
+    raise `PeerLost`, which names it. A process that ends without closing exits with code 1, or 130 after Ctrl-C.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class JoinedLearner:
         timeout_seconds: float,
         most_not_finite: int,
     ) -> None:
-        """Connect to the other learners. Raises as `starling.join` does."""
+        """Connect to the other learners. Raises the errors listed at `starling.join`."""
         sync_groups = strategy.sync_groups(options, place.world)
         if sync_groups.num_workers < place.world:
             raise ConfigError(
-                f"strategy.servers: own would leave {place.world - sync_groups.num_workers} of {place.world} processes "
-                "without a loop; in your own loop servers run beside it (servers='beside')"
+                f"strategy.servers: with own, {place.world - sync_groups.num_workers} of {place.world} processes would "
+                "have no loop; with starling.join use servers='beside'"
             )
         is_shared = sync_groups.size == place.world
         replica = LoopReplica(model, optimizer, is_shared)
@@ -99,7 +99,7 @@ class JoinedLearner:
 
     @property
     def rank(self) -> int:
-        """This learner's number, in [0, world): to choose its data, and the learner that prints and saves."""
+        """This learner's number, in [0, world). Use it to choose data, and the learner that prints and saves."""
         return self._place.rank
 
     @property
@@ -108,8 +108,7 @@ class JoinedLearner:
         return self._place.world
 
     def step(self, scaler: GradScaler | None = None) -> None:
-        """Make an optimizer step with the gradients that `backward` left, and agree with the others as the strategy
-        does.
+        """Make a step of the strategy with the gradients that `backward` computed.
 
         With fp16, pass the `scaler` instead of calling `scaler.step(optimizer)`, and call `scaler.update()` afterwards
         as usual. Gradients are unscaled first, unless `scaler.unscale_(optimizer)` has done so; scales may differ
@@ -126,8 +125,8 @@ class JoinedLearner:
         """
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ProtocolError(
-                f"learner {self.rank}: step() takes a GradScaler or nothing, got {type(scaler).__name__}; it takes no "
-                "closure: call backward() before it"
+                f"learner {self.rank}: step() accepts only a GradScaler, got {type(scaler).__name__}; instead of a "
+                "closure, call backward() before step()"
             )
         self._learner.make_step(scaler)
 
@@ -135,13 +134,13 @@ class JoinedLearner:
     def consensus(self, final: bool = False) -> Generator[None, None, None]:
         """A context in which the model holds the mean of all learners' weights and floating-point buffers.
 
-        By default that is the mean at this moment, and afterwards the model holds exactly what it held before. One
-        learner may call it alone, as often as it likes, while others compute; another learner's call gives the mean at
-        another moment.
+        By default that is the current mean, and afterwards the model holds exactly what it held before. Each learner
+        may call it alone, any number of times, while others compute; calls at different times give different means.
 
-        With `final` it is the finished model, with the same bits on all learners that ask for it: this learner has made
-        its last step, waits until all others have (they call this, or `close`), and then holds the mean of all final
-        weights, within the context and afterwards. No steps may follow; another `consensus` shows the same model.
+        With `final` the model holds the mean of all final weights, within the context and afterwards, with the same
+        bits on all learners that request it. Call it after this learner's last step: it waits until all others have
+        made theirs and called `consensus(final=True)` or `close`. No steps may follow; another `consensus` gives the
+        same model.
 
         Raises `PeerLost` as `close` does, and warns if there were gradients but no steps.
         """
@@ -149,7 +148,7 @@ class JoinedLearner:
             yield
 
     def stats(self) -> LoopStats:
-        """What this learner has done so far."""
+        """This learner's counters so far."""
         learner = self._learner
         averaging, spent = learner.statistics.averaging, learner.statistics.spent
         return LoopStats(
@@ -165,11 +164,11 @@ class JoinedLearner:
         )
 
     def close(self) -> None:
-        """Leave once all learners have closed; until then this learner continues averaging and answering `consensus`.
+        """Leave once all learners have closed; until then continue averaging and taking part in `consensus`.
 
-        The model then holds this learner's own weights or, after `consensus(final=True)`, the finished model. Further
-        calls do nothing. Raises `PeerLost` if another learner ends, or makes no step for `timeout_seconds` before its
-        last one; between its last step and its `close` it may take longer.
+        The model then holds this learner's own weights or, after `consensus(final=True)`, the final mean. Further calls
+        do nothing. Raises `PeerLost` if another learner is lost, or makes no step for `timeout_seconds` before its last
+        one. Between its last step and its `close` a learner may take longer.
         """
         if self._is_closed:
             return
@@ -196,18 +195,19 @@ class JoinedLearner:
             self._abandon(error)
 
     def _abandon(self, error: BaseException | None) -> None:
-        """Tell the others, and leave without waiting. Connections stay open: threads may be waiting in them."""
+        """Notify the others, and leave without waiting. Connections stay open, because threads may be waiting in
+        them."""
         if self._is_closed:
             return
         self._is_closed = True
         self._learner.leave_optimizer()
         self._learner.fail(error or ProtocolError(f"learner {self.rank} ended without close()"))
-        with suppress(DistError):  # the store may be gone, too
+        with suppress(DistError):  # the store may be gone as well
             self._learner.announce_failure(error)
 
     def _at_exit(self) -> None:
-        """End a process whose learner has not closed: torch would wait for its groups, and Python would abort when a
-        thread wakes up from there."""
+        """End a process whose learner has not closed: otherwise torch would wait for its process groups, and Python
+        would abort when one of their threads wakes up."""
         error = getattr(sys, "last_value", None)
         self._abandon(error)
         if self.world > 1:
@@ -219,7 +219,7 @@ class JoinedLearner:
 
 
 def _digest(model: nn.Module) -> str:
-    """A digest of what the model consists of."""
+    """A digest of the names, shapes and dtypes of the model's parameters and buffers."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors])
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

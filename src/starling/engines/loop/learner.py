@@ -1,8 +1,8 @@
-"""The engine for a user's own PyTorch loop: the strategy is driven until it waits for a gradient of the loop.
+"""The engine for a user's own PyTorch loop: it runs the strategy until that waits for a gradient of the loop.
 
-The strategy's text stays the only one. `claim()` is always true; a gradient's handle pauses the strategy, and the
-loop's next `step` supplies the gradient and drives the strategy to the next one. Everything else waits within its
-handle, as on the `processes` engine.
+It runs the same strategy coroutines as the other engines. `claim()` is true until the loop ends. A gradient's handle
+pauses the strategy; the loop's next `step` supplies the gradient and runs the strategy to the next one. All other
+handles block until their work is done, as on the `processes` engine.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from starling.configuration import Config
-from starling.engines.loop.attendant import Attendant, Consensus
+from starling.engines.loop.announcements import AnnouncementListener, Consensus
 from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.collectives import OrderedMean
@@ -41,8 +41,7 @@ from starling.training.shards import Shards
 class LoopLearner(Learner):
     """A learner whose gradients come from a user's loop. The loop's thread calls all methods, unless noted otherwise.
 
-    It has a `replica` of the loop's model and optimizer, a communicator, shards where its strategy holds any, and an
-    attendant, which answers the other learners while the loop computes.
+    While the loop computes, an `AnnouncementListener` responds to the other learners.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class LoopLearner(Learner):
         self._num_skipped_in_a_row, self._most_not_finite = 0, most_not_finite
         self._strategy = strategy
         self._num_groups = len(replica.optimizer.param_groups)
-        self._gradient_version = 0  # of the weights that the newest gradient is taken at
+        self._gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self._steps_begun, self._is_over = 0, False
         self._final: Consensus | None = None
         self._has_warned = False
@@ -75,11 +74,11 @@ class LoopLearner(Learner):
         self._all_finished = threading.Event()  # or something failed
         self._all_settled = threading.Event()
         self._all_closed = threading.Event()
-        self._attendant: Attendant | None = None
+        self._listener: AnnouncementListener | None = None
         self._coroutine = strategy.start(self, options)
         sync_groups = strategy.sync_groups(options, place.world)
         self._sync_group = sync_groups.of(place.rank)
-        # if all learners are one sync group, only the loop's own thread makes means
+        # if all learners form one sync group, only the loop's own thread computes means
         by_nccl = place.has_own_device(replica.weights.device) and len(self._sync_group) == place.world
         self._now = stopwatch()
         self._communicator = Communicator(
@@ -100,7 +99,7 @@ class LoopLearner(Learner):
         if place.world > 1:
             self._meet()
             if getattr(options, "optimizer_state", "local") == "averaged":
-                replica.pieces(len(replica.weights), optimizer_state=True)  # later, the background would do it
+                replica.pieces(len(replica.weights), optimizer_state=True)  # not later, in the background
         self._proceed()
         self._guard = replica.optimizer.register_step_pre_hook(self._refuse_step)
         self._resumed_at = self._now()
@@ -132,8 +131,8 @@ class LoopLearner(Learner):
         rates = [float(group["lr"]) for group in self.replica.optimizer.param_groups]
         if len(rates) != self._num_groups:
             raise ProtocolError(
-                f"learner {self._rank}: its optimizer had {self._num_groups} parameter groups when it joined and has "
-                f"{len(rates)} now; add groups before starling.join"
+                f"learner {self._rank}: its optimizer has {len(rates)} parameter groups, but had {self._num_groups} at "
+                "starling.join; add groups before starling.join"
             )
         return torch.tensor(rates, dtype=torch.float64)
 
@@ -168,12 +167,12 @@ class LoopLearner(Learner):
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         self.replica.replace(weights, piece)
-        if piece is None:  # after the last of several pieces comes a gradient, for which the loop follows anyway
+        if piece is None:  # if replaced in pieces, the next gradient refreshes the loop's weights
             self._follow()
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
-        """See `Learner.snapshot`. The whole, requested by the loop's thread, is what the loop computes at, and valid
-        until the next step: so the weights are copied once per step."""
+        """See `Learner.snapshot`. Without `piece`, the loop's thread gets the weights at which the loop computes, not a
+        copy; they are valid until the next step."""
         if piece is None and not self._communicator.is_behind:
             return self.replica.loop
         return self.replica.snapshot(piece, self._communicator.snapshot_memory(piece))
@@ -212,7 +211,7 @@ class LoopLearner(Learner):
 
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
         if self._world == 1 and not self._strategy.is_served:
-            activity.close()  # there is no learner to agree with
+            activity.close()  # there are no other learners
         else:
             self._communicator.start_background(activity, self.fail)
 
@@ -222,10 +221,10 @@ class LoopLearner(Learner):
     def keep_up(self, most: float) -> Handle[None]:
         return self._communicator.keep_up(most)
 
-    # what the loop asks for
+    # called by the user's loop
 
     def make_step(self, scaler: GradScaler | None = None) -> None:
-        """The loop has left a gradient in its parameters: drive the strategy to the next one."""
+        """Run the strategy to the next gradient, with the gradient that the loop has computed in its parameters."""
         spent = self.statistics.spent
         self.check_in_use("step()")
         self.replica.check_model(f"learner {self._rank}")
@@ -238,7 +237,7 @@ class LoopLearner(Learner):
         self._gradient.is_supplied = True
         self._proceed()
         self.num_steps += 1
-        if self._attendant is not None and self._attendant.finished:  # those that have finished want a heartbeat
+        if self._listener is not None and self._listener.finished:  # finished learners wait for this heartbeat
             with self._naming_the_store():
                 self._place.store.set(f"steps/{self._rank}", str(self.num_steps))
         self._resumed_at = self._now()
@@ -246,7 +245,7 @@ class LoopLearner(Learner):
 
     @contextmanager
     def consensus(self, final: bool) -> Generator[None, None, None]:
-        """Let the model hold the mean of all learners' models while the context lasts; the `final` one permanently."""
+        """Within this context the model holds the mean of all learners' models; with `final`, also afterwards."""
         if self._final is not None and not self._all_closed.is_set():
             yield
             return
@@ -260,11 +259,11 @@ class LoopLearner(Learner):
             yield
             return
         self.statistics.spent.computing += self._now() - self._resumed_at
-        if self._attendant is None:
+        if self._listener is None:
             agreed = Consensus(self._contribution()[1], 0.0)
         else:
             with self._naming_the_store():
-                request = self._attendant.request(self.num_steps)
+                request = self._listener.request(self.num_steps)
             agreed = self._communicator.wait_for("a consensus", lambda: self._release.wait(request))
         self.consensus_distance = agreed.distance
         try:
@@ -278,24 +277,24 @@ class LoopLearner(Learner):
         self._release.check()
         if self._is_over:
             how = "closed" if self._final is None else "finished"
-            raise ProtocolError(f"learner {self._rank} has {how}: {what} must come before that")
+            raise ProtocolError(f"learner {self._rank} has {how}: {what} must be called before that")
         if self.replica.is_showing:
             raise ProtocolError(
-                f"learner {self._rank}: {what} inside of consensus(), where the weights are not its own"
+                f"learner {self._rank}: {what} was called within consensus(), where the weights are not its own"
             )
 
     def close(self) -> None:
-        """Make no more gradients; continue averaging and agreeing until all learners have closed."""
+        """Finish, and continue averaging and taking part in consensus until all learners have closed."""
         self._release.check()
         if not self._is_over:
             self._warn_without_steps()
             self._finish(is_final_wanted=False)
         begin = self._now()
-        if self._attendant is not None:
+        if self._listener is not None:
             with self._naming_the_store():
-                self._attendant.announce("closed")
+                self._listener.announce("closed")
                 self._meet_all(self._all_closed.wait)
-            self._attendant.join()
+            self._listener.join()
             self._consensus_means.close()
         self._all_closed.set()
         self.replica.finish()
@@ -303,42 +302,42 @@ class LoopLearner(Learner):
         self.statistics.spent.waiting_for_peers += self._now() - begin
 
     def leave_optimizer(self) -> None:
-        """Let the loop call its optimizer's `step` again."""
+        """Allow the loop to call its optimizer's `step` again."""
         self._guard.remove()
 
     def fail(self, error: BaseException) -> None:
-        """End everything that this learner waits for with this error. Called by any thread."""
+        """End all waits of this learner with `error`. May be called by any thread."""
         self._communicator.fail(error)
         for event in (self._all_finished, self._all_settled, self._all_closed):
             event.set()
 
     def announce_failure(self, error: BaseException | None) -> None:
-        """Tell the others that this learner ends without having closed."""
-        if self._attendant is not None:
-            self._attendant.announce("bereft" if isinstance(error, PeerLost) else "failed", words_of(error))
+        """Notify the others that this learner ends without having closed."""
+        if self._listener is not None:
+            self._listener.announce("lost peer" if isinstance(error, PeerLost) else "failed", one_line(error))
 
     @property
     def bytes_sent(self) -> int:
-        """To other learners, including consensus."""
-        return self.statistics.averaging.bytes_sent + (self._attendant.bytes_sent if self._attendant else 0)
+        """Bytes sent to other learners, including those for consensus."""
+        return self.statistics.averaging.bytes_sent + (self._listener.bytes_sent if self._listener else 0)
 
-    # how it is done
+    # implementation
 
     def _finish(self, is_final_wanted: bool) -> Consensus | None:
-        """Let the strategy end once all learners have made their last steps; then the consensus of the final weights,
-        if a learner wants it."""
+        """Run the strategy to its end once all learners have made their last steps. Returns the consensus of the final
+        weights, or None if no learner wants it."""
         self._is_over = True
         spent, communicator = self.statistics.spent, self._communicator
         spent.computing += self._now() - self._resumed_at
-        begin, attendant = self._now(), self._attendant
+        begin, listener = self._now(), self._listener
         communicator.warn_of_few_rounds()
         with self._naming_the_store():
             communicator.rounds.finish()
-            with suppress(LoopEnded, StopIteration):  # up to where it waits for others that end
+            with suppress(LoopEnded, StopIteration):  # run it until it waits for the others' end
                 self._coroutine.throw(LoopEnded())
-            if attendant is not None:
-                attendant.announce("finished", self._steps_begun)
-                self._meet_all(lambda: self._wait_for_all(self._all_finished, attendant.finished))
+            if listener is not None:
+                listener.announce("finished", self._steps_begun)
+                self._meet_all(lambda: self._wait_for_all(self._all_finished, listener.finished))
             with suppress(StopIteration):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
@@ -346,23 +345,23 @@ class LoopLearner(Learner):
         self._release.check()
         communicator.close()
         agreed = None
-        if attendant is not None:
+        if listener is not None:
             with self._naming_the_store():
-                attendant.announce("settled", int(is_final_wanted))
-                self._meet_all(lambda: self._wait_for_all(self._all_settled, attendant.settled))
-            agreed = self._release.wait(attendant.final)
+                listener.announce("settled", int(is_final_wanted))
+                self._meet_all(lambda: self._wait_for_all(self._all_settled, listener.settled))
+            agreed = self._release.wait(listener.final)
         self.replica.refresh_loop()
         spent.waiting_for_peers += self._now() - begin
         return agreed
 
     def _meet_all(self, wait: Callable[[], object]) -> None:
-        """`wait` until all learners have come as far as this one, and hear at once if another dies meanwhile."""
-        farewell = Worker("starling-farewell")
-        met = farewell.submit(self._farewell)
+        """Call `wait`, then meet all learners in a closing barrier, which fails immediately if one of them dies."""
+        thread = Worker("starling-closing")
+        met = thread.submit(self._closing_barrier)
         wait()
         self._release.check()
         self._release.wait(met)
-        farewell.close()
+        thread.close()
 
     def _count_not_finite(self, is_finite: bool) -> None:
         """Count non-finite gradients. Raises NonFiniteError after many in a row."""
@@ -371,31 +370,31 @@ class LoopLearner(Learner):
         if self._num_skipped_in_a_row == self._most_not_finite:
             raise NonFiniteError(
                 f"learner {self._rank}: the gradient of step {self._steps_begun} is not finite, nor were the "
-                f"{self._most_not_finite - 1} before it; lower the learning rate, clip gradients or warm up for longer "
-                "(with a GradScaler, start from a smaller init_scale), or give starling.join more most_not_finite"
+                f"{self._most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
+                "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
             )
 
     def _refuse_step(self, *_: object) -> None:
         """Called before each step of the loop's optimizer."""
         if not self.replica.is_stepping:
             raise ProtocolError(
-                f"learner {self._rank}: optimizer.step() was called on an optimizer given to starling.join, and the "
-                "other learners would not see it; call step() of the joined learner in its place, and "
-                "step(scaler) in place of scaler.step(optimizer)"
+                f"learner {self._rank}: optimizer.step() was called on an optimizer given to starling.join, so the "
+                "other learners would not see the step; call step() of the joined learner instead, and "
+                "step(scaler) instead of scaler.step(optimizer)"
             )
 
     def _warn_without_steps(self) -> None:
         if self._steps_begun == 0 and self.replica.has_gradients and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"learner {self._rank} has computed gradients and made no step: nothing was trained. Call step() of "
+                f"learner {self._rank} has computed gradients but made no step, so nothing was trained. Call step() of "
                 "the joined learner after each backward",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _proceed(self) -> None:
-        """Drive the strategy until it waits for the loop's next gradient."""
+        """Run the strategy until it waits for the loop's next gradient."""
         try:
             with self._naming_the_store():
                 while not _waits_for_loop(self._coroutine.send(None)):
@@ -412,122 +411,122 @@ class LoopLearner(Learner):
             raise self._lost_store(error) from error
 
     def _lost_store(self, error: dist.DistError) -> BaseException:
-        """What to raise when the store does not answer."""
+        """The error to raise if the store does not respond."""
         return self._release.error or PeerLost(
-            f"learner {self._rank} lost the store that the learners meet in, {self._where()}: learner 0 or the "
-            f"launcher, which keeps it, has ended ({str(error).splitlines()[0]})"
+            f"learner {self._rank} lost the store, {self._where()}: learner 0 or the launcher, which hosts it, has "
+            f"ended ({str(error).splitlines()[0]})"
         )
 
     def _meet(self) -> None:
-        """Start from learner 0's model, and listen to the others."""
+        """Copy learner 0's model, and begin to listen to the others."""
         ranks = range(self._world)
         usual = timedelta(seconds=self._timeout_seconds)
         self._consensus_means = OrderedMean(dist.new_group(ranks, backend="gloo", timeout=usual), self._world)
-        # a learner that has closed waits for the others as long as they live, and hears at once if one dies
-        self._farewell_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=20))
-        attendant = self._attendant = Attendant(
+        # a learner that has closed waits for the others without a time-out, but fails immediately if one dies
+        self._closing_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=20))
+        listener = self._listener = AnnouncementListener(
             self._place.store, self._rank, self._world, self._consensus_means, self._contribution, self._own_weights
         )
         with self._communicator.naming_the_lost("copying learner 0's model"):
             self.replica.start_from_first()
-        attendant.listen(self._news, self._failed_behind)
+        listener.listen(self._news, self._failed_behind)
 
     def _contribution(self) -> tuple[int, Tensor]:
-        """The number of steps made, and this learner's part of the mean that is the consensus `[P + B]`."""
-        brought = self.replica.contribution()
-        if self._strategy.is_served:  # the model is what servers keep: each learner brings only its shards
-            brought[: len(self.replica.weights)] = 0.0
+        """The number of steps made, and this learner's contribution `[P + B]` to the consensus mean."""
+        contribution = self.replica.contribution()
+        if self._strategy.is_served:  # the servers hold the model: each learner contributes only its shards
+            contribution[: len(self.replica.weights)] = 0.0
         for shard in self._shards.held:
-            brought[shard.piece] = shard.copy() * (self._world if self._strategy.is_served else 1)
-        return self.num_steps, brought
+            contribution[shard.piece] = shard.copy() * (self._world if self._strategy.is_served else 1)
+        return self.num_steps, contribution
 
     def _own_weights(self) -> Tensor:
         return self.replica.contribution()[: len(self.replica.weights)]
 
-    def _farewell(self) -> None:
-        """Meet all learners that have come as far. Called in a thread of its own."""
+    def _closing_barrier(self) -> None:
+        """Wait for all learners to call this. Called in a thread of its own."""
         words = torch.zeros(self._world, dtype=torch.uint8)
         try:
             with communicating():
-                dist.all_to_all_single(torch.empty_like(words), words, group=self._farewell_group)
+                dist.all_to_all_single(torch.empty_like(words), words, group=self._closing_group)
         except ConnectionFailed as error:
             self._failed_behind(error)
 
-    def _wait_for_all(self, event: threading.Event, there: Container[int]) -> None:
-        """Wait for an event as long as the learners that are not yet `there` make steps."""
+    def _wait_for_all(self, event: threading.Event, ready: Container[int]) -> None:
+        """Wait for an event as long as a learner that is not yet `ready` makes steps."""
 
-        def signs() -> list[tuple[int, bytes]]:
-            others = [rank for rank in range(self._world) if rank not in there]
+        def progress() -> list[tuple[int, bytes]]:
+            others = [rank for rank in range(self._world) if rank not in ready]
             store = self._place.store
             return [(rank, store.get(key) if store.check([key := f"steps/{rank}"]) else b"") for rank in others]
 
-        before = signs()
+        before = progress()
         while not event.wait(self._timeout_seconds):
-            if (now := signs()) == before:
+            if (now := progress()) == before:
                 names = " and ".join(f"learner {rank}" for rank, _ in now)
                 raise PeerLost(
                     f"learner {self._rank} has closed and lost {names}: no step and no close() within "
-                    f"{self._timeout_seconds:g} s; give more timeout_seconds if steps take that long"
+                    f"{self._timeout_seconds:g} s; increase timeout_seconds if steps take that long"
                 )
             before = now
 
     def _news(self) -> None:
-        """React to learners that have finished, closed or failed. Called by any thread."""
-        attendant = self._attendant
-        if attendant is None:
+        """React to learners that have finished, settled, closed or failed. May be called by any thread."""
+        listener = self._listener
+        if listener is None:
             return
-        for rank, why in list(attendant.failed.items()):
+        for rank, why in list(listener.failed.items()):
             if rank != self._rank:
                 self.fail(PeerLost(f"learner {self._rank} lost learner {rank}, {self._where()}: {why}"))
-        for rank, why in list(attendant.bereft.items()):
+        for rank, why in list(listener.lost_peer.items()):
             if rank != self._rank and self._release.error is None:
                 lost = self._name_lost(None)
                 self.fail(PeerLost(f"learner {self._rank} lost {lost}, {self._where()}: {why}"))
-        for rank, steps in list(attendant.finished.items()):
+        for rank, steps in list(listener.finished.items()):
             if rank in self._sync_group and (
-                steps < self._steps_begun or (self._rank in attendant.finished and steps != self._steps_begun)
+                steps < self._steps_begun or (self._rank in listener.finished and steps != self._steps_begun)
             ):
                 done = "has closed after" if self._is_over else "is in step"
                 self.fail(
                     ProtocolError(
-                        f"learner {rank} has closed after {steps} steps, and learner {self._rank} {done} "
-                        f"{self._steps_begun}: under {self._strategy.name} they make equal numbers of steps; give "
-                        "them equally many mini-batches, or choose an asynchronous strategy, such as adpsgd"
+                        f"learner {rank} has closed after {steps} steps, but learner {self._rank} {done} "
+                        f"{self._steps_begun}: under {self._strategy.name} they must make equal numbers of steps; give "
+                        "them equal numbers of mini-batches, or choose an asynchronous strategy, such as adpsgd"
                     )
                 )
-        if len(attendant.finished) == self._world:
+        if len(listener.finished) == self._world:
             self._all_finished.set()
-        if len(attendant.settled) == self._world:
+        if len(listener.settled) == self._world:
             self._all_settled.set()
-        if attendant.is_over:
+        if listener.is_over:
             self._all_closed.set()
-        if not self._is_over and threading.current_thread() is not attendant:
+        if not self._is_over and threading.current_thread() is not listener:
             self._release.check()
 
     def _follow(self) -> None:
-        """If the loop's own thread has changed the weights, the loop computes at the new ones."""
+        """If the loop's own thread has changed the weights, copy them to those at which the loop computes."""
         if self.replica.loop is not self.replica.weights and not self._communicator.is_behind:
             self.replica.refresh_loop()
 
     def _failed_behind(self, error: BaseException) -> None:
-        """Another thread of this learner failed."""
+        """Fail this learner because another of its threads failed."""
         try:
-            with self._communicator.naming_the_lost("agreeing with all"):
+            with self._communicator.naming_the_lost("agreeing with the others"):
                 raise error
         except BaseException as named:
             self.fail(named)
 
     def _name_lost(self, suspect: int | None) -> str:
-        """Name the lost learners, as `silent_learners` does, after a roll-call."""
+        """Name the lost learners with `silent_learners`, after a roll-call."""
         store, rank, world = self._place.store, self._rank, self._world
-        if self._attendant is None:
+        if self._listener is None:
             return silent_learners(store, rank, world, suspect)
         try:
-            self._attendant.announce("roll-call")  # learners that only compute answer it, too
+            self._listener.announce("roll-call")  # learners that only compute respond to it as well
             lost = silent_learners(store, rank, world)
         except dist.DistError:
-            return "the store that the learners meet in"
-        failed = [f"learner {rank} ({why})" for rank, why in self._attendant.failed.items() if rank != self._rank]
+            return "the store"
+        failed = [f"learner {rank} ({why})" for rank, why in self._listener.failed.items() if rank != self._rank]
         return failed[0] if failed else lost
 
     def _where(self) -> str:
@@ -541,11 +540,11 @@ def _set_rates(optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tens
 
 
 def _unscale(scaler: GradScaler, optimizer: Optimizer, learner: str) -> None:
-    """Do what `scaler.step(optimizer)` does before the optimizer's step: unscale the gradients unless the loop has, and
-    note for `scaler.update()` whether they are finite. `ProtocolError` for a second time before `scaler.update()`."""
+    """Unscale the gradients unless the loop has done so, and record for `scaler.update()` whether they are finite, as
+    `scaler.step(optimizer)` does. `ProtocolError` if called twice before `scaler.update()`."""
     if not scaler.is_enabled():
         return
-    state = scaler._per_optimizer_states[id(optimizer)]  # the only place that knows whether the loop has unscaled
+    state = scaler._per_optimizer_states[id(optimizer)]  # there is no public way to know whether the loop has unscaled
     if state["stage"] is OptState.STEPPED:
         raise ProtocolError(
             f"{learner}: step() was called twice with one GradScaler; call scaler.update() after each step"
@@ -560,7 +559,7 @@ def _waits_for_loop(handle: Handle[Any]) -> bool:
     return isinstance(gradient, LoopGradient) and not gradient.is_supplied
 
 
-def words_of(error: BaseException | None) -> str:
+def one_line(error: BaseException | None) -> str:
     """An error on one line."""
     if error is None:
         return "it ended without close()"

@@ -1,4 +1,4 @@
-"""A user's own model and optimizer as a learner's replica, whatever the user's loop does to them."""
+"""A user's own model and optimizer as a learner's replica. It detects changes that the user's loop makes to them."""
 
 import inspect
 import math
@@ -21,45 +21,43 @@ from starling.training.flat import in_cudnn_order, split, trainable, view_weight
 from starling.training.replica import Replica
 
 _SAME_PARAMETERS = (
-    "all parameters that are ever trained must be the model's, and trainable or in the optimizer, at starling.join; "
-    "freeze them after it, with requires_grad_(False), until they are to be trained"
+    "at starling.join all parameters that will be trained must belong to the model and must require gradients or be in "
+    "the optimizer; to train some only later, freeze them with requires_grad_(False) after starling.join"
 )
 _SMALL = 10_000
-"""Up to this size, copying takes less time than a call of torch."""
+"""Up to this number of elements, copying takes less time than calling a torch function."""
 
 
 def check_loop(model: nn.Module, optimizer: Optimizer) -> None:
-    """`ConfigError` for a model or an optimizer that learners cannot train together."""
+    """Raise `ConfigError` for a model or optimizer that learners cannot train together."""
     if isinstance(model, DistributedDataParallel):
-        raise ConfigError("model: it averages gradients itself (DistributedDataParallel); give its `.module`")
+        raise ConfigError("model: DistributedDataParallel averages gradients itself; pass its `.module`")
     parameters = trainable(model)
     if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
         raise ConfigError(f"model: its parameters must be on one device, found {', '.join(sorted(devices))}")
     own = {id(parameter) for parameter in model.parameters()}
     known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if strange := [parameter for parameter in known if id(parameter) not in own]:
+    if foreign := [parameter for parameter in known if id(parameter) not in own]:
         raise ConfigError(
-            f"optimizer: {len(strange)} of its {len(known)} parameters are not the model's, the first has shape "
-            f"{list(strange[0].shape)}; make it from `model.parameters()`, and join all that it trains as one "
-            "`nn.ModuleList`"
+            f"optimizer: {len(foreign)} of its {len(known)} parameters do not belong to the model; the first has shape "
+            f"{list(foreign[0].shape)}. Create it from `model.parameters()`; join several models as one `nn.ModuleList`"
         )
     if not {id(parameter) for parameter in known} & {id(parameter) for parameter in parameters}:
         raise ConfigError("optimizer: it has none of the model's trainable parameters")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} needs a closure, with which it computes several gradients in one "
-            "step, and learners agree on one gradient per step; use an optimizer without a closure, such as SGD or "
-            "AdamW"
+            f"optimizer: {type(optimizer).__name__} needs a closure to compute several gradients per step, but a "
+            "learner computes one gradient per step; use an optimizer without a closure, such as SGD or AdamW"
         )
 
 
 class AdoptedParameters:
     """The parameters that learners train together, as views into `flat` `[P]`.
 
-    These are the model's parameters that are trainable or in the optimizer when it joins. Each may be frozen and
-    unfrozen later. `check`, at every step, detects parameters that were reallocated, replaced, or are trained now but
-    were unknown before. It takes about half a microsecond per parameter.
+    These are the model's parameters that are trainable or in the optimizer when it joins. They may be frozen and
+    unfrozen later. At every step, `check` detects parameters that were reallocated or replaced, and trained parameters
+    that were unknown before. It takes about half a microsecond per parameter.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -86,14 +84,14 @@ class AdoptedParameters:
         self._addresses = [view.data_ptr() for view in self._views]
 
     def check(self, learner: str) -> list[tuple[int, Tensor]]:
-        """The reallocated parameters, by number, each with a copy of its present values.
+        """The reallocated parameters, by number, each with a copy of its current values.
 
-        `ProtocolError` for a parameter that is trained now but was unknown when the model joined.
+        Raises `ProtocolError` for a trained parameter that was unknown when the model joined.
         """
         if self._structure() != self._noted or any(parameter.requires_grad for parameter in self._others):
             self._check_structure(learner)
             self._note_structure()
-        # addresses first: `is_set_to`, which also compares sizes and strides, refuses tensors of two devices
+        # addresses first: `is_set_to`, which also compares sizes and strides, fails for tensors on two devices
         if [parameter.data_ptr() for parameter in self.parameters] == self._addresses and all(
             map(Tensor.is_set_to, self.parameters, self._views)
         ):
@@ -102,20 +100,20 @@ class AdoptedParameters:
         return [(number, self.parameters[number].data.clone()) for number in moved]
 
     def take_back(self, number: int, learner: str) -> None:
-        """Make a reallocated parameter a view into the flat vector again, whose values it then has.
+        """Make a reallocated parameter a view into the flat vector again, with that vector's values.
 
-        `ProtocolError` if its dtype, shape or device has changed.
+        Raises `ProtocolError` if its dtype, shape or device has changed.
         """
         parameter, view = self.parameters[number], self._views[number]
         if not _fits(parameter, view) or parameter.shape != view.shape:
             raise ProtocolError(
-                f"{learner}: parameter {self.names[number]} was {_describe(view)} at starling.join and is "
-                f"{_describe(parameter)} now; change the model's dtype, device or shapes before starling.join"
+                f"{learner}: parameter {self.names[number]} is {_describe(parameter)}, but was {_describe(view)} at "
+                "starling.join; change the model's dtype, device or shapes before starling.join"
             )
         parameter.data = view
 
     def release(self) -> None:
-        """Give reallocated parameters, of any dtype and device, the values of the flat vector."""
+        """Copy the flat vector's values to reallocated parameters of any dtype and device."""
         for number, parameter in enumerate(self.parameters):
             if self._has_moved(number) and parameter.shape == self._views[number].shape:
                 parameter.data.copy_(self._views[number])
@@ -125,7 +123,7 @@ class AdoptedParameters:
         return not (_fits(parameter, view) and parameter.is_set_to(view))
 
     def _structure(self) -> list[int]:
-        """The objects that the model and the optimizer consist of, by `id`; `_alive` keeps them alive."""
+        """The `id`s of the model's and the optimizer's modules and parameters; `_alive` keeps these objects alive."""
         inside = [id(each) for contents in self._contents for each in contents.values()]
         return inside + [id(parameter) for parameter in _parameters_of(self._optimizer)]
 
@@ -138,17 +136,17 @@ class AdoptedParameters:
 
     def _check_structure(self, learner: str) -> None:
         named = list(self._model.named_parameters())
-        strange = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in self._known]
+        unknown = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in self._known]
         names = {id(parameter): name for name, parameter in named}
         for parameter in _parameters_of(self._optimizer):
             name = names.get(id(parameter), f"of shape {list(parameter.shape)} in the optimizer")
-            if parameter.requires_grad and id(parameter) not in self._known and name not in strange:
-                strange.append(name)
-        if strange:
-            shown = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
+            if parameter.requires_grad and id(parameter) not in self._known and name not in unknown:
+                unknown.append(name)
+        if unknown:
+            shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
             raise ProtocolError(
-                f"{learner}: parameter {shown} is trained now but was unknown when the model joined, so no other "
-                f"learner would see it; {_SAME_PARAMETERS}"
+                f"{learner}: parameter {shown} is trained but was unknown when the model joined, so its changes would "
+                f"not reach other learners; {_SAME_PARAMETERS}"
             )
 
 
@@ -165,11 +163,10 @@ def _describe(tensor: Tensor) -> str:
 
 
 def flatten(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Copy the parameters' gradients into `flat` `[P]`; `unflatten` is the reverse.
+    """Copy the parameters' gradients into `flat` `[P]`; `unflatten` is the inverse.
 
-    A parameter without a gradient becomes -0.0 throughout, and no gradient contains a -0.0 (adding 0.0 makes it 0.0).
-    A mean of such vectors is -0.0 only where all learners have -0.0: so without a further message it also says which
-    parameters no learner used.
+    A parameter without a gradient is filled with -0.0; gradients contain no -0.0, because 0.0 is added to them. A mean
+    is -0.0 only where all learners have -0.0, so it also shows which parameters had no gradient on any learner.
     """
     for parameter, part in zip(parameters, split(flat, parameters), strict=True):
         gradient = parameter.grad
@@ -181,10 +178,10 @@ def flatten(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
 
 
 def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Make the parameters' gradients views into `flat` `[P]`, or None where no learner had one."""
+    """Make the parameters' gradients views into `flat` `[P]`, or None if no learner had one."""
     sizes = torch.tensor([0, *(parameter.numel() for parameter in parameters[:-1])], device=flat.device)
     first = flat[sizes.cumsum(0).clamp_(max=len(flat) - 1)]
-    may_be_unused = _is_negative_zero(first).tolist()  # by one number each, so that few are examined in full
+    may_be_unused = _is_negative_zero(first).tolist()  # from the first number of each part: few are read completely
     for parameter, part, suspect in zip(parameters, split(flat, parameters), may_be_unused, strict=True):
         parameter.grad = None if suspect and bool(_is_negative_zero(part).all()) else part
 
@@ -194,7 +191,7 @@ def _is_negative_zero(numbers: Tensor) -> Tensor:
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether all numbers are finite, in one pass over them."""
+    """Whether all numbers of the gradients are finite."""
     dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
     if not dense:
         return True
@@ -209,8 +206,8 @@ def are_finite(gradients: Sequence[Tensor]) -> bool:
 
 
 class OwnGradient(Tensor):
-    """A loop's gradient `[P]`. It is gathered from the parameters' `grad` when it is first read: a learner that only
-    steps with it never pays for the copy."""
+    """A loop's gradient `[P]`, copied from the parameters' `grad` when it is first read. A learner that only steps with
+    it needs no copy."""
 
     fill: Callable[[Tensor], None]
     is_filled: bool
@@ -257,14 +254,13 @@ class MeanOfGradient(ProcessHandle[Tensor]):
 
 
 class LoopReplica(Replica):
-    """The weights that a loop computes at, `loop` `[P]`, which the model's parameters view, and this learner's own
-    `weights` `[P]`.
+    """A replica with two vectors: `loop` `[P]`, viewed by the model's parameters, and the learner's `weights` `[P]`.
 
-    They are one vector if all learners step together. Otherwise other learners change `weights` while the loop
-    computes, and `loop` holds the weights as they were when the gradient began: right after the step before.
+    They are the same vector if all learners step together. Otherwise averaging changes `weights` while the loop
+    computes its gradient at `loop`, a copy of `weights` made after the previous step.
 
-    The parameters are contiguous. A loop that gives them another memory format (`channels_last`) after joining keeps
-    their values, but finds them contiguous after its next step.
+    The parameters are contiguous. If the loop changes their memory format (`channels_last`) after joining, they keep
+    their values but are contiguous again after the next step.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, is_shared: bool) -> None:
@@ -276,20 +272,20 @@ class LoopReplica(Replica):
         self.is_stepping = False
         """Whether this replica is calling the optimizer's `step`."""
         self.was_finite = True
-        """Whether the gradient of the newest step was finite, and the optimizer made a step."""
+        """Whether the newest gradient was finite, so that the optimizer made a step."""
         self._is_shared = is_shared
         weights = self.loop if is_shared else self.loop.clone()
         super().__init__(weights, torch.empty(0), parameters, lambda _: optimizer, clip_norm=None)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # a server may step instead: schedulers must not warn
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # if only servers step, schedulers must not warn
         self.loop_version = 0
         self._own_gradient = torch.empty_like(self.loop).as_subclass(OwnGradient)
         self._own_gradient.fill = partial(flatten, parameters)
-        self._aside: tuple[Tensor, list[Tensor]] | None = None  # the loop's weights and buffers, while others are shown
+        self._aside: tuple[Tensor, list[Tensor]] | None = None  # the loop's weights and buffers during a consensus
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
-        """Let the loop's optimizer change the weights by `gradient` `[P]`, at its own learning rates.
+        """Make a step of the loop's optimizer with `gradient` `[P]`, at its own learning rates.
 
-        Returns whether it did: a non-finite gradient changes nothing.
+        Returns False, without a step, if the gradient is not finite.
         """
         is_own = gradient is self._own_gradient
         self.was_finite = are_finite(self._gradients_of_optimizer() if is_own else [gradient])
@@ -321,8 +317,8 @@ class LoopReplica(Replica):
             self.is_stepping = False
 
     def check_model(self, learner: str) -> None:
-        """Make reallocated parameters views into the loop's weights again, with their present values. Raises
-        `ProtocolError` as `AdoptedParameters` does."""
+        """Make reallocated parameters views into the loop's weights again, keeping their current values. Raises
+        `ProtocolError` if `AdoptedParameters` does."""
         moved = self._adopted.check(learner)
         if not moved:
             return
@@ -331,17 +327,17 @@ class LoopReplica(Replica):
         with self._lock:
             for number, values in moved:
                 self._adopted.take_back(number, learner)
-                if not self._is_shared:  # in delta form, which keeps what the background did meanwhile
+                if not self._is_shared:  # in delta form, which keeps concurrent changes of the background
                     own[number].add_(values - views[number])
                 views[number].copy_(values)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a backward pass of the loop has left a gradient."""
+        """Whether any parameter has a gradient."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def finish(self) -> None:
-        """Let the model hold this learner's weights, even where the loop has reallocated its parameters."""
+        """Copy this learner's weights to the model, including reallocated parameters."""
         self.refresh_loop()
         self._adopted.release()
 
@@ -355,7 +351,7 @@ class LoopReplica(Replica):
             self.loop_version = self.version
 
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
-        """An optimizer like the loop's, with its groups and their options."""
+        """An optimizer like the loop's for `parameters`, with the same groups and options."""
         places = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         groups = []
         for group in self.optimizer.param_groups:
@@ -368,8 +364,8 @@ class LoopReplica(Replica):
             return kind(groups, **defaults)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"optimizer: a server cannot make another {kind.__name__} with the options of yours "
-                f"({error}); use one of torch.optim"
+                f"optimizer: a server cannot create a {kind.__name__} with the options of yours ({error}); use an "
+                "optimizer of torch.optim"
             ) from error
 
     @property
@@ -383,7 +379,7 @@ class LoopReplica(Replica):
         return self._own_gradient
 
     def refresh_loop(self, at: Tensor | None = None) -> None:
-        """Let the loop compute at the present weights, or at others `[P]`."""
+        """Copy the current weights, or `at` `[P]`, to the weights at which the loop computes."""
         with self._lock:
             self.loop.copy_(self.weights if at is None else at)
             self.loop_version = self.version
@@ -398,8 +394,8 @@ class LoopReplica(Replica):
             return super().pieces(largest, optimizer_state)
         except KeyError as error:
             raise ConfigError(
-                "strategy.optimizer_state: the optimizer does not remember the same about all trainable parameters; "
-                "choose local"
+                "strategy.optimizer_state: the optimizer's state differs between trainable parameters and cannot be "
+                "averaged; choose local"
             ) from error
         finally:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -422,8 +418,8 @@ class LoopReplica(Replica):
             self.weights.copy_(self.loop)
 
     def contribution(self) -> Tensor:
-        """This learner's part of the consensus: its weights and the model's floating-point buffers `[P + B]`, in
-        float32 or better; its own even while the model shows a consensus."""
+        """This learner's weights and floating-point buffers `[P + B]`, in at least float32. They are its own even while
+        the model holds a consensus."""
         with self._lock:
             loop, buffers = self._aside or (self.loop, self._floating_buffers())
             parts = [loop if self._is_shared else self.weights, *buffers]
@@ -432,8 +428,7 @@ class LoopReplica(Replica):
 
     @contextmanager
     def showing(self, consensus: Tensor) -> Generator[None, None, None]:
-        """Let the model hold a consensus `[P + B]` while the context lasts, and afterwards exactly what it held
-        before."""
+        """Within this context the model holds a consensus `[P + B]`; afterwards exactly what it held before."""
         every = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         with self._lock:
             self._aside = self.loop.clone(), [buffer.clone() for buffer in self._floating_buffers()]

@@ -1,4 +1,4 @@
-"""Calls of a communication backend. Its errors are recognised by where they are raised, never by their words."""
+"""Calls of a communication backend. Its errors are recognised by where they are raised, not by their messages."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,13 +12,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 
-class ConnectionFailed(Exception):  # noqa: N818 - becomes a PeerLost once it is known who was lost
-    """A call of the backend failed: a peer is gone, or did not answer in time."""
+class ConnectionFailed(Exception):  # noqa: N818 - becomes a PeerLost once the lost learner is known
+    """A call of the backend failed: a peer is lost or did not answer in time."""
 
 
 @contextmanager
 def communicating() -> Generator[None, None, None]:
-    """A context for calls of the backend and nothing else: its errors are plain RuntimeErrors."""
+    """A context that turns the backend's errors, which are plain RuntimeErrors, into `ConnectionFailed`. Use it for
+    calls of the backend only."""
     try:
         yield
     except RuntimeError as error:
@@ -26,7 +27,7 @@ def communicating() -> Generator[None, None, None]:
 
 
 def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
-    """Wait for a group's work. Raises `ConnectionFailed`."""
+    """Wait for `work` of a process group. Raises `ConnectionFailed`."""
     with communicating():
         if timeout is None:
             work.wait()
@@ -35,10 +36,10 @@ def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
 
 
 class ReducingModel:
-    """A model whose gradients are averaged over a group while backward runs, by DistributedDataParallel.
+    """A model whose gradients DistributedDataParallel averages over a group while backward runs.
 
-    Errors of the backend are kept apart from those of the model, although DDP communicates within forward and backward.
-    Creating it communicates; raises `ConnectionFailed`.
+    DDP communicates within forward and backward; errors of the backend are nevertheless distinguished from those of the
+    model. The constructor communicates and may raise `ConnectionFailed`.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None, **options: Any) -> None:
@@ -53,11 +54,11 @@ class ReducingModel:
 
     @contextmanager
     def reducing(self) -> Generator[None, None, None]:
-        """A context for one forward and backward pass. Raises `ConnectionFailed` if a mean failed, otherwise what the
-        model raised."""
+        """A context for one forward and backward pass. Raises `ConnectionFailed` if communication failed; errors of the
+        model pass through."""
         self._failure = None
         with communicating():
-            self.model.reducer._rebuild_buckets()  # DDP would do it within forward
+            self.model.reducer._rebuild_buckets()  # DDP would do this within forward
         try:
             yield
         except Exception as error:
@@ -72,10 +73,10 @@ class ReducingModel:
         except ConnectionFailed as error:
             self._failure = error
             raise
-        averaged: Future[Tensor] = work.get_future().then(self._taken)
+        averaged: Future[Tensor] = work.get_future().then(self._reduced)
         return averaged
 
-    def _taken(self, done: Future[list[Tensor]]) -> Tensor:
+    def _reduced(self, done: Future[list[Tensor]]) -> Tensor:
         try:
             with communicating():
                 return done.value()[0]

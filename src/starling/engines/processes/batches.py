@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
-from starling.engines.processes.checkpoint_barrier import CheckpointBarrier
+from starling.engines.processes.checkpoint_barrier import AGREEING, CheckpointBarrier
 from starling.engines.processes.communicator import Communicator
 from starling.engines.processes.done_notes import DoneNotes
 from starling.engines.processes.handshake import await_keys
@@ -19,11 +19,11 @@ from starling.training.tickets import SyncGroupTickets
 from starling.workload import Ticket
 
 KEPT_CLAIMS = 1024
-"""Claims of a sync group that stay in the store; its members are in step except for mini-batches loaded ahead."""
+"""Claims of a sync group kept in the store. Its members differ only by the mini-batches they have loaded ahead."""
 
 
 class ProcessBatches:
-    """The `BatchSource` of a learner process. With `notes` it notes in the store which tickets are done."""
+    """The `BatchSource` of a learner process. With `notes` it records in the store which tickets are done."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ProcessBatches:
         self._communicator, self._barrier, self._notes = communicator, barrier, notes
         self._timeout_seconds = timeout_seconds
         self._statistics, self._waits, self._now = statistics, waits, clock
-        self._drawn_ahead: set[int] = set()  # portions of this sync group that are not claimed yet
+        self._drawn_ahead: set[int] = set()  # portions that this sync group has drawn and not yet claimed
         self._newest_drawn = 0
         self._num_draws = 0  # counted unless all learners are one sync group
         self._resumed_at: float | None = None  # when the last mini-batch was given out
@@ -79,11 +79,11 @@ class ProcessBatches:
         if self._member == 0:
             self._store.set(key(claim), repr(self._now()))
             self._store.delete_key(key(claim - 2))
-        return float(self._word_of_first(key(claim), "agreeing on the time"))
+        return float(self._value_of_first(key(claim), "agreeing on the time"))
 
     def reach(self, portion: int) -> None:
-        """Return once it is known whether there is a checkpoint barrier before a portion."""
-        with self._communicator.naming_the_lost("agreeing on a checkpoint barrier"):
+        """Wait until it is known whether there is a checkpoint barrier before `portion`."""
+        with self._communicator.naming_the_lost(AGREEING):
             self._barrier.reach(portion, self._communicator.release.check)
 
     def done(self, ticket: Ticket) -> None:
@@ -91,25 +91,25 @@ class ProcessBatches:
             self._notes.add(ticket)
 
     def settle(self) -> None:
-        """All learners have made their last claims: finish agreeing on the checkpoint barrier under way, if any."""
-        with self._communicator.naming_the_lost("agreeing on a checkpoint barrier"):
+        """After the last claims of all learners: wait for the checkpoint barrier that is being agreed on, if any."""
+        with self._communicator.naming_the_lost(AGREEING):
             self._barrier.settle(self._communicator.release.check)
 
     def drawn_by_all(self) -> tuple[int, list[int]]:
-        """The number of portions that all sync groups together have drawn, and those that will not be done because
-        they were drawn ahead when the time was up. Waits until all learners have made their last claims."""
+        """The number of portions drawn by all sync groups, and the portions that remain undone because they were drawn
+        ahead when the time budget was spent. Waits until all learners have made their last claims."""
         if len(self._sync_group) == self._world:
             return self._statistics.num_claimed, []
         store, ranks = self._store, range(self._world)
         undone = self._drawn_ahead if self._is_worker and self._member == 0 else ()
         store.set(f"claimed/{self._rank}", json.dumps(sorted(undone)))
         keys = [f"claimed/{rank}" for rank in ranks]
-        with self._communicator.naming_the_lost("waiting for the last claims"):
-            self._await(keys, "the last claims of all", ranks)
+        with self._communicator.naming_the_lost("collecting the last claims"):
+            self._await(keys, "collecting the last claims", ranks)
         return int(store.add("claims", 0)), sorted(number for key in keys for number in json.loads(store.get(key)))
 
     def _drawn(self) -> Iterator[Ticket]:
-        """This learner's tickets, as they are drawn."""
+        """Draw this learner's tickets."""
         for number in self._draws() if self._is_worker else ():
             self.reach(number)
             if self._tickets.is_beyond(number):
@@ -119,7 +119,7 @@ class ProcessBatches:
             yield replace(self._tickets.ticket(number, self._member), part=self._part)
 
     def _draws(self) -> Iterator[int]:
-        """The numbers of the portions that this sync group gets."""
+        """Draw portions for this sync group: their numbers."""
         if len(self._sync_group) == self._world:
             yield from count()
         store, key = self._store, self._claim_key
@@ -132,10 +132,10 @@ class ProcessBatches:
                 number = store.add("claims", 1) - 1
                 store.set(key(claim), str(number))
                 store.delete_key(key(claim - KEPT_CLAIMS))
-            yield int(self._word_of_first(key(claim), "claiming"))
+            yield int(self._value_of_first(key(claim), "claiming"))
 
     def _claim_key(self, claim: int) -> str:
-        """The key under which the first member of a sync group notes the portion that the group gets at a claim."""
+        """The key under which the first member of a sync group writes the portion of a claim."""
         return f"claims/{self._sync_group.start}/{claim}"
 
     def _num_ahead(self) -> int:
@@ -149,8 +149,8 @@ class ProcessBatches:
         num_known = next((num for num in (2, 1) if self._store.check(following[:num])), 0)
         return len(self._drawn_ahead) - 1 + num_known
 
-    def _word_of_first(self, key: str, what: str) -> str:
-        """What the first member of the sync group writes under a key."""
+    def _value_of_first(self, key: str, what: str) -> str:
+        """The value that the first member of the sync group writes under `key`."""
         with self._communicator.naming_the_lost(what):
             self._await([key], what, [self._sync_group.start])
             return str(self._store.get(key).decode())

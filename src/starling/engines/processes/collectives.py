@@ -1,4 +1,4 @@
-"""Means over processes, summed in rank order."""
+"""Means over a process group, summed in rank order."""
 
 from concurrent.futures import Future
 
@@ -15,8 +15,8 @@ from starling.engines.processes.threads import Worker
 class OrderedMean:
     """Means over a gloo group, summed in rank order, so that they have the same bits on every engine.
 
-    Each learner sums its own chunk: a reduce-scatter by all-to-all, then an all-gather. That moves as many bytes as a
-    ring all-reduce, 2 (L - 1) / L times the vector. It runs in its own thread, behind the computation.
+    Each learner sums its own chunk: a reduce-scatter by all-to-all, then an all-gather. Each learner sends as many
+    bytes as in a ring all-reduce, 2 (L - 1) / L times the vector. Means run in a thread of their own.
     """
 
     def __init__(self, group: ProcessGroup | None, world: int) -> None:
@@ -25,18 +25,18 @@ class OrderedMean:
         self._thread = Worker("starling-mean")
 
     def start(self, vector: Tensor) -> "Future[Tensor]":
-        """Begin the mean of `vector` `[P]` as it is now; the result `[P]` is new memory."""
+        """Begin the mean of `vector` `[P]` as it is now; the result `[P]` is in new host memory."""
         chunk = -(-vector.numel() // self._world)
         mine = torch.zeros(chunk * self._world, dtype=vector.dtype, device="cpu")
         mine[: vector.numel()].copy_(vector)
         return self._thread.submit(lambda: self._mean(mine, vector.numel()))
 
     def abandon(self) -> None:
-        """Stop without waiting for what is under way."""
+        """Stop without waiting for the mean under way."""
         self._thread.abandon()
 
     def close(self) -> None:
-        """Finish what is under way, and end the thread."""
+        """Finish the mean under way, and end the thread."""
         self._thread.close()
 
     def _mean(self, mine: Tensor, size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A learner's communication with its peers among processes: messages, means, rounds, and a background to do them in."""
+"""A learner process's communication with its peers: messages, means, averaging rounds, and its background thread."""
 
 import threading
 import time
@@ -40,20 +40,19 @@ FOREVER = timedelta(days=20)
 LONGEST_LEAVE_SECONDS = 10.0
 A_MEAN = "a mean"
 MEAN_OF_GRADIENT = "the mean of a gradient"
-_PATIENCE = "; give more timeout_seconds if all are well and only slow"
+_PATIENCE = "; increase timeout_seconds if the learners are only slow"
 
 
 def stopwatch() -> Callable[[], float]:
-    """A clock that gives the seconds since this call."""
+    """A clock that returns the seconds since this call."""
     begin = time.monotonic()
     return lambda: time.monotonic() - begin
 
 
 class ProcessHandle(Handle[T]):
-    """Work under way in this process; `result()` waits for it once and keeps its result.
+    """Work under way in this process. The first call of `result()` waits for it; later calls return the same result.
 
-    `wait_long`, if given, is another way to wait: in a thread beside those of the strategy, and without a time-out as
-    long as all peers live.
+    `finish` waits by `wait_long`, if given: in another thread than the strategy's, and without a time-out.
     """
 
     def __init__(self, wait: Callable[[], T], wait_long: Callable[[], T] | None = None) -> None:
@@ -67,7 +66,7 @@ class ProcessHandle(Handle[T]):
         return bool(self._results)
 
     def finish(self) -> None:
-        """Wait without a time-out; `result` raises an error."""
+        """Wait without a time-out. An error is raised by `result`."""
         try:
             self._results.append(self._wait_long())
         except BaseException as error:
@@ -82,9 +81,9 @@ class ProcessHandle(Handle[T]):
 
 
 class GradientHandle(ProcessHandle[Tensor]):
-    """A gradient, computed when it is waited for; before that, `mean` may ask for the sync group's mean instead.
+    """A gradient, computed when it is awaited; before that, `mean` may request the sync group's mean instead.
 
-    With `may_reduce` that mean is made while backward computes, otherwise of the whole gradient, in its memory.
+    With `may_reduce` the mean is computed while backward runs, otherwise from the whole gradient, in its memory.
     """
 
     def __init__(self, rank: int, compute: Callable[[bool], Tensor], may_reduce: bool) -> None:
@@ -96,12 +95,12 @@ class GradientHandle(ProcessHandle[Tensor]):
         self._is_given_away = False
 
     def reduced(self) -> Handle[Tensor]:
-        """The mean over the sync group; the gradient itself is then never computed alone."""
+        """The mean over the sync group, computed in place of the gradient itself."""
         self._is_given_away = True
         return self._reduced
 
     def give_away(self) -> Handle[Tensor]:
-        """The gradient, in memory that its new holder may overwrite."""
+        """The gradient, in memory that the caller may overwrite."""
         self._is_given_away = True
         return self._own
 
@@ -112,8 +111,8 @@ class GradientHandle(ProcessHandle[Tensor]):
 
 
 class Background(threading.Thread):
-    """A learner's second coroutine, in a thread, on its own stream where the device has streams. It waits within its
-    handles and polls nothing."""
+    """A thread that runs a learner's second coroutine, on CUDA with a stream of its own. It blocks in the results of
+    handles, without polling."""
 
     def __init__(
         self,
@@ -139,16 +138,16 @@ class Background(threading.Thread):
 
 
 class Communicator:
-    """Connects a learner that is this process with its peers; the default process group is there already.
+    """Connects this learner process with its peers. The default process group must exist.
 
-    Everything travels by gloo through host memory, except for what DDP reduces and, where each learner has its own
-    device (`by_nccl`), means.
+    Learners on one machine use shared memory (`Links`) on the CPU; all others use gloo through host memory. If each
+    learner has its own device (`by_nccl`), means use NCCL.
 
-    Waiting time by `clock`, bytes and rounds are counted in `statistics`; waits are noted in `waits`. Errors name the
-    lost peers by `name_lost`, which takes a suspected rank or None, and say how far the learner is by `where`. Before
-    that, `explain` may raise what caused the loss of a connection. `has_other_threads` says that threads other than
-    the background may `fail` this learner while it waits. While connecting, `look_around` is called now and then, and
-    may raise.
+    Waiting time on `clock`, bytes and rounds are counted in `statistics`; waits are recorded in `waits`. Errors name
+    the lost peers with `name_lost`, which takes a suspected rank or None, and the learner's progress with `where`.
+    Before that, `explain` may raise the cause of a lost connection. `has_other_threads` means that threads other than
+    the background may `fail` this learner while it waits. While connecting, `look_around` is called repeatedly and may
+    raise.
     """
 
     def __init__(
@@ -188,8 +187,8 @@ class Communicator:
         self._links = self._make_links(look_around) if self._device.type == "cpu" else None
         self.rounds = Rounds(self._make_board())
         self.reduces_in_backward = not self._shares_memory()
-        """Whether the mean of a gradient travels while backward computes. In shared memory it does not: there the mean
-        takes less time than what it costs to cut it into pieces."""
+        """Whether the mean of a gradient is computed while backward runs. Not so in shared memory: there a whole mean
+        takes less time than the overhead of splitting it."""
         self._ordered, self._ordered_behind = (self._make_means(lane, timeout) for lane in range(2))
         self._device_groups = (
             [self._new_group_of_sync_group(nccl.BACKEND, timeout) for _ in range(2)] if by_nccl else []
@@ -221,7 +220,7 @@ class Communicator:
         return self._mean(of)
 
     def _mean(self, of: Tensor, into: Tensor | None = None) -> Handle[Tensor]:
-        """The mean of a vector as it is now, in new memory; or, where learners share memory, `into` some."""
+        """The mean of a vector as it is now, in new memory or, if learners share memory, in `into`."""
         check_mean(self._rank, of, self._weights)
         self.count_mean(of.nbytes)
         if len(self._sync_group) == 1:
@@ -238,7 +237,7 @@ class Communicator:
                 self.await_device()
 
             def reduced() -> Tensor:
-                # NCCL orders a stream behind a mean instead of waiting, and must do that in the thread that computes
+                # NCCL does not block but makes this thread's stream wait, so it must be the thread that computes
                 self.wait_for(A_MEAN, wait, in_this_thread=True)
                 return vector.div_(len(self._sync_group))
 
@@ -281,7 +280,8 @@ class Communicator:
         if peer == self._rank:
             own = self._own_messages[tag].get
             return ProcessHandle(
-                lambda: self.wait_for("its own server", own)().to(like.device), lambda: own()().to(like.device)
+                lambda: self.wait_for("receiving from its own server", own)().to(like.device),
+                lambda: own()().to(like.device),
             )
         what = f"receiving from learner {peer}"
         if self._links is not None and peer in self._links.peers:
@@ -325,7 +325,7 @@ class Communicator:
 
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
         """See `Learner.exchange`."""
-        receiving = self.receive(peer, tensor, tag)  # first, so that both directions flow at once
+        receiving = self.receive(peer, tensor, tag)  # first, so that data flows in both directions at once
         sending = self.send(peer, tensor, tag)
 
         def result() -> Tensor:
@@ -340,7 +340,7 @@ class Communicator:
 
         def result() -> int:
             begin, is_behind = self._now(), threading.current_thread() is self._background
-            with self._waits.waiting("the first of several"):
+            with self._waits.waiting("receiving the first of several messages"):
                 key = self._firsts[is_behind].of(work, self._notice_losses)
             if not is_behind:
                 self._statistics.spent.waiting_for_peers += self._now() - begin
@@ -349,13 +349,13 @@ class Communicator:
         return ProcessHandle(result)
 
     def _notice_losses(self) -> None:
-        """Raise `PeerLost` if other learners have noticed a loss, which a wait for the first of many would not."""
+        """Raise `PeerLost` if other learners have noticed a loss: a wait for the first of several would not end."""
         self.release.check()
         if self._place.store.check([A_LOSS_WAS_NOTICED]):
             raise PeerLost(f"learner {self._rank} lost {self._name_lost(None)}, {self._where()}")
 
     def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
-        """Work on this process's memory: done when it is waited for."""
+        """Work on this process's memory, done when it is awaited."""
 
         def result() -> T:
             begin = self._now()
@@ -367,7 +367,7 @@ class Communicator:
         return ProcessHandle(result)
 
     def share(self, num_pieces: int) -> tuple[Tensor, Tensor]:
-        """Learner 0's weights `[P]`, and counts `[num_pieces, L]` of 0, in memory that all learners share."""
+        """Learner 0's weights `[P]` and zero counts `[num_pieces, L]`, in memory shared by all learners."""
         own, num_counts = host_copy(self._weights), num_pieces * self._world
         store, seconds, look_around = self._place.store, self._timeout_seconds, self.release.check
         num_bytes = 8 * num_counts + own.nbytes
@@ -377,13 +377,13 @@ class Communicator:
         if self._rank == 0:
             weights.copy_(own)
             store.set("shared weights", "")
-        with self.naming_the_lost("shared weights"):
-            await_keys(store, ["shared weights"], seconds, look_around, "the shared weights", [0], self._waits)
+        with self.naming_the_lost("sharing the weights"):
+            await_keys(store, ["shared weights"], seconds, look_around, "sharing the weights", [0], self._waits)
         return weights, counts
 
     def snapshot_memory(self, piece: slice | None) -> Tensor | None:
-        """Memory for a copy of a piece from which peers on this machine can read it without another copy, if there is
-        any."""
+        """Memory for a copy of a piece that peers on this machine can read without another copy; None if there is
+        none."""
         if piece is None or self._links is None or not self._links.peers:
             return None
         return self._links.snapshot_memory(self._weights[: piece.stop - piece.start])
@@ -391,12 +391,12 @@ class Communicator:
     def start_background(self, activity: Coroutine[Any, Any, None], on_error: Callable[[BaseException], None]) -> None:
         """Start the learner's second coroutine in a thread."""
         if self._background is not None:
-            raise ProtocolError(f"learner {self._rank} has a background already; it can have one")
+            raise ProtocolError(f"learner {self._rank} already has a background; it can have only one")
         self._background = Background(activity, self._rank, on_error, beside_this_thread(self._device))
         self._background.start()
 
     def fail(self, error: BaseException) -> None:
-        """End everything that this learner waits for with this error. Called by any thread."""
+        """End all waits of this learner with `error`. May be called by any thread."""
         self.release.fail(error)
         if self._links is not None:
             self._links.release()
@@ -405,7 +405,7 @@ class Communicator:
         """See `Learner.round`."""
 
         def result() -> int | None:
-            with self.naming_the_lost("waiting for a round"):
+            with self.naming_the_lost("an averaging round"):
                 number = self.rounds.next(period)
             self._statistics.averaging.rounds += number is not None
             return number
@@ -435,17 +435,17 @@ class Communicator:
         return reducing
 
     def count_mean(self, num_bytes: int) -> None:
-        """Count what a mean over the sync group sends."""
+        """Count the bytes that a mean over the sync group sends."""
         size = len(self._sync_group)
         self._statistics.averaging.bytes_sent += 2 * (size - 1) * num_bytes // size
 
     def warn_of_few_rounds(self) -> None:
-        """Warn once, at the end, if this learner has trained nearly apart from the others."""
+        """Warn, at the end, if this learner made too few averaging rounds."""
         if self._background is not None and (complaint := self.rounds.pace.complaint()):
             warnings.warn(f"learner {self._rank} {complaint}", RuntimeWarning, stacklevel=2)
 
     def end_rounds(self) -> None:
-        """No gradients will follow: wait until all rounds have ended, while other learners may still be computing."""
+        """Make no more gradients: wait until all rounds have ended; other learners may still be computing."""
         self.warn_of_few_rounds()
         self.rounds.finish()
         if self._background is not None:
@@ -464,14 +464,14 @@ class Communicator:
         self._ordered.close()
 
     def close(self) -> None:
-        """End the threads; nothing is waited for any more."""
+        """End the threads. None of them may still be waiting."""
         for means in (self._ordered, self._ordered_behind, self._staging, *self._waiters, *self._firsts):
             means.close()
         if self._links is not None:
             self._links.close()
 
     def leave(self) -> None:
-        """Stop communicating, whatever is under way; the caller has cut the connections."""
+        """Stop communicating without completing pending work; the caller has cut the connections."""
         self.rounds.leave()
         if self._background is not None:
             self._background.join(LONGEST_LEAVE_SECONDS)
@@ -481,7 +481,7 @@ class Communicator:
             self._links.close()
 
     def wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None, in_this_thread: bool = False) -> T:
-        """Wait for all peers, or for one, and name the lost ones if they do not come."""
+        """Wait for the sync group or one peer, and name the lost learners if that fails."""
         begin = self._now()
         is_behind = threading.current_thread() is self._background
         is_mean = what == A_MEAN
@@ -496,15 +496,15 @@ class Communicator:
         return result
 
     def await_device(self) -> None:
-        """Wait for NCCL's results on this thread's stream, and raise what ended them: an aborted collective looks
-        complete, and must not reach the weights."""
+        """Wait for NCCL's results on this thread's stream, and raise the error of an abort: an aborted collective
+        appears complete, but its result must not be used."""
         if self._by_nccl:
             synchronize(self._device)
             self.release.check()
 
     @contextmanager
     def naming_the_lost(self, what: str, peer: int | None = None) -> Generator[None, None, None]:
-        """Turn an error of the backend or the store into a `PeerLost` that says what was under way."""
+        """Turn an error of the backend or the store into a `PeerLost` that names the operation `what`."""
         try:
             yield
         except (ConnectionFailed, dist.DistError) as error:
@@ -516,7 +516,7 @@ class Communicator:
             ) from error
 
     def _may_be_released(self, is_behind: bool) -> bool:
-        """Whether another thread may end a wait of the background, or of the foreground."""
+        """Whether another thread may end a wait of the background or, if `is_behind` is false, of the foreground."""
         return self._has_other_threads or (self._background is not None and not is_behind)
 
     def _make_links(self, look_around: Callable[[], None]) -> Links:
@@ -530,13 +530,13 @@ class Communicator:
         return StoreBoard(self._place.store, self._rank, self._world)
 
     def _shares_memory(self) -> bool:
-        """Whether every sync group's learners are all on one machine; all learners give the same answer."""
+        """Whether each sync group is on one machine. The result is the same on all learners."""
         groups, links = self._sync_groups, self._links
         ranges = [range(first, first + groups.size) for first in range(0, groups.num_workers, groups.size)]
         return links is not None and groups.size > 1 and all(links.join(each) for each in ranges)
 
     def _make_means(self, lane: int, timeout: timedelta) -> OrderedMean | SharedMean:
-        """Means for one thread: two threads in one group would have no common order."""
+        """Means for one thread: the collectives of two threads in one group would have no common order."""
         if self._links is not None and self._shares_memory():
             if self._rank < self._sync_groups.num_workers:
                 return SharedMean(self._links, self._rank, self._sync_group, lane, self._timeout_seconds)
@@ -544,8 +544,8 @@ class Communicator:
         return OrderedMean(self._new_group_of_sync_group("gloo", timeout), len(self._sync_group))
 
     def _new_group_of_sync_group(self, backend: str, timeout: timedelta) -> ProcessGroup | None:
-        """A process group of this learner's sync group; every process creates those of all sync groups, in order."""
-        # a new group would not inherit the time-out of the default one, but wait for half an hour
+        """A new process group of this learner's sync group. All processes create those of all sync groups, in order."""
+        # a new group does not inherit the default group's time-out; its default is half an hour
         size, mine = self._sync_groups.size, None
         for first in range(0, self._sync_groups.num_workers if size > 1 else 0, size):
             with communicating():

@@ -1,8 +1,8 @@
-"""Handshake and closing barrier: learners compare themselves through the store before the first tensor travels.
+"""Handshake and closing barrier of learners, through the store.
 
-gloo aborts the process on vectors of unequal sizes, and silently reinterprets unequal dtypes. So learners that differ
-are refused here, by name and with both values. Processes of other runs, and strangers, are refused before anything
-they say is parsed.
+gloo aborts the process on vectors of different sizes, and silently reinterprets different dtypes. So the handshake
+rejects learners that differ, before the first tensor is sent; the error names the learners and both values. Messages of
+processes that do not belong to the run are rejected before they are parsed.
 """
 
 import json
@@ -22,25 +22,25 @@ from starling.engines.processes.stalls import Waits
 from starling.errors import PeerLost, ProtocolError
 
 LOOK_AROUND_SECONDS = 0.02
-"""Longest time between two looks at the store."""
+"""Maximum interval between two checks of the store."""
 LONG_LOOK_AROUND_SECONDS = 0.2
 """The same in a long wait: a hundredth of its duration, up to this."""
 LOOK_WHO_SECONDS = 0.5
-"""Time between two looks at which learners are missing."""
+"""Minimum interval between two checks of which learners are missing."""
 LOOKS_PER_SECOND = 20
-"""At most so many learners are looked for per second, however many there are."""
+"""Maximum number of learners that are checked per second."""
 
 A_LOSS_WAS_NOTICED = "noticed"
-"""The key that says so, whichever learner it was: a waiting learner asks one question, however many there are."""
+"""A key that is set as soon as any learner notices a loss, so that waiting learners need to check only one key."""
 
 
 def do_nothing() -> None:
-    """A look around that sees nothing."""
+    """The default `look_around`."""
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """What must be the same on all learners."""
+    """The values that must be the same on all learners."""
 
     world: int
     strategy: str
@@ -53,7 +53,7 @@ class Handshake:
 
     @staticmethod
     def of_versions() -> dict[str, str]:
-        """The versions of the code that must agree."""
+        """The versions of the packages that must be the same."""
         return {"starling": version("starling-asr"), "torch": str(torch.__version__)}
 
 
@@ -62,14 +62,14 @@ def await_keys(
     keys: Sequence[str],
     timeout_seconds: float,
     look_around: Callable[[], None] = do_nothing,
-    what: str = "a word of the others",
+    what: str = "waiting for the other learners",
     writers: Sequence[int] = (),
     waits: Waits | None = None,
 ) -> None:
     """Wait until other learners have set all `keys`; `DistStoreError` after `timeout_seconds`.
 
-    Now and then `look_around` is called, and may raise. The wait is noted in `waits` under the name `what`; `writers`
-    are the ranks that set the keys, one for each.
+    While waiting, `look_around` is called repeatedly and may raise. The wait is recorded in `waits` as `what`;
+    `writers` are the ranks that set the keys, one for each key.
     """
     if store.check(list(keys)):
         return
@@ -77,7 +77,7 @@ def await_keys(
     pause = max(LOOK_WHO_SECONDS, len(writers) / LOOKS_PER_SECOND)
     asked = begin + LOOK_WHO_SECONDS
     with (waits or Waits()).waiting(what, writers) as wait:
-        while not store.check(list(keys)):  # a wait of the store would end for nothing else, and log when it does
+        while not store.check(list(keys)):  # `store.wait` cannot be interrupted, and logs when it times out
             look_around()
             if now - begin > timeout_seconds:
                 raise DistStoreError(f"not all of {', '.join(keys)} were set for {timeout_seconds:g} s")
@@ -97,18 +97,18 @@ def shake_hands(
     look_around: Callable[[], None] = do_nothing,
     waits: Waits | None = None,
 ) -> None:
-    """Compare this learner with the others. `ProtocolError` names the first that differs, `PeerLost` the missing
-    ones."""
-    key = "greeting/{}".format
+    """Compare this learner with the others. `ProtocolError` names the first learner that differs, `PeerLost` those that
+    are missing."""
+    key = "handshake/{}".format
     store.set(key(rank), sign(rank, json.dumps(asdict(mine))))
     try:
         ranks = range(mine.world)
         keys = [key(other) for other in ranks]
-        await_keys(store, keys, timeout_seconds, look_around, "the greeting of all", ranks, waits)
+        await_keys(store, keys, timeout_seconds, look_around, "the handshake", ranks, waits)
     except DistStoreError as error:
         missing = [other for other in range(mine.world) if not store.check([key(other)])]
         raise PeerLost(
-            f"learner {rank} waited {timeout_seconds:g} s for a greeting from "
+            f"learner {rank} waited {timeout_seconds:g} s for the handshake of "
             f"{', '.join(f'learner {other}' for other in missing)}; see their logs, or give more timeout_seconds"
         ) from error
     for other in range(mine.world):
@@ -116,9 +116,9 @@ def shake_hands(
 
 
 def check_alike(store: Store, name: int, mine: Handshake) -> None:
-    """Compare a joiner with learner 0 as it was when the run began, except for the number of learners: it learns that
-    the others would refuse it before any of them waits for it. Raises ProtocolError."""
-    theirs = json.loads(verified(name, 0, store.get("greeting/0")))
+    """Compare a joiner with learner 0's handshake of the first membership, except for the number of learners. So a
+    joiner that differs fails before other learners wait for it. Raises ProtocolError."""
+    theirs = json.loads(verified(name, 0, store.get("handshake/0")))
     _compare(name, 0, mine, theirs | {"world": mine.world})
 
 
@@ -139,28 +139,28 @@ def part(
     look_around: Callable[[], None] = do_nothing,
     waits: Waits | None = None,
 ) -> None:
-    """The closing barrier: no learner hangs up while another still listens."""
-    store.set(f"farewell/{rank}", "")
+    """The closing barrier: no learner disconnects while another still needs the connection."""
+    store.set(f"closing/{rank}", "")
     try:
-        keys = [f"farewell/{other}" for other in range(world)]
-        await_keys(store, keys, timeout_seconds, look_around, "the farewell of all", range(world), waits)
+        keys = [f"closing/{other}" for other in range(world)]
+        await_keys(store, keys, timeout_seconds, look_around, "the closing barrier", range(world), waits)
     except DistError as error:
-        if rank == 0:  # the others may find the store gone, when learner 0 keeps it
-            lost = " and ".join(_absent(store, "farewell", range(world)))
+        if rank == 0:  # other learners may find the store gone, if learner 0 hosts it
+            lost = " and ".join(_absent(store, "closing", range(world)))
             raise PeerLost(
-                f"learner 0 lost {lost}: no farewell within {timeout_seconds:g} s of its own; "
-                "the training itself was over"
+                f"learner 0 lost {lost}, which did not reach the closing barrier within {timeout_seconds:g} s; "
+                "training had already ended"
             ) from error
 
 
 def silent_learners(
     store: Store, rank: int, world: int, suspect: int | None = None, patience_seconds: float = 2.0
 ) -> str:
-    """Name the lost learners: those that do not notice, within a moment, that a peer was lost.
+    """Name the lost learners: those that do not report within `patience_seconds` that they noticed the loss of a peer.
 
-    `suspect` is the peer whose connection broke, if there is one: it is the lost learner, unless it hung up because it
-    noticed that another was lost. Learners that are waiting for others may notice much later; so if several are
-    silent, they are given more time.
+    `suspect` is the peer whose connection broke, if known: it is lost unless it disconnected because it had noticed
+    another loss. Learners that are waiting for others may notice much later, so if several are silent, they are given
+    more time.
     """
     store.set(f"noticed/{rank}", "")
     store.set(A_LOSS_WAS_NOTICED, "")
@@ -178,8 +178,8 @@ def silent_learners(
 
 
 def _absent(store: Store, word: str, learners: Iterable[int]) -> list[str]:
-    """Name the learners that have not written `word`."""
+    """Name the learners that have not set their key `word`."""
     try:
         return [f"learner {other}" for other in learners if not store.check([f"{word}/{other}"])]
     except DistError:
-        return ["the store that the learners meet in, and a peer"]
+        return ["the store and a peer"]

@@ -1,7 +1,7 @@
-"""The real engine: each learner is a process, on `torch.distributed`.
+"""The engine `processes`: each learner is a process, on `torch.distributed`.
 
-On the CPU everything travels by gloo. On CUDA, when each learner has its own device, collectives travel by NCCL;
-learners that share a device fall back to gloo through host memory.
+On the CPU learners communicate by shared memory on one machine and by gloo between machines. On CUDA, means use NCCL if
+each learner has its own device; everything else uses gloo through host memory.
 """
 
 import time
@@ -46,10 +46,9 @@ CAUSE_SECONDS = 5.0
 
 
 class ProcessLearner(Learner):
-    """A learner of a job that is this process, in one membership.
+    """The learner that runs in this process, in one membership.
 
-    It has a `replica`, a `course` of training, a `communicator`, and the mini-batches that its loading processes make.
-    While it connects to the others, `look_around` is called now and then, and may raise.
+    While it connects to the others, `look_around` is called repeatedly and may raise.
     """
 
     def __init__(
@@ -72,8 +71,8 @@ class ProcessLearner(Learner):
         if start is not None:
             flat.load_buffers(start.buffers)
         self._job, self._place, self._flat, self._life, self._waits = job, place, flat, life, waits
-        self._elsewhere: FlatModel | None = None  # the model at weights other than this learner's own
-        self._reducing: dict[bool, ReducingModel] = {}  # by whether it is the model elsewhere
+        self._elsewhere: FlatModel | None = None  # a copy of the model, for gradients at a snapshot
+        self._reducing: dict[bool, ReducingModel] = {}  # by whether it wraps `_elsewhere`
         self._feed, self._membership = feed, membership
         self._timeout_seconds = timeout_seconds
         self._statistics, self._now = Statistics(), stopwatch()
@@ -120,7 +119,7 @@ class ProcessLearner(Learner):
         )
 
     def _make_batches(self, tickets: SyncGroupTickets, loader: Loader) -> ProcessBatches:
-        # where learners have one model, the number of their mini-batches says which tickets are done
+        # if all learners have the same model, the number of their mini-batches determines which tickets are done
         is_noting = self._feed.is_watched and not self._job.strategy.has_one_model
         store, rank = self._place.store, self._place.rank
         return ProcessBatches(
@@ -139,11 +138,11 @@ class ProcessLearner(Learner):
         )
 
     def drive(self) -> LearnerState:
-        """Run the strategy to its end; the state in which it leaves this learner."""
+        """Run the strategy to its end; returns this learner's final state."""
         coroutine = self._job.strategy.start(self, self._job.options)
         try:
             while True:
-                coroutine.send(None)  # it waits within the handle's result
+                coroutine.send(None)  # waiting happens in `Handle.result`
         except StopIteration:
             self.communicator.end_rounds()
             num_drawn, undone = self._batches.drawn_by_all()
@@ -154,7 +153,7 @@ class ProcessLearner(Learner):
 
     @contextmanager
     def agreeing(self) -> Generator[None, None, None]:
-        """While the context lasts, this learner and the others agree on checkpoint barriers."""
+        """Within this context, the learner agrees with the others on checkpoint barriers."""
         self._barrier.start()
         try:
             yield
@@ -162,9 +161,9 @@ class ProcessLearner(Learner):
             self._barrier.close()
 
     def leave(self) -> None:
-        """Leave a membership that is over; connections have been cut. What is carried on is saved in the `Life`."""
-        self.communicator.leave()  # first: the background changes what is saved
-        self._reducing.clear()  # these would listen to later gradients
+        """Leave a membership that has ended and whose connections have been cut, and save this learner's `Life`."""
+        self.communicator.leave()  # before saving, because the background changes the weights
+        self._reducing.clear()  # their hooks would act on later gradients
         self.course.leave(self._membership.number)
 
     # the contract with the strategy
@@ -204,7 +203,7 @@ class ProcessLearner(Learner):
         is_mine = at is self.replica.weights
         if not is_mine:
             self._elsewhere = self._elsewhere or self._flat.twin()
-            self._elsewhere.look_at(at)
+            self._elsewhere.use_weights(at)
 
         def result(reduced: bool) -> Tensor:
             if is_mine and self.replica.version != version:
@@ -213,7 +212,7 @@ class ProcessLearner(Learner):
                 raise ProtocolError(f"learner {self._place.rank} claimed again before it awaited its gradient")
             return self._compute(self._flat if is_mine or self._elsewhere is None else self._elsewhere, reduced)
 
-        # a straggler sleeps before the others have its gradient; DDP would have sent it by then
+        # an injected delay must come before the gradient is sent; DDP sends it during backward
         may_reduce = self._job.stragglers == Stragglers() and self.communicator.reduces_in_backward
         return GradientHandle(self._place.rank, result, may_reduce)
 
@@ -271,7 +270,7 @@ class ProcessLearner(Learner):
     def keep_up(self, most: float) -> Handle[None]:
         return self.communicator.keep_up(most)
 
-    # how it is done
+    # implementation
 
     def _compute(self, flat: FlatModel, reduced: bool) -> Tensor:
         """The gradient of the claimed mini-batch, or the sync group's mean of it."""
@@ -290,9 +289,9 @@ class ProcessLearner(Learner):
                     loss = course.compute_gradient(reducing.model, flat, before_last, must_reach_all=True)
                     communicator.await_device()
                 finally:
-                    self._waits.end()  # it began after forward
+                    self._waits.end()  # begun by the forward hook of `Communicator.reducing`
         if flat is not self._flat:
-            flat.look_at(self.replica.weights)  # the snapshot is not kept
+            flat.use_weights(self.replica.weights)  # release the snapshot
         delay = self._life.delays.after(self._now() - begin)
         if delay > 0.0:
             time.sleep(delay)
@@ -301,14 +300,14 @@ class ProcessLearner(Learner):
         return flat.gradients
 
     def _add_barrier(self, number: int, signal_number: int) -> None:
-        """There is a checkpoint barrier before a portion that no learner has reached."""
+        """Add a checkpoint barrier before portion `number`, which no learner has reached."""
         if signal_number:
             self.course.tickets.end_at(number)
         else:
             self.course.barriers.add(number)
 
     def _look_for_change(self, error: Exception) -> None:
-        """Raise what explains a lost connection, if the launcher announces it."""
+        """Raise `MembershipChanged` if the launcher announces a change, which explains a lost connection."""
         self.communicator.release.check()
         if change := self._feed.beyond(self._membership, CAUSE_SECONDS):
             raise MembershipChanged(change) from error

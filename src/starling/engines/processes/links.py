@@ -1,11 +1,11 @@
-"""Links between the learners of one machine: tensors stay in memory that all of them map, and only notes travel.
+"""Links between the learners of one machine: tensors are in shared memory, and only short notes are sent.
 
-Each learner has an arena: anonymous memory, which it passes to the others as a file descriptor. A message is a slot of
-the sender's arena and a note about it, a few bytes over a Unix socket; the receiver reads the slot in place. Compared
-with TCP on the loopback interface, that saves four copies per message and one wake-up of another thread.
+Each learner has an arena: anonymous memory that it passes to the others as a file descriptor. A message consists of a
+slot in the sender's arena and a note about it, a few bytes over a Unix socket; the receiver reads the slot in place.
+Compared with TCP on the loopback interface, this saves four copies per message and waking another thread.
 
-Nothing can be left behind: arenas and sockets have no names in any file system and end with the last process that holds
-them. A learner that dies closes its sockets, which ends the waits of the others.
+Nothing is left behind: arenas and sockets have no names in a file system and disappear with the last process that holds
+them. When a learner dies, its sockets close, which ends the waits of the others.
 """
 
 import ctypes
@@ -37,24 +37,25 @@ from starling.engines.processes.rounds import Board
 from starling.engines.processes.stalls import Waits
 
 NUM_SLOTS = 16
-"""Messages that a learner may have under way at once; further ones travel by the backend."""
+"""Messages that a learner may have under way at once; the backend sends further ones."""
 BACKEND = -1
-"""The slot of a message that travels by the backend, because no slot was free."""
+"""The slot number of a message that the backend sends, because no slot was free."""
 LANES = 2
 """Means that may be under way at once: one of the foreground and one of the background."""
 MESSAGE = 0
-"""The kind of a note about a message; the means of each lane have the kinds after it."""
+"""The kind of notes about messages; notes about means of lane n have kind n + 1."""
 LOOK_AROUND_SECONDS = 0.5
 _RELEASED = "this learner has stopped waiting"
 _NOTE = struct.Struct("<iiqq")
 _HELLO = struct.Struct("<iq")
 _PAGE = mmap.PAGESIZE
 _OPENED, _ENDED, _FINISHED, _NUM_WORDS = range(4)
-"""A learner's words about rounds: how many it has opened, whether no more will open, whether it will open no more."""
+"""Indices of a learner's words about rounds: the number of rounds it has opened, whether the rounds have ended, and
+whether it has finished opening rounds."""
 
 
 class Note(NamedTuple):
-    """Tells another learner where a tensor lies in the arena, or that a part of a mean is ready."""
+    """Announces a tensor in the sender's arena, or that its part of a mean is ready."""
 
     kind: int
     slot: int
@@ -63,7 +64,7 @@ class Note(NamedTuple):
 
 
 class _Line:
-    """The connection to one peer. The thread that waits for a note also reads those for other threads."""
+    """The connection to one peer. The thread that reads it also receives the notes for other threads."""
 
     def __init__(self, connection: socket.socket, arena: "_Arena", bell: int) -> None:
         self.connection = connection
@@ -75,8 +76,8 @@ class _Line:
 
 
 class _Arena:
-    """A learner's memory as this process maps it: its words, which peers still read which slot, the slots, and two
-    places for each lane of means."""
+    """A learner's shared memory: its words, flags of which peers still read which slot, the slots, and two places for
+    each lane of means."""
 
     def __init__(self, file: int, world: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -92,7 +93,7 @@ class _Arena:
         self.is_reading = flat.reshape(NUM_SLOTS, world)
 
     def slot(self, number: int, num_bytes: int, on_release: Callable[[], None]) -> Tensor:
-        """The bytes of a slot `[num_bytes]`; `on_release` is called once nothing refers to them."""
+        """The bytes of a slot `[num_bytes]`; `on_release` is called once they are no longer referenced."""
         owner = (ctypes.c_char * num_bytes).from_buffer(self._memory, self._first + number * self._slot_bytes)
         weakref.finalize(owner, on_release).atexit = False
         return torch.frombuffer(owner, dtype=torch.uint8)
@@ -106,8 +107,8 @@ class _Arena:
 class Links:
     """A learner's links to its `peers`: all other learners on this machine that run as the same user.
 
-    `num_bytes` is the largest size of a message or a mean. All learners create their links at the same time, through
-    the store. Raises `ConnectionFailed` when one does not come.
+    `num_bytes` is the maximum size of a message or a mean. All learners create their links together, through the store.
+    Raises `DistStoreError` or `ConnectionFailed` if a learner does not.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Links:
         self._of_snapshot: dict[int, int] = {}
         self._own_files: tuple[int, ...] = ()
         self.machines: list[str | None] = [None] * world
-        """The machine of each learner; None: it cannot be linked."""
+        """The machine of each learner; None if it cannot be linked."""
         self.peers: frozenset[int] = frozenset()
         if world == 1:
             return
@@ -135,10 +136,10 @@ class Links:
 
         def meet(token: str) -> list[tuple[str | None, str]]:
             store.set(keys[rank], json.dumps([machine, token]))
-            await_keys(store, keys, timeout_seconds, look_around, "the links of all", range(world), waits)
-            told = [json.loads(store.get(key)) for key in keys]
-            self.machines = [where for where, _ in told]
-            return told
+            await_keys(store, keys, timeout_seconds, look_around, "linking with the others", range(world), waits)
+            found = [json.loads(store.get(key)) for key in keys]
+            self.machines = [where for where, _ in found]
+            return found
 
         if machine is None:
             meet("")
@@ -153,25 +154,25 @@ class Links:
                 listener.bind(f"\0{token}")
                 listener.listen(world)
                 self._arena = _Arena(file, world, num_bytes)
-                told = enumerate(meet(token))
-                names = {each: name for each, (where, name) in told if each != rank and where == machine}
+                found = enumerate(meet(token))
+                names = {each: name for each, (where, name) in found if each != rank and where == machine}
                 self._connect(listener, names, [file, self._bell], world, num_bytes, timeout_seconds, look_around)
         finally:
             os.close(file)
         self.peers = frozenset(self._lines)
 
     def join(self, group: Sequence[int]) -> bool:
-        """Whether all members of a group are linked with each other; every learner gives the same answer."""
+        """Whether all members of a group are linked with each other. The result is the same on all learners."""
         machines = {self.machines[each] for each in group}
         return len(machines) == 1 and None not in machines
 
     def snapshot_memory(self, like: Tensor) -> Tensor | None:
-        """Memory of the shape and dtype of `like` that can be sent without a copy; None if there is none."""
+        """Memory of the shape and dtype of `like` that can be sent without a copy; None if no slot is free."""
         found = self._allocate(like.nbytes)
         return None if found is None else found[1].view(like.dtype).view(like.shape)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> bool:
-        """Send a tensor of host memory; False if no slot is free, and the backend must send it."""
+        """Send a tensor in host memory. False if no slot is free: then the backend must send it."""
         with self._lock:
             slot = self._of_snapshot.get(tensor.data_ptr())
         if slot is None or not tensor.is_contiguous():
@@ -185,8 +186,8 @@ class Links:
         return True
 
     def receive(self, peer: int, tag: int, timeout_seconds: float | None) -> Tensor | int:
-        """What `peer` sent under `tag`, as read-only bytes, or their number if the backend sends them. Raises
-        `ConnectionFailed` when the peer is gone, or silent for too long."""
+        """The message of `peer` under `tag`, as bytes that must not be changed, or their number if the backend sends
+        them. Raises `ConnectionFailed` if the peer is lost or does not send in time."""
         note = self.hear(peer, MESSAGE, tag, timeout_seconds)
         if note.slot == BACKEND:
             return note.num_bytes
@@ -198,18 +199,18 @@ class Links:
         return arena.slot(slot, note.num_bytes, release)
 
     def place(self, rank: int, lane: int, number: int) -> Tensor:
-        """The bytes in which learner `rank` puts its part of every second mean of a lane."""
+        """The bytes of place `number` (0 or 1) of a lane in learner `rank`'s arena; means alternate between the two."""
         return (self._arena if rank == self._rank else self._lines[rank].arena).place(lane, number)
 
     def tell(self, peer: int, note: Note) -> None:
-        """Send a note. Raises `ConnectionFailed` when the peer is gone."""
+        """Send a note. Raises `ConnectionFailed` if the peer is lost."""
         try:
             self._lines[peer].connection.send(_NOTE.pack(note.kind, note.slot, note.tag, note.num_bytes))
         except OSError as error:
             raise ConnectionFailed(f"the link to learner {peer} is closed ({error.strerror})") from error
 
     def hear(self, peer: int, kind: int, tag: int, timeout_seconds: float | None) -> Note:
-        """Wait for a note from `peer`; without a time-out for as long as it lives. Raises `ConnectionFailed`."""
+        """Wait for a note from `peer`; with None as time-out, as long as it lives. Raises `ConnectionFailed`."""
         line, key = self._lines[peer], (kind, tag)
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
@@ -226,9 +227,9 @@ class Links:
                     continue
                 line.is_being_read = True
             try:
-                heard = self._read(peer, line, end)
+                received = self._read(peer, line, end)
                 with line.ready:
-                    line.notes[heard.kind, heard.tag].append(heard)
+                    line.notes[received.kind, received.tag].append(received)
             finally:
                 with line.ready:
                     line.is_being_read = False
@@ -239,7 +240,7 @@ class Links:
         return [self._arena.words, *(line.arena.words for line in self._lines.values())]
 
     def ring(self) -> None:
-        """Wake all backgrounds, this learner's included, to look at the words about rounds. Without effect after
+        """Wake all backgrounds, including this learner's, so that they check the words about rounds. No effect after
         `close`."""
         with self._lock:
             if self._own_files:
@@ -247,7 +248,7 @@ class Links:
                     os.eventfd_write(bell, 1)
 
     def await_ring(self) -> None:
-        """Wait for a ring since the last call. Raises `ConnectionFailed` after `release`."""
+        """Wait until `ring` has been called since the last call. Raises `ConnectionFailed` after `release`."""
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         poll.register(self._released, select.POLLIN)
@@ -257,13 +258,13 @@ class Links:
             os.eventfd_read(self._bell)
 
     def release(self) -> None:
-        """End all current and later waits of this process. Called by any thread."""
+        """End all current and later waits of this process. May be called by any thread."""
         with self._lock:
             if self._own_files:
                 os.eventfd_write(self._released, 1)
 
     def close(self) -> None:
-        """Close the connections; notes sent before still arrive."""
+        """Close the connections; notes already sent still arrive."""
         with self._lock:
             files, self._own_files = self._own_files, ()
             lines, self._lines, self.peers = self._lines, {}, frozenset()
@@ -283,7 +284,7 @@ class Links:
         timeout_seconds: float,
         look_around: Callable[[], None],
     ) -> None:
-        """Connect to the learners of lower rank, accept connections from the others, and swap arenas."""
+        """Connect to the learners of lower rank, accept connections from the others, and exchange arenas."""
         hello, end = _HELLO.pack(self._rank, num_bytes), time.monotonic() + timeout_seconds
         lower: dict[int, socket.socket] = {}
         try:
@@ -308,7 +309,7 @@ class Links:
     def _greet(self, connection: socket.socket, world: int) -> None:
         said, files, _, _ = socket.recv_fds(connection, _HELLO.size, 2, socket.MSG_CMSG_CLOEXEC)
         if len(said) != _HELLO.size or len(files) != 2:
-            raise ConnectionFailed("another learner of this machine hung up before it was linked")
+            raise ConnectionFailed("another learner of this machine disconnected before it was linked")
         peer, num_bytes = _HELLO.unpack(said)
         try:
             self._lines[peer] = _Line(connection, _Arena(files[0], world, num_bytes), files[1])
@@ -323,7 +324,7 @@ class Links:
                 raise ConnectionFailed("Timed out while the learners of this machine were linked")
 
     def _allocate(self, num_bytes: int) -> tuple[int, Tensor] | None:
-        """A free slot, held until nothing refers to its memory."""
+        """A free slot and its memory, held until the memory is no longer referenced."""
         if num_bytes > self._arena.num_bytes or num_bytes == 0:
             return None
         with self._lock:
@@ -340,7 +341,7 @@ class Links:
         return slot, memory
 
     def _let_go(self, slot: int, address: int) -> None:
-        # no lock: garbage collection may call this in a thread that holds it; assignments need none
+        # without the lock: garbage collection may call this in a thread that holds it; these operations are atomic
         self._of_snapshot.pop(address, None)
         self._is_held[slot] = False
 
@@ -368,7 +369,7 @@ class Links:
 
 
 class LinkBoard(Board):
-    """A board for learners that are all linked: words in their arenas, and a bell per learner to wait for."""
+    """A board for learners that are all linked: words in their arenas, and an event per learner to wake it."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -393,7 +394,7 @@ class LinkBoard(Board):
         self._links.ring()  # the system call orders the write before the reads, so that the last learner sees all
         return all(
             words[_FINISHED] for words in self._words
-        )  # several may find that they are the last; they say the same
+        )  # several learners may find that they are the last; their `end` has the same effect
 
     def end(self, from_number: int) -> None:
         self._words[0][_ENDED] = 1
@@ -405,11 +406,11 @@ class LinkBoard(Board):
 
 
 class SharedMean:
-    """Means over learners that are all linked, summed in rank order: the same bits as on every engine.
+    """Means over learners that are all linked, summed in rank order: the same bits as on the other engines.
 
-    Each learner puts its vector where all can read it. Every learner sums small vectors as a whole; of large ones each
-    sums its own chunk, in its own place, and all copy the chunks together. A place is reused two means later: by then
-    all have begun the mean in between, and so have read it.
+    Each learner copies its vector to its place in shared memory. Every learner sums small vectors completely; of large
+    ones each sums one chunk, in its own place, and all copy the chunks. A place is reused two means later: by then all
+    learners have begun the mean in between, and therefore no longer read it.
     """
 
     def __init__(self, links: Links, rank: int, sync_group: range, lane: int, timeout_seconds: float) -> None:
@@ -421,8 +422,8 @@ class SharedMean:
         self._under_way: UnderWay | None = None
 
     def start(self, vector: Tensor, into: Tensor | None = None) -> "UnderWay":
-        """Begin the mean of `vector` `[P]` as it is now, after finishing one that is under way. The mean is put `into`
-        memory `[P]`, if given, otherwise into new memory."""
+        """Begin the mean of `vector` `[P]` as it is now, after finishing the previous one. The result is written to
+        `into` `[P]`, if given, otherwise to new memory."""
         if self._under_way is not None:
             self._under_way.result()
         self._under_way = UnderWay(self, self._num_begun, vector, into)
@@ -440,29 +441,29 @@ class SharedMean:
         return [self._places[each, number % 2][: like.nbytes].view(like.dtype) for each in self._sync_group]
 
     def tell_all(self, tag: int) -> None:
-        """Tell the others that this learner has reached a point."""
+        """Tell the other learners of the sync group that this one has reached the point `tag`."""
         for peer in self._sync_group:
             if peer != self._rank:
                 self._links.tell(peer, Note(1 + self._lane, 0, tag, 0))
 
     def await_all(self, tag: int) -> None:
-        """Wait until all others have reached a point."""
+        """Wait until the other learners of the sync group have reached the point `tag`."""
         for peer in self._sync_group:
             if peer != self._rank:
                 self._links.hear(peer, 1 + self._lane, tag, self._timeout_seconds)
 
     @property
     def own_place(self) -> int:
-        """This learner's place among those of the mean."""
+        """This learner's index in the sync group."""
         return self._rank - self._sync_group.start
 
 
 SMALL_BYTES = 1 << 18
-"""Up to this size every learner sums the whole mean: a second synchronisation would cost more."""
+"""Up to this size every learner sums the whole vector: a second synchronisation would take longer."""
 
 
 class UnderWay:
-    """A mean that has begun; `result` waits for it, once."""
+    """A mean that has begun; the first call of `result` waits for it."""
 
     def __init__(self, means: SharedMean, number: int, vector: Tensor, into: Tensor | None) -> None:
         self._means, self._number, self._into = means, number, into
@@ -493,12 +494,12 @@ class UnderWay:
 
 
 def _machine() -> str | None:
-    """Identifies the processes that can be linked; None where the system has no such links."""
+    """Equal for processes that can be linked; None if the system does not support links."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
         return None
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = Path("/proc/self/ns/net").stat().st_ino  # sockets without a file live in it
+        network = Path("/proc/self/ns/net").stat().st_ino  # abstract Unix sockets belong to it
     except OSError:
         return None
     return f"{boot} {network} {os.getuid()}"

@@ -1,11 +1,11 @@
-"""A learner process through changes of membership: in each membership a new learner, with the weights it had before.
+"""A learner process across memberships: each membership creates a new `ProcessLearner` that continues with the state.
 
-When a membership ends, the first member of the next one that has a state reads from the store which tickets were done:
-what a lost learner had done counts, and what it had not done is given out again. That member writes a plan for all: how
-far the run has come, and which learners take whose state.
+When a membership ends, the first member of the next one that has a state reads from the store which tickets are done.
+The tickets that a lost learner had not done are re-issued. That member writes the plan for all: the position of the
+run, and which learners copy whose state.
 
-Learners that share one model may have been interrupted in the middle of a step: those that had come one step less far
-than the newest take its state. Others keep their own; a joiner takes that of a neighbour.
+If all learners have the same model, those interrupted one step before the newest copy its state. Under other strategies
+learners keep their own state, and a joiner copies that of the first learner with one.
 """
 
 import gc
@@ -48,10 +48,10 @@ from starling.workload import Position, Ticket
 
 LookAround = Callable[[], None]
 _OUTCOME, _OVER, _CHANGED = "outcome", "over", "changed"
-_PLAN, _CAME = "plan", "came/{}"
+_PLAN, _PAST = "plan", "past/{}"
 _BUFFER = "buffer."
 REGROUP_SECONDS = 20.0
-"""How long a learner that lost another waits to be told the next membership."""
+"""How long a learner that lost a peer waits for the next membership."""
 
 
 def run_learner(
@@ -67,13 +67,16 @@ def run_learner(
     save_requests: SaveRequests | None = None,
     waits: Waits | None = None,
 ) -> LearnerState | None:
-    """Be the learner at `place` from handshake to closing barrier; the final state, or None if it had to leave early.
+    """Run the learner at `place` from handshake to closing barrier.
 
-    `digest` identifies the whole configuration and must be the same on all learners. If the learners are watched
-    (`membership`), the survivors continue when one is lost; `changes` follows the changes. `save_requests` are requests for
-    checkpoint barriers beside those of the job; either all learners have them, or none. What this learner waits for is
-    noted in `waits`. Raises `ProtocolError` when learners differ, `PeerLost` when one is gone or does not answer within
-    `timeout_seconds`.
+    Returns its final state, or None if a membership did not include it. `digest` identifies the whole configuration and
+    must be the same on all learners. With `membership`, the survivors continue when a learner is lost, and `changes`
+    observes membership changes. `save_requests` requests checkpoint barriers in addition to the job's; either all
+    learners have it, or none. This learner's waits are recorded in `waits`.
+
+    Raises:
+        ProtocolError: Learners differ.
+        PeerLost: A learner is lost, or does not respond within `timeout_seconds`, and the run cannot continue.
     """
     ignores_signals = save_requests is not None and save_requests.ignores_signals
     feed = membership or MembershipFeed(place.rank, Membership(0, tuple(range(place.world))))
@@ -98,7 +101,7 @@ def run_learner(
 
 
 def warm_up(job: Job, flat: FlatModel) -> None:
-    """Do once what is slow the first time, such as loading libraries, so that the others need not wait for it."""
+    """Compute one gradient and optimizer step, so that slow first calls do not delay the others."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     job.make_optimizer([parameter]).step()
@@ -122,11 +125,11 @@ class _Member:
     waits: Waits
     life: Life
     learner: ProcessLearner | None = None
-    has_met: bool = False
-    """Whether threads may wait for others."""
+    is_connected: bool = False
+    """Whether this learner has connected to others, so that its threads may be waiting for them."""
 
     def run(self) -> LearnerState | None:
-        """Go through memberships until all is done."""
+        """Run through memberships until the run ends."""
         membership = self._first_membership()
         while True:
             try:
@@ -149,22 +152,22 @@ class _Member:
         return self.feed.first()
 
     def _what_changed(self, membership: Membership, error: Exception) -> Membership:
-        """The membership beyond this one; if there is none, `error` is raised."""
+        """The membership after this one; if there is none, `error` is raised."""
         if isinstance(error, MembershipChanged):
             return self.feed.latest
         is_loss = isinstance(error, PeerLost | ConnectionFailed | DistError)
         if is_loss and (change := self.feed.beyond(membership, REGROUP_SECONDS)):
             return change
-        if self.has_met:
+        if self.is_connected:
             end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
         raise error
 
     def _leave(self) -> None:
-        """Leave the membership that is over."""
+        """Leave the membership that has ended."""
         if self.learner is not None:
             self.learner.leave()
             self.learner = None
-            gc.collect()  # of the reducers of gradients between this membership's learners
+            gc.collect()  # DDP reducers of this membership
         self.changes.pause()
 
     def _be_in(self, membership: Membership) -> LearnerState:
@@ -182,13 +185,15 @@ class _Member:
 
         shake_hands(store, rank, self._handshake(world), seconds, look_around, self.waits)
         plan = self._plan(membership, rank, store, look_around)
-        self.has_met = True
+        self.is_connected = True
         telling = partial(self.feed.telling, membership)
         with process_group(
             place, self.flat.weights.device, seconds, telling, self.feed.is_watched, self.waits
         ) as connections:
             try:
-                with telling(lambda change: connections.cut_all()):  # creating groups of sync groups waits, too
+                with telling(
+                    lambda change: connections.cut_all()
+                ):  # creating the sync groups' process groups blocks, too
                     start = self.life.state if is_first else self._start(rank, plan)
                     learner = self.learner = self._make_learner(place, start, membership, look_around)
                 connections.note()
@@ -204,11 +209,11 @@ class _Member:
                     self._part(membership, store, rank, look_around)
                     return state
             except BaseException:
-                connections.cut()  # no thread may wait for the learners that are still there
+                connections.cut()  # so that no thread keeps waiting for the remaining learners
                 raise
 
     def _plan(self, membership: Membership, rank: int, store: Store, look_around: LookAround) -> Plan:
-        """How a membership begins. The observer of changes hears of it."""
+        """The plan of a membership, which is passed on to the observer of changes."""
         if membership.number == 0:
             state = self.life.state
             position = state.position if state else Position()
@@ -265,7 +270,7 @@ class _Member:
         )
 
     def _part(self, membership: Membership, store: Store, rank: int, look_around: LookAround) -> None:
-        """Pass the closing barrier, unless some learners continue in the next membership: then all do."""
+        """Pass the closing barrier, unless some learners continue in a next membership: then all do."""
         try:
             part(store, rank, len(membership.members), self.timeout_seconds, look_around, self.waits)
             wanted = _OVER
@@ -286,7 +291,7 @@ class _Member:
 
 
 def write_first_plan(store: Store, rank: int, plan: Plan) -> None:
-    """Write down how the first membership begins; `store` is that membership's."""
+    """Write the plan of the first membership to `store`, that membership's store."""
     if rank == 0:
         store.set(_PLAN, plan.encode())
 
@@ -302,18 +307,17 @@ def agree_on_plan(
     on_plan: Callable[[Plan], None],
     waits: Waits | None = None,
 ) -> Plan:
-    """The plan of a membership that follows another. The learner that makes it calls `on_plan` before the others hear
-    of it."""
+    """The plan of a later membership. The learner that makes it calls `on_plan` before it is visible to the others."""
     store, ranks = PrefixStore(membership.key, root), range(len(membership.members))
-    store.set(_CAME.format(rank), json.dumps(asdict(past)))
-    keys = [_CAME.format(other) for other in ranks]
-    await_keys(store, keys, timeout_seconds, look_around, "all to come to the next membership", ranks, waits)
+    store.set(_PAST.format(rank), json.dumps(asdict(past)))
+    keys = [_PAST.format(other) for other in ranks]
+    await_keys(store, keys, timeout_seconds, look_around, "entering the next membership", ranks, waits)
     members = [Past(**json.loads(store.get(key))) for key in keys]
     if rank == first_with_a_state(members):
         plan = _plan_after(root, members, job)
         on_plan(plan)
         store.set(_PLAN, plan.encode())
-    await_keys(store, [_PLAN], timeout_seconds, look_around, "the plan of the next membership", waits=waits)
+    await_keys(store, [_PLAN], timeout_seconds, look_around, "planning the next membership", waits=waits)
     return Plan.decode(store.get(_PLAN))
 
 
@@ -325,9 +329,9 @@ def _plan_after(root: Store, members: Sequence[Past], job: Job) -> Plan:
 
 
 def share_state(state: LearnerState, source: int) -> LearnerState:
-    """Each learner's `state` with the weights, buffers and optimizer of learner `source`.
+    """Each learner's `state` with the weights, buffers and optimizer state of learner `source`.
 
-    All learners of the default process group call it. Shards that a learner holds for all stay its own.
+    All learners of the default process group must call it. A learner's shards of the model remain its own.
     """
     tensors: dict[str, Tensor] = {}
     scalars: Any = None

@@ -1,8 +1,7 @@
 """The process group of a membership, whose connections can be cut.
 
-Nothing in torch ends the waits of several threads in a gloo group for peers that are alive but will not come. Shutting
-down the connection does: every wait on it fails at once, in both processes. Communicators of NCCL, which waits on the
-device, are aborted as well.
+torch cannot end waits in a gloo group for peers that are alive but will not take part. Shutting down the connection
+does: all waits on it fail immediately, in both processes. NCCL waits on the device, so its communicators are aborted.
 """
 
 import os
@@ -29,7 +28,7 @@ _Identity = tuple[int, int]
 
 
 class Connections:
-    """The TCP connections that this process makes between now and `note`, except for listening sockets."""
+    """The TCP connections that this process opens between construction and `note`, without listening sockets."""
 
     def __init__(self) -> None:
         self._before = _sockets()
@@ -38,19 +37,19 @@ class Connections:
         self._aborting = threading.Lock()  # groups destroyed after a cut must have been aborted
 
     def note(self) -> None:
-        """Record the connections made so far."""
+        """Record the connections opened so far."""
         self._made = {number: own for number, own in _sockets().items() if self._before.get(number) != own}
 
     def cut_all(self) -> None:
-        """Shut down all connections made so far. Called by any thread."""
+        """Shut down all connections opened so far. May be called by any thread."""
         self.note()
         self.cut()
 
     def cut(self) -> None:
-        """Shut down the recorded connections that still exist, and abort NCCL in all groups. Called by any thread, and
-        more than once."""
+        """Shut down the recorded connections that still exist, and abort NCCL in all groups. May be called by any
+        thread, repeatedly."""
         for number, own in self._made.items():
-            with suppress(OSError):  # it is gone
+            with suppress(OSError):  # the connection is already closed
                 if _identity(number) == own:
                     _shut_down(number)
         with self._aborting:
@@ -61,7 +60,7 @@ def _sockets() -> dict[int, _Identity]:
     """All sockets of this process by descriptor."""
     found: dict[int, _Identity] = {}
     for path in Path("/dev/fd").iterdir():
-        with suppress(OSError):  # such as the descriptor that listing needed
+        with suppress(OSError):  # such as the descriptor of the listing itself
             if identity := _identity(int(path.name)):
                 found[int(path.name)] = identity
     return found
@@ -81,7 +80,7 @@ def _shut_down(descriptor: int) -> None:
 
 
 Telling = Callable[[Callable[[Membership], None]], AbstractContextManager[None]]
-"""A context in which a callback is called when there is a later membership; see `MembershipFeed.telling`."""
+"""A context in which a callback is called when a later membership is announced; see `MembershipFeed.telling`."""
 
 
 @contextmanager
@@ -93,10 +92,10 @@ def process_group(
     outlives_losses: bool = False,
     waits: Waits | None = None,
 ) -> Generator[Connections, None, None]:
-    """The default process group of `torch.distributed` while the context lasts; gives its connections.
+    """Within this context `torch.distributed` has a default process group; yields its connections.
 
-    A later membership ends the connecting at once. Ending waits within the context is the caller's task; with
-    `outlives_losses` it can: otherwise NCCL's watchdog, where there is one, ends a process that lost a peer.
+    The announcement of a later membership interrupts connecting. Within the context the caller must end waits itself.
+    That requires `outlives_losses` with NCCL, whose watchdog otherwise ends a process that lost a peer.
     """
     by_nccl = place.has_own_device(device)
     if device.type == "cuda":
@@ -118,7 +117,9 @@ def process_group(
                 timeout=timedelta(seconds=timeout_seconds),
             )
     except RuntimeError as error:
-        _world.group_count = 0  # later groups must have the same names on all learners, whichever of them failed here
+        _world.group_count = (
+            0  # so that later groups have the same names on all learners, even if only some failed here
+        )
         lost = silent_learners(place.store, place.rank, place.world)
         raise PeerLost(
             f"learner {place.rank} lost {lost} while connecting to the others ({str(error).splitlines()[0]})"

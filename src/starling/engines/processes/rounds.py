@@ -1,4 +1,4 @@
-"""Averaging rounds in the background: which learner opens them, and how they end for all learners alike."""
+"""Averaging rounds in the background: which learner opens them, and after which round they end for all learners."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -13,37 +13,37 @@ from starling.training.pace import Pace
 ENDED = 1 << 30
 """Added to a round's key if the round will never open."""
 DRIFT = 1024
-"""The most rounds that one learner can be ahead of another; older keys are removed from the store. Neighbours wait for
-each other in every round, so any connected topology keeps learners much closer together."""
+"""The maximum number of rounds that one learner may be ahead of another; older keys are removed from the store.
+Neighbours wait for each other in every round, so with any connected topology learners stay much closer."""
 
 
 class Board(ABC):
-    """Where learners write which rounds have opened, and which one is the last."""
+    """Shared state: which rounds have opened, and which is the last."""
 
     @abstractmethod
     def open(self, number: int, is_behind: bool) -> None:
-        """Open a round for all learners; `is_behind` tells whether the background calls. Several learners may open the
+        """Open a round for all learners. `is_behind` is true if the background calls. Several learners may open the
         same round."""
 
     @abstractmethod
     def await_open(self, number: int) -> bool:
-        """Wait until a round opens; False if it never will. Called by the background."""
+        """Wait until a round opens. False if it never will. Called by the background."""
 
     @abstractmethod
     def finish(self) -> bool:
-        """This learner opens no more rounds; returns whether it was the last to say so."""
+        """This learner opens no more rounds. Returns whether it is the last learner to finish."""
 
     @abstractmethod
     def end(self, from_number: int) -> None:
-        """The first unopened round from `from_number` on will never open."""
+        """End the rounds: the first unopened round from `from_number` on will never open."""
 
     @abstractmethod
     def leave(self, number: int) -> None:
-        """End this learner's own wait for a round, whatever the others do."""
+        """End this learner's wait for a round, regardless of the others."""
 
 
 class StoreBoard(Board):
-    """A board in the store: round k is a key, for which all backgrounds wait without polling."""
+    """A board in the store: each round is a key, for which all backgrounds wait without polling."""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._store = store
@@ -75,9 +75,9 @@ class StoreBoard(Board):
 class Rounds:
     """One learner's part in the averaging rounds.
 
-    A learner that has made enough gradients opens a round on the `board`; all backgrounds wait for it. After the last
-    gradient of the last learner no round can open, and that learner marks the first unopened round as the end. So all
-    learners go through equally many rounds, and none waits for a neighbour that has left.
+    A learner that has made enough gradients opens a round on the `board`; all backgrounds wait for it. The last learner
+    to make its last gradient marks the first unopened round as the end. So all learners take part in the same rounds,
+    and no learner waits for a neighbour that has left.
     """
 
     def __init__(self, board: Board) -> None:
@@ -100,7 +100,7 @@ class Rounds:
                 self._pace.opened()
 
     def next(self, period: float) -> int | None:
-        """Called by the background: wait for the next round; its number, or None after the last."""
+        """Called by the background: wait for the next round. Returns its number, or None after the last."""
         with self._lock:
             self._pace.completed()
             self._look_at_lag()
@@ -124,8 +124,8 @@ class Rounds:
         return number
 
     def kept_up(self, most: float) -> "Future[None] | None":
-        """Called by the foreground: a future that is done once it is less than `most` gradients ahead of the last round
-        that the background completed; None if it is already."""
+        """Called by the foreground: a future that is done once the learner is less than `most` gradients ahead of the
+        last round that its background completed; None if it is already."""
         with self._lock:
             if not self._pace.lags(most):
                 return None
@@ -134,7 +134,7 @@ class Rounds:
 
     @property
     def pace(self) -> Pace:
-        """This learner's pace."""
+        """This learner's `Pace`."""
         return self._pace
 
     def _look_at_lag(self) -> None:
@@ -144,14 +144,14 @@ class Rounds:
                 kept_up.set_result(None)
 
     def leave(self) -> None:
-        """Called by the foreground when it leaves these rounds for good, whatever the others do."""
+        """Called by the foreground when it leaves these rounds, regardless of the others."""
         with self._lock:
             self._is_over = True
             waited_for = max(0, self._next - 1)
         self._board.leave(waited_for)
 
     def finish(self) -> None:
-        """Called by the foreground when it will make no more gradients."""
+        """Called by the foreground after its last gradient."""
         with self._lock:
             self._is_finished = True
             self._waiting = None

@@ -1,4 +1,4 @@
-"""The secret token of a run, which only its learners have: it is never sent, and signs what they send.
+"""The secret token of a run, known to its learners only: they sign their handshakes with it and never send it.
 
 `starling train` creates a new one for each run. Other launchers may set `STARLING_RUN_TOKEN` for all learners.
 """
@@ -11,7 +11,7 @@ from starling.errors import ProtocolError
 
 VARIABLE = "STARLING_RUN_TOKEN"
 _LENGTH = 64
-"""Of a signature: the hexadecimal digits of a SHA-256."""
+"""The length of a signature: the hexadecimal digits of a SHA-256."""
 
 
 def new_token() -> str:
@@ -20,21 +20,21 @@ def new_token() -> str:
 
 
 def sign(rank: int, text: str) -> str:
-    """`text`, signed as learner `rank` of this process's run. Without a token, any process can sign the same."""
+    """`text`, signed as learner `rank` of this process's run. Without a token, any process can forge the signature."""
     return _signature(rank, text.encode()).decode() + text
 
 
 def verified(rank: int, other: int, message: bytes) -> str:
-    """What learner `other` has signed, for learner `rank`.
+    """The text that learner `other` signed, verified by learner `rank`.
 
-    Raises `ProtocolError`, which shows neither token, when it was not signed by a learner of the same run.
+    Raises `ProtocolError`, without showing a token, if a learner of another run signed it.
     """
     signature, text = message[:_LENGTH], message[_LENGTH:]
     if not hmac.compare_digest(signature, _signature(other, text)):
         own = "this learner has one" if _token() else "this learner has none"
         raise ProtocolError(
-            f"learner {rank} and learner {other} differ in their run token ({own}): learner {other} belongs to another "
-            f"run, or to none; set {VARIABLE} to the same value for all learners of a run, or for none"
+            f"learner {rank} and learner {other} differ in their run token ({own}): learner {other} does not belong to "
+            f"this run; set {VARIABLE} to the same value for all learners of a run, or for none of them"
         )
     return text.decode()
 
@@ -44,4 +44,4 @@ def _token() -> bytes:
 
 
 def _signature(rank: int, text: bytes) -> bytes:
-    return hmac.new(_token(), b"greeting of learner %d\n" % rank + text, "sha256").hexdigest().encode()
+    return hmac.new(_token(), b"handshake of learner %d\n" % rank + text, "sha256").hexdigest().encode()

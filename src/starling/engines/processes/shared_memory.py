@@ -1,4 +1,4 @@
-"""Memory that the processes of one machine share. It has no name, so nothing of it can be left behind."""
+"""Memory shared by the processes of one machine. It has no file name, so nothing can be left behind."""
 
 import json
 import mmap
@@ -29,19 +29,22 @@ def share_memory(
     look_around: Callable[[], None] = do_nothing,
     waits: Waits | None = None,
 ) -> Tensor:
-    """`num_bytes` zeros `[num_bytes]` of uint8, the same memory in all learners.
+    """A uint8 tensor `[num_bytes]`, initially 0, in the same memory in all learners.
 
-    Learner 0 creates it and the others open it through /proc; from then on it lives as long as any of them. A waiting
-    learner calls `look_around` now and then, which may raise.
-    Raises ConfigError when a learner is on another machine, PeerLost when one does not come.
+    Learner 0 creates the memory and the others open it through /proc; it exists as long as any learner holds it. A
+    waiting learner calls `look_around` repeatedly, which may raise.
+
+    Raises:
+        ConfigError: The learners are not on one machine.
+        PeerLost: A learner does not open the memory within `timeout_seconds`.
     """
     if not hasattr(os, "memfd_create"):
-        raise ConfigError("strategy: hogwild needs Linux, whose processes can share memory that has no name")
+        raise ConfigError("strategy: hogwild needs Linux: it shares memory between processes by memfd_create")
     if rank == 0:
         file = os.memfd_create("starling", os.MFD_CLOEXEC)
         try:
             memory = _make(store, file, num_bytes)
-            # the others find it by the number of this file
+            # the others open it by the number of this file
             _wait_for_all(store, rank, world, timeout_seconds, look_around, waits)
         finally:
             os.close(file)
@@ -58,7 +61,7 @@ def _wait_for_all(
     store.set(f"{_KEY}/{rank}", "")
     try:
         keys = [f"{_KEY}/{other}" for other in range(world)]
-        await_keys(store, keys, timeout_seconds, look_around, "all to open the shared memory", range(world), waits)
+        await_keys(store, keys, timeout_seconds, look_around, "opening the shared memory", range(world), waits)
     except DistError as error:
         absent = [str(other) for other in range(world) if not store.check([f"{_KEY}/{other}"])]
         raise PeerLost(
@@ -84,7 +87,7 @@ def _open(
     waits: Waits | None,
 ) -> mmap.mmap:
     try:
-        await_keys(store, [_KEY], timeout_seconds, look_around, "the shared memory", [0], waits)
+        await_keys(store, [_KEY], timeout_seconds, look_around, "opening the shared memory", [0], waits)
     except DistError as error:
         raise PeerLost(f"learner {rank} waited {timeout_seconds:g} s for learner 0 to share its memory") from error
     pid, file, token = json.loads(store.get(_KEY))
@@ -95,7 +98,7 @@ def _open(
         look_around()
         raise _elsewhere(rank, str(error)) from error
     if memory[:_TOKEN_BYTES] != token.encode():
-        raise _elsewhere(rank, "another process has its number here")
+        raise _elsewhere(rank, "here its process number belongs to another process")
     return memory
 
 

@@ -1,4 +1,4 @@
-"""Copies between a learner's device and host memory, from which the network reads and to which it writes."""
+"""Copies between a learner's device and host memory, for sending and receiving."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,9 +15,9 @@ T = TypeVar("T")
 class Staging:
     """Copies to and from host memory; on the CPU nothing is copied.
 
-    On CUDA copies go through pinned memory, on one stream per direction. A copy waits for the earlier work of the
-    calling thread's stream, and the thread itself waits for no copy: so one piece is copied to the host while another
-    travels and a third is copied back.
+    On CUDA copies use pinned memory and one stream per direction. A copy waits for the work queued on the calling
+    thread's stream; the thread itself does not wait for it. So one piece is copied to the host while another is sent
+    and a third is copied back.
     """
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
@@ -28,10 +28,10 @@ class Staging:
         self._sender = Worker("starling-staging")
 
     def hand_over(self, tensor: Tensor, do: Callable[[Tensor], T]) -> Callable[[], T]:
-        """Call `do` with `tensor` in host memory; the returned function waits for the result.
+        """Call `do` with `tensor` copied to host memory; the returned function waits for its result.
 
-        A tensor in host memory is handed over at once, in this thread. Others are handed over by the sender thread, in
-        the order of the calls.
+        For a tensor already in host memory this thread calls `do` immediately. For others the sender thread calls it
+        when they are copied, in order.
         """
         if self._streams is None or tensor.device != self._device:
             done = do(tensor.detach())
@@ -57,7 +57,7 @@ class Staging:
         return self._streams.pinned(tensor)
 
     def to_device(self, host: Tensor) -> Tensor:
-        """`host` on the device, ready for the next work of the calling thread's stream."""
+        """Copy `host` to the device; later work of the calling thread's stream may use the copy."""
         if self._streams is None:
             return host
         with self._streams.using(self._to_device):
@@ -69,7 +69,8 @@ class Staging:
         return tensor
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A function that hands `tensor`, as this thread's stream leaves it, to a thread with another stream."""
+        """A function with which a thread with another stream takes `tensor`, after the work queued on this thread's
+        stream so far."""
         streams = self._streams
         if streams is None or tensor.device != self._device:
             return lambda: tensor
@@ -85,7 +86,7 @@ class Staging:
         return take
 
     def abandon(self) -> None:
-        """Stop sending, without waiting for what is under way."""
+        """Stop sending, without waiting for the copy under way."""
         self._sender.abandon()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""What a learner process waits for, for which learners and since when: the first question when a run stalls.
+"""Records what a learner process waits for, for which learners and since when, to explain stalls.
 
-The waiting thread notes its wait where it happens, which costs microseconds; any other thread may look.
+The waiting thread records its wait, which takes microseconds; any thread may read the record.
 """
 
 import threading
@@ -16,11 +16,11 @@ Seconds = float
 BACKGROUND = "starling-background"
 """The prefix of the names of threads in which learners average in the background."""
 OWN_ROUNDS = "its last averaging rounds"
-"""What a learner waits for after its last gradient, until its background has finished."""
+"""The wait of a learner, after its last gradient, for its background to finish."""
 OWN_ROUND = "its own averaging round"
-"""What a learner waits for that is too many gradients ahead of its background."""
-_REMEMBERED = 9
-"""Waits of one kind from which the usual time between two of them is estimated."""
+"""The wait of a learner that is too many gradients ahead of its background."""
+_WINDOW = 9
+"""The most recent waits of one kind, from which the usual time between two of them is estimated."""
 
 
 @dataclass
@@ -28,36 +28,36 @@ class Wait:
     """One wait of one thread."""
 
     what: str
-    """Such as `a mean`, or `receiving from learner 2`."""
+    """The operation, such as `a mean` or `receiving from learner 2`."""
     whom: tuple[int, ...]
-    """The ranks waited for: one peer, those that have not written yet, or a whole group; empty: unknown."""
+    """The ranks waited for: a peer, the learners whose keys are missing, or a whole group; empty: unknown."""
     is_group: bool
-    """Whether all of `whom` take part in it, so that no member knows which of them is late."""
+    """Whether `whom` is a whole group, in which no member knows which of the others is late."""
     is_behind: bool
-    """Whether it is the background that waits, and training continues."""
+    """Whether the background waits, while training continues."""
     since: float
-    """On the clock of `Waits`."""
+    """The time at which the wait began, on the clock of `Waits`."""
     number: int = field(default_factory=count().__next__)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A wait that is under way, as it is reported to others."""
+    """A wait under way, in the form in which it is reported to other processes."""
 
     what: str
     whom: tuple[int, ...]
-    """The names of other learners."""
+    """The names of the other learners waited for."""
     is_group: bool
     is_behind: bool
     seconds: Seconds
-    """How long it has lasted."""
+    """How long the wait has lasted."""
     usual: Seconds
-    """The usual time from one such wait to the next; 0 while unknown."""
+    """The usual time from the beginning of one such wait to the next; 0 if unknown."""
     number: int
-    """Identifies the wait among those of this learner."""
+    """Identifies the wait among this learner's waits."""
 
     def is_unusual(self, seconds: Seconds, times: float) -> bool:
-        """Whether it has lasted longer than `seconds`, and than `times` the usual time."""
+        """Whether the wait has lasted longer than `seconds` and longer than `times` the usual time."""
         return self.seconds > seconds and self.seconds > times * self.usual
 
 
@@ -71,35 +71,35 @@ class Waits:
         self.open: dict[int, Wait] = {}
         """The wait of each thread, by its identifier."""
         self._begun: dict[str, float] = {}
-        self._cycles: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._cycles: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
 
     def among(self, rank: int, names: Sequence[int]) -> None:
-        """From now on this learner is `rank` among learners with these names."""
+        """Set the membership: this learner is `rank` among learners with these names."""
         self._own_rank, self._names = rank, names
 
     def waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> "_Waiting":
-        """A context in which this thread waits; it gives the `Wait`."""
+        """A context in which this thread waits; yields the `Wait`."""
         return _Waiting(self, what, whom, is_group)
 
     def begin(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> None:
-        """This thread waits until `end`."""
+        """Record that this thread waits, until it calls `end`."""
         self.open[threading.get_ident()] = self.note(what, whom, is_group)
 
     def end(self) -> None:
-        """The wait that this thread began, if any, has ended."""
+        """Record that the wait begun by this thread has ended, if there is one."""
         self.open.pop(threading.get_ident(), None)
 
     def forget(self, seconds: Seconds) -> None:
-        """This process was stopped for so long: that time was no waiting."""
+        """Do not count a time for which this process was stopped as waiting."""
         now = self._clock()
         for wait in list(self.open.values()):
             wait.since = min(now, wait.since + seconds)
 
     def longest(self, than: Seconds = 0.0) -> Stall | None:
-        """The wait that best explains a stall of this learner, if any has lasted longer than `than`.
+        """The wait that best explains a stall of this learner, if any has lasted at least `than`.
 
-        A wait of the training comes before one of the background, unless the training waits for its own background:
-        then the background's wait explains it.
+        Waits of the foreground take precedence over those of the background, unless the foreground waits for its own
+        background.
         """
         now = self._clock()
         waits = [wait for wait in list(self.open.values()) if now - wait.since >= than]
@@ -120,7 +120,7 @@ class Waits:
         )
 
     def note(self, what: str, whom: Sequence[int], is_group: bool) -> Wait:
-        """A wait that begins now; its thread keeps it in `open`."""
+        """A wait that begins now; the caller stores it in `open`."""
         now, kind = self._clock(), _kind(what)
         if kind in self._begun:
             self._cycles[kind].append(now - self._begun[kind])
@@ -133,7 +133,7 @@ class Waits:
 
 
 class _Waiting:
-    """A wait as long as the context lasts. A generator would cost twice as much, at every step of a learner."""
+    """The context returned by `Waits.waiting`. A generator would take twice as long, at each step of a learner."""
 
     __slots__ = ("_given", "_outer", "_waits")
 

@@ -1,4 +1,5 @@
-"""Threads of a learner process that wait for others: they keep no process alive, and a failure elsewhere ends them."""
+"""Threads of a learner process that wait for other learners. They do not keep the process alive, and a failure of
+another thread ends their waits."""
 
 import atexit
 import os
@@ -17,10 +18,10 @@ LOOK_AROUND_SECONDS = 1.0
 
 
 def end_with_threads(exit_code: int) -> None:
-    """Let this process end cleanly although some of its threads wait for what will not come.
+    """Let this process exit cleanly although some of its threads wait for lost learners.
 
-    Python does not join such threads at exit, but aborts the process if one of them wakes up meanwhile. So once all
-    exit handlers have run, the process ends here: with 1 after an uncaught exception, else with `exit_code`.
+    Python does not join daemon threads at exit, but aborts the process if one of them wakes up meanwhile. So after all
+    exit handlers this function ends the process: with code 1 after an uncaught exception, otherwise with `exit_code`.
     """
 
     def end() -> None:
@@ -35,10 +36,10 @@ def end_with_threads(exit_code: int) -> None:
 
 
 class Worker:
-    """Runs tasks in a thread of its own, one after the other.
+    """Runs tasks one after another in a daemon thread.
 
-    Python waits for the threads of a `ThreadPoolExecutor` before it exits, so that a thread waiting for a lost learner
-    would keep a failed process alive; this thread is a daemon.
+    Python joins the threads of a `ThreadPoolExecutor` at exit, so one that waits for a lost learner would keep a failed
+    process alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,7 +47,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, task: Callable[[], T]) -> "Future[T]":
-        """Run `task` after all earlier ones. An exception set on the future releases whatever waits for it."""
+        """Run `task` after all earlier ones. Setting an exception on the future releases its waiters early."""
         if self._thread.ident is None:
             self._thread.start()
         future: Future[T] = Future()
@@ -54,7 +55,7 @@ class Worker:
         return future
 
     def abandon(self) -> None:
-        """Drop the tasks that have not begun; the thread ends when the current one does, if ever."""
+        """Drop the tasks that have not begun. The thread ends after the current one, which may never end."""
         with suppress(Empty):
             while (given := self._tasks.get_nowait()) is not None:
                 given[1].cancel()
@@ -91,7 +92,7 @@ class Release:
         self._waits: set[Future[Any]] = set()
 
     def fail(self, error: BaseException) -> None:
-        """End all waits with this error, unless an earlier one has ended them. Called by any thread."""
+        """End all waits with `error`, or with that of an earlier call. May be called by any thread."""
         with self._lock:
             self.error = self.error or error
             waits = list(self._waits)
@@ -105,7 +106,7 @@ class Release:
             raise self.error
 
     def wait(self, work: "Future[T]") -> T:
-        """Wait for the result of `work`; raises the error given to `fail`, before or meanwhile."""
+        """Wait for the result of `work`. Raises the error given to `fail` before or during the wait."""
         with self._lock:
             if self.error is not None and not work.done():
                 raise self.error
@@ -118,7 +119,7 @@ class Release:
 
 
 class FirstOf(Generic[H]):
-    """Finds which of several handles finishes first; one thread per key waits for its handle."""
+    """Determines which of several handles finishes first; one thread per key waits for its handle."""
 
     def __init__(self) -> None:
         self._watched: dict[int, H] = {}
@@ -126,9 +127,9 @@ class FirstOf(Generic[H]):
         self._workers: dict[int, Worker] = {}
 
     def of(self, handles: Mapping[int, H], look_around: Callable[[], None]) -> int:
-        """The key of a handle that has finished or failed. Each is returned once: take its result.
+        """The key of a handle that has finished or failed. Each handle is returned once.
 
-        While none finishes, `look_around` is called now and then, and may raise.
+        While waiting, `look_around` is called repeatedly and may raise.
         """
         for key, handle in handles.items():
             if self._watched.get(key) is not handle:
@@ -149,7 +150,7 @@ class FirstOf(Generic[H]):
             worker.abandon()
 
     def close(self) -> None:
-        """End the threads; none of them may still be waiting."""
+        """End the threads. None of them may still be waiting."""
         for worker in self._workers.values():
             worker.close()
 

@@ -83,7 +83,7 @@ class VirtualLearner(Learner):
         self.buffers = copy.deepcopy(list(surroundings.first_buffers))
         """The model's buffers, of which each learner has its own."""
         if start is not None:
-            surroundings.model.look_at_buffers(self.buffers)
+            surroundings.model.use_buffers(self.buffers)
             surroundings.model.load_buffers(start.buffers)
         self._surroundings, self._rank = surroundings, rank
         self._environment, self._network = surroundings.environment, surroundings.network
@@ -285,9 +285,9 @@ class VirtualLearner(Learner):
     def _compute(self, at: Tensor) -> float:
         """Leave the real gradient of the claimed mini-batch at the weights `at` `[P]` in the replica; the loss."""
         model = self._surroundings.model
-        model.look_at(at)
-        model.gather_in(self.replica.gradients)
-        model.look_at_buffers(self.buffers)
+        model.use_weights(at)
+        model.use_gradients(self.replica.gradients)
+        model.use_buffers(self.buffers)
         loss = self.course.compute_gradient(model.model, model)
         self.buffers = model.own_buffers()  # a module may have replaced them
         return loss
@@ -301,7 +301,7 @@ class VirtualLearner(Learner):
         return VirtualHandle(self._environment.timeout(seconds), result, lambda: "its own memory", seconds)
 
     def _named_buffers(self) -> dict[str, Tensor]:
-        self._surroundings.model.look_at_buffers(self.buffers)
+        self._surroundings.model.use_buffers(self.buffers)
         return dict(self._surroundings.model.model.named_buffers())
 
     def _suffer(self, fault: Fault) -> None:

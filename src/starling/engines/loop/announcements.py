@@ -1,12 +1,12 @@
-"""What learners with users' loops announce to each other: which have finished, which have failed, and the consensus.
+"""Announcements between learners with users' loops: which have finished or failed, and requests for a consensus.
 
 Announcements are numbered keys in the store, the same sequence for all learners. In each learner a thread waits for the
-next one, without polling; so consensus is answered while loops compute, and all these threads end at the same place of
-the sequence.
+next one, without polling. So learners take part in a consensus while their loops compute, and all these threads end
+after the same announcement.
 
-A learner ends in three announcements. `finished`: it has made its last step. When all have, strategies run to their
-ends. `settled`: its weights are final. When all have settled, the final consensus follows, if a learner wants it.
-`closed`: it needs the others no longer.
+A learner ends in three steps. `finished`: it has made its last step; once all have, the strategies run to their ends.
+`settled`: its weights are final; once all have settled, the final consensus follows, if a learner wants it. `closed`:
+it no longer needs the others.
 """
 
 import json
@@ -29,18 +29,18 @@ from starling.errors import ProtocolError
 
 @dataclass(frozen=True)
 class Consensus:
-    """What all learners agree on: the mean of their contributions `[P + B]`, and the distance of their weights `[P]`
-    from it, (1/L) sum_l |w_l - mean|^2."""
+    """The mean of all learners' contributions `[P + B]`, and the distance of their weights `[P]` from it,
+    (1/L) sum_l |w_l - mean|^2."""
 
     mean: Tensor
     distance: float
 
 
-class Attendant(threading.Thread):
-    """Listens to the announcements, and takes part in consensus means on its learner's behalf.
+class AnnouncementListener(threading.Thread):
+    """Listens to announcements, and takes part in each consensus for its learner.
 
-    `contribution` gives the number of steps made and the learner's contribution after these steps; `own_weights` its
-    weights `[P]`, whose distance from the mean is measured.
+    `contribution` returns the number of steps made and the learner's contribution after them; `own_weights` returns the
+    weights `[P]` whose distance from the mean is measured.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class Attendant(threading.Thread):
         contribution: Callable[[], tuple[int, Tensor]],
         own_weights: Callable[[], Tensor],
     ) -> None:
-        super().__init__(name=f"starling-attendant-{rank}", daemon=True)  # it must not keep a failed process alive
+        super().__init__(name=f"starling-announcements-{rank}", daemon=True)  # it must not keep a failed process alive
         self.finished: dict[int, int] = {}
-        """The ranks that have made their last step, each with its number of steps."""
+        """The number of steps of each rank that has made its last step."""
         self.settled: set[int] = set()
         """The ranks whose weights are final."""
         self.final: Future[Consensus | None] = Future()
         """The consensus of the final weights, once all have settled; None if no learner wants it."""
         self.closed: set[int] = set()
         self.failed: dict[int, str] = {}
-        """The ranks that failed, each with its error."""
-        self.bereft: dict[int, str] = {}
-        """The ranks that failed because they had lost another."""
+        """The error of each rank that failed."""
+        self.lost_peer: dict[int, str] = {}
+        """The error of each rank that failed because it had lost a peer."""
         self.bytes_sent = 0
         self._store = store
         self._own = store.clone()  # type: ignore[attr-defined]  # its own connection, because it blocks
@@ -78,8 +78,8 @@ class Attendant(threading.Thread):
         self._under_way: tuple[int, Future[Consensus]] | None = None
 
     def listen(self, on_news: Callable[[], None], on_error: Callable[[BaseException], None]) -> None:
-        """Start. `on_news` is called when a learner has finished, settled, closed or failed; `on_error` when this
-        thread fails."""
+        """Start the thread. It calls `on_news` when a learner has finished, settled, closed or failed, and `on_error`
+        when it fails itself."""
         self._on_news, self._on_error = on_news, on_error
         self.start()
 
@@ -90,7 +90,7 @@ class Attendant(threading.Thread):
         return number
 
     def request(self, num_steps: int) -> "Future[Consensus]":
-        """A consensus after this learner's `num_steps`; shares one under way that has seen them."""
+        """Request a consensus that includes this learner's `num_steps` steps; joins one under way that does."""
         with self._lock:
             if self._under_way is not None and self._under_way[0] == num_steps:
                 return self._under_way[1]
@@ -131,8 +131,8 @@ class Attendant(threading.Thread):
                 self.finished[rank] = int(word)
             elif what == "closed":
                 self.closed.add(rank)
-            elif what == "bereft":
-                self.bereft[rank] = str(word)
+            elif what == "lost peer":
+                self.lost_peer[rank] = str(word)
             else:
                 self.failed[rank] = str(word)
             self._on_news()
