@@ -20,7 +20,7 @@ from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.training.stragglers import Stragglers
-from starling.training.tickets import DoneTickets, Barriers, SyncGroupTickets
+from starling.training.tickets import Barriers, DoneTickets, SyncGroupTickets
 from starling.workload import Position, Ticket, Workload
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression
@@ -89,8 +89,8 @@ def test_what_is_done_and_what_is_unfinished_are_all_tickets_before_the_position
 def test_barriers_are_the_same_for_everybody(
     lengths: list[int], sync_group_size: int, every: int | None, num_portions: int, data: st.DataObject
 ) -> None:
-    """A learner that claims few portions passes the same barriers as one that claims them all; each epoch ends once, and
-    a portion before its end is the last that begins in it."""
+    """A learner that claims few portions passes the same barriers as one that claims them all; each epoch ends
+    once, and a portion before its end is the last that begins in it."""
     tickets = SyncGroupTickets(Uneven(lengths), Position(), UNLIMITED, sync_group_size)
     claimed = [*sorted(data.draw(st.sets(st.integers(0, num_portions - 1)))), num_portions]
     diligent, lazy = Barriers(tickets, every), Barriers(tickets, every)
@@ -100,7 +100,8 @@ def test_barriers_are_the_same_for_everybody(
     assert ended == list(range(tickets.ticket(num_portions).epoch))
     for barrier in barriers:
         assert all(
-            tickets.ticket(barrier.number - 1).epoch <= epoch < tickets.ticket(barrier.number).epoch for epoch in barrier.ended
+            tickets.ticket(barrier.number - 1).epoch <= epoch < tickets.ticket(barrier.number).epoch
+            for epoch in barrier.ended
         )
     if every is not None:
         steps = [barrier.number * sync_group_size for barrier in barriers]
