@@ -239,5 +239,5 @@ def test_learners_of_different_sizes_have_no_consensus(whole: Path, tmp_path: Pa
     scalars = json.loads((whole / "learner-1.json").read_text()) | {"optimizer": {}}
     (whole / "learner-1.json").write_text(json.dumps(scalars))
     signed(whole)
-    with pytest.raises(CheckpointError, match="weights have shapes"):
+    with pytest.raises(CheckpointError, match="weights have different shapes"):
         load(whole).start(0, 1)

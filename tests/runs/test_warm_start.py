@@ -49,7 +49,7 @@ def test_a_model_of_other_sizes_is_refused_with_what_differs(tree: Tree) -> None
     """Before any process starts; nothing is left behind."""
     first, _, _ = ready(tree, name="first")
     with pytest.raises(
-        ConfigError, match=r"warm_start: .* only the output layer may differ .*\[.*\] here, \[.*\] there"
+        ConfigError, match=r"warm_start: .* only the output layer may differ, .*\[.*\] here, \[.*\] there"
     ):
         ready(tree, name="wide", model={"preset": "small"}, warm_start=str(first.folder / "initial"))
     assert not (first.exp / "wide").exists()

@@ -193,7 +193,7 @@ def test_learners_of_divided_data_see_their_own_part_only(tree: Tree) -> None:
     recipe = check_recipe({**tree, "partition": "domain"}, "r.yaml")
     folder = claim_folder(recipe, print)
     set_up(recipe, folder, lines.append)
-    assert any("a part of its own: 0.00 to 0.01 h, with 1 to 1 of 2 domains" in line for line in lines)
+    assert any("its own part of the data: 0.00 to 0.01 h, with 1 to 1 of 2 domains" in line for line in lines)
     workload = load_workload(recipe, folder)
     assert workload.num_parts == Remembered(workload, Memory(), "a study's").num_parts == 2
     seen: list[set[str]] = [set(), set()]

@@ -106,7 +106,7 @@ def read_recipe(path: Path) -> Tree:
     while following is not None:
         path = following
         if path.resolve() in seen:
-            raise ConfigError(f"recipe {seen[0]}: circular `base`: {path} comes again; remove one `base`")
+            raise ConfigError(f"recipe {seen[0]}: its `base` is circular: it leads back to {path}; remove one `base`")
         seen.append(path.resolve())
         own = _read_mapping(path)
         following = _base(path, own.pop("base", None))
