@@ -216,7 +216,7 @@ def test_test_utterances_seen_in_training_are_told_for_the_data_that_was_checked
     assert seen_in_training(data.folder, "train", "test", digests) == {"test-1", "test-2", "test-3", "test-4"}
     assert seen_in_training(data.folder, "train", "train", digests) is None
     assert seen_in_training(data.folder, "test", "train", digests) is None
-    with pytest.raises(DataError, match=r"check\.tsv is of other data than these; run `starling check` again"):
+    with pytest.raises(DataError, match=r"check\.tsv was made for other data; run `starling check` again"):
         seen_in_training(data.folder, "train", "test", (digests[0], "other"))
 
 
