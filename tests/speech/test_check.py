@@ -188,7 +188,7 @@ def test_a_list_of_what_is_left_out_changes_only_the_sets_that_it_names(tmp_path
     ("content", "message"),
     [
         (None, "no such file"),
-        ("id\treason\n", "its columns are id, reason; expected are set, id, seconds, reason"),
+        ("id\treason\n", "expected the columns set, id, seconds, reason, found id, reason"),
         ("set\tid\tseconds\treason\ntrain\tu\tlong\tx\n", "'long' is not a number of seconds"),
         ("set\tid\tseconds\treason\ntrain\tu\n", ":2: 2 columns, the header has 4"),
     ],

@@ -188,7 +188,7 @@ _FAULTS = {
     "empty file": r"u4.wav: audio file is empty \(0 bytes\)",
     "truncated": r"u4.wav: truncated: 956 bytes of audio, but the header declares 7040",
     "not finite": "1 of 3520 samples of the audio are not finite",
-    "wrong scale": "the audio reaches .*, where -1 to 1 is full scale",
+    "wrong scale": "the audio has a peak of .*, but full scale is -1 to 1",
     "silent": "the audio is silent: all 3520 samples are 0",
     "odd rate": "the audio has 44101 Hz, which cannot be resampled to 8000 Hz",
     "empty transcript": "its transcript is empty",
