@@ -338,7 +338,7 @@ def test_a_topology_needs_a_learner(name: str, world: int) -> None:
 
 def test_a_super_learner_needs_a_learner() -> None:
     """The message has the number."""
-    with pytest.raises(ConfigError, match="0 learners to a super-learner"):
+    with pytest.raises(ConfigError, match="0 learners per super-learner"):
         hierarchical(ring(3), 0)
 
 

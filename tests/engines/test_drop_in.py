@@ -309,7 +309,7 @@ def test_the_final_consensus_is_one_finished_model(name: str, troubled: dict[str
 @pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one", "dpsgd"])
 def test_unequal_steps_in_step_are_a_named_error(strategy: str, tmp_path: Path) -> None:
     """Not a hang: who has closed, after how many steps, and what to do."""
-    message = r"learner 0 has closed after 3 steps, and learner 1 is in step \d+: under .* equal numbers of steps; "
+    message = r"learner 0 has closed after 3 steps, but learner 1 is in step \d+: under .* equal numbers of steps; "
     unequal = command({"unequal": {"strategy": strategy, "steps": {"0": 3}}}, tmp_path)
     with start_learners(unequal, 2, tmp_path) as learners:
         ends = [learners.end(rank) for rank in range(2)]

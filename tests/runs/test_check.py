@@ -169,4 +169,4 @@ def test_a_check_of_other_data_is_not_used_and_that_is_said(
     lines, _ = scored()
     assert len(lines) == 5
     assert lines[4].startswith("no score without near-duplicates of training: ")
-    assert lines[4].endswith("check.tsv is of other data than these; run `starling check` again")
+    assert lines[4].endswith("check.tsv was made for other data; run `starling check` again")

@@ -344,4 +344,4 @@ def test_a_recipe_without_a_dev_set_is_told_which_key_names_it(tree: Tree) -> No
         ConfigError, match=r"data\.valid names the set 'dev', which is not in data\.corpus\.sets"
     ) as caught:
         check_recipe(tree, "r.yaml")
-    assert "set data.valid=null to have none" in str(caught.value)
+    assert "set data.valid=null for none" in str(caught.value)

@@ -115,7 +115,7 @@ def test_more_learners_than_utterances_are_refused_before_they_start(tree: Tree)
 def test_a_character_outside_the_alphabet_is_found_before_training(tree: Tree) -> None:
     """With the utterance and the character."""
     tree["tokens"] = {"alphabet": "DOREMI "}
-    with pytest.raises(DataError, match=r"'song-\d+' holds the character '[FA]'"):
+    with pytest.raises(DataError, match=r"'song-\d+' contains the character '[FA]'"):
         ready(tree)
 
 

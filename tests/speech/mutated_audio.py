@@ -82,7 +82,7 @@ def main(folder: Path, count: int) -> None:
             ends["accepted"] += 1
         except DataError as error:
             ends["refused"] += 1
-            for reason in ("truncated", "silent", "not finite", "full scale", "announces", "no samples", "resampled"):
+            for reason in ("truncated", "silent", "not finite", "full scale", "declares", "no samples", "resampled"):
                 ends[reason] += reason in str(error)
         longest = max(longest, time.process_time() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -188,7 +188,7 @@ def test_a_list_of_what_is_left_out_changes_only_the_sets_that_it_names(tmp_path
     ("content", "message"),
     [
         (None, "no such file"),
-        ("id\treason\n", "its columns are id, reason; expected are set, id, seconds, reason"),
+        ("id\treason\n", "expected the columns set, id, seconds, reason, found id, reason"),
         ("set\tid\tseconds\treason\ntrain\tu\tlong\tx\n", "'long' is not a number of seconds"),
         ("set\tid\tseconds\treason\ntrain\tu\n", ":2: 2 columns, the header has 4"),
     ],
@@ -216,7 +216,7 @@ def test_test_utterances_seen_in_training_are_told_for_the_data_that_was_checked
     assert seen_in_training(data.folder, "train", "test", digests) == {"test-1", "test-2", "test-3", "test-4"}
     assert seen_in_training(data.folder, "train", "train", digests) is None
     assert seen_in_training(data.folder, "test", "train", digests) is None
-    with pytest.raises(DataError, match=r"check\.tsv is of other data than these; run `starling check` again"):
+    with pytest.raises(DataError, match=r"check\.tsv was made for other data; run `starling check` again"):
         seen_in_training(data.folder, "train", "test", (digests[0], "other"))
 
 

@@ -103,7 +103,7 @@ def test_global_normalisation_without_statistics_is_refused():
     [
         (torch.zeros(0), r"'u7' has 0 samples .* needs 200"),
         (torch.zeros(199), r"'u7' has 199 samples \(0.025 s\).* needs 200"),
-        (torch.full((400,), float("nan")), r"'u7' holds samples that are not finite"),
+        (torch.full((400,), float("nan")), r"'u7' contains samples that are not finite"),
         (torch.zeros(2, 400), r"'u7' has shape \[2, 400\]"),
     ],
 )

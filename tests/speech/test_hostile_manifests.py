@@ -126,5 +126,5 @@ def test_a_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
     """Which of them is meant, nobody knows."""
     table = write_table(tmp_path, count=1)
     table.write_text(table.read_text().replace("speaker", "id", 1))
-    with pytest.raises(DataError, match="names the column 'id' twice"):
+    with pytest.raises(DataError, match="has the column 'id' twice"):
         _read({"kind": "tsv", "path": table, "sets": {"train": {}}})

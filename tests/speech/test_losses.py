@@ -103,5 +103,5 @@ def test_the_check_predicts_the_frames_of_real_batches(pair):
 
 def test_characters_outside_the_alphabet_are_found_before_training(pair):
     """The check encodes every transcript, so no run starts that would stop in the middle."""
-    with pytest.raises(DataError, match=r"'long' holds the character 'B'"):
+    with pytest.raises(DataError, match=r"'long' contains the character 'B'"):
         check_ctc_fits(pair, CharacterTokenizer("A"), ModelConfig(), LogMel(FeatureConfig(), 8000))

@@ -184,7 +184,7 @@ def test_a_domain_of_which_nothing_is_left_is_an_error():
         ({"domains": {}}, "at least 1 item"),
         ({"domains": {"a": {"sets": []}}}, "at least 1 item"),
         ({"domains": {"a": {"sets": "x"}}, "by": "hand"}, r"domains\.a\.weight is missing"),
-        ({"domains": {"a": {"sets": "x", "weight": 2}}}, r"domains\.a\.weight is for by: hand"),
+        ({"domains": {"a": {"sets": "x", "weight": 2}}}, r"domains\.a\.weight is only for by: hand"),
         ({"domains": {"a": {"sets": "x"}, "b": {"sets": ["y", "x"]}}}, "'x' is named more than once"),
         ({"domains": {"a/b": {"sets": "x"}}}, "pattern"),
         ({"domains": {"a": {"sets": "x"}}, "temperature": 2}, "less than or equal to 1"),

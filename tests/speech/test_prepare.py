@@ -186,14 +186,14 @@ def _spoil(table: Path, utterance: str, how: str) -> None:
 _FAULTS = {
     "missing": "u4.wav: audio file cannot be opened: No such file",
     "empty file": r"u4.wav: audio file is empty \(0 bytes\)",
-    "truncated": r"u4.wav: truncated: 956 bytes of audio, 7040 announced",
+    "truncated": r"u4.wav: truncated: 956 bytes of audio, but the header declares 7040",
     "not finite": "1 of 3520 samples of the audio are not finite",
-    "wrong scale": "the audio reaches .*, where -1 to 1 is full scale",
+    "wrong scale": "the audio has a peak of .*, but full scale is -1 to 1",
     "silent": "the audio is silent: all 3520 samples are 0",
     "odd rate": "the audio has 44101 Hz, which cannot be resampled to 8000 Hz",
     "empty transcript": "its transcript is empty",
-    "duplicate": "its id is used twice",
-    "id": "its id is not usable",
+    "duplicate": "an earlier utterance has the same id",
+    "id": "its id is invalid",
 }
 
 
@@ -241,7 +241,7 @@ def test_utterances_outside_the_limits_of_duration_are_dropped_and_their_hours_c
     kept = SpeechSet.open(tmp_path / "data" / "train")
     assert [kept.id(i) for i in range(len(kept))] == ["u1", "u3", "u4", "u6", "u7"]
     assert train.dropped_seconds == pytest.approx(0.40 + 0.49 + 0.50)
-    assert "u0\t0.400\tlasts 0.400 s, kept are 0.41 to 0.48 s" in (kept.folder / "dropped.tsv").read_text()
+    assert "u0\t0.400\tlasts 0.400 s, limits are 0.41 to 0.48 s" in (kept.folder / "dropped.tsv").read_text()
 
 
 def test_one_speaker_is_not_several(tmp_path: Path) -> None:
@@ -253,11 +253,11 @@ def test_one_speaker_is_not_several(tmp_path: Path) -> None:
 def test_a_set_with_nothing_left_is_an_error(tmp_path: Path) -> None:
     """An empty set is never written; the message says why it is empty."""
     table = write_table(tmp_path / "corpus")
-    with pytest.raises(DataError, match=r"set train: no utterance is left of 8; the first dropped: 'u0': lasts"):
+    with pytest.raises(DataError, match=r"set train: all 8 utterances were dropped; the first: 'u0': lasts"):
         prepare(_config(tmp_path / "data", table, filter={"min_seconds": 5}))
     corpus = {"kind": "tsv", "path": table, "sets": {"train": {"split": "nothing"}}}
     with pytest.raises(
-        DataError, match=r"set train: the corpus has no utterance for it; correct data\.corpus\.sets\.train"
+        DataError, match=r"set train: the corpus has no utterances for this set; correct data\.corpus\.sets\.train"
     ):
         prepare(_config(tmp_path / "data", table, corpus=corpus, test=[]))
 

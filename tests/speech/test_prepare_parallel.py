@@ -292,7 +292,7 @@ def test_an_id_that_comes_twice_is_told_whichever_shards_have_it(tmp_path: Path,
     executor = pool if away else None
     message = _problem(_config(tmp_path / "data", table), executor)
     assert "utterance 'u1'" in message
-    assert "corpus.tsv:8): its id is used twice" in message
+    assert "corpus.tsv:8): an earlier utterance has the same id" in message
     _silence(table, "u9")
     for name, shard_size in (("parts", 5), ("whole", 1000)):
         prepare(_config(tmp_path / name, table, filter=_SKIP, shard_size=shard_size), None, executor)

@@ -176,7 +176,7 @@ def test_damaged_and_missing_bytes_are_named(store: Store, songs: SpeechSet, tmp
     found = remote.audios(range(COUNT))
     assert [isinstance(each, DataError) for each in found] == [n == 4 or n >= 8 for n in range(COUNT)]
     assert "s3://corpora/songs/train/shar/recording.000000.tar: the audio of song-4 is damaged" in str(found[4])
-    assert "100 bytes are left of" in str(found[8]) and "0 bytes are left of" in str(found[9])
+    assert "only 100 of" in str(found[8]) and "only 0 of" in str(found[9])
 
 
 def test_refused_access_says_where_credentials_belong(
@@ -236,7 +236,7 @@ def test_a_damaged_index_is_named_where_it_is_damaged(songs: SpeechSet, tmp_path
     ids = tmp_path / "store" / songs.folder.name / "index" / "ids.npy"
     ids.write_bytes(ids.read_bytes()[:-9])
     with pytest.raises(
-        DataError, match=rf"file://{ids}: cannot be read .*the set there is damaged: copy it there again"
+        DataError, match=rf"file://{ids}: cannot be read .*the set in the store is damaged: copy it again"
     ):
         fetched(f"file://{tmp_path / 'store'}", {}, tmp_path / "here")
     assert not list((tmp_path / "here").iterdir())
@@ -245,7 +245,7 @@ def test_a_damaged_index_is_named_where_it_is_damaged(songs: SpeechSet, tmp_path
 def test_a_set_that_was_prepared_here_is_never_replaced(songs: SpeechSet, tmp_path: Path) -> None:
     """Fetching into the folder of a set with shards is refused, and the set is still there."""
     shutil.copytree(songs.folder.parent, tmp_path / "copy")
-    with pytest.raises(DataError, match="holds a set that was prepared on this machine"):
+    with pytest.raises(DataError, match="contains a set that was prepared on this machine"):
         fetch_sets(f"file://{tmp_path}/copy", {}, songs.folder.parent, ["train"], 8000, silent)
     assert total(SpeechSet.open(songs.folder)) > 0
 
@@ -268,11 +268,11 @@ def test_a_store_whose_package_is_missing_names_the_extra(tmp_path: Path) -> Non
         ("memory://corpus", {}, "memory of one process"),
         ("s4://bucket/corpus", {}, "s4:// is unknown"),
         ("corpora/fsdd", {}, "no protocol"),
-        ("s3://bucket/corpus", {"secret": "x"}, "must not hold secret"),
+        ("s3://bucket/corpus", {"secret": "x"}, "must not contain secret"),
         (
             "s3://bucket/corpus",
             {"client_kwargs": {"aws_secret_access_key": "x"}},
-            "must not hold aws_secret_access_key",
+            "must not contain aws_secret_access_key",
         ),
     ],
 )
@@ -306,8 +306,8 @@ def test_preparing_fetches_what_another_machine_has_prepared(tmp_path: Path) -> 
 def test_a_recipe_with_secrets_is_refused_without_showing_them(tmp_path: Path) -> None:
     """The message says where they belong."""
     corpus = {"kind": "synthetic", "sets": {"train": 1, "dev": 1, "test": 1}}
-    with pytest.raises(ValueError, match="must not hold secret") as caught:
+    with pytest.raises(ValueError, match="must not contain secret") as caught:
         DataConfig.model_validate(
             {"folder": tmp_path, "corpus": corpus, "remote": "s3://bucket/x", "storage_options": {"secret": "hidden"}}
         )
-    assert "must not hold" in caught.value.errors()[0]["msg"] and "hidden" not in caught.value.errors()[0]["msg"]
+    assert "must not contain" in caught.value.errors()[0]["msg"] and "hidden" not in caught.value.errors()[0]["msg"]

@@ -42,7 +42,7 @@ def test_a_missing_utterance_is_all_deletions_and_is_named():
     """What has no hypothesis counts against the result, and the lines say so."""
     result = score({"a": "ONE TWO", "b": "THREE"}, {"a": "ONE TWO"})
     assert (result.words.deletions, result.missing) == (1, ("b",))
-    assert result.lines()[-1] == "1 utterances have no hypothesis, counted as deletions: b"
+    assert result.lines()[-1] == "1 utterances without a hypothesis are counted as deletions: b"
 
 
 def test_a_hypothesis_without_reference_is_refused():

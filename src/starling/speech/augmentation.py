@@ -1,4 +1,4 @@
-"""Augmentation of training audio: speed, noise, SpecAugment. All chance comes from an explicit seed."""
+"""Augmentation of training audio: speed, noise, SpecAugment. All randomness comes from explicit seeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIN_FRAMES_TO_MASK = 20  # below this, masks would hide whole phones or be empt
 
 
 class SpecAugmentConfig(Config):
-    """Masks over time and frequency (Park et al. 2019), with the meaning that lhotse gives the numbers."""
+    """Masks over time and frequency (Park et al. 2019), with lhotse's parameters."""
 
     probability: float = Field(default=0.9, ge=0, le=1, description="share of utterances that are masked")
     time_warp: int = Field(default=0, ge=0, description="frames by which a point may be moved; 0: no warping")
@@ -29,7 +29,7 @@ class SpecAugmentConfig(Config):
 
 
 class AugmentConfig(Config):
-    """What is changed in training audio; the `augment:` section of a recipe."""
+    """How training audio is augmented; the `augment:` section of a recipe."""
 
     speed: tuple[float, ...] = Field(default=(0.9, 1.0, 1.1), description="factors drawn from, one per utterance")
     noise_snr: tuple[float, float] | None = Field(default=None, description="dB range of added white noise")
@@ -58,7 +58,7 @@ class AugmentConfig(Config):
 def augment_waveform(
     waveform: torch.Tensor, sampling_rate: int, config: AugmentConfig, generator: np.random.Generator
 ) -> torch.Tensor:
-    """`waveform` `[T]` at another speed (length over the factor, rounded up) and with white noise added."""
+    """`waveform` `[T]` with its speed changed (length divided by the factor, rounded up) and white noise added."""
     import torch
 
     from starling.speech.features import resample
@@ -77,8 +77,8 @@ def augment_waveform(
 def spec_augment(features: list[torch.Tensor], config: SpecAugmentConfig, seed: int) -> list[torch.Tensor]:
     """Masked copies of `features` (`[frames, F]` each); a pure function of its arguments.
 
-    lhotse's masks draw from the global generators, which are lent to them and put back. Masked places get
-    the utterance's mean. Utterances of fewer than 20 frames are left alone.
+    lhotse draws masks from the global generators, which are seeded for it and then restored. Masked values are replaced
+    by the utterance's mean. Utterances with fewer than 20 frames are not changed.
     """
     from starling.speech.chance import borrowed_generators
 

@@ -1,4 +1,4 @@
-"""Loading a batch: audio from the store, augmentation, features and tokens, from one explicit seed."""
+"""Loads batches: audio from a prepared set, augmentation, features and tokens, with an explicit seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +18,16 @@ from starling.speech.tokens import Tokenizer
 __all__ = ["Batch", "BatchConfig", "MiniBatch", "OnBad", "load_batch"]
 
 OnBad = Literal["fail", "skip"]
-"""What to do about an utterance that cannot be used."""
-_VOID_FRAMES = 64  # in place of utterances, so that a model has something to compute
+"""Whether an unusable utterance is an error or is skipped."""
+_VOID_FRAMES = 64  # of a batch without utterances, so that the model has an input
 
 
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch, ready for a model.
 
-    One with no utterance left is void: a row of zeros without tokens, of which `ctc_loss` is 0 with gradients of 0.
+    A batch is void if all its utterances were skipped: one row of zeros without tokens, whose `ctc_loss` and gradients
+    are 0.
     """
 
     features: torch.Tensor  # [B, T, F] float32, zero in the padding
@@ -34,21 +35,21 @@ class Batch:
     tokens: torch.Tensor  # [sum of token_lengths] int64, utterance after utterance
     token_lengths: torch.Tensor  # [B] int64
     seconds: float  # audio as stored, before speed perturbation, without padding
-    ids: tuple[str, ...]  # utterances, in the order of B; none when void
-    skipped: tuple[tuple[str, str], ...] = ()  # id and reason of utterances that were left out
+    ids: tuple[str, ...]  # utterance ids, in the order of B; empty if void
+    skipped: tuple[tuple[str, str], ...] = ()  # id and reason of skipped utterances
 
     @property
     def num_examples(self) -> int:
-        """Utterances."""
+        """The number of utterances."""
         return len(self.ids)
 
     @property
     def num_frames(self) -> int:
-        """Feature frames, without padding; 0 when void."""
+        """The number of feature frames without padding; 0 if void."""
         return int(self.feature_lengths.sum()) if self.ids else 0
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch with its tensors on `device`."""
+        """A copy with all tensors on `device`."""
         return replace(
             self,
             features=self.features.to(device, non_blocking=True),
@@ -67,12 +68,12 @@ def load_batch(
     seed: int,
     on_bad: OnBad = "fail",
 ) -> Batch:
-    """Load utterances `indices` of a set; the same arguments give the same bits in every process.
+    """Load the utterances `indices` of a set. The same arguments give the same bits in every process.
 
-    `augment` None leaves the audio as it is. No global random generator is moved. What is random in an utterance
-    depends on `seed` and its place alone, so that one that is skipped changes no other.
-    Raises DataError for audio or a transcript that cannot be used, naming the utterance; with `on_bad` "skip" it is
-    left out and named in `skipped`. A shard that cannot be read at all is an error whatever `on_bad` is.
+    With `augment` None the audio is not changed. Global random generators keep their states. The randomness of an
+    utterance depends only on `seed` and its place in the batch, so a skipped utterance does not affect others.
+    Raises DataError, naming the utterance, for an unusable audio or transcript; with `on_bad` "skip" the utterance is
+    listed in `skipped` instead. A shard that cannot be read is always an error.
     """
     augment = augment or AugmentConfig.none()
     places = indices.tolist()
@@ -114,9 +115,9 @@ def load_batch(
 
 @dataclass(frozen=True)
 class _Loaded:
-    """An utterance that can be used, after augmentation."""
+    """A usable utterance, after augmentation."""
 
-    place: int  # in its batch, were none left out
+    place: int  # in its batch, counting skipped utterances
     index: int
     name: str
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""How fast a sample of somebody's own audio is read from their own disk: layouts and formats side by side."""
+"""Measures how fast a sample of the user's audio is read from disk, in several layouts and formats."""
 
 import io
 import os
@@ -21,15 +21,15 @@ from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 
 MAX_UTTERANCES, MAX_SECONDS, MAX_READING = 1000, 600.0, 30.0
-"""Of a sample: utterances, seconds of audio, and seconds that are spent on reading it."""
+"""Limits of a sample: utterances, seconds of audio, and seconds spent reading it."""
 FILES, STREAMED, SHAR, INDEXED = "files one by one", "tar, streamed", "lhotse Shar", "indexed tar (Starling)"
 BATCH_SECONDS = 60.0
-"""Audio of a mini-batch."""
+"""Seconds of audio in a mini-batch."""
 ROOM = 6
-"""Times the size of the sample as 16-bit samples: what all layouts together take at most on the disk."""
-_FROM_DISK = 0.5  # share of the bytes that must have come from the disk for a run to count as cold
+"""Maximum disk space of all layouts together, in multiples of the sample's size as 16-bit samples."""
+_FROM_DISK = 0.5  # fraction of the bytes that must be read from the disk for a run to count as cold
 _SHARD = 200
-_PIECE = 4096  # samples that are encoded at a time; libsndfile fails on long ones
+_PIECE = 4096  # samples encoded per call; libsndfile fails for long arrays
 _OPTIONS = {"WAV": ("WAV", "PCM_16"), "FLAC": ("FLAC", "PCM_16"), "Opus": ("OGG", "OPUS")}
 
 Progress = Callable[[str, int, int], None]
@@ -38,7 +38,7 @@ Audio = Callable[[], tuple[NDArray[np.float32], int]]
 
 @dataclass(frozen=True)
 class Sample:
-    """Utterances to try with, all at one rate."""
+    """Utterances for the measurement, all at the same sampling rate."""
 
     audios: tuple[NDArray[np.float32], ...]
     sampling_rate: int
@@ -49,23 +49,23 @@ class Sample:
 
     @property
     def num_bytes(self) -> int:
-        """As 16-bit samples."""
+        """The size in bytes as 16-bit samples."""
         return 2 * sum(len(audio) for audio in self.audios)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast something was read: first from the disk as far as the system let go of it, then from memory."""
+    """Reading rates: first after dropping the files from the system's cache, if possible, then from memory."""
 
     first: float
     again: float
     cold: bool | None
-    """Whether the first time was read from the disk; None where the system does not say."""
+    """Whether the first run read from the disk; None if the system does not report it."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one layout and format."""
+    """The measurements of one layout and format."""
 
     layout: str
     format: str
@@ -75,7 +75,7 @@ class Row:
     in_order: Pace
     """Seconds of audio per second, decoding included."""
     random: Pace | None
-    """Mini-batches of 60 s of random utterances per second; None where the layout has no random access."""
+    """Mini-batches of 60 s of random utterances per second; None if the layout has no random access."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class _Layout:
 
 
 def take_sample(readers: Sequence[Audio], sampling_rate: int, report: Progress) -> Sample:
-    """Evenly spaced utterances of a set, at `sampling_rate` Hz, as many as the bounds above allow.
+    """Evenly spaced utterances of a set, at `sampling_rate` Hz, as many as the limits above allow.
 
-    Raises DataError when none can be read.
+    Raises DataError if none can be read.
     """
     chosen = np.unique(np.linspace(0, len(readers) - 1, min(len(readers), MAX_UTTERANCES)).astype(int))
-    chosen = np.random.default_rng(0).permutation(chosen)  # so that a bound cuts no part of the set off
+    chosen = np.random.default_rng(0).permutation(chosen)  # so that a limit does not exclude a part of the set
     audios: list[NDArray[np.float32]] = []
     seconds, begin, failure = 0.0, time.monotonic(), None
     with one_thread():
@@ -110,12 +110,12 @@ def take_sample(readers: Sequence[Audio], sampling_rate: int, report: Progress) 
                 break
     report("reading a sample", len(chosen), len(chosen))
     if not seconds:
-        raise DataError(f"no utterance of {len(chosen)} that were tried can be read: {failure or 'the set is empty'}")
+        raise DataError(f"none of {len(chosen)} utterances can be read: {failure or 'the set is empty'}")
     return Sample(tuple(audios), sampling_rate)
 
 
 def bench(sample: Sample, folder: Path, report: Progress) -> tuple[list[Row], list[str]]:
-    """Measure every layout and format in an empty folder; the rows, and what was left out and why."""
+    """Measure all layouts and formats in an empty folder. Returns the rows, and messages about skipped formats."""
     encoded: dict[str, list[bytes]] = {}
     skipped = []
     for number, name in enumerate(_OPTIONS):
@@ -123,9 +123,7 @@ def bench(sample: Sample, folder: Path, report: Progress) -> tuple[list[Row], li
         try:
             encoded[name] = [encode(audio, sample.sampling_rate, name) for audio in sample.audios]
         except (soundfile.LibsndfileError, ValueError) as error:
-            skipped.append(
-                f"{name} is left out: this libsndfile cannot write it at {sample.sampling_rate} Hz ({error})"
-            )
+            skipped.append(f"{name} is skipped: this libsndfile cannot write it at {sample.sampling_rate} Hz ({error})")
     report("encoding", len(_OPTIONS), len(_OPTIONS))
     layouts = list(_layouts(sample, encoded, folder))
     rows = []
@@ -137,26 +135,28 @@ def bench(sample: Sample, folder: Path, report: Progress) -> tuple[list[Row], li
 
 
 def advice(rows: Sequence[Row], enough: float = 1000.0) -> str:
-    """What to choose and why, in one sentence; `enough` is what features on the fly take, in seconds per second."""
+    """A recommendation with its reason. `enough` is the rate of computing features on the fly, in seconds per
+    second."""
     tars = {row.format: row for row in rows if row.layout == INDEXED}
     flac, wav, opus = tars["FLAC"], tars["WAV"], tars.get("Opus")
     files = next(row for row in rows if row.layout == FILES)
     size = {name: f"{row.bytes_per_hour / 1e6:.0f} MB" for name, row in tars.items()}
     if opus is not None and flac.in_order.first < enough and opus.in_order.first > 1.2 * flac.in_order.first:
         return (
-            f"Choose Opus in indexed tars: this disk gives FLAC at {flac.in_order.first:.0f} times real time only, and "
-            f"Opus, with loss, at {opus.in_order.first:.0f}, for {size['Opus']} an hour instead of {size['FLAC']}."
+            f"Choose Opus in indexed tars: from this disk FLAC is read at only {flac.in_order.first:.0f} times real "
+            f"time, and Opus, which is lossy, at {opus.in_order.first:.0f}. It needs {size['Opus']} per hour instead "
+            f"of {size['FLAC']}."
         )
     if flac.decoding < enough < wav.in_order.first:
         return (
             f"Choose WAV in indexed tars: a core of this machine decodes FLAC at {flac.decoding:.0f} times real time, "
-            f"and WAV is read at {wav.in_order.first:.0f}, for {size['WAV']} an hour instead of {size['FLAC']}."
+            f"and WAV is read at {wav.in_order.first:.0f}. It needs {size['WAV']} per hour instead of {size['FLAC']}."
         )
     gain = flac.random.first / files.random.first if flac.random and files.random else 1.0
     return (
-        f"Choose FLAC in indexed tars, as `starling prepare` writes them: {size['FLAC']} an hour without loss instead "
-        f"of {size['WAV']} for WAV, decoded at {flac.decoding:.0f} times real time on a core, and random mini-batches "
-        f"at {gain:.2g} times the pace of single files."
+        f"Choose FLAC in indexed tars, as `starling prepare` writes them: lossless, {size['FLAC']} per hour instead of "
+        f"{size['WAV']} for WAV, decoded at {flac.decoding:.0f} times real time on a core; random mini-batches are "
+        f"read at {gain:.2g} times the rate of single files."
     )
 
 
@@ -274,7 +274,7 @@ def _for_each(read: Callable[[Sequence[int]], object], batches: Sequence[Sequenc
 
 
 def _paced(action: Callable[[], None], files: Sequence[Path], size: int, amount: float) -> Pace:
-    """`amount` per second, first after the system was asked to forget the files, then from memory."""
+    """`amount` per second, first after dropping the files from the system's cache, then from memory."""
     _forget(files)
     before = _bytes_from_disk()
     first = _seconds(action)
@@ -290,7 +290,7 @@ def _seconds(action: Callable[[], None]) -> float:
 
 
 def _forget(files: Iterable[Path]) -> None:
-    """Ask the system to drop files from its cache; not every file system does."""
+    """Ask the system to drop files from its cache; not all file systems do."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -302,7 +302,7 @@ def _forget(files: Iterable[Path]) -> None:
 
 
 def _bytes_from_disk() -> int | None:
-    """What this process has made the disk deliver so far, where Linux says so."""
+    """The bytes that this process has read from disk so far; None if the system does not report them."""
     try:
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     except OSError:

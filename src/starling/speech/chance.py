@@ -1,4 +1,4 @@
-"""Same seed, same bits: loans of what libraries take from global state."""
+"""Reproducible results with libraries that use global state: random generators and the number of threads."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def borrowed_generators(seed: int) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and torch's CPU for a while, then put their states back."""
+    """Within this context the global generators of Python, NumPy and torch's CPU are seeded; then they are restored."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
@@ -25,7 +25,7 @@ def borrowed_generators(seed: int) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread for a while: sums split over several threads have other last bits."""
+    """Within this context torch uses one thread: the last bits of sums depend on the number of threads."""
     threads = torch.get_num_threads()
     if threads != 1:
         torch.set_num_threads(1)

@@ -22,25 +22,25 @@ class DataConfig(Config):
     """The `data:` section of a recipe."""
 
     folder: Path
-    """Where the prepared sets live, e.g. data/fsdd."""
+    """The folder of the prepared sets, e.g. data/fsdd."""
     remote: str | None = None
-    """Where the prepared sets were copied to, e.g. s3://bucket/fsdd: they are read from there, not prepared here, and
-    `folder` holds their index."""
+    """The address of a copy of the prepared sets, e.g. s3://bucket/fsdd. They are read from there instead of being
+    prepared here, and `folder` contains their index."""
     storage_options: dict[str, Any] = Field(default_factory=dict)
-    """For the store that `remote` names, as fsspec takes them, e.g. {anon: true}. Secrets do not belong here: they are
-    taken from the environment or the store's credentials file."""
+    """fsspec's options for the store of `remote`, e.g. {anon: true}. Secrets are an error here: they are read from the
+    environment or the store's credentials file."""
     corpus: CorpusConfig
     sampling_rate: int = Field(default=16000, ge=1000, le=192000)
-    """Hz; audio of another rate is resampled."""
+    """Hz; audio with another rate is resampled."""
     text: TextStyle = "upper"
-    """Normaliser of transcripts; runs of spaces become one whichever is chosen."""
+    """How transcripts are normalised. Runs of spaces are always replaced by one."""
     filter: FilterConfig = FilterConfig()
     check: CheckConfig = CheckConfig()
-    """What `starling check` looks for; changes nothing that is prepared."""
+    """What `starling check` looks for; does not affect prepared sets."""
     strings: StringsConfig | None = None
     """Join recordings into strings, e.g. isolated digits into connected ones."""
     shard_size: int = Field(default=1000, ge=1)
-    """Utterances of the corpus that make a shard; it holds fewer where some of them are dropped."""
+    """Utterances of the corpus per shard, including dropped ones, which the shard does not contain."""
     train: str = "train"
     valid: str | None = "dev"
     test: tuple[str, ...] = ("test",)
@@ -58,13 +58,13 @@ class DataConfig(Config):
             if name not in known:
                 hint = did_you_mean(name, known)
                 key = "train" if name == self.train else "valid" if name == self.valid else "test"
-                remedy = ", or set data.valid=null to have none" if key == "valid" else ""
+                remedy = ", or set data.valid=null for none" if key == "valid" else ""
                 problems.append(
                     f"data.{key} names the set {name!r}, which is not in data.corpus.sets ({', '.join(known)}); "
                     f"{hint}name one of them{remedy}"
                 )
         problems += [
-            f"{name!r} cannot be the name of a set: it names a folder"
+            f"{name!r} cannot be the name of a set: it must be a valid folder name"
             for name in known
             if not name or Path(name).name != name or name.startswith(".") or name.endswith(".partial")
         ]
@@ -73,18 +73,18 @@ class DataConfig(Config):
         if self.remote is not None and (problem := address_problem(self.remote, self.storage_options)):
             problems.append(problem)
         if self.remote is None and self.storage_options:
-            problems.append("data.storage_options are for data.remote, which is not set; leave them out")
+            problems.append("data.storage_options: only for data.remote, which is not set; leave them out")
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
     @property
     def used_sets(self) -> tuple[str, ...]:
-        """The sets that this recipe trains on, watches and tests on."""
+        """The sets for training, validation and test, each once."""
         return tuple(dict.fromkeys([self.train, *([self.valid] if self.valid else []), *self.test]))
 
     def set_folder(self, name: str) -> Path:
-        """Where a prepared set lives."""
+        """The folder of a prepared set."""
         return self.folder / name
 
 
@@ -94,10 +94,14 @@ def set_digest(config: DataConfig, name: str) -> str:
 
 
 def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
-    """All settings that a set is made from, as JSON has them; sets of other names do not change them, nor does what to
-    do about utterances that cannot be used: a user who meets some while training may change that and keep the set."""
+    """All settings that determine a set, as JSON. They do not depend on other sets, nor on how unusable utterances are
+    handled, so changing that does not require preparing the set again."""
     settings = config.model_dump(mode="json", include={"sampling_rate", "text", "filter", "shard_size"})
-    for name_of_key in ("leave_out", "on_bad", "max_skipped"):  # of the first, what it holds counts, not where it is
+    for name_of_key in (
+        "leave_out",
+        "on_bad",
+        "max_skipped",
+    ):  # the list itself is recorded below
         del settings["filter"][name_of_key]
     if left_out := left_out_of(config.filter.leave_out, name):
         settings["left_out"] = sorted(left_out)
@@ -117,7 +121,7 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
 
 
 def setting_differences(name: str, before: Any, now: Any) -> list[str]:
-    """`data.text=upper (now lower)` for each of the `set_settings` of a set that has changed."""
+    """A description, such as `data.text=upper (now lower)`, of each changed entry of `set_settings`."""
     described = []
     for key, old, new in sorted(differing(before, json.loads(json.dumps(now))), key=itemgetter(0)):
         if key == "left_out":

@@ -6,7 +6,7 @@ from starling.speech.tokens import BLANK, Tokenizer
 
 
 def greedy_tokens(log_probs: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
-    """Token ids of each utterance of `log_probs` `[B, T, V]` with `lengths` `[B]` frames."""
+    """The token ids of each utterance, from `log_probs` `[B, T, V]` and `lengths` `[B]` in frames."""
     best = log_probs.argmax(dim=2)
     starts = torch.ones_like(best, dtype=torch.bool)
     starts[:, 1:] = best[:, 1:] != best[:, :-1]
@@ -16,5 +16,5 @@ def greedy_tokens(log_probs: torch.Tensor, lengths: torch.Tensor) -> list[list[i
 
 
 def greedy_decode(log_probs: torch.Tensor, lengths: torch.Tensor, tokenizer: Tokenizer) -> list[str]:
-    """Texts of each utterance of `log_probs` `[B, T, V]` with `lengths` `[B]` frames."""
+    """The text of each utterance, from `log_probs` `[B, T, V]` and `lengths` `[B]` in frames."""
     return [tokenizer.decode(tokens) for tokens in greedy_tokens(log_probs, lengths)]

@@ -1,9 +1,9 @@
-"""The espeak-ng synthesiser behind ctypes; run as a program, so that each run starts from the same state.
+"""The espeak-ng synthesiser by ctypes, run as a separate process so that each run starts from the same state.
 
-espeak-ng keeps state between sentences (noise, glottal phase) that no call resets: the same sentence sounds
-a little different each time. A fresh process that speaks the same list gives the same samples. It reads JSON from
-standard input, `[[text, voice, rate, pitch, range], ...]`, and writes for each sentence the sampling rate
-and the number of samples (32-bit each) and the samples (16-bit), all little-endian.
+espeak-ng keeps state between sentences (noise, glottal phase) that cannot be reset, so the same sentence sounds
+slightly different each time. A new process that speaks the same list gives the same samples. It reads JSON from
+standard input, `[[text, voice, rate, pitch, range], ...]`, and writes for each sentence the sampling rate and the
+number of samples (32-bit each) and the samples (16-bit), all little-endian.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctype
 
 @dataclass(frozen=True)
 class Sentence:
-    """What to say and how: words a minute, and pitch and its range in espeak's 0..100."""
+    """A sentence to speak: rate in words per minute, pitch and its range on espeak's scale from 0 to 100."""
 
     text: str
     voice: str
@@ -38,7 +38,7 @@ class Sentence:
 
 
 def speak(sentences: Sequence[Sentence]) -> Iterator[tuple[NDArray[np.int16], int]]:
-    """Samples [T] and sampling rate in Hz of every sentence, the same for the same list.
+    """Samples [T] and sampling rate in Hz of each sentence, the same for the same list.
 
     Raises:
         DataError: espeakng-loader is not installed, or the synthesiser failed.

@@ -1,4 +1,4 @@
-"""Log-mel features, computed on the fly from waveforms."""
+"""Log-mel features, computed from waveforms on the fly."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from starling.errors import DataError
 if TYPE_CHECKING:
     import torch
 
-_SMALLEST_DEVIATION = 1e-5  # a constant feature (digital silence) is centred, not divided by zero
+_SMALLEST_DEVIATION = 1e-5  # so that constant features (digital silence) are not divided by zero
 _FITTED_AT_ONCE = 32  # utterances that are read together
 
 
 class FeatureConfig(Config):
-    """How a waveform becomes log-mel features; the `features:` section of a recipe."""
+    """The parameters of log-mel features; the `features:` section of a recipe."""
 
     num_mels: int | None = Field(default=None, ge=4, description="mel bands; 80, or 40 up to 8 kHz, when not given")
     frame_length: float = Field(default=0.025, gt=0, description="seconds of one window")
@@ -28,7 +28,8 @@ class FeatureConfig(Config):
     low_freq: float = Field(default=20.0, ge=0, description="lower edge of the lowest band, Hz")
     high_freq: float = Field(default=-400.0, description="upper edge of the highest band, Hz; <= 0: from Nyquist down")
     normalise: Literal["utterance", "global", "none"] = Field(
-        default="utterance", description="whose mean and deviation are taken out of every band"
+        default="utterance",
+        description="data whose mean and deviation normalise each band",
     )
 
     def mels_at(self, sampling_rate: int) -> int:
@@ -39,7 +40,7 @@ class FeatureConfig(Config):
 
 
 class UtteranceSource(Protocol):
-    """What statistics and batches need to know of a prepared set; `SpeechSet` is one."""
+    """The part of a prepared set that features and batches use; `SpeechSet` implements it."""
 
     @property
     def sampling_rate(self) -> int: ...
@@ -59,10 +60,10 @@ class UtteranceSource(Protocol):
 
 
 class LogMel:
-    """Waveform `[T]` in [-1, 1] -> log-mel features `[frames, F]`, Kaldi's definition (lhotse's layers).
+    """Waveform `[T]` in [-1, 1] -> log-mel features `[frames, F]`, as defined by Kaldi (lhotse's layers).
 
-    Frames are centred (`snip_edges=False`): their number is the length over the frame shift, rounded.
-    An utterance's features depend on that utterance alone, never on its neighbours in a batch.
+    Frames are centred (`snip_edges=False`): their number is the length divided by the frame shift, rounded.
+    An utterance's features do not depend on the other utterances of its batch.
     """
 
     def __init__(self, config: FeatureConfig, sampling_rate: int) -> None:
@@ -88,21 +89,21 @@ class LogMel:
         )
 
     def num_frames(self, num_samples: int) -> int:
-        """Frames made of a waveform of `num_samples` samples."""
+        """The number of frames of a waveform of `num_samples` samples."""
         return self._layer.num_frames(num_samples)
 
     def __call__(self, waveform: torch.Tensor, utterance: str = "") -> torch.Tensor:
-        """Features `[frames, F]`, float32, normalised as configured, of one waveform `[T]`.
+        """The features `[frames, F]`, float32, of one waveform `[T]`, normalised as configured.
 
-        Raises DataError, naming `utterance`, for audio shorter than one window or not finite.
+        Raises DataError, naming `utterance`, for audio that is shorter than one window or not finite.
         """
         self.check(waveform, utterance)
         return self.batch([waveform])[0]
 
     def batch(self, waveforms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Features of several waveforms that `check` has let pass; faster than one by one, and the same.
+        """The features of several waveforms that passed `check`; faster than one by one, with the same result.
 
-        Raises DataError where `normalise: global` has no statistics.
+        Raises DataError if `normalise: global` has no statistics.
         """
         energies = self._layer(waveforms)
         if self.config.normalise == "none":
@@ -111,8 +112,8 @@ class LogMel:
             return [_normalised(each) for each in energies]
         if self.mean is None or self.deviation is None:
             raise DataError(
-                "features.normalise is `global`, but no statistics were estimated: "
-                "call LogMel.fit with the training set first"
+                "features.normalise is `global`, but there are no statistics: call LogMel.fit with the training set "
+                "first"
             )
         return [(each - self.mean) / self.deviation for each in energies]
 
@@ -121,7 +122,7 @@ class LogMel:
     ) -> None:
         """Estimate the mean and deviation of `normalise: global` from evenly spaced utterances of a set.
 
-        Raises DataError, naming the utterance, for audio that cannot be used; with `on_bad` "skip", if none can.
+        Raises DataError, naming the utterance, for unusable audio; with `on_bad` "skip", if all audio is unusable.
         """
         import torch
 
@@ -143,23 +144,24 @@ class LogMel:
                 total = total + features.sum(0)
                 squares = squares + features.square().sum(0)
         if bad is not None and not count:
-            raise DataError(f"no utterance of {len(chosen)} that were tried has audio to fit statistics on: {bad}")
+            raise DataError(f"none of {len(chosen)} utterances has usable audio for feature statistics: {bad}")
         mean = total / count
         deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
         self.mean, self.deviation = mean.float(), deviation.float().clamp(min=_SMALLEST_DEVIATION)
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """The tensors that `fit` found, by name; empty before it or when there is nothing to fit."""
+        """The tensors estimated by `fit`, by name; empty before `fit`."""
         if self.mean is None or self.deviation is None:
             return {}
         return {"mean": self.mean, "deviation": self.deviation}
 
     def load_statistics(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over what another `statistics()` gave."""
+        """Load the tensors returned by `statistics`."""
         self.mean, self.deviation = tensors.get("mean"), tensors.get("deviation")
 
     def checked(self, audio: np.ndarray | DataError, utterance: str = "") -> torch.Tensor:
-        """A waveform `[T]` that features can be made of, from what a set gave for an utterance; raises as `check`."""
+        """The audio of an utterance as a waveform `[T]`. Raises `audio` if it is an error, and the errors of
+        `check`."""
         if isinstance(audio, DataError):
             raise audio
         import torch
@@ -169,7 +171,7 @@ class LogMel:
         return waveform
 
     def check(self, waveform: torch.Tensor, utterance: str = "") -> None:
-        """Raise DataError, naming `utterance`, for audio shorter than one window or not finite."""
+        """Raise DataError, naming `utterance`, for audio that is not `[T]`, shorter than one window or not finite."""
         name = f"utterance {utterance!r}" if utterance else "the audio"
         if waveform.ndim != 1:
             raise DataError(f"{name} has shape {list(waveform.shape)}; features need one channel, [T]")
@@ -178,20 +180,20 @@ class LogMel:
                 f"{name} has {len(waveform)} samples ({len(waveform) / self.sampling_rate:.3f} s); one window "
                 f"needs {self._window} ({self.config.frame_length} s): remove it or record it again"
             )
-        finite = math.isfinite(float(waveform.sum()))  # ten times as fast as looking at each sample
+        finite = math.isfinite(float(waveform.sum()))  # ten times as fast as checking each sample
         if not finite and not bool(waveform.isfinite().all()):
-            raise DataError(f"{name} holds samples that are not finite (NaN or infinity): decode it again")
+            raise DataError(f"{name} contains samples that are not finite (NaN or infinity): decode it again")
 
 
 def _normalised(features: torch.Tensor) -> torch.Tensor:
-    centred = features - features[0]  # so that a constant is exactly 0
+    centred = features - features[0]  # so that constant features become exactly 0
     centred -= centred.mean(0)
     deviation = centred.square().mean(0).sqrt_()  # three times as fast as torch.std_mean
     return centred.div_(deviation.clamp_(min=_SMALLEST_DEVIATION))
 
 
 def resample(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
-    """`waveform` `[..., T]` sampled at `rate` Hz, as if it had been sampled at `wanted` Hz."""
+    """`waveform` `[..., T]` at `rate` Hz, resampled to `wanted` Hz."""
     if rate == wanted:
         return waveform
     from lhotse.augmentation.torchaudio import get_or_create_resampler

@@ -1,4 +1,4 @@
-"""Lists of utterances that a preparation leaves out."""
+"""Lists of utterances to leave out of prepared sets."""
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
@@ -10,7 +10,7 @@ from starling.speech.tables import read_table, write_table
 
 @dataclass(frozen=True)
 class LeftOut:
-    """One utterance that is not wanted."""
+    """One utterance to leave out."""
 
     set: str
     id: str
@@ -22,10 +22,10 @@ _HEADER = tuple(field.name for field in fields(LeftOut))
 
 
 def read_left_out(path: Path) -> list[LeftOut]:
-    """The utterances in a list.
+    """Read a list.
 
     Raises:
-        DataError: the list is missing or wrong.
+        DataError: The list is missing or invalid.
     """
     items = []
     for line, row in read_table(path, _HEADER):
@@ -37,15 +37,15 @@ def read_left_out(path: Path) -> list[LeftOut]:
 
 
 def write_left_out(path: Path, items: Iterable[LeftOut]) -> None:
-    """Write a list as a whole or not at all; `data.filter.leave_out` takes it."""
+    """Write a list for `data.filter.leave_out`, atomically."""
     write_table(path, _HEADER, map(astuple, items))
 
 
 def left_out_of(path: Path | None, set_name: str) -> dict[str, LeftOut]:
-    """What a list, if there is one, leaves out of a set, by id.
+    """The utterances of a set in a list, by id; empty without a list.
 
     Raises:
-        DataError: the list is missing or wrong.
+        DataError: The list is missing or invalid.
     """
     if path is None:
         return {}

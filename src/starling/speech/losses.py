@@ -1,4 +1,4 @@
-"""The CTC loss, and the check that every utterance has the frames that CTC needs."""
+"""The CTC loss, and a check that each utterance has enough frames for it."""
 
 import math
 from itertools import pairwise
@@ -19,7 +19,7 @@ from starling.speech.tokens import BLANK, Tokenizer
 
 
 class Transcripts(Protocol):
-    """What the check below needs to know of a set; `SpeechSet` knows it."""
+    """The part of a set that the check below uses; `SpeechSet` implements it."""
 
     @property
     def sampling_rate(self) -> int: ...
@@ -35,19 +35,18 @@ class Transcripts(Protocol):
 
 
 class TooShort(NamedTuple):
-    """An utterance whose encoder frames are fewer than CTC needs."""
+    """An utterance with fewer encoder frames than CTC needs."""
 
     id: str
     frames: int  # encoder frames at the highest speed factor
-    needed: int  # tokens, and a blank between equal neighbours
+    needed: int  # one per token, and one blank between equal neighbours
 
 
 def ctc_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Mean negative log-likelihood per token: the sum over the batch, divided by its number of tokens.
 
-    Scalar, float32. An utterance with too few frames gives infinity: `check_ctc_fits` finds those before training.
-    A void batch gives 0, and gradients of 0 for every parameter that others have gradients for: whoever waits for
-    gradients, as DDP does, gets them.
+    Scalar, float32. An utterance with too few frames gives infinity; `check_ctc_fits` finds these before training. A
+    void batch gives 0 and gradients of 0 for all parameters that take part, as DDP requires.
     """
     log_probs, lengths = model(batch.features, batch.feature_lengths)
     if not batch.ids:
@@ -60,7 +59,7 @@ def ctc_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def frames_needed(tokens: list[int]) -> int:
-    """Encoder frames that CTC needs for `tokens`: one each, and a blank between equal neighbours."""
+    """The encoder frames that CTC needs for `tokens`: one per token, and one blank between equal neighbours."""
     return len(tokens) + sum(first == second for first, second in pairwise(tokens))
 
 
@@ -74,8 +73,8 @@ def check_ctc_fits(
 ) -> list[TooShort]:
     """The utterances that would have too few encoder frames at the highest speed factor of `augment`.
 
-    Encodes every transcript, so that characters outside the alphabet are found here as well.
-    Raises DataError for those, and for utterances that are too short unless `on_too_short` is "list".
+    It encodes all transcripts, so it also finds characters outside the alphabet. Raises DataError for these, and for
+    utterances that are too short unless `on_too_short` is "list".
     """
     fastest = max(augment.speed) if augment is not None else 1.0
     found = []

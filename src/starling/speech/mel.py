@@ -1,4 +1,4 @@
-"""Log-mel energies of many waveforms at once, Kaldi's definition."""
+"""Log-mel energies of many waveforms at once, as defined by Kaldi."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,19 @@ from lhotse.features.kaldi.layers import Wav2LogFilterBank
 from numpy.typing import NDArray
 
 _PRE_EMPHASIS = 0.97
-_BLOCK = 256  # frames at a time: what is computed from them stays in the processor's cache
+_BLOCK = 256  # frames computed at a time, so that intermediate results stay in the processor's cache
 _MULTIPLE = (
-    16  # a block's frames are rounded up to this: for fewer rows libraries take other ways, with other last bits
+    16  # the number of frames is rounded up to this: with few rows, libraries' results may differ in the last bits
 )
 
 
 class LogMelLayer:
     """Waveforms `[T]` -> log-mel energies `[frames, F]`, float32; at least one window long each.
 
-    As lhotse's `Wav2LogFilterBank`, whose window and mel bank it takes: per frame, remove the mean `m`, emphasise,
-    multiply by the window `w`, |FFT|^2, mel bank, log. Emphasis is linear and the window begins with 0, so the
-    frames are cut from a waveform that was emphasised once: `w * (x[t] - 0.97 x[t-1] - 0.03 m)`. Equal up to
-    rounding, and three times as fast; frames of all waveforms share the FFTs.
+    It computes the same as lhotse's `Wav2LogFilterBank`, with its window and mel bank: for each frame, subtract the
+    mean `m`, apply pre-emphasis, multiply by the window `w`, |FFT|^2, mel bank, log. Because pre-emphasis is linear and
+    the window begins with 0, the frames are cut from a waveform with pre-emphasis: `w * (x[t] - 0.97 x[t-1] - 0.03 m)`.
+    The result is equal up to rounding, and three times as fast; all waveforms share the FFTs.
     """
 
     def __init__(self, layer: Wav2LogFilterBank) -> None:
@@ -33,14 +33,14 @@ class LogMelLayer:
             raise ValueError(f"the window begins with {float(self._window[0])}, not with 0")
 
     def num_frames(self, num_samples: int) -> int:
-        """Frames made of a waveform of `num_samples` samples."""
+        """The number of frames of a waveform of `num_samples` samples."""
         return (num_samples + self._shift // 2) // self._shift
 
     @torch.no_grad()
     def __call__(self, waveforms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """`[frames, F]` of each waveform; an utterance's numbers do not depend on its neighbours."""
+        """The energies `[frames, F]` of each waveform; they do not depend on the other waveforms."""
         counts = [self.num_frames(len(waveform)) for waveform in waveforms]
-        between = -(-self._length // self._shift) - 1  # frames that lie in two utterances, of no use
+        between = -(-self._length // self._shift) - 1  # frames that overlap two utterances and are not used
         first = np.cumsum([0, *(count + between for count in counts)])
         rows = -(-int(first[-1]) // _MULTIPLE) * _MULTIPLE
         samples = np.zeros((rows - 1) * self._shift + self._length, np.float32)
@@ -50,7 +50,7 @@ class LogMelLayer:
         return [energies[row : row + count] for row, count in zip(first[:-1].tolist(), counts, strict=True)]
 
     def _lay(self, waveform: NDArray[np.float32], count: int, into: NDArray[np.float32]) -> None:
-        """Lay what `count` frames cover at the beginning of an array: a waveform, mirrored at its ends."""
+        """Copy a waveform, mirrored at its ends to fill `count` frames, to the beginning of an array."""
         left, whole = (self._length - self._shift) // 2, (count - 1) * self._shift + self._length
         into[:left] = waveform[:left][::-1]
         middle = waveform[: whole - left]
@@ -60,7 +60,7 @@ class LogMelLayer:
             into[end:whole] = waveform[end - whole :][::-1]
 
     def _energies(self, samples: torch.Tensor, rows: int) -> torch.Tensor:
-        """Log-mel energies `[rows, F]` of all frames that can be cut from `samples`."""
+        """The log-mel energies `[rows, F]` of the frames of `samples`."""
         emphasised = torch.empty_like(samples)
         emphasised[0] = 0.0  # the window hides it
         torch.sub(samples[1:], samples[:-1], alpha=_PRE_EMPHASIS, out=emphasised[1:])

@@ -1,9 +1,8 @@
-"""Training on several domains at once, in shares that the recipe says.
+"""Training on several domains at once, in proportions given by the recipe.
 
-Each domain has its own endless stream of passes; a pass holds each of its utterances once, shard after shard, the
-shards in an order that is random in each pass. Epoch e takes the next segment of every stream, so a domain that is
-drawn more often than once an epoch is still seen evenly: at the end of an epoch, some of its utterances were drawn p
-times and the others p + 1 times.
+Each domain has an endless stream of passes. A pass contains each of its utterances once, shard after shard, with the
+shards in a new random order. Each epoch takes the next segment of every stream. So all utterances of a domain are drawn
+equally often: at the end of an epoch, some were drawn p times and the others p + 1 times.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from starling.chance import derive_seed
 from starling.configuration import Config
 from starling.errors import DataError
 
-_PER_SECOND = 1000  # audio is counted in whole milliseconds: a segment must begin exactly where the last one ended
+_PER_SECOND = 1000  # audio is counted in whole milliseconds, so that segments are exactly contiguous
 
 
 class DomainConfig(Config):
@@ -28,7 +27,7 @@ class DomainConfig(Config):
     sets: tuple[str, ...] = Field(min_length=1)
     """Sets of `data.corpus`, or folders of prepared sets."""
     weight: float | None = Field(default=None, gt=0.0)
-    """For `by: hand` only."""
+    """The weight of the domain; only for `by: hand`."""
 
     @field_validator("sets", mode="before")
     @classmethod
@@ -40,19 +39,19 @@ DomainName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._
 
 
 class MixtureConfig(Config):
-    """Which domains are trained on, and how much of each; the `mixture:` section of a recipe.
+    """The domains of the training data and their proportions; the `mixture:` section of a recipe.
 
-    Domain d has the share p_d = w_d^temperature / sum over j of w_j^temperature of what is drawn.
+    Domain d has the proportion p_d = w_d^temperature / sum over j of w_j^temperature of the drawn data.
     """
 
     domains: dict[DomainName, DomainConfig] = Field(min_length=1)
     by: Literal["hours", "utterances", "hand"] = "hours"
-    """w_d: the domain's hours, its utterances, or its `weight`. Shares are of utterances with `utterances`, and of
-    seconds of audio otherwise."""
+    """w_d: the domain's hours, number of utterances, or `weight`. Proportions are measured in utterances with
+    `utterances`, otherwise in seconds of audio."""
     temperature: float = Field(default=1.0, ge=0.0, le=1.0)
     """1: in proportion to w_d; 0: equal."""
     exhausted: Literal["repeat", "stop"] = "repeat"
-    """When an epoch needs more of a domain than there is: begin its next pass, or make the epoch shorter for all."""
+    """If an epoch needs more of a domain than it has: begin its next pass, or shorten the epoch for all domains."""
 
     @model_validator(mode="after")
     def _weights_where_they_count(self) -> Self:
@@ -61,7 +60,7 @@ class MixtureConfig(Config):
             if self.by == "hand" and domain.weight is None:
                 problems.append(f"domains.{name}.weight is missing; by: hand needs one for each domain")
             if self.by != "hand" and domain.weight is not None:
-                problems.append(f"domains.{name}.weight is for by: hand; remove it, or set by to hand")
+                problems.append(f"domains.{name}.weight is only for by: hand; remove it, or set by to hand")
         named = [name for domain in self.domains.values() for name in domain.sets]
         problems += [
             f"the set {name!r} is named more than once" for name in dict.fromkeys(named) if named.count(name) > 1
@@ -78,7 +77,7 @@ class MixtureConfig(Config):
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of the domains of one set: domain d is its utterances `bounds[d]` to `bounds[d + 1]` (`[D + 1]`).
+    """A mixture of the domains of a set: domain d consists of utterances `bounds[d]` to `bounds[d + 1]` (`[D + 1]`).
 
     Raises DataError for a domain without utterances.
     """
@@ -89,12 +88,12 @@ class Mixture:
     def __post_init__(self) -> None:
         for name, (first, end) in zip(self.config.domains, pairwise(self.bounds), strict=True):
             if first == end:
-                raise DataError(f"the domain {name} of the mixture has no utterances to train on; take it out")
+                raise DataError(f"the domain {name} of the mixture has no utterances to train on; remove it")
 
     def windows(
         self, durations: NDArray[np.float32], shard_bounds: NDArray[np.int64], window: int, seed: int
     ) -> "MixedWindows":
-        """What each epoch draws, in windows of about so many shards that begin at `shard_bounds` (`[S + 1]`)."""
+        """The data of each epoch, in windows of about `window` shards, which begin at `shard_bounds` (`[S + 1]`)."""
         by_seconds = self.config.by != "utterances"
         streams = [
             _Stream(durations, _between(shard_bounds, *self.bounds[number : number + 2]), by_seconds, seed, name)
@@ -103,7 +102,7 @@ class Mixture:
         return MixedWindows(streams, quotas(self.config, [stream.amount for stream in streams]), window)
 
     def passes(self, durations: NDArray[np.float32]) -> dict[str, float]:
-        """Effective epochs: how often an epoch goes through each domain. `durations` are seconds, `[N]`."""
+        """The number of passes over each domain in an epoch. `durations` are seconds, `[N]`."""
         by_seconds = self.config.by != "utterances"
         amounts = [
             int(_amounts(durations[self.bounds[number] : self.bounds[number + 1]], by_seconds).sum())
@@ -114,17 +113,17 @@ class Mixture:
 
 
 def shares(config: MixtureConfig, amounts: Sequence[int]) -> NDArray[np.float64]:
-    """p_d, `[D]`, of domains that hold so much (milliseconds or utterances)."""
+    """The proportions p_d, `[D]`, of domains with these `amounts` (milliseconds or utterances)."""
     weights = [domain.weight for domain in config.domains.values()] if config.by == "hand" else amounts
     powers = np.asarray(weights, np.float64) ** config.temperature
     return np.asarray(powers / powers.sum())
 
 
 def quotas(config: MixtureConfig, amounts: Sequence[int]) -> list[int]:
-    """How much of each domain an epoch draws, in the unit of `amounts`.
+    """The amount of each domain in an epoch, in the unit of `amounts`.
 
-    Together as much as all domains hold, W: domain d gives p_d W. With `exhausted: stop`, that much times the largest
-    factor, at most 1, with which no domain gives more than it holds.
+    Domain d contributes p_d W, with W the amount of all domains together. With `exhausted: stop` all amounts are scaled
+    by the largest factor, at most 1, with which no domain contributes more than it has.
     """
     drawn = shares(config, amounts) * float(sum(amounts))
     if config.exhausted == "stop":
@@ -133,7 +132,7 @@ def quotas(config: MixtureConfig, amounts: Sequence[int]) -> list[int]:
 
 
 class MixedWindows:
-    """Epochs of several streams: each window holds the same part of what the epoch draws of every domain."""
+    """Epochs of several streams. Each window contains the same fraction of each domain's amount in the epoch."""
 
     def __init__(self, streams: "Sequence[_Stream]", drawn: Sequence[int], window: int) -> None:
         self._streams = streams
@@ -153,7 +152,8 @@ class MixedWindows:
 
 
 class _Stream:
-    """The passes of one domain, end to end: places are milliseconds of audio, or utterances, since the first pass."""
+    """The consecutive passes of one domain. Positions count milliseconds of audio, or utterances, from the first
+    pass."""
 
     def __init__(
         self, durations: NDArray[np.float32], bounds: NDArray[np.int64], by_seconds: bool, seed: int, name: str
@@ -163,18 +163,18 @@ class _Stream:
         amounts = _amounts(durations[bounds[0] : bounds[-1]], by_seconds)
         self._shard_amounts = np.add.reduceat(amounts, bounds[:-1] - bounds[0])
         self.amount = int(self._shard_amounts.sum())
-        """Of one pass."""
+        """The amount of one pass, in milliseconds or utterances."""
         self.num_shards = len(bounds) - 1
 
     def between(self, begin: int, end: int) -> list[NDArray[np.int64]]:
-        """The utterances that begin at places `begin` to `end`, in parts of a shard at most."""
+        """The utterances that begin at positions `begin` to `end`, in parts of at most a shard, or of a whole pass."""
         found = []
         for turn in range(begin // self.amount, -(-end // self.amount)):
             found += self._of_pass(turn, begin - turn * self.amount, end - turn * self.amount)
         return found
 
     def _of_pass(self, turn: int, begin: int, end: int) -> list[NDArray[np.int64]]:
-        """The utterances that begin at places `begin` to `end` of a pass."""
+        """The utterances that begin at positions `begin` to `end` of a pass."""
         if begin <= 0 and end >= self.amount:
             return [np.arange(self._bounds[0], self._bounds[-1])]
         order = self._generator(turn).permutation(self.num_shards)
@@ -185,7 +185,7 @@ class _Stream:
             shard = int(order[place])
             first, behind = self._bounds[shard : shard + 2]
             members = np.arange(first, behind)
-            if starts[place] < begin or ends[place] > end:  # only a shard that is cut has an order of its own
+            if starts[place] < begin or ends[place] > end:  # the order within a shard matters only if it is split
                 members = self._generator(turn, shard).permutation(members)
                 amounts = _amounts(self._durations[members], self._by_seconds)
                 begins = starts[place] + np.cumsum(amounts) - amounts
@@ -198,12 +198,12 @@ class _Stream:
 
 
 def _amounts(durations: NDArray[np.float32], by_seconds: bool) -> NDArray[np.int64]:
-    """What utterances count: their milliseconds, at least 1, or 1 each."""
+    """The amounts of utterances: milliseconds, at least 1; or 1 each."""
     if not by_seconds:
         return np.ones(len(durations), np.int64)
     return np.maximum(1, np.rint(np.asarray(durations, np.float64) * _PER_SECOND)).astype(np.int64)
 
 
 def _between(bounds: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
-    """The shard bounds of utterances `first` to `end`, where shards begin at both."""
+    """The shard bounds of utterances `first` to `end`, both of which are bounds."""
     return bounds[(bounds >= first) & (bounds <= end)]

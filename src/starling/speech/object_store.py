@@ -1,4 +1,4 @@
-"""Files of a folder in an object store, or anywhere else that fsspec reads, by byte ranges."""
+"""Reads files in an object store, or any other store that fsspec supports, by byte ranges."""
 
 import os
 import time
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 from starling.errors import ConfigError, DataError
 
 PAUSES = (0.2, 1.0, 3.0)
-"""Seconds before each further try after a failure of the network; the libraries below have tried already."""
+"""Seconds before each retry after a network failure, in addition to the retries of the libraries."""
 CONNECTIONS = 64
-"""Requests to one store at a time, as many as a mini-batch has utterances, about."""
+"""Concurrent requests to a store, about as many as a mini-batch has utterances."""
 _SECRET = ("secret", "password", "passphrase", "account_key", "sas_token", "connection_string", "access_key")
 
 _Result = TypeVar("_Result")
@@ -19,7 +19,7 @@ StorageOptions = Mapping[str, Any]
 
 
 class Range(NamedTuple):
-    """A piece of a file."""
+    """A byte range of a file."""
 
     file: str
     start: int
@@ -27,10 +27,10 @@ class Range(NamedTuple):
 
 
 def address_problem(address: str, options: StorageOptions) -> str | None:
-    """Why a recipe cannot have this address with these options, or None.
+    """A message if a recipe cannot have this address or these options; otherwise None.
 
-    Options are part of a recipe, which is copied into every run's folder: what is secret belongs in the environment
-    or in the credentials file that the store's own library reads, such as AWS_SECRET_ACCESS_KEY or ~/.aws/credentials.
+    The options are part of the recipe, which is copied into the folders of runs. So secrets belong in the environment
+    or in the credentials file of the store's library, such as AWS_SECRET_ACCESS_KEY or ~/.aws/credentials.
     """
     if "://" not in address:
         return (
@@ -46,7 +46,7 @@ def address_problem(address: str, options: StorageOptions) -> str | None:
     secret = [name for name in _names(options) if any(part in name.lower() for part in _SECRET)]
     if secret:
         return (
-            f"data.storage_options must not hold {', '.join(secret)}, since recipes are copied into the folders of "
+            f"data.storage_options must not contain {', '.join(secret)}, because recipes are copied into folders of "
             "runs: put secrets in the environment or in the store's credentials file"
         )
     return None
@@ -61,10 +61,10 @@ def _names(options: StorageOptions) -> list[str]:
 
 
 class ObjectFolder:
-    """A folder by its fsspec address, such as s3://bucket/corpus/train; holds no connection before it is needed.
+    """A folder given by its fsspec address, such as s3://bucket/corpus/train.
 
-    A connection is made once in each process, and never handed to another one: a fork makes its own. What goes
-    wrong is a DataError; a failure of the network is one after a few tries.
+    Each process, including a fork, connects once, at the first request. All errors are DataErrors; network failures are
+    raised after several retries.
     """
 
     def __init__(self, address: str, options: StorageOptions) -> None:
@@ -78,12 +78,12 @@ class ObjectFolder:
         return content
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """The size in bytes of every file right below a folder of this one, by name."""
+        """The size in bytes of each file directly in `folder`, a subfolder of this one, by name."""
         entries = self._tried(folder, lambda system: system.ls(self._path(folder), detail=True))
         return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in entries if entry["type"] == "file"}
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
-        """Pieces of files, all asked for at once; fewer bytes where a file ends before."""
+        """The contents of several ranges, requested concurrently; fewer bytes if a file ends earlier."""
         found: list[Any] = [None] * len(ranges)
         missing = list(range(len(ranges)))
         for pause in (*PAUSES, None):
@@ -104,7 +104,7 @@ class ObjectFolder:
         paths = [self._path(each.file) for each in ranges]
         starts, ends = [each.start for each in ranges], [each.start + each.size for each in ranges]
         pieces: list[Any] = system.cat_ranges(paths, starts, ends, on_error="return")
-        # a store refuses a range that begins behind the end of a file: the file is shorter than it was
+        # a range beyond the end of a file is an error of the store: the file has become shorter
         return [b"" if _begins_behind_end(piece) else piece for piece in pieces]
 
     def _path(self, file: str) -> str:
@@ -140,28 +140,29 @@ class ObjectFolder:
         import fsspec
 
         options = {"skip_instance_cache": True, "use_listings_cache": False, **self._options}
-        if fsspec.utils.get_protocol(self.address) in ("s3", "s3a"):  # botocore's 10 would make a mini-batch wait
+        if fsspec.utils.get_protocol(self.address) in (
+            "s3",
+            "s3a",
+        ):  # botocore's default of 10 is too few for a mini-batch
             options["config_kwargs"] = {"max_pool_connections": CONNECTIONS, **options.get("config_kwargs", {})}
         return options
 
     def _error(self, file: str, error: BaseException) -> DataError:
         path = self._path(file)
         if isinstance(error, FileNotFoundError):
-            return DataError(
-                f"{path}: is not there; copy the prepared sets to {self.address} again, or set data.remote"
-            )
+            return DataError(f"{path}: is missing; copy the prepared sets to {self.address} again, or set data.remote")
         if _is_refused(error):
             return DataError(
-                f"{path}: access is refused ({_said(error)}); check the credentials in this machine's environment or "
+                f"{path}: access is refused ({_text(error)}); check the credentials in this machine's environment or "
                 "credentials file, and data.storage_options (anon: true for a public bucket)"
             )
         return DataError(
-            f"{path}: cannot be read after {len(PAUSES) + 1} tries ({_said(error)}); check the network, data.remote "
+            f"{path}: cannot be read after {len(PAUSES) + 1} tries ({_text(error)}); check the network, data.remote "
             "and data.storage_options"
         )
 
 
-def _said(error: BaseException) -> str:
+def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -170,7 +171,7 @@ def _is_refused(error: BaseException) -> bool:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether another try cannot help."""
+    """Whether a retry cannot succeed."""
     kinds = (FileNotFoundError, IsADirectoryError, NotADirectoryError, TypeError, ValueError, ConfigError)
     return _is_refused(error) or (isinstance(error, kinds) and not isinstance(error, TimeoutError))
 

@@ -1,8 +1,7 @@
-"""Training data divided among learners, for studies of learners that see different data.
+"""Divides training data among learners, for studies in which learners see different data.
 
-Learners usually take from one common stream, in which every utterance of an epoch is seen exactly once. Divided data
-have no such stream: each learner draws its mini-batches at random from its own part, and an epoch is only a number of
-mini-batches.
+Usually all learners take mini-batches from one stream that contains each utterance once per epoch. With divided data
+each learner draws its mini-batches at random from its own part, and an epoch is only a number of mini-batches.
 """
 
 import heapq
@@ -19,11 +18,11 @@ from starling.speech.planning import BatchConfig, Bucket, MiniBatch, fill_bucket
 
 
 class DirichletConfig(Config):
-    """Parts whose speakers or domains are unequally frequent, as strongly as `alpha` says."""
+    """Parts in which speakers or domains have different frequencies, to a degree set by `alpha`."""
 
     kind: Literal["dirichlet"]
     alpha: float = Field(gt=0.0, le=1e6)
-    """Large: each part is like the whole; towards 0: each part has a few of them only."""
+    """Large: each part is like the whole set; near 0: each part has only a few of the speakers or domains."""
     by: Literal["speaker", "domain"] = "speaker"
 
 
@@ -41,11 +40,12 @@ def divide(
 ) -> NDArray[np.int32]:
     """The part of each utterance, `[N]` in 0 ... num_parts - 1; no part is empty.
 
-    `labels` (`[N]`) are the numbers of speakers or domains. Whole speakers, or whole domains where there are enough of
-    them, go to the part that has the least audio so far, those of most audio first. Where there are more parts than
-    domains, each domain has about as many parts as its audio is worth, and its utterances are dealt to them at random.
+    `labels` (`[N]`) are the numbers of speakers or domains. Whole speakers, or whole domains if there are enough, are
+    assigned in the order of their audio, longest first, each to the part with the least audio so far. If there are
+    fewer domains than parts, each domain gets a number of parts in proportion to its audio, and its utterances are
+    divided among them at random.
 
-    Raises ConfigError when there is not enough for so many parts.
+    Raises ConfigError if there are too few utterances or speakers.
     """
     if len(labels) < num_parts:
         raise ConfigError(f"{len(labels)} utterances cannot be divided into {num_parts} parts: use fewer learners")
@@ -67,7 +67,7 @@ def divide(
 
 
 def _to_the_lightest(amounts: NDArray[np.float64], num_parts: int) -> NDArray[np.int32]:
-    """The part of each label: the longest first, each to the part with the least so far."""
+    """The part of each label: labels in the order of their audio, each to the part with the least audio so far."""
     lightest = [(0.0, 0, part) for part in range(num_parts)]  # its audio, its labels, its number
     chosen = np.empty(len(amounts), np.int32)
     for label in np.argsort(-amounts, kind="stable").tolist():
@@ -80,7 +80,8 @@ def _to_the_lightest(amounts: NDArray[np.float64], num_parts: int) -> NDArray[np
 def _domains_among_more_parts(
     labels: NDArray[np.int32], amounts: NDArray[np.float64], num_parts: int, generator: np.random.Generator
 ) -> NDArray[np.int32]:
-    """Each domain has parts of its own, the next always going to the domain with most audio for each of its parts."""
+    """The part of each utterance. Each domain has its own parts; each further part goes to the domain with the most
+    audio per part."""
     counts = np.bincount(labels)
     owned = np.ones(len(amounts), np.int64)
     for _ in range(num_parts - len(amounts)):
@@ -97,9 +98,8 @@ def _dirichlet(
 ) -> NDArray[np.int32]:
     """Equal numbers of utterances for each part, whose labels have the proportions q ~ Dir(alpha p).
 
-    p (`[L]`) are the labels' proportions among all utterances. As Hsu et al. 2019 (arXiv 1909.06335, section 3),
-    without replacement: where a label is used up, q is taken among the others, and drawn again among them when that
-    leaves nothing.
+    p (`[L]`) are the labels' proportions among all utterances. As in Hsu et al. 2019 (arXiv 1909.06335, section 3),
+    without replacement: when a label is used up, q is restricted to the others, and drawn again if it is then 0.
     """
     counts = np.bincount(labels)
     left = counts.copy()
@@ -129,10 +129,10 @@ def _even(count: int, num_parts: int) -> list[int]:
 
 
 class PartDraws:
-    """Mini-batches drawn at random from one part or another; a pure function of what it is made with.
+    """Draws random mini-batches from the parts; a pure function of the constructor's arguments.
 
-    A part (`parts` `[N]`) is grouped by duration as a window of an epoch is, and dealt at random anew for each
-    mini-batch, of which `accumulate` micro-batches are taken: each utterance of a part is as likely as any other.
+    The utterances of a part (`parts` `[N]`) are grouped by duration, like those of a window. For each mini-batch they
+    are divided into micro-batches at random, of which `accumulate` are drawn: all utterances are equally likely.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class PartDraws:
         self._grouped: dict[int, tuple[NDArray[np.int64], list[Bucket]]] = {}
 
     def draw(self, part: int, step: int) -> MiniBatch:
-        """The mini-batch of ticket number `step` for a part."""
+        """The mini-batch of a part for ticket number `step`."""
         members, buckets = self._group(part)
         generator = np.random.default_rng(derive_seed(self._seed, "part", part, step))
         firsts = np.cumsum([0, *(bucket.groups for bucket in buckets)])
@@ -164,7 +164,7 @@ class PartDraws:
 
 
 def describe_parts(parts: NDArray[np.int32], seconds: NDArray[np.float32], labels: NDArray[np.int32]) -> str:
-    """How much audio the smallest and the largest part have, and how many of all labels; all arguments are `[N]`."""
+    """A description of the range of audio and of the number of labels per part; all arguments are `[N]`."""
     amounts = np.bincount(parts, weights=seconds) / 3600
     numbers = np.bincount(np.unique(np.stack([parts, labels]), axis=1)[0])
     return (

@@ -1,7 +1,7 @@
-"""Which utterances form which mini-batch of an epoch: a pure function, so that every process agrees.
+"""Plans the mini-batches of an epoch by a pure function, so that all processes agree.
 
-An epoch is planned in windows of a few shards. Planning one of 1,000 windows costs what that window costs, and a
-learner reads a few shards at a time however large the set is.
+An epoch is planned in windows of a few shards. Each window is planned independently, and a learner reads only a few
+shards at a time, however large the set is.
 """
 
 import heapq
@@ -22,9 +22,9 @@ from starling.workload import Weighting
 
 MiniBatch = list[NDArray[np.int64]]  # its micro-batches, each an array of utterance indices
 
-_MICRO_BATCHES_PER_BUCKET = 4  # fewer, and small sets would be cut into needlessly small batches
-_MOST_SPLIT = 0.1  # of the micro-batches, so that mini-batches come in whole groups of similar ones
-_WINDOWS_KEPT = 3  # the one that is trained on, the next that is loaded ahead, and one that a slow learner is still in
+_MICRO_BATCHES_PER_BUCKET = 4  # with fewer, small sets would have needlessly small batches
+_MAX_SPLIT = 0.1  # fraction of micro-batches that may be split to complete groups of similar mini-batches
+_WINDOWS_KEPT = 3  # the current one, the next, which is loaded ahead, and one that a slow learner is still in
 _EPOCHS_KEPT = 2
 
 K = TypeVar("K", bound=Hashable)
@@ -35,40 +35,44 @@ class BatchConfig(Config):
     """How utterances are grouped; the `batches:` section of a recipe."""
 
     max_duration: float = Field(
-        default=60.0, gt=0, description="seconds of audio in a micro-batch, padding included: what is in memory at once"
+        default=60.0,
+        gt=0,
+        description="maximum seconds of audio in a micro-batch, with padding; limits memory use",
     )
-    accumulate: int = Field(default=1, ge=1, description="micro-batches whose gradients form one mini-batch")
-    num_buckets: int = Field(default=20, ge=1, description="groups of similar duration that batches are drawn from")
-    window: int = Field(default=10, ge=1, description="shards that are open, and shuffled together, at a time")
+    accumulate: int = Field(
+        default=1, ge=1, description="micro-batches per mini-batch, whose gradients are accumulated"
+    )
+    num_buckets: int = Field(default=20, ge=1, description="maximum number of groups of similar duration in a window")
+    window: int = Field(default=10, ge=1, description="shards that are open and shuffled together")
     similar: int = Field(
         default=8,
         ge=1,
-        description="mini-batches in a row that have similar durations, so that as many learners as this can step "
-        "together and hardly wait for each other",
+        description="consecutive mini-batches of similar duration, so that up to this many learners can step together "
+        "and hardly wait for each other",
     )
     weighting: Weighting = Field(
         default="batches",
-        description="how the mini-batches of learners that average their gradients count: batches, each alike; "
-        "utterances or frames, in proportion to how many it holds",
+        description="how mini-batches are weighted when learners average gradients: batches, equally; utterances or "
+        "frames, in proportion to their number",
     )
     num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         default="auto",
-        description="processes per learner that load batches ahead; 0: the learner loads; auto: chosen from the cores, "
-        "the learners on this machine, where the data are, and how much of them the budget allows",
+        description="loading processes per learner, which load batches ahead; 0: the learner loads them; auto: depends "
+        "on the cores, the learners on this machine, the location of the data and the budget",
     )
 
 
 class Windows(Protocol):
-    """An epoch in portions that are shuffled one by one; a pure function of epoch and number."""
+    """The parts of an epoch, each shuffled separately; a pure function of epoch and number."""
 
     def num_windows(self, epoch: int) -> int: ...
 
     def members(self, epoch: int, number: int) -> NDArray[np.int64]:
-        """Utterances of a window, in any order; one that is drawn twice is there twice."""
+        """The utterances of a window, in any order; one that is drawn twice occurs twice."""
 
 
 class ShardWindows:
-    """All shards of a set in random order, in windows of at most so many; every utterance once an epoch.
+    """All shards of a set in random order, in windows of at most `most_shards`; each utterance once per epoch.
 
     `shards` (`[N]`, ascending) is the shard of each utterance.
     """
@@ -89,7 +93,7 @@ class ShardWindows:
 
 
 def shard_bounds(shards: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Where each shard begins among the utterances, and the end: `[S + 1]` of `shards` `[N]`, ascending."""
+    """The first utterance of each shard, and the number of utterances: `[S + 1]`, from `shards` `[N]`, ascending."""
     changes = np.diff(shards)
     if len(changes) and changes.min() < 0:
         raise DataError("the utterances of a set are not in the order of their shards; prepare it again")
@@ -97,17 +101,17 @@ def shard_bounds(shards: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 class Planner:
-    """Plans the epochs of a set; a pure function of what it is made with.
+    """Plans the epochs of a set; a pure function of the constructor's arguments.
 
-    `durations` (`[N]`, seconds) and `shards` (`[N]`, ascending: the shard of each utterance) belong to the set.
-    Without a mixture, every utterance is in exactly one micro-batch of each epoch, and a window is `config.window`
-    shards at most. With one, an epoch holds what the mixture draws (see `starling.speech.mixture`).
+    `durations` (`[N]`, seconds) and `shards` (`[N]`, ascending: the shard of each utterance) describe the set. Without
+    a mixture, each utterance is in exactly one micro-batch per epoch, and a window has at most `config.window` shards.
+    With a mixture, an epoch contains the data that it draws (see `starling.speech.mixture`).
 
-    In a window, utterances are sorted by duration into buckets and dealt at random, bucket by bucket, to
-    micro-batches. A micro-batch, counted with its padding, stays within `max_duration` unless it is one longer
-    utterance, or the window has so few utterances that it must be merged to fill `accumulate`. Each mini-batch has
-    `accumulate` micro-batches (fewer in a window of fewer utterances). Groups of `similar` mini-batches come in
-    random order; what does not fill a group ends the window. Raises DataError for a set without utterances.
+    In a window, utterances are sorted by duration into buckets, and those of a bucket are assigned to micro-batches at
+    random. A micro-batch with its padding is at most `max_duration` long, unless it consists of one longer utterance,
+    or the window has too few utterances to fill `accumulate` without merging. Each mini-batch has `accumulate`
+    micro-batches (fewer if the window has fewer utterances). Groups of `similar` mini-batches are in random order;
+    mini-batches that do not fill a group come last. Raises DataError for a set without utterances.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class Planner:
         mixture: Mixture | None = None,
     ) -> None:
         if not len(durations):
-            raise DataError("there are no utterances to plan an epoch of; check the training set")
+            raise DataError("there are no utterances to plan an epoch with; check the training set")
         self._durations = durations
         self._config = config
         self._seed = seed
@@ -130,15 +134,15 @@ class Planner:
         self._plans = _Recent[tuple[int, int], list[MiniBatch]](_WINDOWS_KEPT)
 
     def epoch(self, epoch: int) -> "EpochPlan":
-        """The plan of an epoch; its windows are planned when they are asked for."""
+        """The plan of an epoch; each window is planned when it is first needed."""
         return self._epochs.get(epoch, lambda: EpochPlan(self, epoch))
 
     def num_windows(self, epoch: int) -> int:
-        """Windows of an epoch."""
+        """The number of windows in an epoch."""
         return self._windows.num_windows(epoch)
 
     def count(self, epoch: int, window: int) -> int:
-        """Mini-batches of a window."""
+        """The number of mini-batches in a window."""
         members = self._windows.members(epoch, window)
         return _Dealing(self._durations[members], self._config).num_batches
 
@@ -179,7 +183,7 @@ class EpochPlan:
 
 @dataclass
 class Bucket:
-    """Utterances of similar duration, and the number of micro-batches they are dealt to."""
+    """Utterances of similar duration, and the number of micro-batches they are divided into."""
 
     members: NDArray[np.int64]
     longest: float
@@ -190,7 +194,8 @@ class Bucket:
 
 
 class _Dealing:
-    """How many utterances (`durations` `[n]`, seconds) share micro-batches; known before chance says which."""
+    """The sizes of a window's micro-batches, which depend on `durations` (`[n]`, seconds) only, and their random
+    division into mini-batches."""
 
     def __init__(self, durations: NDArray[np.float32], config: BatchConfig) -> None:
         self.accumulate = max(1, min(config.accumulate, len(durations)))
@@ -200,7 +205,7 @@ class _Dealing:
         buckets = fill_buckets(durations, config)
         groups = sum(bucket.groups for bucket in buckets)
         whole = _next_multiple(groups, self.accumulate * config.similar)
-        if whole > min(len(durations), groups * (1 + _MOST_SPLIT)):
+        if whole > min(len(durations), groups * (1 + _MAX_SPLIT)):
             whole = _next_multiple(groups, self.accumulate)
         if whole > len(durations):
             longest, groups = buckets[-1].longest, len(durations) // self.accumulate * self.accumulate
@@ -214,7 +219,7 @@ class _Dealing:
         return sum(bucket.groups for bucket in self.buckets) // self.accumulate
 
     def deal(self, generator: np.random.Generator) -> list[MiniBatch]:
-        """Mini-batches from the shortest to the longest utterances."""
+        """Random mini-batches, ordered from the shortest to the longest utterances."""
         micro_batches: MiniBatch = []
         for bucket in self.buckets:
             micro_batches += np.array_split(generator.permutation(bucket.members), bucket.groups)
@@ -222,7 +227,7 @@ class _Dealing:
 
 
 def fill_buckets(durations: NDArray[np.float32], config: BatchConfig) -> list[Bucket]:
-    """Buckets of about equal total duration, shortest first, each with as many groups as it needs."""
+    """Buckets of about equal total duration, shortest utterances first, each with the number of groups it needs."""
     order = np.argsort(durations, kind="stable")
     ends = np.cumsum(durations[order], dtype=np.float64)
     total = float(ends[-1])
@@ -238,7 +243,7 @@ def fill_buckets(durations: NDArray[np.float32], config: BatchConfig) -> list[Bu
 
 
 def _split_longest(buckets: list[Bucket], times: int) -> None:
-    """Split the groups that are longest in turn, so many times."""
+    """Split the longest group `times` times."""
     splittable = [
         (-bucket.duration_of_a_group(), number)
         for number, bucket in enumerate(buckets)
@@ -254,10 +259,8 @@ def _split_longest(buckets: list[Bucket], times: int) -> None:
 
 
 def in_similar_groups(count: int, size: int, generator: np.random.Generator) -> list[int]:
-    """Numbers below `count` in random order, but neighbours stay in groups of `size`; what is over comes last.
-
-    Which neighbours are over is random too: the end of a window is not always made of its longest utterances.
-    """
+    """Numbers below `count` in random order, in which groups of `size` neighbours stay together. The remainder comes
+    last; it is chosen at random, so that a window does not always end with its longest utterances."""
     whole, over = divmod(count, size)
     cut = int(generator.integers(whole + 1)) * size
     groups = np.delete(np.arange(count), np.s_[cut : cut + over]).reshape(whole, size)
@@ -270,7 +273,7 @@ def _next_multiple(number: int, of: int) -> int:
 
 
 class _Recent(Generic[K, V]):
-    """The last few values that were asked for."""
+    """A cache of the most recently used values."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -1,4 +1,4 @@
-"""From a corpus to prepared sets: checked, filtered, resampled, and written as Shar shards."""
+"""Prepares the sets of a corpus: checks, filters and resamples utterances, and writes them as Shar shards."""
 
 import fcntl
 import json
@@ -22,18 +22,18 @@ from starling.speech.shards import REMOTE
 from starling.speech.store import SpeechSet
 from starling.speech.usable import NO_SPEAKER
 
-_MOST_SHOWN = 5  # settings that have changed
+_MAX_SHOWN = 5  # changed settings
 
 
 @dataclass(frozen=True)
 class Summary:
-    """All prepared sets of a recipe, and which of them this call wrote."""
+    """All prepared sets of a recipe, and the names of those that this call wrote."""
 
     folder: Path
     sets: tuple[SetSummary, ...]
     written: tuple[str, ...]
     without_speakers: tuple[str, ...] = ()
-    """Those just written in which no utterance has a speaker."""
+    """The written sets in which no utterance has a speaker."""
 
 
 def prepare(
@@ -42,19 +42,18 @@ def prepare(
     executor: Executor | None = None,
     overwrite: bool = False,
 ) -> Summary:
-    """Prepare the sets that the recipe uses; sets that are there already, made from the same settings, are kept.
+    """Prepare the sets that the recipe uses. Existing sets with the same settings are kept.
 
-    A set in the folder that was made from other settings is replaced only with `overwrite`.
+    An existing set with other settings is replaced only with `overwrite`. With `remote`, only the indexes of the sets
+    are fetched.
 
-    A set is made in `<set>.partial`, shard by shard, and renamed when it is complete. What a call that failed or was
-    killed has finished is not done again, and the bytes of a set depend neither on that nor on the executor,
-    which says where shards are made (default: here, one after the other). Two calls at once take turns.
-    Of sets with `remote` only the index is fetched.
+    A set is made in `<set>.partial`, shard by shard, and renamed when it is complete. After a failed call, the next one
+    continues from the finished shards. The executor determines where shards are made (default: in this process, one
+    after another); it does not affect the bytes of a set, nor does an interruption. Concurrent calls take turns.
 
     Raises:
-        ConfigError: the folder holds sets made from other settings, and `overwrite` is off; nothing was changed.
-        DataError: the corpus is missing or wrong, naming the utterance or file; nothing half-written remains
-            that looks finished.
+        ConfigError: The folder contains sets with other settings, and `overwrite` is off; nothing was changed.
+        DataError: The corpus is missing or invalid; the message names the utterance or file.
     """
     report = progress or (lambda name, done, total: None)
     with _locked(config.folder):
@@ -81,7 +80,7 @@ def describe(summary: Summary) -> str:
     """One line for each set: utterances, hours, speakers, rate, and what was dropped."""
     lines = []
     for each in summary.sets:
-        state = "written" if each.name in summary.written else "there already"
+        state = "written" if each.name in summary.written else "kept"
         line = (
             f"{each.name}: {_number(each.utterances, 'utterance')}, {each.hours:.2f} h, "
             f"{_number(each.speakers, 'speaker')}, "
@@ -93,9 +92,9 @@ def describe(summary: Summary) -> str:
         lines.append(line)
     if summary.without_speakers:
         lines.append(
-            f"warning: {', '.join(summary.without_speakers)}: the corpus names no speakers, so that all utterances "
-            "count as one speaker's, and nothing tells whether training and test share any; name them (in utt2spk of a "
-            "Kaldi folder, in `speaker` of other manifests)"
+            f"warning: {', '.join(summary.without_speakers)}: the corpus names no speakers, so all utterances count as "
+            "one speaker's, and an overlap of speakers between training and test cannot be detected; name the speakers "
+            "(in utt2spk of a Kaldi folder, in `speaker` of other manifests)"
         )
     return "\n".join(lines)
 
@@ -122,7 +121,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _finished_digest(folder: Path) -> str | None:
-    """Digest of a set that was prepared here and opens without complaint, or None."""
+    """The digest of a set that was prepared here and can be opened; otherwise None."""
     if (folder / REMOTE).exists():
         return None
     try:
@@ -132,7 +131,7 @@ def _finished_digest(folder: Path) -> str | None:
 
 
 def _check_nothing_is_lost(config: DataConfig, missing: Sequence[str]) -> None:
-    """Raises ConfigError if one of the sets that are to be prepared would replace one made from other settings."""
+    """Raise ConfigError if a set to be prepared would replace one with other settings."""
     found: dict[str, list[str]] = {}
     for name in missing:
         folder = config.set_folder(name)
@@ -140,19 +139,19 @@ def _check_nothing_is_lost(config: DataConfig, missing: Sequence[str]) -> None:
         if recorded is not None:
             found[name] = setting_differences(name, recorded, set_settings(config, name))
         elif _finished_digest(folder) is not None:
-            found[name] = ["other settings, which that version of Starling did not record"]
+            found[name] = ["other settings, which were not recorded"]
     changed = [name for name, changes in found.items() if changes]
     if changed:
         changes = list(dict.fromkeys(change for name in changed for change in found[name]))
-        more = f" and {len(changes) - _MOST_SHOWN} more" if len(changes) > _MOST_SHOWN else ""
+        more = f" and {len(changes) - _MAX_SHOWN} more" if len(changes) > _MAX_SHOWN else ""
         raise ConfigError(
-            f"{config.folder}: {', '.join(changed)} prepared with {', '.join(changes[:_MOST_SHOWN])}{more}; set "
-            "data.folder to another folder, or replace what is there with `starling prepare RECIPE --overwrite`"
+            f"{config.folder}: {', '.join(changed)} prepared with {', '.join(changes[:_MAX_SHOWN])}{more}; set "
+            "data.folder to another folder, or replace these sets with `starling prepare RECIPE --overwrite`"
         )
 
 
 def _recorded_settings(folder: Path) -> Any:
-    """The settings that a set was prepared from here, or None if they are not known."""
+    """The recorded settings of a set that was prepared here; None if they are unknown."""
     if (folder / REMOTE).exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""A recogniser: network, tokens and features together, as one saves, loads and uses them."""
+"""A recogniser: network, tokens and features, which are saved, loaded and used together."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -26,18 +26,18 @@ _WEIGHTS_FILE = "model.safetensors"
 
 
 class _Description(Config):
-    """What `config.json` of a saved recogniser holds."""
+    """The contents of a saved recogniser's `config.json`."""
 
     format: int
     sampling_rate: int = Field(gt=0)
     features: FeatureConfig
     model: ModelConfig
     vocab_size: int = Field(ge=2)
-    sha256: dict[str, str]  # of every other file, by name
+    sha256: dict[str, str]  # of each other file, by name
 
 
 class Recogniser:
-    """Waveforms in, text out."""
+    """Transcribes waveforms."""
 
     def __init__(self, model: nn.Module, model_config: ModelConfig, features: LogMel, tokenizer: Tokenizer) -> None:
         self.model = model
@@ -47,14 +47,14 @@ class Recogniser:
 
     @classmethod
     def create(cls, model_config: ModelConfig, features: LogMel, tokenizer: Tokenizer, seed: int) -> Self:
-        """A recogniser with fresh weights."""
+        """A recogniser with randomly initialised weights."""
         model = build_model(model_config, features.num_features, tokenizer.vocab_size, seed)
         return cls(model, model_config, features, tokenizer)
 
     def save(self, folder: Path) -> None:
-        """Write `config.json`, `model.safetensors` and the tokens into `folder`, which is made if missing.
+        """Write `config.json`, `model.safetensors` and the tokens to `folder`, which is created if it is missing.
 
-        Only a folder that is not in use may be given: files are replaced one after the other.
+        The folder must not be in use, because files are replaced one after another.
         """
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
@@ -73,9 +73,9 @@ class Recogniser:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """The recogniser that `save` wrote.
+        """Load a recogniser that `save` wrote.
 
-        Raises CheckpointError, naming the file, for one that is missing, damaged or doesn't fit the others.
+        Raises CheckpointError, naming the file, if a file is missing, damaged or inconsistent with the others.
         """
         description = _read_description(folder)
         for name, digest in description.sha256.items():
@@ -83,7 +83,7 @@ class Recogniser:
         tokenizer = load_tokenizer(folder)
         if tokenizer.vocab_size != description.vocab_size:
             raise CheckpointError(
-                f"{folder}: the tokens make {tokenizer.vocab_size} outputs, {_CONFIG_FILE} says "
+                f"{folder}: the tokens need {tokenizer.vocab_size} outputs, but {_CONFIG_FILE} has "
                 f"{description.vocab_size}: the files belong to different recognisers"
             )
         features = LogMel(description.features, description.sampling_rate)
@@ -94,7 +94,7 @@ class Recogniser:
     def transcribe(self, waveform: np.ndarray | torch.Tensor, rate: int) -> str:
         """The text of one recording, `[T]` or `[channels, T]` (averaged), sampled at `rate` Hz.
 
-        Raises DataError for audio that is empty, shorter than a window, or not finite.
+        Raises DataError for audio that is empty, shorter than one window or not finite.
         """
         return self.transcribe_batch([waveform], rate)[0]
 
@@ -113,7 +113,7 @@ class Recogniser:
     ) -> dict[str, str]:
         """The text of every utterance of a set, by id, in batches of at most `max_duration` padded seconds.
 
-        `progress` is told the number of utterances done and their total.
+        `progress` is called with the number of utterances done and the total.
         """
         texts: dict[str, str] = {}
         for indices in _by_duration(speech_set.durations, max_duration):
@@ -149,7 +149,7 @@ class Recogniser:
         tensor = tensor.float()
         mono = tensor.mean(0) if tensor.ndim == 2 else tensor
         if not bool(torch.isfinite(mono).all()):
-            raise DataError("the audio holds samples that are not finite (NaN or infinity): decode it again")
+            raise DataError("the audio contains samples that are not finite (NaN or infinity): decode it again")
         return resample(mono[None], rate, self.features.sampling_rate)[0]
 
     def _load_weights(self, path: Path) -> None:
@@ -160,7 +160,7 @@ class Recogniser:
         stored = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
         wanted = self.model.state_dict()
         problems = [f"{name} is missing" for name in sorted(wanted.keys() - stored.keys())]
-        problems += [f"{name} is not of this model" for name in sorted(stored.keys() - wanted.keys())]
+        problems += [f"{name} does not belong to this model" for name in sorted(stored.keys() - wanted.keys())]
         problems += [
             f"{name} has shape {list(stored[name].shape)} and dtype {stored[name].dtype}, the model "
             f"{list(wanted[name].shape)} and {wanted[name].dtype}"
@@ -196,12 +196,12 @@ def _read_description(folder: Path) -> _Description:
             )
         if isinstance(version, int) and version < _FORMAT:
             raise CheckpointError(
-                f"{path} has format {version} and was written before Starling 0.2, which reads format {_FORMAT}: train "
-                "again, or use the version that wrote it"
+                f"{path} has format {version}, which only versions before Starling 0.2 read: train again, or use the "
+                "version that wrote it"
             )
         return _Description.model_validate(content)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {folder} holds no finished recogniser") from None
+        raise CheckpointError(f"{path} is missing: {folder} contains no complete recogniser") from None
     except (OSError, ValueError, ValidationError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -209,7 +209,7 @@ def _read_description(folder: Path) -> _Description:
 def _verify(folder: Path, name: str, digest: str) -> None:
     path = folder / name
     if Path(name).name != name:
-        raise CheckpointError(f"{folder / _CONFIG_FILE} lists {name!r}, which is not the name of a file beside it")
+        raise CheckpointError(f"{folder / _CONFIG_FILE} lists {name!r}, which is not a file name in this folder")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing or not a file")
     if sha256(path) != digest:

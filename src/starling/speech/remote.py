@@ -1,4 +1,4 @@
-"""Prepared sets in an object store: the index is fetched once, the audio is read from there by byte ranges."""
+"""Prepared sets in an object store: the index is fetched once, and audio is read from the store by byte ranges."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from starling.speech.set_summary import INDEX_FILES, SetSummary, parse_summary
 from starling.speech.shards import REMOTE
 from starling.speech.store import SpeechSet
 
-_LISTED = ("dropped.tsv",)  # fetched where it is there
+_LISTED = ("dropped.tsv",)  # fetched if it exists
 
 
 def fetch_sets(
@@ -24,14 +24,14 @@ def fetch_sets(
     sampling_rate: int,
     progress: Callable[[str, int, int], None],
 ) -> list[str]:
-    """Have the index of each set of `address` in `<folder>/<name>`; the names of those that were not there yet.
+    """Fetch the index of each set at `address` to `<folder>/<name>`. Returns the names of the sets that were fetched.
 
-    `address` holds what `starling prepare` wrote, copied there as it is, e.g. s3://bucket/corpus. Their settings are
-    those they were prepared with; only the sampling rate, in Hz, must be the recipe's.
+    `address`, e.g. s3://bucket/corpus, is a copy of a folder that `starling prepare` wrote. Of the sets' settings only
+    the sampling rate, in Hz, must be that of the recipe.
 
     Raises:
-        DataError: a set or a shard is missing, incomplete or of another size, access is refused, or the store does
-            not answer.
+        DataError: A set or shard is missing, incomplete or of another size, access is refused, or the store does not
+            respond.
     """
     written = []
     for name in names:
@@ -42,19 +42,19 @@ def fetch_sets(
         final = folder / name
         if (final / "shar").exists():
             raise DataError(
-                f"{final}: holds a set that was prepared on this machine; set data.folder to another place for the one "
-                f"at {objects.address}, or remove data.remote"
+                f"{final}: contains a set that was prepared on this machine; set data.folder to another folder for the "
+                f"set at {objects.address}, or remove data.remote"
             )
         if not _is_there(final, text, where):
             _fetch(objects, text, where, final, partial(progress, name))
             if SpeechSet.open(final).summary != summary:
-                raise DataError(f"{objects.address}: has changed while it was fetched; run the command again")
+                raise DataError(f"{objects.address}: changed while it was fetched; run the command again")
             written.append(name)
     return written
 
 
 def _checked_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> SetSummary:
-    """The summary of a set whose shards all have their size."""
+    """The summary of a set, after checking the sampling rate and the sizes of all shards."""
     try:
         summary = parse_summary(text, objects.address)
     except (ValueError, KeyError, TypeError) as error:
@@ -76,16 +76,16 @@ def _checked_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> 
 
 
 def _check_opens(aside: Path, objects: ObjectFolder) -> None:
-    """DataError that names the store, not the copy, when what was fetched from it is damaged."""
+    """Raise a DataError that names the store, not the local copy, if the fetched index is damaged."""
     try:
         SpeechSet.open(aside)
     except DataError as error:
         found = str(error).partition(";")[0].replace(str(aside), objects.address)
-        raise DataError(f"{found}; the set there is damaged: copy it there again") from error
+        raise DataError(f"{found}; the set in the store is damaged: copy it again") from error
 
 
 def _is_there(folder: Path, summary: bytes, where: dict[str, object]) -> bool:
-    """Whether a set was fetched from the same place before, and opens without complaint."""
+    """Whether a set was fetched from the same address before, and can be opened."""
     try:
         same = (folder / "summary.json").read_bytes() == summary
         same = same and json.loads((folder / REMOTE).read_text(encoding="utf-8")) == where
@@ -101,7 +101,7 @@ def _fetch(
     final: Path,
     report: Callable[[int, int], None],
 ) -> None:
-    """Write everything but the shards beside `final`, and rename it when it is complete."""
+    """Fetch everything except the shards into a folder next to `final`, and rename it when it is complete."""
     aside = final.with_name(f"{final.name}.partial")
     files = [f"index/{name}" for name in INDEX_FILES] + [name for name in _LISTED if name in objects.sizes()]
     try:

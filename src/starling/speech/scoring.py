@@ -1,4 +1,4 @@
-"""Error rates as speech people write them, and the files that show every error."""
+"""Error rates in the usual formats, and files that list all errors."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -9,10 +9,10 @@ import kaldialign
 
 from starling.errors import DataError
 
-_NOTHING = " "  # stands for "no word here" in an alignment; no word and no pair of words holds a space alone
+_NOTHING = " "  # stands for a missing word in an alignment; no word is a single space
 _REPLICATIONS = 2000
 
-Alignment = list[tuple[str, str]]  # (reference word, recognised word), `_NOTHING` where there is none
+Alignment = list[tuple[str, str]]  # (reference word, recognised word), or `_NOTHING` for a missing one
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class ErrorCounts:
 
     @property
     def errors(self) -> int:
-        """All errors."""
+        """The number of errors."""
         return self.insertions + self.deletions + self.substitutions
 
     @property
     def rate(self) -> float:
-        """Errors per 100 reference words or characters; infinite when there are none but errors."""
+        """Errors per 100 reference words or characters; infinite for errors without any reference."""
         if self.reference:
             return 100.0 * self.errors / self.reference
         return float("inf") if self.errors else 0.0
@@ -42,10 +42,10 @@ class Score:
     """The result of one test set."""
 
     words: ErrorCounts
-    characters: ErrorCounts  # spaces count
+    characters: ErrorCounts  # including spaces
     sentences: int
     wrong_sentences: int
-    interval: tuple[float, float] | None  # 95 % bootstrap interval of the WER, per cent; None: too few words
+    interval: tuple[float, float] | None  # 95 % bootstrap interval of the WER, per cent; None: cannot be estimated
     missing: tuple[str, ...]  # utterances without a hypothesis, counted as deletions
 
     @property
@@ -60,11 +60,11 @@ class Score:
 
     @property
     def ser(self) -> float:
-        """Share of sentences with an error, in per cent."""
+        """Sentence error rate in per cent."""
         return 100.0 * self.wrong_sentences / self.sentences
 
     def lines(self) -> list[str]:
-        """Kaldi's lines: %WER, with the interval behind it, %SER and %CER."""
+        """The lines %WER, with its interval, %SER and %CER, in Kaldi's format."""
         interval = "" if self.interval is None else f" 95% interval {self.interval[0]:.2f} - {self.interval[1]:.2f}"
         lines = [
             _kaldi_line("WER", self.words) + interval,
@@ -73,14 +73,14 @@ class Score:
         ]
         if self.missing:
             shown = ", ".join(self.missing[:5]) + (", ..." if len(self.missing) > 5 else "")
-            lines.append(f"{len(self.missing)} utterances have no hypothesis, counted as deletions: {shown}")
+            lines.append(f"{len(self.missing)} utterances without a hypothesis are counted as deletions: {shown}")
         return lines
 
 
 def score(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> Score:
-    """Compare texts by utterance id; errors are summed over the set, never averaged over utterances.
+    """Compare texts by utterance id. Errors are summed over the set, not averaged over utterances.
 
-    Raises DataError when there is nothing to score, or a hypothesis belongs to no reference.
+    Raises DataError if there are no references, or a hypothesis has no reference.
     """
     missing = _check(references, hypotheses)
     references_words = [text.split() for text in references.values()]
@@ -100,19 +100,19 @@ def score(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> Score
 
 
 def line_of_unseen(references: Mapping[str, str], hypotheses: Mapping[str, str], seen: Collection[str]) -> str | None:
-    """The %WER line without the utterances that have a near-duplicate in training; None where there are none."""
+    """The %WER line without the utterances that have a near-duplicate in training; None if there are none."""
     unseen = {name: text for name, text in references.items() if name not in seen}
     without = len(references) - len(unseen)
     if not without:
         return None
     if not unseen:
-        return f"all {without} utterances have a near-duplicate in training: none is left to score without"
+        return f"all {without} utterances have a near-duplicate in training, so there is no score without these"
     result = score(unseen, {name: text for name, text in hypotheses.items() if name in unseen})
     return f"{result.lines()[0]}, without {without} utterances that have a near-duplicate in training"
 
 
 def align(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[str, Alignment]:
-    """The word alignment of every utterance; an utterance without a hypothesis is all deletions."""
+    """The word alignment of each utterance; without a hypothesis, all its words are deletions."""
     return {
         name: kaldialign.align(text.split(), hypotheses.get(name, "").split(), _NOTHING)
         for name, text in references.items()
@@ -127,10 +127,10 @@ def write_score_files(
     normaliser: str,
     remarks: Sequence[str] = (),
 ) -> Score:
-    """Score a set and write `recogs-`, `errs-` and `wer-summary-<set_name>.txt` into `folder`.
+    """Score a set and write `recogs-`, `errs-` and `wer-summary-<set_name>.txt` to `folder`.
 
-    `normaliser` names what was done to the texts before; `remarks` stand below the scores. Raises DataError as
-    `score` does.
+    `normaliser` is the name of the text normaliser; `remarks` are written after the scores. Raises DataError for the
+    same reasons as `score`.
     """
     result = score(references, hypotheses)
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,8 +152,8 @@ def _check(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> tupl
     unknown = sorted(hypotheses.keys() - references.keys())
     if unknown:
         raise DataError(
-            f"{len(unknown)} hypotheses belong to no utterance of the set, such as {unknown[0]!r}: "
-            "they were made for another set"
+            f"{len(unknown)} hypotheses, such as {unknown[0]!r}, do not belong to an utterance of the set: they were "
+            "made for another set"
         )
     return tuple(name for name in references if name not in hypotheses)
 
@@ -169,7 +169,7 @@ def _count(references: Sequence[list[str]], hypotheses: Sequence[list[str]]) -> 
 
 def _interval(references: list[list[str]], hypotheses: list[list[str]]) -> tuple[float, float] | None:
     if len(references) < 2 or not all(references):
-        return None  # a resample could hold no reference word at all
+        return None  # a resample could have no reference words
     result = kaldialign.bootstrap_wer_ci(references, hypotheses, replications=_REPLICATIONS)
     return max(0.0, 100.0 * result["ci95min"]), 100.0 * result["ci95max"]
 
@@ -182,7 +182,7 @@ def _kaldi_line(name: str, counts: ErrorCounts) -> str:
 
 
 def _error_lines(alignments: Mapping[str, Alignment]) -> list[str]:
-    """The sections of an `errs-` file, in the order and with the titles of icefall."""
+    """The sections of an `errs-` file, in icefall's order and with its titles."""
     pairs = Counter(pair for alignment in alignments.values() for pair in alignment)
     wrong = [(count, *pair) for pair, count in pairs.items() if pair[0] != pair[1]]
     wrong.sort(key=lambda each: (-each[0], each[1:]))

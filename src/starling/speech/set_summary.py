@@ -1,4 +1,4 @@
-"""What a prepared set says of itself, and files of it that are what they should be before they are read."""
+"""The summary of a prepared set, and checks of a set's files before they are read."""
 
 import json
 import math
@@ -25,18 +25,18 @@ NUMBERS = {
     "sizes": "i4",
     "checks": "u4",
 }
-"""Arrays [N] of the index, and their types."""
+"""The arrays [N] of the index, and their types."""
 TEXTS = ("ids", "texts", "speakers")
 ARRAYS = NUMBERS | dict.fromkeys(TEXTS, "u1") | {f"{name}_ends": "i8" for name in TEXTS}
 INDEX_FILES = tuple(f"{name}.npy" for name in ARRAYS)
-"""In the folder `index` of every prepared set."""
+"""The files in the folder `index` of a prepared set."""
 _MAX_BYTES = 64 << 20
 _SHARD_NAME = re.compile(r"recording\.[0-9]{6,12}\.tar")
 
 
 @dataclass(frozen=True)
 class SetSummary:
-    """What one prepared set holds. `dropped` counts utterances, `dropped_seconds` their audio where known."""
+    """The contents of a prepared set. `dropped` counts utterances, `dropped_seconds` their audio, if it is known."""
 
     name: str
     utterances: int
@@ -49,16 +49,16 @@ class SetSummary:
     shards: tuple[Shard, ...]
     format: int = FORMAT
     files: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of every file of the index."""
+    """SHA-256 of each file of the index."""
     check: str = ""
-    """SHA-256 of all the rest of this."""
+    """SHA-256 of all other fields."""
 
     @property
     def hours(self) -> float:
         return self.seconds / 3600
 
     def signed(self) -> "SetSummary":
-        """The same with the SHA-256 of it."""
+        """A copy with `check` set."""
         return replace(self, check=self._check())
 
     def _check(self) -> str:
@@ -67,7 +67,7 @@ class SetSummary:
         return digest(content)
 
     def problem(self) -> str | None:
-        """What cannot be, or None."""
+        """A message if the summary is invalid; otherwise None."""
         numbers = (self.utterances, self.speakers, self.dropped, *(shard.num_bytes for shard in self.shards))
         names = [shard.file for shard in self.shards]
         bad = next((name for name in names if not _SHARD_NAME.fullmatch(name)), None)
@@ -76,13 +76,13 @@ class SetSummary:
         if len(set(names)) < len(names):
             return f"it lists {next(name for name in names if names.count(name) > 1)} twice"
         if min(numbers) < 0 or max(numbers) >= 1 << 62 or not 1000 <= self.sampling_rate <= 192_000:
-            return "its numbers are impossible"
+            return "its numbers are out of range"
         if not (math.isfinite(self.seconds) and math.isfinite(self.dropped_seconds)):
             return "its numbers are not finite"
         if self.files.keys() != set(INDEX_FILES):
             return f"its index has the files {', '.join(self.files)[:200]}"
         if self.check != self._check():
-            return "its SHA-256 is not the one in itself"
+            return "its contents do not match its SHA-256"
         return None
 
 
@@ -90,11 +90,11 @@ _SUMMARY = TypeAdapter(SetSummary)
 
 
 def parse_summary(text: bytes, folder: str) -> SetSummary:
-    """The summary of the prepared set in `folder`, from its text.
+    """Parse the summary of the prepared set in `folder`.
 
     Raises:
-        DataError: another format.
-        ValueError: no summary, or one that cannot be.
+        DataError: The summary has another format.
+        ValueError: The text is not a valid summary.
     """
     if len(text) > _MAX_BYTES:
         raise ValueError(f"it has more than {_MAX_BYTES} bytes")
@@ -103,10 +103,10 @@ def parse_summary(text: bytes, folder: str) -> SetSummary:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(fields, dict) or "format" not in fields:
-        raise ValueError("it does not say its format")
+        raise ValueError("it has no format number")
     if fields["format"] != FORMAT:
         raise DataError(
-            f"{folder}: prepared data of format {str(fields['format'])[:20]}, this version reads format {FORMAT}; "
+            f"{folder}: prepared data with format {str(fields['format'])[:20]}, this version reads format {FORMAT}; "
             f"remove the folder and run `starling prepare` again"
         )
     try:
@@ -120,10 +120,10 @@ def parse_summary(text: bytes, folder: str) -> SetSummary:
 
 
 def read_summary(folder: Path) -> SetSummary:
-    """The summary of a prepared set.
+    """Read the summary of a prepared set.
 
     Raises:
-        DataError: the folder is missing, incomplete, or was written by another version.
+        DataError: The folder is missing, incomplete, or was written by an incompatible version.
     """
     path = folder / "summary.json"
     if not path.exists():
@@ -140,22 +140,22 @@ def read_summary(folder: Path) -> SetSummary:
 
 
 def checked_file(folder: Path, name: str) -> Path:
-    """A file of a prepared set.
+    """The path of a file of a prepared set.
 
     Raises:
-        DataError: a pipe or a device, or a link that leads out of the set.
-        OSError: it is missing.
+        DataError: It is not a regular file, or is a link to a file outside the set.
+        OSError: It is missing.
     """
     path = folder / name
     if not stat.S_ISREG(path.stat().st_mode):
         raise DataError(f"{path}: not a regular file; remove {folder} and run `starling prepare RECIPE` again")
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"{path}: a link that leads out of the prepared set; put the file itself there")
+        raise DataError(f"{path}: a link that leads out of the prepared set; replace it by the file")
     return path
 
 
 def check_index(folder: Path, files: Mapping[str, str]) -> None:
-    """Raise DataError, naming the file, when one of the index is not what it was when it was written."""
+    """Raise DataError, naming the file, if a file of the index does not match its SHA-256."""
     for name, expected in files.items():
         try:
             found = sha256(checked_file(folder, f"index/{name}"))

@@ -1,4 +1,4 @@
-"""Writing a prepared set: shards, and the index over them, which `starling.speech.store` reads."""
+"""Writes a prepared set: shards, and their index, which `starling.speech.store` reads."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ from starling.speech.shards import Shard
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What one shard holds: for each utterance its names, and the place of its FLAC in the tar."""
+    """The index of one shard: the id, speaker and text of each utterance, and the location of its FLAC in the tar."""
 
     number: int
     audio_bytes: int
@@ -42,9 +42,9 @@ class ShardIndex:
 
     @property
     def files(self) -> tuple[tuple[str, int], ...]:
-        """The names of its files inside the folder `shar`, and the bytes that they must have; none where it is empty.
+        """The names and sizes in bytes of the shard's files in the folder `shar`; empty if it has no utterances.
 
-        A name follows from the number alone, so that shards can be written in any order.
+        Names depend on the shard's number only, so shards can be written in any order.
         """
         if not self.ids:
             return ()
@@ -52,19 +52,19 @@ class ShardIndex:
 
 
 def audio_file(number: int) -> str:
-    """The tar of a shard."""
+    """The name of a shard's tar."""
     return f"recording.{number:06d}.tar"
 
 
 def cuts_file(number: int) -> str:
-    """The cuts beside the tar."""
+    """The name of a shard's cuts manifest."""
     return f"cuts.{number:06d}.jsonl.gz"
 
 
 class ShardWriter:
-    """Writes one shard into a folder, the same bytes for the same utterances; of an empty one, no file.
+    """Writes one shard to a folder, with the same bytes for the same utterances. An empty shard has no files.
 
-    Audio is kept as 16-bit FLAC, so that 16-bit recordings come back to the bit.
+    Audio is stored as 16-bit FLAC, which is lossless for 16-bit recordings.
     """
 
     def __init__(self, folder: Path, number: int, sampling_rate: int) -> None:
@@ -84,7 +84,7 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # of a shard that is given up; `finish` has closed one that is not
+        with suppress(OSError):  # an abandoned shard; `finish` closes a complete one
             self._close()
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class ShardWriter:
         self._num_samples.append(len(quantised))
 
     def finish(self) -> ShardIndex:
-        """Have the shard on the disk, and say what it holds."""
+        """Write the shard to disk, and return its index."""
         self._close()
         if not self._ids:
             return ShardIndex(self._number, 0, 0)
@@ -158,7 +158,7 @@ class ShardWriter:
 
 
 class SpeechWriter:
-    """Writes one set into an empty folder, shard after shard; the set exists once `finish` has returned."""
+    """Writes one set to an empty folder, shard after shard; the set is complete once `finish` has returned."""
 
     def __init__(self, folder: Path, name: str, sampling_rate: int, shard_size: int = 1000) -> None:
         self._folder, self._name, self._sampling_rate, self._shard_size = folder, name, sampling_rate, shard_size
@@ -182,7 +182,7 @@ class SpeechWriter:
         self._shard.write(utterance_id, speaker, text, audio)
 
     def finish(self, digest: str, dropped: int = 0, dropped_seconds: float = 0.0) -> SetSummary:
-        """Write the index and, last, the summary."""
+        """Write the index and then the summary."""
         shards = [*self._shards, self._shard.finish()]
         return write_index(self._folder, self._name, self._sampling_rate, shards, digest, dropped, dropped_seconds)
 
@@ -191,7 +191,7 @@ class SpeechWriter:
 
 
 class _Strings:
-    """Strings as one block of UTF-8 bytes and the end of each in it."""
+    """Strings as one block of UTF-8 bytes and the end position of each string."""
 
     def __init__(self) -> None:
         self._block = bytearray()
@@ -210,7 +210,7 @@ class _Strings:
 
 
 class _Index:
-    """The arrays over all shards of a set."""
+    """The index arrays over all shards of a set."""
 
     def __init__(self) -> None:
         self.files: list[Shard] = []
@@ -241,7 +241,7 @@ class _Index:
         self.files.append(Shard(audio_file(shard.number), shard.audio_bytes))
 
     def save(self, folder: Path, sampling_rate: int) -> int:
-        """Write them; returns the number of samples in all."""
+        """Write the arrays; returns the total number of samples."""
         numbers = {name: np.concatenate(pieces) for name, pieces in self._pieces.items()}
         numbers["durations"] = (numbers["num_samples"] / sampling_rate).astype(np.float32)
         for name, array in numbers.items():
@@ -260,7 +260,7 @@ def write_index(
     dropped: int = 0,
     dropped_seconds: float = 0.0,
 ) -> SetSummary:
-    """Write the index over all shards of a set, in the order given, and, last, the summary."""
+    """Write the index over all shards of a set, in the given order, and then the summary."""
     index = _Index()
     for shard in shards:
         if shard.ids:

@@ -1,4 +1,4 @@
-"""The FLAC bytes of a prepared set's utterances: from shards on this machine's disks, or in an object store."""
+"""Reads the FLAC bytes of a prepared set's utterances from local shards or from an object store."""
 
 import json
 import os
@@ -13,19 +13,19 @@ from starling.speech.object_store import ObjectFolder, Range, StorageOptions
 
 MAX_OPEN_SHARDS = 64
 REMOTE = "remote.json"
-"""Beside the index of a set whose shards are elsewhere: {"address": folder of the shards, "options": fsspec's}."""
+"""A file in the folder of a set with remote shards: {"address": folder of the shards, "options": fsspec's}."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar of FLAC files and the size it must have."""
+    """A tar of FLAC files, and its size."""
 
     file: str
     num_bytes: int
 
 
 class Place(NamedTuple):
-    """Where an utterance's FLAC is."""
+    """The location of an utterance's FLAC: shard number, offset and size in bytes."""
 
     shard: int
     offset: int
@@ -33,26 +33,26 @@ class Place(NamedTuple):
 
 
 class Shards(Protocol):
-    """Reads utterances' bytes; picklable by nobody, made anew in each process."""
+    """Reads utterances' bytes. Not picklable: each process creates its own."""
 
     def check(self) -> None:
-        """Raise DataError if a shard is known to be missing or of another size."""
+        """Raise DataError if a local shard is missing or has another size."""
 
     def where(self, shard: int) -> str:
-        """The shard, for messages."""
+        """The path or address of a shard, for messages."""
 
     def remedy(self) -> str:
-        """What to do when something is wrong with them."""
+        """What to do about damaged shards, for messages."""
 
     def read(self, places: Sequence[Place]) -> list[bytes]:
-        """The bytes at some places, fewer where a shard ends before; DataError if a shard cannot be read."""
+        """The bytes at `places`, fewer if a shard ends earlier. DataError if a shard cannot be read."""
 
     def close(self) -> None:
-        """Let go of open files; they are opened again when needed."""
+        """Close open files; they are opened again when needed."""
 
 
 def open_shards(folder: Path, shards: Sequence[Shard]) -> Shards:
-    """The shards of the set in `folder`, wherever they are."""
+    """The shards of the set in `folder`, local or remote."""
     path = folder / REMOTE
     if not path.is_file():
         return LocalShards(folder, shards)
@@ -79,7 +79,7 @@ class LocalShards:
         for shard in self._shards:
             path = self._folder / "shar" / shard.file
             if path.is_symlink() and not path.resolve().is_relative_to(self._folder.resolve()):
-                raise DataError(f"{path}: a link that leads out of the prepared set; put the file itself there")
+                raise DataError(f"{path}: a link that leads out of the prepared set; replace it by the file")
             size = path.stat().st_size if path.is_file() else None
             if size != shard.num_bytes:
                 state = "is missing" if size is None else f"has {size} bytes, not {shard.num_bytes}"
@@ -117,9 +117,9 @@ class LocalShards:
 
 
 class RemoteShards:
-    """Tars in an object store; all utterances of a call are asked for at once, one range each.
+    """Tars in an object store. All utterances of a call are requested concurrently, one range each.
 
-    Their sizes were checked when the set's index was fetched; asking again in every process would cost a request each.
+    The sizes were checked when the set's index was fetched; checking again would need a request in every process.
     """
 
     def __init__(self, folder: Path, address: str, options: StorageOptions, shards: Sequence[Shard]) -> None:

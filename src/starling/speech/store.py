@@ -1,11 +1,11 @@
-"""A prepared set on disk: lhotse Shar shards, and an index beside them for random access.
+"""A prepared set on disk: lhotse Shar shards, and an index for random access.
 
-<folder>/summary.json                     what is inside; written last
-<folder>/dropped.tsv                      what was left out, and why
+<folder>/summary.json                     summary of the set; written last
+<folder>/dropped.tsv                      dropped utterances with the reasons
 <folder>/shar/cuts.000000.jsonl.gz        readable by `lhotse.CutSet.from_shar(in_dir=<folder>/shar)`
 <folder>/shar/recording.000000.tar        FLAC
-<folder>/index/*.npy                      ids, texts, speakers, durations, place of every FLAC in its shard
-<folder>/remote.json                      in place of shar/, when the shards are in an object store
+<folder>/index/*.npy                      ids, texts, speakers, durations, location of each FLAC in its shard
+<folder>/remote.json                      instead of shar/, if the shards are in an object store
 """
 
 import io
@@ -30,7 +30,7 @@ class _Strings:
         self._blob, self._ends = blob, ends
 
     def __getitem__(self, i: int) -> str:
-        """Raises ValueError when the block does not hold it."""
+        """String `i`. Raises ValueError if its bounds or its bytes are invalid."""
         start, end = int(self._ends[i - 1]) if i else 0, int(self._ends[i])
         if not 0 <= start <= end <= len(self._blob):
             raise ValueError(f"bytes {start} to {end} of {len(self._blob)}")
@@ -41,10 +41,10 @@ class _Strings:
 
 
 class SpeechSet:
-    """One prepared set, opened for random access; picklable, safe after a fork, not for several threads at once.
+    """One prepared set, opened for random access. It is picklable and safe after a fork, but not thread-safe.
 
-    Everything but the audio stays in memory-mapped arrays, so that processes share the pages. `open` compares them with
-    their digests, some 0.3 s for a million utterances; the copy for a worker does not do that again.
+    Everything except the audio is in memory-mapped arrays, which processes share. `open` verifies their digests, which
+    takes about 0.3 s for a million utterances; unpickling a copy in a worker does not repeat that.
     """
 
     name: str
@@ -67,17 +67,17 @@ class SpeechSet:
 
     @classmethod
     def open(cls, folder: Path) -> "SpeechSet":
-        """Open the set that `starling prepare` wrote in `folder`; its shards may be in an object store.
+        """Open the set that `starling prepare` wrote to `folder`; its shards may be in an object store.
 
         Raises:
-            DataError: the folder is missing or incomplete, a file of the index is not what was written, or a shard has
-                not the size it was written with.
+            DataError: The folder is missing or incomplete, a file of the index does not match its digest, or a local
+                shard has another size than when it was written.
         """
         return cls._opened(Path(folder), is_checked=False)
 
     @classmethod
     def _opened(cls, folder: Path, is_checked: bool = True) -> "SpeechSet":
-        """As `open`; another process of the run may have compared the index with its digests already."""
+        """As `open`. `is_checked` means that another process has already verified the digests."""
         summary = read_summary(folder)
         shards = open_shards(folder, summary.shards)
         shards.check()
@@ -118,10 +118,10 @@ class SpeechSet:
             ) from error
 
     def audio(self, index: int) -> NDArray[np.float32]:
-        """Samples of utterance `index`, [T], mono, in -1..1.
+        """The samples of utterance `index`, [T], mono, in -1..1.
 
         Raises:
-            DataError: the stored bytes are no longer the FLAC that was written.
+            DataError: The stored FLAC is damaged.
         """
         (samples,) = self.audios([index])
         if isinstance(samples, DataError):
@@ -129,16 +129,16 @@ class SpeechSet:
         return samples
 
     def audios(self, indices: Sequence[int]) -> list[NDArray[np.float32] | DataError]:
-        """Samples of several utterances, as `audio`; in the place of one that is damaged, the error that says so.
+        """The samples of several utterances, as by `audio`; a DataError in place of each damaged one.
 
-        From an object store all are fetched at once. Raises DataError when a shard as a whole cannot be read.
+        From an object store all are requested concurrently. Raises DataError if a shard cannot be read at all.
         """
         checked = [self._checked(index) for index in indices]
         encoded = self._shards.read([self._place(index) for index in checked])
         return [self._decoded(index, each) for index, each in zip(checked, encoded, strict=True)]
 
     def _place(self, index: int) -> Place:
-        """Where the audio is; some byte where the index leads behind the end of a shard."""
+        """The location of the audio; the shard's first byte if the index points beyond the end of the shard."""
         shard, offset, size = int(self._shard_of[index]), int(self._offsets[index]), int(self._sizes[index])
         is_there = size > 0 and offset + size <= self.summary.shards[shard].num_bytes
         return Place(shard, offset, size) if is_there else Place(shard, 0, 1)
@@ -148,9 +148,9 @@ class SpeechSet:
 
         size, expected = int(self._sizes[index]), int(self.num_samples[index])
         if len(encoded) != size:
-            return self._damaged(index, f"{len(encoded)} bytes are left of {size}")
+            return self._damaged(index, f"only {len(encoded)} of {size} bytes")
         if crc32(encoded) != int(self._checks[index]):
-            return self._damaged(index, "its CRC-32 is not the one of what was written")
+            return self._damaged(index, "its CRC-32 is wrong")
         try:
             with soundfile.SoundFile(io.BytesIO(encoded)) as file:
                 if (file.frames, file.channels, file.samplerate) != (expected, 1, self.sampling_rate):
@@ -159,11 +159,11 @@ class SpeechSet:
                         f"{file.frames} samples, {file.channels} channels at {file.samplerate} Hz, not {expected} at "
                         f"{self.sampling_rate} Hz",
                     )
-                samples = read_blocks(file, expected)  # memory follows what is there, not what a header claims
+                samples = read_blocks(file, expected)  # memory use does not depend on the header
         except (soundfile.LibsndfileError, RuntimeError, ValueError, MemoryError) as error:
             return self._damaged(index, str(error))
         if len(samples) != expected:
-            return self._damaged(index, f"{len(samples)} samples of {expected}")
+            return self._damaged(index, f"only {len(samples)} of {expected} samples")
         return samples
 
     def _damaged(self, index: int, reason: str) -> DataError:
@@ -193,25 +193,25 @@ def _load_array(folder: Path, name: str) -> NDArray[Any]:
         array = np.lib.format.open_memmap(checked_file(folder, f"index/{name}.npy"), mode="r")
     except DataError:
         raise
-    except Exception as error:  # NumPy reads the header as Python's source, and raises anything
+    except Exception as error:  # NumPy parses the header as Python source and may raise any error
         raise DataError(
             f"{path}: cannot be read ({error}); remove {folder} and run `starling prepare RECIPE` again"
         ) from error
     if array.ndim != 1 or array.dtype != np.dtype(ARRAYS[name]):
         raise DataError(
-            f"{path}: numbers of type {array.dtype} in {array.ndim} dimensions, not {ARRAYS[name]} in one; remove "
+            f"{path}: has type {array.dtype} and {array.ndim} dimensions, not {ARRAYS[name]} and one; remove "
             f"{folder} and run `starling prepare RECIPE` again"
         )
     return np.asarray(array)
 
 
 def _check_ranges(folder: Path, summary: SetSummary, arrays: dict[str, NDArray[Any]]) -> None:
-    """DataError for numbers of an index that lead nowhere."""
+    """Raise DataError if values of the index are out of range."""
     highest = {"speaker_of": summary.speakers - 1, "shard_of": len(summary.shards) - 1}
     for name in ("durations", "num_samples", "speaker_of", "shard_of", "offsets", "sizes"):
         array, most = arrays[name], highest.get(name, 1 << 61)
         if len(array) and not (array.min() >= 0 and array.max() <= most):
             raise DataError(
-                f"{folder}/index/{name}.npy: values from {array.min()} to {array.max()}, possible are 0 to {most}; "
+                f"{folder}/index/{name}.npy: values from {array.min()} to {array.max()}, allowed are 0 to {most}; "
                 f"remove {folder} and run `starling prepare RECIPE` again"
             )

@@ -1,4 +1,4 @@
-"""Strings of recordings: several short recordings of one speaker joined into one utterance."""
+"""Joins several short recordings of a speaker into one utterance, called a string."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,17 +14,18 @@ from starling.speech.corpora.utterance import Audio, Utterance
 
 
 class StringsConfig(Config):
-    """How recordings are joined, for connected digits made of isolated ones."""
+    """How recordings are joined, for example isolated digits into connected digits."""
 
     shortest: int = Field(default=3, ge=1)
-    """Fewest recordings in a string; a speaker's last string may have fewer where the numbers leave no choice."""
+    """Minimum number of recordings in a string. A speaker's only string, or the last but one, may have fewer."""
     longest: int = Field(default=7, ge=1)
+    """Maximum number of recordings in a string."""
     gap_seconds: tuple[float, float] = (0.05, 0.25)
-    """Shortest and longest pause between two recordings, drawn uniformly."""
+    """Minimum and maximum pause between two recordings, drawn uniformly."""
     gap_level_db: float = Field(default=-60.0, le=0)
-    """Root mean square of the noise in the pauses, relative to full scale."""
+    """Root mean square of the noise in the pauses, in dB relative to full scale."""
     copies: int | dict[str, int] = 1
-    """How many times every recording is used; one number, or one for each set (1 where a set is not named)."""
+    """How many times each recording is used: one number, or one for each set (1 for sets that are not named)."""
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
@@ -45,7 +46,7 @@ class StringsConfig(Config):
 
 @dataclass(frozen=True)
 class StringPlan:
-    """One string: its id, its speaker and the places of its recordings in the set."""
+    """One string: its id, its speaker and the indices of its recordings in the set."""
 
     id: str
     speaker: str
@@ -53,10 +54,10 @@ class StringPlan:
 
 
 def plan_strings(speakers: Sequence[str], config: StringsConfig, set_name: str) -> list[StringPlan]:
-    """Which recordings make which string, in random order; `speakers` names the speaker of each recording.
+    """Assign recordings to strings, in random order; `speakers` names the speaker of each recording.
 
-    Every recording is used exactly `copies` times, and the recordings of a string have one speaker. A pure
-    function of its arguments.
+    Each recording is used exactly `copies` times, and all recordings of a string have the same speaker. A pure function
+    of its arguments.
     """
     random = np.random.default_rng([config.seed, *set_name.encode()])
     recordings: dict[str, list[int]] = {}
@@ -75,7 +76,10 @@ def plan_strings(speakers: Sequence[str], config: StringsConfig, set_name: str) 
 
 
 def _lengths(total: int, config: StringsConfig, random: np.random.Generator) -> list[int]:
-    """Random lengths with the given sum, all from shortest to longest where that is possible."""
+    """Random lengths with sum `total`, all from `shortest` to `longest` if that is possible.
+
+    If it is not, the only length, or the last but one, is below `shortest`.
+    """
     lengths = []
     while total > config.longest:
         most = min(config.longest, total - config.shortest)
@@ -87,7 +91,7 @@ def _lengths(total: int, config: StringsConfig, random: np.random.Generator) -> 
 def join_strings(
     recordings: Sequence[Utterance], plans: Sequence[StringPlan], config: StringsConfig, sampling_rate: int
 ) -> list[Utterance]:
-    """The strings as utterances; their recordings must have `sampling_rate` (Hz) already."""
+    """The strings as utterances. Their recordings must have the rate `sampling_rate`, in Hz."""
     return [_joined(recordings, plan, config, sampling_rate) for plan in plans]
 
 
@@ -95,8 +99,8 @@ def _joined(recordings: Sequence[Utterance], plan: StringPlan, config: StringsCo
     members = tuple(recordings[i] for i in plan.members)
     text = " ".join(member.text for member in members)
     origin = f"a string of {', '.join(member.id for member in members)}"
-    stretch = "; ".join(member.stretch for member in members)
-    return Utterance(plan.id, plan.speaker, text, origin, partial(_read, members, plan, config, sampling_rate), stretch)
+    segment = "; ".join(member.segment for member in members)
+    return Utterance(plan.id, plan.speaker, text, origin, partial(_read, members, plan, config, sampling_rate), segment)
 
 
 def _read(members: Sequence[Utterance], plan: StringPlan, config: StringsConfig, sampling_rate: int) -> Audio:
@@ -112,6 +116,6 @@ def _read(members: Sequence[Utterance], plan: StringPlan, config: StringsConfig,
 
 
 def copies_problem(config: StringsConfig, sets: Collection[str]) -> str | None:
-    """What is wrong with `copies` for these sets, if anything: it names a set that does not exist."""
+    """A message if `copies` names a set that does not exist; otherwise None."""
     unknown = [name for name in config.copies if name not in sets] if isinstance(config.copies, dict) else []
     return f"strings.copies names unknown sets: {', '.join(unknown)}" if unknown else None

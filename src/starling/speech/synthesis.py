@@ -22,18 +22,18 @@ VOICES = {
     "dev": ("m2", "shelby", "Michael", "paul"),
     "test": ("m3", "m7", "f4", "Annie", "gustave", "rob", "steph"),
 }  # fmt: skip
-"""espeak-ng's variants that sound like people, by the set that they speak in.
+"""espeak-ng's natural-sounding voice variants, by set.
 
-Left out: near twins of others, and all variants with `breath`, whose noise differs from process to process.
+Excluded are variants that are very similar to others, and all with `breath`, whose noise differs between processes.
 """
 LEVEL = 0.07
-"""Root mean square of the speech that the loudness of an utterance varies around."""
+"""The mean level of utterances, as root mean square; each varies around it."""
 
 
 def add_noise(
     speech: NDArray[np.float32], random: np.random.Generator, snr: tuple[float, float]
 ) -> NDArray[np.float32]:
-    """The speech, [T], at a random level, in coloured noise at a random ratio within `snr` dB."""
+    """The speech `[T]` at a random level, with coloured noise at a random signal-to-noise ratio within `snr` dB."""
     loudness = LEVEL * 10 ** (random.uniform(-6, 6) / 20)
     noise = random.standard_normal(len(speech))
     noise = np.convolve(noise, [1.0, random.uniform(0.0, 0.95)], mode="same")
@@ -48,7 +48,7 @@ def _rms(samples: NDArray[np.floating]) -> float:
 
 
 def draw_text(random: np.random.Generator, digits: tuple[int, int], commands: float) -> str:
-    """A command, with the probability `commands`, or a string of digits of a length in `digits`."""
+    """A command with probability `commands`, otherwise a string of digits whose length is in the range `digits`."""
     if random.random() < commands:
         return str(random.choice(COMMANDS))
     count = int(random.integers(digits[0], digits[1] + 1))
@@ -58,7 +58,7 @@ def draw_text(random: np.random.Generator, digits: tuple[int, int], commands: fl
 def draw_sentence(
     random: np.random.Generator, text: str, voices: Sequence[str], rates: tuple[int, int], pitches: tuple[int, int]
 ) -> Sentence:
-    """How the text is said: an accent, one of the voices, a rate and a pitch."""
+    """The text with a random accent, voice, rate and pitch."""
     return Sentence(
         text=text.lower(),
         voice=f"{random.choice(ACCENTS)}+{random.choice(voices)}",

@@ -1,4 +1,4 @@
-"""Tab-separated lists that Starling writes and reads again."""
+"""Tab-separated lists that Starling writes and reads."""
 
 import csv
 import io
@@ -11,10 +11,10 @@ from starling.speech.corpora.lines import read_lines
 
 
 def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a list as a whole or not at all.
+    """Write a list atomically.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: It cannot be written.
     """
     text = io.StringIO()
     table = csv.writer(text, dialect="excel-tab", lineterminator="\n")
@@ -24,16 +24,16 @@ def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def read_table(path: Path, header: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Line and fields of every row.
+    """Line number and fields of each row.
 
     Raises:
-        DataError: missing, not such a list, or beyond the limits of `read_lines`.
+        DataError: The file is missing, is not such a list, or exceeds the limits of `read_lines`.
     """
     rows = csv.reader((line + "\n" for _, line in read_lines(path)), dialect="excel-tab", strict=True)
     try:
         first = next(rows, [])
         if first != list(header):
-            raise DataError(f"{path}: its columns are {', '.join(first) or 'none'}; expected are {', '.join(header)}")
+            raise DataError(f"{path}: expected the columns {', '.join(header)}, found {', '.join(first) or 'none'}")
         for row in rows:
             if len(row) != len(header):
                 raise DataError(f"{path}:{rows.line_num}: {len(row)} columns, the header has {len(header)}")
@@ -43,13 +43,13 @@ def read_table(path: Path, header: Sequence[str]) -> Iterator[tuple[int, dict[st
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a text file as a whole or not at all.
+    """Write a text file atomically.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: It cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace_file(path, text)
     except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error}; make room there, or set another folder") from error
+        raise DataError(f"{path}: cannot be written: {error}; free disk space, or set another folder") from error

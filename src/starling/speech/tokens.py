@@ -1,4 +1,4 @@
-"""Tokens: what the network emits, and the way from text to tokens and back. Id 0 is CTC's blank."""
+"""Tokens, the outputs of the network, and conversion between text and tokens. Id 0 is CTC's blank."""
 
 import io
 import json
@@ -17,14 +17,14 @@ _PIECES_FILE = "tokens.model"
 
 
 class TokenConfig(Config):
-    """What the tokens are; the `tokens:` section of a recipe."""
+    """The kind of tokens; the `tokens:` section of a recipe."""
 
     kind: Literal["characters", "sentencepiece"] = "characters"
     alphabet: str | None = Field(
         default=None,
-        description="the characters allowed, for kind: characters; those of the training texts when not given",
+        description="the allowed characters, for kind: characters; default: those of the training texts",
     )
-    vocab_size: int = Field(default=100, ge=3, description="most pieces to make, for kind: sentencepiece")
+    vocab_size: int = Field(default=100, ge=3, description="maximum number of pieces, for kind: sentencepiece")
     model_type: Literal["unigram", "bpe"] = Field(default="unigram", description="for kind: sentencepiece")
 
     @model_validator(mode="after")
@@ -32,10 +32,10 @@ class TokenConfig(Config):
         if self.alphabet is None:
             return self
         if self.kind != "characters":
-            raise ValueError("tokens.alphabet is for `kind: characters` only; remove it for sentencepiece")
+            raise ValueError("tokens.alphabet is only for `kind: characters`; remove it for sentencepiece")
         repeated = sorted({character for character in self.alphabet if self.alphabet.count(character) > 1})
         if repeated or not self.alphabet:
-            raise ValueError(f"tokens.alphabet must name each character once; repeated: {repeated}")
+            raise ValueError(f"tokens.alphabet must contain each character once, at least one; repeated: {repeated}")
         return self
 
 
@@ -44,13 +44,13 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of outputs of the network: all tokens and the blank."""
+        """The number of outputs of the network: all tokens and the blank."""
         ...
 
     def encode(self, text: str, utterance: str = "") -> list[int]:
-        """Token ids of `text`.
+        """The token ids of `text`.
 
-        Raises DataError, naming `utterance`, for an empty text or a character that no token covers.
+        Raises DataError, naming `utterance`, for an empty text or a character outside the alphabet.
         """
         ...
 
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
 
 
 class CharacterTokenizer:
-    """One token a character, in the order of the alphabet."""
+    """One token per character, in the order of the alphabet."""
 
     def __init__(self, alphabet: str) -> None:
         self.alphabet = alphabet
@@ -111,7 +111,7 @@ class PieceTokenizer:
         _refuse_empty(text, utterance)
         pieces: list[int] = self._pieces.encode(text)
         if self._unknown in pieces:
-            # only a character that is in no piece at all becomes unknown
+            # only characters that no piece contains are unknown
             alone = (c for c in text if not c.isspace() and self._unknown in self._pieces.encode(c))
             raise _outside(next(alone, "?"), text, utterance, "the characters of the training texts")
         return [piece + 1 for piece in pieces]
@@ -126,20 +126,20 @@ class PieceTokenizer:
 
 
 def make_tokenizer(config: TokenConfig, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of a recipe, from the training texts; the same texts give the same tokenizer.
+    """The tokenizer of a recipe, from the training texts. The same texts give the same tokenizer.
 
-    Raises DataError when the texts hold nothing to make tokens of.
+    Raises DataError if no tokens can be made from the texts.
     """
     if config.kind == "characters":
         alphabet = config.alphabet or "".join(sorted(set().union(*map(set, texts))))
         if not alphabet:
-            raise DataError("the training texts hold no character: there is nothing to make tokens of")
+            raise DataError("the training texts contain no characters, so there are no tokens")
         return CharacterTokenizer(alphabet)
     return PieceTokenizer(_train_pieces(config, texts))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `save` wrote into `folder`. Raises CheckpointError naming what is wrong."""
+    """Load the tokenizer that `save` wrote to `folder`. Raises CheckpointError."""
     characters, pieces = folder / _CHARACTERS_FILE, folder / _PIECES_FILE
     try:
         if pieces.exists():
@@ -147,7 +147,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         content = json.loads(characters.read_text(encoding="utf-8"))
         return CharacterTokenizer(TokenConfig(alphabet=content["alphabet"]).alphabet or "")
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} holds neither {_CHARACTERS_FILE} nor {_PIECES_FILE}") from None
+        raise CheckpointError(f"{folder} contains neither {_CHARACTERS_FILE} nor {_PIECES_FILE}") from None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # RecursionError is a RuntimeError
         raise CheckpointError(f"the tokens in {folder} cannot be read: {error}") from error
 
@@ -171,7 +171,7 @@ def _train_pieces(config: TokenConfig, texts: Iterable[str]) -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        raise DataError(f"sentencepiece cannot make {config.vocab_size} pieces of these texts: {error}") from error
+        raise DataError(f"sentencepiece cannot make {config.vocab_size} pieces from these texts: {error}") from error
     return model.getvalue()
 
 
@@ -182,7 +182,7 @@ def _refuse_empty(text: str, utterance: str) -> None:
 
 def _outside(character: str, text: str, utterance: str, alphabet: str) -> DataError:
     return DataError(
-        f"utterance {utterance!r} holds the character {character!r} (U+{ord(character):04X}), which is outside "
+        f"utterance {utterance!r} contains the character {character!r} (U+{ord(character):04X}), which is outside "
         f"the alphabet {alphabet!r}: correct the text {text!r}, choose another data.text normaliser, or add the "
         "character to tokens.alphabet"
     )

@@ -14,28 +14,29 @@ from starling.speech.store import SpeechSet
 
 
 class Member(NamedTuple):
-    """One set of a union: where it is, and the domain that it belongs to."""
+    """One set of a union: its domain and its folder."""
 
     domain: str
     folder: Path
 
 
 class SpeechSets:
-    """Prepared sets end to end, as one set: utterance n of the second is number n + the length of the first.
+    """Concatenated prepared sets as one set: utterance n of the second set is number n + the length of the first.
 
-    A union of one set is that set. In others ids are unique because each begins with its domain, as `talks/utt-1`, or
-    `talks.2/utt-1` for the second set of a domain of several. Picklable; as safe as a SpeechSet is.
+    A union of a single set has the same ids as that set. Otherwise ids begin with the domain, which makes them unique:
+    `talks/utt-1`, or `talks.2/utt-1` in the second set of a domain with several. Picklable and not thread-safe, like
+    SpeechSet.
     """
 
     durations: NDArray[np.float32]
     """[N], seconds"""
     shards: NDArray[np.int32]
-    """[N], ascending: the shard of each utterance, numbered through all sets."""
+    """[N], ascending: the shard of each utterance, with consecutive numbers over all sets."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        """Open the sets, the domains one after the other.
+        """Open the sets, which must be ordered by domain.
 
-        Raises DataError for a set that cannot be opened or is there twice, and for sets that differ in sampling rate.
+        Raises DataError if a set cannot be opened or occurs twice, or if the sets differ in sampling rate.
         """
         self.members = tuple(members)
         self.sets = [SpeechSet.open(member.folder) for member in members]
@@ -45,7 +46,7 @@ class SpeechSets:
         self.sampling_rate = self.sets[0].sampling_rate
         """Hz"""
         self.bounds = [0, *accumulate(len(each) for each in self.sets)]
-        """[number of sets + 1]: where each set begins, and the end."""
+        """[number of sets + 1]: the first utterance of each set, and the number of utterances."""
         self.durations = _joined([each.durations for each in self.sets], [0] * len(self.sets))
         num_shards = [len(each.summary.shards) for each in self.sets]
         self.shards = _joined([each._shard_of for each in self.sets], np.cumsum([0, *num_shards[:-1]]).tolist())
@@ -55,7 +56,7 @@ class SpeechSets:
         rates = {each.sampling_rate: member.folder for each, member in zip(self.sets, self.members, strict=True)}
         if len(rates) > 1:
             found = ", ".join(f"{folder} at {rate} Hz" for rate, folder in sorted(rates.items()))
-            raise DataError(f"sets of different sampling rates cannot be mixed: {found}; prepare them at the same rate")
+            raise DataError(f"sets with different sampling rates cannot be mixed: {found}; prepare them at one rate")
         places: dict[Path, Path] = {}
         for member in self.members:
             if (place := member.folder.resolve()) in places:
@@ -66,7 +67,7 @@ class SpeechSets:
         return self.bounds[-1]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The set of an utterance, and its number there."""
+        """The set of an utterance, and its index in that set."""
         if not 0 <= index < len(self):
             raise IndexError(f"utterance {index} of {self.name}, which has {len(self)}")
         number = bisect_right(self.bounds, index) - 1
@@ -88,12 +89,12 @@ class SpeechSets:
         return self.members[self._place(index)[0]].domain
 
     def audio(self, index: int) -> NDArray[np.float32]:
-        """Samples of utterance `index`, [T], mono, in -1..1. Raises DataError as `SpeechSet.audio`."""
+        """The samples of utterance `index`, [T], mono, in -1..1. Raises DataError like `SpeechSet.audio`."""
         number, inner = self._place(index)
         return self.sets[number].audio(inner)
 
     def audios(self, indices: Sequence[int]) -> list[NDArray[np.float32] | DataError]:
-        """The audio of several utterances, read set by set; for one that is damaged, the error in its place."""
+        """The samples of several utterances, read set by set; a DataError in place of each damaged one."""
         places = [self._place(index) for index in indices]
         found: dict[int, NDArray[np.float32] | DataError] = {}
         for number in sorted({number for number, _ in places}):
@@ -103,7 +104,7 @@ class SpeechSets:
 
     @property
     def domain_bounds(self) -> list[int]:
-        """Where each domain begins among the utterances, and the end: `[D + 1]`."""
+        """The first utterance of each domain, and the number of utterances: `[D + 1]`."""
         firsts = [
             self.bounds[next(number for number, member in enumerate(self.members) if member.domain == domain)]
             for domain in self.domains
@@ -115,7 +116,7 @@ class SpeechSets:
         return np.repeat(np.arange(len(self.domains), dtype=np.int32), np.diff(self.domain_bounds))
 
     def speaker_labels(self) -> NDArray[np.int32]:
-        """A number for each utterance's speaker, `[N]`; the same name in one domain is the same speaker."""
+        """A number for each utterance's speaker, `[N]`. The same name in the same domain is the same speaker."""
         numbers: dict[tuple[str, str], int] = {}
         labels = []
         for member, each in zip(self.members, self.sets, strict=True):
@@ -130,7 +131,8 @@ class SpeechSets:
 
 
 def _joined(arrays: Sequence[NDArray[Any]], firsts: Sequence[int]) -> NDArray[Any]:
-    """Arrays end to end, with the first number of each added; one alone stays as it is, on the disk."""
+    """Concatenated arrays, each with its entry of `firsts` added. A single array is returned unchanged,
+    memory-mapped."""
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate([(each + first).astype(each.dtype) for each, first in zip(arrays, firsts, strict=True)])

@@ -1,4 +1,4 @@
-"""Which utterances may be used: every check of ids, transcripts and audio, in one place."""
+"""Checks of ids, transcripts and audio, which decide which utterances are used."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,59 +17,60 @@ from starling.speech.corpora import Audio, Utterance
 from starling.speech.left_out import LeftOut
 
 TextStyle = Literal["upper", "lower", "as-is"]
-Fault = Literal["left out", "id", "speaker", "transcript", "audio", "silence", "length"]
-"""What is wrong with an utterance that is not used."""
+DropKind = Literal["left out", "id", "speaker", "transcript", "audio", "silence", "length"]
+"""Why an utterance is not used."""
 Checked = tuple[Utterance, NDArray[np.float32]]
-LOUDEST = 4.0
-"""Samples beyond this are not audio in -1..1 (a little over 1 is clipped)."""
+MAX_PEAK = 4.0
+"""Audio with a larger peak is not scaled to -1..1 (a little over 1 is only clipped)."""
 MAX_ID_BYTES = 200
 NO_SPEAKER = "unknown"
-"""Who speaks where a corpus does not say."""
+"""The speaker of utterances for which a corpus names none."""
 MAX_RESAMPLER = 2_000_000
-"""Largest size of a resampling filter bank; 44.1 kHz to 16 kHz takes 70,560."""
+"""Maximum size of a resampling filter bank; 44.1 kHz to 16 kHz needs 70,560."""
 
 
 class FilterConfig(Config):
-    """Which utterances are kept. What is dropped is counted and listed in dropped.tsv."""
+    """Which utterances are kept. Dropped utterances are counted and listed in dropped.tsv."""
 
     min_seconds: float = Field(default=0.1, ge=0)
     max_seconds: float = Field(default=20.0, gt=0)
     on_bad: Literal["fail", "skip"] = "fail"
-    """What an unusable utterance does: end the preparation, or be skipped and counted."""
+    """Whether an unusable utterance ends the preparation, or is skipped and counted."""
     max_skipped: float = Field(default=0.01, ge=0, le=1)
-    """Largest share of a set that may be skipped as unusable."""
+    """The maximum fraction of a set that may be skipped as unusable."""
     leave_out: Path | None = None
     """A list of utterances to leave out, as `starling check --drop` writes it."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.max_seconds <= self.min_seconds:
-            raise ValueError(f"max_seconds ({self.max_seconds}) is not more than min_seconds ({self.min_seconds})")
+            raise ValueError(f"max_seconds ({self.max_seconds}) must be greater than min_seconds ({self.min_seconds})")
         return self
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """An utterance that was left out; `bad` ones count against `max_skipped`, filtered ones do not."""
+    """An utterance that is not used. `bad` ones, which are unusable, count towards `max_skipped`; filtered ones do
+    not."""
 
     id: str
     seconds: float
     reason: str
     bad: bool
-    fault: Fault
+    kind: DropKind
 
 
 class _Unusable(Exception):  # noqa: N818 - never leaves this module
-    def __init__(self, reason: str, fault: Fault, seconds: float = 0.0, bad: bool = True) -> None:
-        self.reason, self.fault, self.seconds, self.bad = reason, fault, seconds, bad
+    def __init__(self, reason: str, kind: DropKind, seconds: float = 0.0, bad: bool = True) -> None:
+        self.reason, self.kind, self.seconds, self.bad = reason, kind, seconds, bad
 
 
-class _Silent(DataError):  # noqa: N818 - never leaves this module under its own name
+class _Silent(DataError):  # noqa: N818 - other modules see only a DataError
     """All samples are zero."""
 
 
 class Checker:
-    """Checks the utterances of one set, and remembers which were dropped."""
+    """Checks the utterances of one set, and records which are dropped."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Checker:
         limits: FilterConfig,
         left_out: Mapping[str, LeftOut] | None = None,
     ) -> None:
-        """`left_out` gives what is not wanted, by id."""
+        """`left_out` contains the utterances to leave out, by id."""
         self._name, self._rate, self._style, self._limits = name, sampling_rate, style, limits
         self._left_out = left_out or {}
         self._total = 0
@@ -87,10 +88,10 @@ class Checker:
         self.seen: set[str] = set()
 
     def usable(self, utterances: Iterable[Utterance]) -> Iterator[Checked]:
-        """Every usable utterance, its transcript normalised, with its audio [T] at the set's sampling rate.
+        """Each usable utterance, with normalised transcript, and its audio [T] at the set's sampling rate.
 
         Raises:
-            DataError: an utterance is unusable and the user has not chosen to skip.
+            DataError: An utterance is unusable, and `on_bad` is `fail`.
         """
         for utterance in utterances:
             self._total += 1
@@ -110,19 +111,19 @@ class Checker:
             yield clean, audio
 
     def reread(self, utterance: Utterance) -> Utterance:
-        """The same utterance with audio that comes at the set's sampling rate."""
+        """A copy of the utterance whose audio is read at the set's sampling rate."""
         return replace(utterance, read=partial(_read_at, self._rate, utterance))
 
     def count(self, total: int, dropped: Iterable[Dropped]) -> None:
-        """Take in what another checker has found in `total` other utterances of the set."""
+        """Add the counts of another checker, which checked `total` other utterances of the set."""
         self._total += total
         self.dropped += dropped
 
     def finish(self) -> list[Dropped]:
-        """What was dropped.
+        """The dropped utterances.
 
         Raises:
-            DataError: too much was skipped, or nothing is left.
+            DataError: Too many utterances were skipped, or none is left.
         """
         bad = [each for each in self.dropped if each.bad]
         examples = "; ".join(f"{each.id!r}: {each.reason}" for each in (bad or self.dropped)[:5])
@@ -133,10 +134,10 @@ class Checker:
             )
         if self._total == 0:
             raise DataError(
-                f"set {self._name}: the corpus has no utterance for it; correct data.corpus.sets.{self._name}"
+                f"set {self._name}: the corpus has no utterances for this set; correct data.corpus.sets.{self._name}"
             )
         if self._total == len(self.dropped):
-            raise DataError(f"set {self._name}: no utterance is left of {self._total}; the first dropped: {examples}")
+            raise DataError(f"set {self._name}: all {self._total} utterances were dropped; the first: {examples}")
         return self.dropped
 
     def _check_wanted(self, utterance: Utterance) -> None:
@@ -147,7 +148,7 @@ class Checker:
         name = utterance.id
         _check_id(name)
         if name in self.seen:
-            raise _Unusable("its id is used twice", "id")
+            raise _Unusable("an earlier utterance has the same id", "id")
         text = " ".join(utterance.text.split())
         text = {"upper": text.upper(), "lower": text.lower(), "as-is": text}[self._style]
         if not text:
@@ -166,7 +167,7 @@ class Checker:
         seconds = len(samples) / self._rate
         if not self._limits.min_seconds <= seconds <= self._limits.max_seconds:
             limits = f"{self._limits.min_seconds:g} to {self._limits.max_seconds:g} s"
-            raise _Unusable(f"lasts {seconds:.3f} s, kept are {limits}", "length", seconds, bad=False)
+            raise _Unusable(f"lasts {seconds:.3f} s, limits are {limits}", "length", seconds, bad=False)
         return samples
 
 
@@ -175,14 +176,14 @@ def _read_at(rate: int, utterance: Utterance) -> Audio:
 
 
 def _dropped(utterance: Utterance, problem: _Unusable) -> Dropped:
-    return Dropped(utterance.id, problem.seconds, problem.reason, problem.bad, problem.fault)
+    return Dropped(utterance.id, problem.seconds, problem.reason, problem.bad, problem.kind)
 
 
 def check_samples(samples: NDArray[np.float32]) -> None:
-    """Refuse samples [T] that are no recording.
+    """Check that samples [T] can be a recording.
 
     Raises:
-        DataError: none, not finite, far outside of -1..1, or all zero.
+        DataError: There are no samples, or they are not finite, far outside -1..1, or all zero.
     """
     if not len(samples):
         raise DataError("the audio has no samples")
@@ -190,17 +191,18 @@ def check_samples(samples: NDArray[np.float32]) -> None:
     if bad:
         raise DataError(f"{bad} of {len(samples)} samples of the audio are not finite")
     peak = float(np.abs(samples).max())
-    if peak > LOUDEST:
-        raise DataError(f"the audio reaches {peak:g}, where -1 to 1 is full scale; rescale it")
+    if peak > MAX_PEAK:
+        raise DataError(f"the audio has a peak of {peak:g}, but full scale is -1 to 1; rescale it")
     if peak == 0:
         raise _Silent(f"the audio is silent: all {len(samples)} samples are 0")
 
 
 def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
-    """Samples [T] of `rate` Hz at `wanted` Hz.
+    """Samples [T] at `rate` Hz, resampled to `wanted` Hz.
 
     Raises:
-        DataError: the two rates have no common factor that makes resampling practical.
+        DataError: `rate` differs from `wanted` and is below 1 kHz or above 768 kHz, or the filter bank for the two
+            rates would be larger than `MAX_RESAMPLER`.
     """
     if rate == wanted:
         return samples
@@ -226,7 +228,7 @@ def _check_id(name: str) -> None:
         or not {".", ".."}.isdisjoint(parts)
     ):
         raise _Unusable(
-            f"its id is not usable: 1 to {MAX_ID_BYTES} bytes, no spaces, control characters, '..' or leading '/'", "id"
+            f"its id is invalid: 1 to {MAX_ID_BYTES} bytes, no spaces, control characters, '..' or leading '/'", "id"
         )
 
 

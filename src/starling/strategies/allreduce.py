@@ -14,7 +14,8 @@ async def allreduce(me: Learner) -> None:
     with w the weights, the same on all learners; a the step size of the local optimizer; g_j the gradient of learner
     j's mini-batch. Each step waits for the slowest learner. Also known as SSGD, SC-PSGD and BSP.
 
-    On the `processes` engine torch's DistributedDataParallel computes the mean, while backward is still running.
+    On the `processes` engine learners on one machine average in shared memory. Otherwise torch's
+    DistributedDataParallel computes the mean while backward is still running.
 
     Args:
         me: The learner that runs this coroutine.

@@ -1,1 +1,1 @@
-"""Checking a corpus: faults, duplicates, and overlap between training and test."""
+"""Checks a corpus for unusable utterances, duplicates, and overlap between training and test sets."""

@@ -1,4 +1,4 @@
-"""One pass over the audio of a set: faults of single utterances, and what is needed to compare them."""
+"""Reads the audio of a set once: findings about single utterances, and measurements for comparing them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from starling.speech.usable import Checked, Checker, Dropped, FilterConfig, Text
 
 @dataclass(frozen=True)
 class Source:
-    """One set to look at, and what it is made from."""
+    """A set to check, and what it is made from."""
 
     name: str
     utterances: Callable[[], Iterable[Utterance]]
@@ -34,7 +34,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One text that is trained or tested on, and how long it lasts at most."""
+    """A transcript of training or test data, and the maximum length of its audio."""
 
     set: str
     id: str
@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is kept of one utterance that is used."""
+    """The transcript and measurements of a usable utterance."""
 
     set: str
     id: str
@@ -55,11 +55,11 @@ class Record:
 
 
 def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
-    """Sets as they were prepared.
+    """Prepared sets as sources.
 
     Raises:
-        DataError: one of them is incomplete.
-        ConfigError: they differ in sampling rate.
+        DataError: A set is incomplete.
+        ConfigError: The sets differ in sampling rate.
     """
     sets = [SpeechSet.open(folder / name) for name in names]
     rates = {each.name: each.sampling_rate for each in sets}
@@ -74,26 +74,26 @@ def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
 
 
 def collect(source: Source, config: CheckConfig, report: Progress) -> tuple[list[Record], list[Finding]]:
-    """The utterances of a set that are used, in order, and the faults of all; reads each audio once.
+    """The usable utterances of a set, in order, and findings about single utterances; reads all audio once.
 
-    Memory follows the number of utterances, not their length.
+    Memory use depends on the number of utterances, not on their length.
     """
     checker = Checker(source.name, source.sampling_rate, source.style, source.limits, source.left_out)
     utterances = source.utterances()
-    heard: list[Audio] = []
-    watched = (_watched(utterance, heard) for utterance in utterances)
+    decoded: list[Audio] = []
+    recording = (_recording(utterance, decoded) for utterance in utterances)
     records = []
     with one_thread():
-        for utterance, _ in _counted(checker.usable(watched), utterances, f"{source.name} (checking)", report):
-            sound = measure(*heard[0])
+        for utterance, _ in _counted(checker.usable(recording), utterances, f"{source.name} (checking)", report):
+            sound = measure(*decoded[0])
             records.append(Record(source.name, utterance.id, utterance.speaker, utterance.text, sound, utterance.read))
-            heard.clear()
-    faults = [fault for each in checker.dropped for fault in _unused(source.name, each, each.id in checker.seen)]
-    return records, faults + [fault for record in records for fault in _faults(record, config)]
+            decoded.clear()
+    unused = [found for each in checker.dropped for found in _unused(source.name, each, each.id in checker.seen)]
+    return records, unused + [found for record in records for found in _findings(record, config)]
 
 
 def lines_of(source: Source, records: list[Record]) -> list[Line]:
-    """The texts that are trained or tested on: those of the utterances, or of the strings joined from them."""
+    """The transcripts of a set: those of its utterances, or of the strings joined from them."""
     if source.strings is None:
         return [Line(each.set, each.id, each.text, each.sound.seconds) for each in records]
     longest_gap = source.strings.gap_seconds[1]
@@ -118,31 +118,31 @@ def _prepared(speech_set: SpeechSet) -> list[Utterance]:
     return [utterance(index) for index in range(len(speech_set))]
 
 
-def _watched(utterance: Utterance, heard: list[Audio]) -> Utterance:
-    """The same utterance; what was read of it last stays in `heard`, as it was decoded."""
+def _recording(utterance: Utterance, decoded: list[Audio]) -> Utterance:
+    """A copy of the utterance whose `read` also keeps the decoded audio in `decoded`."""
     read = utterance.read
 
     def reading() -> Audio:
-        heard[:] = [read()]
-        return heard[0]
+        decoded[:] = [read()]
+        return decoded[0]
 
     return replace(utterance, read=reading)
 
 
 def _unused(set_name: str, dropped: Dropped, shares_id: bool) -> Iterator[Finding]:
-    """The fault of an utterance that cannot be used; none of one that is left out on purpose."""
+    """The finding about an unusable utterance; none for one that is left out or filtered."""
     finding = partial(
         Finding, set=set_name, id=dropped.id, detail=dropped.reason, seconds=dropped.seconds, droppable=not shares_id
     )
-    if dropped.fault == "silence":
+    if dropped.kind == "silence":
         yield finding(kind="silence", value=float("-inf"))
-    elif dropped.fault == "audio":
+    elif dropped.kind == "audio":
         yield finding(kind="unreadable")
     elif dropped.bad:
         yield finding(kind="unusable")
 
 
-def _faults(record: Record, config: CheckConfig) -> Iterator[Finding]:
+def _findings(record: Record, config: CheckConfig) -> Iterator[Finding]:
     sound = record.sound
     finding = partial(Finding, set=record.set, id=record.id, seconds=sound.seconds)
     if sound.level_db < config.silence_db:
@@ -159,7 +159,7 @@ def _faults(record: Record, config: CheckConfig) -> Iterator[Finding]:
 def _counted(
     usable: Iterable[Checked], utterances: Iterable[Utterance], label: str, report: Progress
 ) -> Iterator[Checked]:
-    """The usable ones of some utterances, reporting progress under a label on the way."""
+    """Yield `usable`, and report progress under a label."""
     total = len(utterances) if isinstance(utterances, Sequence) else 0
     done = 0
     for done, each in enumerate(usable, start=1):

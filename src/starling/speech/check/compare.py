@@ -1,4 +1,4 @@
-"""What utterances share with each other: audio, texts, speakers."""
+"""Finds audio, transcripts and speakers that occur more than once."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,17 +13,17 @@ from starling.speech.check.texts import Near, near_texts
 from starling.speech.corpora import Audio
 
 Told = Callable[[int, int], None]
-"""Called with how many are done, and how many there are."""
+"""Called with the number done and the total."""
 Group = list[int]
-"""Places of utterances of one set that are the same, in order."""
-_ENVELOPE_DB = 4.0  # beyond this mean difference, waveforms need no comparing; MP3 of a digit at 8 kHz made 3.4
-_MOST_COMPARED = 5  # waveforms one is compared with, of the nearest envelopes: what bounds the time
+"""Indices of equal utterances of one set, in order."""
+_MAX_ENVELOPE_DB = 4.0  # above this mean difference waveforms are not compared; a digit as MP3 at 8 kHz had 3.4
+_MAX_COMPARED = 5  # waveforms with the nearest envelopes that are compared with each one; bounds the time
 
 
 def shared_audio(records: Sequence[Record], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
-    """Utterances whose decoded audio is that of another, or alike where text and length are the same.
+    """Utterances whose decoded audio equals that of another, or is similar if text and length are the same.
 
-    Inside a set, all but the first; between training and a held-out set, those of either side.
+    Within a set, all except the first are findings; between training and a held-out set, those of both sides.
     """
     groups: dict[bytes, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
     for place, record in enumerate(records):
@@ -57,7 +57,7 @@ def shared_audio(records: Sequence[Record], train: str, config: CheckConfig, tol
 
 
 def shared_texts(lines: Sequence[Line], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
-    """Near-duplicates of texts inside a set, and equal or near ones in training and in a held-out set."""
+    """Duplicate and similar texts within a set, and between training and a held-out set."""
     texts: dict[str, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
     for place, line in enumerate(lines):
         texts[line.text][line.set].append(place)
@@ -72,7 +72,7 @@ def shared_texts(lines: Sequence[Line], train: str, config: CheckConfig, told: T
 
 
 def shared_speakers(records: Sequence[Record], train: str) -> Iterator[Finding]:
-    """Speakers of the training set who speak in a held-out set; one finding for each and each such set."""
+    """Speakers of the training set in held-out sets; one finding for each speaker and held-out set."""
     spoken: dict[str, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
     for place, record in enumerate(records):
         if record.speaker != "unknown":
@@ -88,7 +88,7 @@ def shared_speakers(records: Sequence[Record], train: str) -> Iterator[Finding]:
 def _near_inside(
     lines: Sequence[Line], name: str, places: Group, groups: Sequence[Mapping[str, Group]], near: Near, limit: float
 ) -> Iterator[Finding]:
-    """Every utterance of set `name` at `places`, of one text, whose text was there before or nearly so."""
+    """The utterances of set `name` at `places`, all with one text, that have an earlier equal or similar text."""
     for group, value in near:
         if (other := groups[group].get(name)) and other[0] < places[0]:
             yield _shared(lines, "near-text", places[0], other[0], value, limit)
@@ -106,7 +106,7 @@ def _near_across(
     near: Near,
     limit: float,
 ) -> Iterator[Finding]:
-    """Every utterance at `places`, of one text, whose text is in set `other` too, or nearly so."""
+    """The utterances at `places`, all with one text, if set `other` has an equal or similar text."""
     if theirs := here.get(other):
         for place in places:
             yield _shared(lines, "overlap-text", place, theirs[0], 1.0)
@@ -121,10 +121,10 @@ def _near_across(
 def _alike(
     records: Sequence[Record], groups: Iterable[Mapping[str, Group]], train: str, config: CheckConfig, told: Told
 ) -> Iterator[tuple[Group, Group, float]]:
-    """Pairs of groups, of one text and length, that are one recording though their samples differ.
+    """Pairs of groups of equal text and length that are copies of a recording although their samples differ.
 
-    Text and length alone say little: of 3,000 spoken digits, 13,701 pairs of one speaker and digit are equal in
-    length to 20 ms, and none is a copy. So envelopes must be near each other, and then the waveforms.
+    Equal text and length are not enough: of 3,000 spoken digits, 13,701 pairs of one speaker and digit agree in length
+    within 20 ms, and none is a copy. So the envelopes are compared, and if they are similar, the waveforms.
     """
     by_text: dict[str, list[Group]] = defaultdict(list)
     for by_set in groups:
@@ -152,11 +152,11 @@ def _alike_of_one_text(
         audio: Audio | None = None
         compared = 0
         for j in (others[int(place)] for place in np.argsort(distances, kind="stable")):
-            if distances[j - others.start] > _ENVELOPE_DB or compared == _MOST_COMPARED:
+            if distances[j - others.start] > _MAX_ENVELOPE_DB or compared == _MAX_COMPARED:
                 break
             second = members[j]
-            alone = first.set != second.set and train not in (first.set, second.set)
-            if alone or first.sound.digest == second.sound.digest:
+            both_held_out = first.set != second.set and train not in (first.set, second.set)
+            if both_held_out or first.sound.digest == second.sound.digest:
                 continue
             compared += 1
             audio = audio or first.read()

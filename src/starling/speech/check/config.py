@@ -1,4 +1,4 @@
-"""What is looked for in a corpus, within which limits, and what of it is dropped."""
+"""The kinds of findings, their limits, and which of them are dropped."""
 
 from typing import Literal, Self, get_args
 
@@ -23,30 +23,30 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OVERLAPS = tuple(kind for kind in KINDS if kind.startswith("overlap-"))
-"""Kinds that concern a training and a held-out set; each utterance of either side is a finding of its own."""
+"""Kinds of overlap between a training and a held-out set. Affected utterances of both sets are listed."""
 SEEN_IN_TRAINING: tuple[Kind, ...] = ("overlap-audio", "overlap-text", "overlap-near-text")
-"""Kinds that tie an utterance of a test set to a near-duplicate in training."""
+"""Kinds that show that a test utterance has a near-duplicate in training."""
 
 
 class CheckConfig(Config):
     """The section `data.check` of a recipe."""
 
     kinds: tuple[Kind, ...] = KINDS
-    """What to look for."""
+    """The kinds of findings to look for."""
     silence_db: float = Field(default=-60.0, lt=0)
-    """Root mean square, relative to full scale, below which an utterance is silent."""
+    """An utterance with a lower root mean square, in dB relative to full scale, is silent."""
     clipped: float = Field(default=0.001, gt=0, le=1)
-    """Share of the samples at full scale from which on an utterance is clipped."""
+    """An utterance with at least this fraction of its samples at full scale is clipped."""
     seconds_per_character: tuple[float, float] = (0.03, 1.0)
-    """Least and most audio that a character of a transcript, spaces included, may have."""
+    """Minimum and maximum seconds of audio per character of the transcript, including spaces."""
     length_tolerance: float = Field(default=0.01, ge=0, le=1)
-    """Seconds by which the lengths of two copies of one recording may differ."""
+    """The maximum difference in seconds between the lengths of two copies of a recording."""
     alike: float = Field(default=0.95, gt=0, le=1)
-    """Correlation of two waveforms from which on they are one recording."""
+    """Two waveforms with at least this correlation are copies of a recording."""
     similarity: float = Field(default=0.8, ge=0.5, le=1)
-    """Jaccard similarity of two texts from which on they are near-duplicates."""
+    """Two texts with at least this Jaccard similarity are near-duplicates."""
     ngram: int = Field(default=4, ge=1, le=20)
-    """Characters in the pieces of text that are compared."""
+    """Length, in characters, of the n-grams by which texts are compared."""
     drop: tuple[Kind, ...] = (
         "unreadable",
         "silence",
@@ -56,9 +56,9 @@ class CheckConfig(Config):
         "same-text-and-length",
         "overlap-audio",
     )
-    """Kinds that `--drop` lists for leaving out."""
+    """Kinds of findings whose utterances `--drop` lists for leaving out."""
     drop_from: Literal["train", "all"] = "train"
-    """Sets that `--drop` takes from; of an overlap, the training side goes whichever is chosen."""
+    """The sets from which `--drop` leaves utterances out. For overlaps, only those of the training set."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -66,5 +66,5 @@ class CheckConfig(Config):
         if not 0 <= low < high:
             raise ValueError(f"seconds_per_character {low}, {high}: needs 0 <= first < second")
         if "overlap-speaker" in self.drop:
-            raise ValueError("drop: an overlap of speakers concerns whole speakers and cannot be dropped by utterances")
+            raise ValueError("drop: overlap-speaker concerns whole speakers, not single utterances; leave it out")
         return self

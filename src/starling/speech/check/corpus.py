@@ -1,4 +1,4 @@
-"""A whole corpus checked: every kind of finding, in the order of the kinds."""
+"""Checks a whole corpus: all kinds of findings, in the order of the kinds."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,7 +19,7 @@ from starling.speech.tokens import TokenConfig, make_tokenizer
 
 
 class Training(Config):
-    """What decides how much audio a transcript needs."""
+    """The settings that determine how much audio a transcript needs."""
 
     tokens: TokenConfig = TokenConfig()
     features: FeatureConfig = FeatureConfig()
@@ -30,10 +30,10 @@ class Training(Config):
 def check_corpus(
     sources: Sequence[Source], train: str, config: CheckConfig, training: Training, progress: Progress
 ) -> Report:
-    """Everything that `config` looks for in some sets, of which `train` is trained on and the others held out.
+    """Check sets for everything in `config`; `train` names the training set, the others are held out.
 
     Raises:
-        DataError: the corpus is missing or its manifest is wrong.
+        DataError: The corpus is missing or its manifest is invalid.
     """
     records: list[Record] = []
     lines: list[Line] = []
@@ -58,10 +58,10 @@ def check_corpus(
 
 
 def _too_short(sources: Sequence[Source], lines: Sequence[Line], train: str, training: Training) -> Iterator[Finding]:
-    """Transcripts with more tokens than their audio has frames for; in training, at its highest speed."""
+    """Transcripts whose audio has too few frames for CTC; in training, at the highest speed factor."""
     if not lines:
         return
-    tokens = training.tokens.model_copy(update={"alphabet": None})  # the held-out sets may have other characters
+    tokens = training.tokens.model_copy(update={"alphabet": None})  # held-out sets may have other characters
     tokenizer = make_tokenizer(tokens, (line.text for line in lines))
     for source in sources:
         own = _Lines([line for line in lines if line.set == source.name], source.sampling_rate)
@@ -77,7 +77,7 @@ def _too_short(sources: Sequence[Source], lines: Sequence[Line], train: str, tra
 
 
 class _Lines:
-    """Texts in the form in which the check for CTC takes a set."""
+    """Transcripts as the `Transcripts` that `check_ctc_fits` expects."""
 
     def __init__(self, lines: Sequence[Line], sampling_rate: int) -> None:
         self._lines, self.sampling_rate = lines, sampling_rate

@@ -1,4 +1,4 @@
-"""What a check has found, and the lists that keep it."""
+"""Findings of a check, and the files in which they are listed."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -16,9 +16,9 @@ _HEADER = ("kind", "set", "id", "other_set", "other_id", "value", "limit", "deta
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with an utterance, or that it shares with another.
+    """A problem of an utterance, or something that it has in common with another.
 
-    `value` is what was measured and `limit` what it was compared with, where there are such numbers.
+    `value` is the measured value and `limit` the limit, if there are such numbers.
     """
 
     kind: Kind
@@ -32,12 +32,12 @@ class Finding:
     seconds: float = 0.0
     """Length of the utterance."""
     droppable: bool = True
-    """False where leaving out its id would leave out another utterance too."""
+    """False if another utterance has the same id, which would be left out as well."""
 
 
 @dataclass(frozen=True)
 class SetSize:
-    """What was looked at in one set, and the digest of the settings that it is made from."""
+    """The amount of data checked in a set, and the digest of the set's settings."""
 
     name: str
     utterances: int
@@ -54,56 +54,56 @@ class Report:
     findings: tuple[Finding, ...]
 
     def count(self, kind: Kind, set_name: str) -> int:
-        """How many findings of a kind a set has."""
+        """The number of findings of a kind in a set."""
         return sum(each.kind == kind and each.set == set_name for each in self.findings)
 
 
 def list_path(folder: Path) -> Path:
-    """Where the findings about the data in `folder` are listed."""
+    """The list of findings for the data in `folder`."""
     return folder / "check.tsv"
 
 
 def write_report(folder: Path, report: Report) -> Path:
-    """Write the list of findings, and beside it, last, of which data they are; returns the list's path."""
-    path, stamp = list_path(folder), _stamp(folder)
+    """Write the list of findings and then a file that identifies the checked data; returns the list's path."""
+    path, data_file = list_path(folder), _data_path(folder)
     try:
-        stamp.unlink(missing_ok=True)
+        data_file.unlink(missing_ok=True)
     except OSError as error:
-        raise DataError(f"{stamp}: cannot be replaced: {error}") from error
+        raise DataError(f"{data_file}: cannot be replaced: {error}") from error
     write_table(path, _HEADER, map(_row, report.findings))
     content = {"format": FORMAT, "train": report.train, "sets": {each.name: each.digest for each in report.sets}}
-    replace_file(stamp, json.dumps(content, indent=2) + "\n")
+    replace_file(data_file, json.dumps(content, indent=2) + "\n")
     return path
 
 
 def seen_in_training(folder: Path, train: str, test: str, digests: tuple[str, str]) -> frozenset[str] | None:
-    """Utterances of set `test` with a near-duplicate in set `train`; None when no check of the two is in `folder`.
+    """Utterances of set `test` with a near-duplicate in set `train`; None if `folder` has no check of both sets.
 
-    `digests` are those of the two sets now.
+    `digests` are the current digests of the two sets.
 
     Raises:
-        DataError: the check is of other data, or damaged.
+        DataError: The check belongs to other data, or its files are damaged.
     """
     try:
-        content = json.loads(_stamp(folder).read_text(encoding="utf-8"))
+        content = json.loads(_data_path(folder).read_text(encoding="utf-8"))
         checked = content["sets"] if content["format"] == FORMAT and content["train"] == train else {}
         own = (checked.get(train), checked.get(test))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{_stamp(folder)}: cannot be read ({error}); run `starling check` again") from error
+        raise DataError(f"{_data_path(folder)}: cannot be read ({error}); run `starling check` again") from error
     if test == train or None in own:
         return None
     if own != digests:
-        raise DataError(f"{list_path(folder)} is of other data than these; run `starling check` again")
+        raise DataError(f"{list_path(folder)} was made for other data; run `starling check` again")
     rows = (row for _, row in read_table(list_path(folder), _HEADER) if row["kind"] in SEEN_IN_TRAINING)
     return frozenset(row["id"] for row in rows if (row["set"], row["other_set"]) == (test, train))
 
 
 def to_drop(report: Report, config: CheckConfig, earlier: Iterable[LeftOut] = ()) -> list[LeftOut]:
-    """What is to be left out from now on: the `earlier` ones, and what was found, each utterance once.
+    """The utterances to leave out: the `earlier` ones and those of the report, each once.
 
-    Of duplicates the first of a set stays; of overlaps only the training side goes.
+    Of duplicates within a set the first is kept; of overlaps only utterances of the training set are left out.
     """
     items = {(item.set, item.id): item for item in earlier}
     for each in report.findings:
@@ -115,7 +115,7 @@ def to_drop(report: Report, config: CheckConfig, earlier: Iterable[LeftOut] = ()
     return list(items.values())
 
 
-def _stamp(folder: Path) -> Path:
+def _data_path(folder: Path) -> Path:
     return folder / "check.json"
 
 

@@ -1,4 +1,4 @@
-"""What is kept of an utterance's audio, and whether two of them are one recording."""
+"""Measurements of an utterance's audio, and a comparison that detects copies of a recording."""
 
 import hashlib
 import math
@@ -12,25 +12,25 @@ from starling.speech.corpora import Audio
 from starling.speech.usable import resampled
 
 FULL_SCALE = 32767 / 32768
-"""Samples from here on are as loud as 16 bits can tell."""
-ENVELOPE = 32
-"""Stretches of equal length whose loudness is kept."""
-_FLOOR = -40.0  # dB below the utterance's own level: what noise and codecs do beneath does not count
+"""The largest positive 16-bit sample; samples of at least this magnitude count as clipped."""
+ENVELOPE_LENGTH = 32
+"""The number of equally long segments whose level is kept."""
+_FLOOR = -40.0  # dB relative to the utterance's level; lower levels are raised to it, to ignore noise and codecs
 _COMPARED_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    """The measurements of one utterance; under 200 bytes, whatever its length."""
+    """The measurements of one utterance; about 250 bytes in CPython, whatever its length."""
 
     digest: bytes
-    """Of the decoded samples at 16 bits and their rate: how a file is encoded does not change it."""
+    """Digest of the decoded samples at 16 bits and their rate, the same for all lossless encodings."""
     envelope: bytes
-    """[ENVELOPE] of int8: half dB relative to the utterance's own level."""
+    """[ENVELOPE_LENGTH] of int8: levels in units of 0.5 dB, relative to the utterance's level."""
     level_db: float
     """Root mean square relative to full scale."""
     clipped: float
-    """Share of the samples at full scale."""
+    """Fraction of the samples at full scale."""
     seconds: float
 
 
@@ -53,13 +53,13 @@ def likeness(first: Audio, second: Audio, tolerance: float) -> float:
 
         max_|s| |sum_t a[t] b[t + s]| / (|a| |b|)
 
-    Their loudness and polarity do not count. Of the longer ones, the first 20 s are compared.
+    Level and polarity do not matter. At most the first 20 s are compared. 0 if the rates cannot be converted.
     """
     (a, rate), (b, other) = first, second
     try:
         b = resampled(b, other, rate)
     except DataError:
-        return 0.0  # rates so odd are nobody's copies
+        return 0.0
     end = round(_COMPARED_SECONDS * rate)
     a, b = a[:end], b[:end]
     size = 1 << (len(a) + len(b) - 1).bit_length()
@@ -71,8 +71,8 @@ def likeness(first: Audio, second: Audio, tolerance: float) -> float:
 
 
 def _envelope(samples: NDArray[np.float32], power: float) -> NDArray[np.int8]:
-    padded = np.pad(samples, (0, max(0, ENVELOPE - len(samples)))).astype(np.float64)
-    edges = np.linspace(0, len(padded), ENVELOPE + 1).astype(int)
+    padded = np.pad(samples, (0, max(0, ENVELOPE_LENGTH - len(samples)))).astype(np.float64)
+    edges = np.linspace(0, len(padded), ENVELOPE_LENGTH + 1).astype(int)
     powers = np.add.reduceat(np.square(padded), edges[:-1]) / np.diff(edges)
     relative = 10 * np.log10(np.maximum(powers / max(power, 1e-30), 10 ** (_FLOOR / 10)))
     halves: NDArray[np.int8] = np.clip(np.rint(2 * relative), -128, 127).astype(np.int8)

@@ -1,4 +1,4 @@
-"""Texts that are nearly the same: candidates by MinHash, each verified exactly."""
+"""Finds similar texts: candidates by MinHash, each verified exactly."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -7,18 +7,18 @@ from functools import lru_cache
 from rensa import RMinHash, RMinHashLSH
 
 NUM_HASHES = 120
-_MISSED = 1e-4
+_MAX_MISS_RATE = 1e-4
 _BLOCK = 1000
-_CACHED = 5000  # texts whose pieces are kept, about 10 kB each
-_DOUBT = 0.25  # how far below the truth 120 hashes never estimate: over five standard deviations
+_CACHED = 5000  # texts whose n-grams are kept, about 10 kB each
+_MARGIN = 0.25  # how much lower than the truth an estimate by 120 hashes may be: over five standard deviations
 Near = list[tuple[int, float]]
-"""Places of other texts, and the similarity to each."""
+"""Indices of other texts, each with its similarity."""
 
 
 def pieces(text: str, ngram: int) -> frozenset[str]:
-    """The runs of `ngram` characters in a text between two spaces, each numbered by how often it was there before.
+    """The n-grams of `ngram` characters in a text with a space at each end; repeated ones are numbered.
 
-    Numbered, so that `ONE ONE ONE` is not `ONE`: the similarity below is then that of multisets.
+    The numbers make the similarity below that of multisets, so that `ONE ONE ONE` differs from `ONE`.
     """
     padded = f" {text} "
     seen = Counter[str]()
@@ -31,29 +31,28 @@ def pieces(text: str, ngram: int) -> frozenset[str]:
 
 
 def similarity(first: frozenset[str], second: frozenset[str]) -> float:
-    """Jaccard's: |A and B| / |A or B|."""
+    """Jaccard similarity: |A and B| / |A or B|."""
     shared = len(first & second)
     return shared / (len(first) + len(second) - shared)
 
 
 def num_bands(threshold: float) -> int:
-    """Bands into which the hashes are split, so that near-duplicates are missed once in 10,000 times at most.
+    """The number of bands of hashes, such that at most one near-duplicate in 10,000 is missed.
 
-    Two texts of similarity s meet in one of b bands of r hashes with probability 1 - (1 - s^r)^b (Leskovec,
-    Rajaraman & Ullman, Mining of Massive Datasets, section 3.4); the fewest bands that keep the promise leave the
-    fewest candidates to verify.
+    Two texts of similarity s agree in at least one of b bands of r hashes with probability 1 - (1 - s^r)^b (Leskovec,
+    Rajaraman & Ullman, Mining of Massive Datasets, section 3.4). The smallest such number gives the fewest candidates.
     """
     fitting = [bands for bands in range(1, NUM_HASHES + 1) if NUM_HASHES % bands == 0]
-    return next(bands for bands in fitting if (1 - threshold ** (NUM_HASHES // bands)) ** bands <= _MISSED)
+    return next(bands for bands in fitting if (1 - threshold ** (NUM_HASHES // bands)) ** bands <= _MAX_MISS_RATE)
 
 
 def near_texts(
     texts: Sequence[str], threshold: float, ngram: int, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[Near]:
-    """For each of some different texts, the others whose similarity is `threshold` or more.
+    """For each of several distinct texts, the others with a similarity of at least `threshold`.
 
-    Memory: about 3 kB a text. Time: in texts of few words, such as digits, the candidates grow faster than the texts.
-    `progress` is called with texts done and in all.
+    Needs about 3 kB per text. With a small vocabulary, such as digits, the number of candidates grows faster than that
+    of texts. `progress` is called with the number of texts done and the total.
     """
     cached = lru_cache(maxsize=_CACHED)(pieces)
     sketches: list[RMinHash] = []
@@ -62,7 +61,7 @@ def near_texts(
         sketches += RMinHash.from_token_sets(block, NUM_HASHES, 1)
     index = RMinHashLSH(threshold=threshold, num_perm=NUM_HASHES, num_bands=num_bands(threshold))
     index.insert_many(sketches, 0)
-    promising = threshold - _DOUBT
+    promising = threshold - _MARGIN
     for start in range(0, len(texts), _BLOCK):
         for place, candidates in enumerate(index.query_all(sketches[start : start + _BLOCK]), start):
             sketch, own = sketches[place], cached(texts[place], ngram)

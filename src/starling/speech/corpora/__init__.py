@@ -1,4 +1,4 @@
-"""Importers: one a file, each with the configuration that selects it by `kind`."""
+"""Corpus importers, one per file. The `kind` in a corpus's settings selects its importer."""
 
 from typing import Annotated, Any, TypeGuard, get_args
 
@@ -32,7 +32,7 @@ __all__ = [
     "recipe_names",
 ]
 
-_Own = (
+_BuiltIn = (
     TsvCorpus
     | KaldiCorpus
     | NemoCorpus
@@ -54,15 +54,15 @@ def _is_corpus(found: object) -> TypeGuard[type[Config]]:
 
 
 _REGISTRY: Registry[type[Config]] = Registry(
-    {get_args(each.model_fields["kind"].annotation)[0]: each for each in get_args(_Own)},
+    {get_args(each.model_fields["kind"].annotation)[0]: each for each in get_args(_BuiltIn)},
     "starling.corpora",
     accepts=_is_corpus,
     wanted="a class of settings with kind, sets, maker and utterances, such as starling.speech.corpora.KaldiCorpus",
 )
 
 
-def _or_from_outside(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """A corpus of another package, if its `kind` is an entry point of `starling.corpora` or `module:name`."""
+def _validate_corpus(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Validate with another package's class if `kind` is an entry point of `starling.corpora` or `module:name`."""
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     if not isinstance(kind, str) or not _REGISTRY.is_outside(kind):
         return handler(value)
@@ -72,5 +72,5 @@ def _or_from_outside(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         raise ValueError(str(error)) from error
 
 
-CorpusConfig = Annotated[_Own, Field(discriminator="kind"), WrapValidator(_or_from_outside), SerializeAsAny()]
+CorpusConfig = Annotated[_BuiltIn, Field(discriminator="kind"), WrapValidator(_validate_corpus), SerializeAsAny()]
 """The settings of a corpus, of the class that its `kind` selects."""

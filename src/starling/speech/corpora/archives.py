@@ -1,4 +1,4 @@
-"""Tars that others have made."""
+"""Checks of tar archives that Starling did not write."""
 
 import tarfile
 from pathlib import Path, PurePosixPath
@@ -7,22 +7,22 @@ from starling.errors import DataError
 
 
 def check_archive(path: Path) -> None:
-    """Look at the names in a tar, and at nothing else of it.
+    """Check the names and types of a tar's members, without reading their contents.
 
     Raises:
-        DataError: it cannot be read, or holds `..`, an absolute name, a link, a device, or a name twice.
+        DataError: The tar cannot be read, or contains `..`, an absolute name, a link, a device or a duplicate name.
     """
     if not path.is_file():
         raise DataError(f"{path}: not a regular file")
     seen: set[str] = set()
     try:
-        with tarfile.open(path, "r:") as tar:  # a compressed one may unpack to anything
+        with tarfile.open(path, "r:") as tar:  # not compressed: that could expand without limit
             for member in tar:
                 _check_member(path, member, seen)
                 seen.add(member.name)
     except DataError:
         raise
-    except Exception as error:  # tarfile, of headers that make no sense
+    except Exception as error:  # raised by tarfile for invalid headers
         raise DataError(f"{path}: cannot be read as Shar: {type(error).__name__}: {error}") from error
 
 
@@ -31,6 +31,6 @@ def _check_member(path: Path, member: tarfile.TarInfo, seen: set[str]) -> None:
     if ".." in PurePosixPath(name).parts or name.startswith("/"):
         raise DataError(f"{path}: {name[:200]!r} leads out of the archive")
     if not member.isfile():
-        raise DataError(f"{path}: {name[:200]!r} is a link or a device, or no file for another reason")
+        raise DataError(f"{path}: {name[:200]!r} is not a regular file but a link, a device or similar")
     if name in seen:
-        raise DataError(f"{path}: {name[:200]!r} is there twice")
+        raise DataError(f"{path}: contains {name[:200]!r} twice")

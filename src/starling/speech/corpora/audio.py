@@ -1,4 +1,4 @@
-"""Reading of audio files that may be anything: bounded in memory, and every fault a `DataError`."""
+"""Reads untrusted audio files, with bounded memory; every error is a `DataError`."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
     import soundfile
 
 MAX_SECONDS = 3600.0
-"""Longest stretch that is read at once; longer recordings need segments."""
+"""Maximum length of audio that is read at once; longer recordings need segments."""
 MAX_SAMPLES = round(MAX_SECONDS * 48_000)
-"""Most samples that are read at once, so that no sampling rate makes an hour take all memory."""
+"""Maximum number of samples that are read at once. It bounds memory at very high sampling rates."""
 _ESTIMATED_LENGTH = ("MP3", "MPEG")
 _SHORT_CHUNK = re.compile(r"data : (\d+) \(should be (\d+)\)")
 _BLOCK = 1 << 20
 _STREAMED = 0x7FFFF000
-"""Declared sizes from here on are placeholders, written by programs that did not know the length yet."""
+"""Declared sizes of at least this value are placeholders: the length was unknown when the header was written."""
 
 
 def read_audio(
     path: Path, start: float = 0.0, duration: float | None = None, channel: int | None = None
 ) -> tuple[NDArray[np.float32], int]:
-    """Samples [T] in -1..1 and sampling rate in Hz of a file, or of `duration` seconds of it from `start`.
+    """Samples [T] in -1..1 and sampling rate in Hz of a file, or of the segment of `duration` seconds from `start`.
 
     Raises:
-        DataError: the file is missing, no regular file, empty, truncated, not audio, longer than an hour, ends
-            before the segment does, or has several channels and `channel` does not say which.
+        DataError: The file is missing, not a regular file, empty, truncated or not audio; the segment is longer than
+            an hour or extends beyond the end; `channel` does not exist, or is missing for several channels.
     """
     import soundfile
 
     _check_regular(path)
     try:
         with soundfile.SoundFile(str(path)) as file:
-            first, count = _stretch(path, file, start, duration)
+            first, count = _segment(path, file, start, duration)
             column = _channel(path, file.channels, channel)
             if first:
                 file.seek(first)
@@ -49,14 +49,14 @@ def read_audio(
     except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, MemoryError) as error:
         raise DataError(f"{path}: cannot be read as audio: {error}") from error
     if len(samples) < count and kind not in _ESTIMATED_LENGTH:
-        raise DataError(f"{path}: truncated: {len(samples)} samples of {count} are there")
+        raise DataError(f"{path}: truncated: only {len(samples)} of {count} samples")
     if len(samples) == 0:
         raise DataError(f"{path}: no samples")
     return samples, rate
 
 
 def read_blocks(file: soundfile.SoundFile, count: int, column: int = 0) -> NDArray[np.float32]:
-    """Up to `count` samples of one channel; memory follows what is there, not what is announced."""
+    """Up to `count` samples of one channel. Memory use depends on the samples present, not on the header."""
     blocks = [np.zeros(0, np.float32)]
     most = max(1, _BLOCK // file.channels)
     while count > 0:
@@ -79,28 +79,28 @@ def _check_regular(path: Path) -> None:
         raise DataError(f"{path}: audio file is empty (0 bytes)")
 
 
-def _stretch(path: Path, file: soundfile.SoundFile, start: float, duration: float | None) -> tuple[int, int]:
+def _segment(path: Path, file: soundfile.SoundFile, start: float, duration: float | None) -> tuple[int, int]:
     """First sample and number of samples to read."""
     rate, total = int(file.samplerate), int(file.frames)
     if rate < 1:
         raise DataError(f"{path}: sampling rate {rate} Hz")
     short = _SHORT_CHUNK.search(str(file.extra_info))
     if short and int(short[1]) < _STREAMED and int(short[2]) < int(short[1]):
-        raise DataError(f"{path}: truncated: {short[2]} bytes of audio, {short[1]} announced")
+        raise DataError(f"{path}: truncated: {short[2]} bytes of audio, but the header declares {short[1]}")
     first = round(start * rate)
     count = total - first if duration is None else round(duration * rate)
     if not (start >= 0 and count >= 0 and first + count <= total + rate // 100):
         raise DataError(
-            f"{path}: asked for {duration if duration is not None else 'the rest'} s from {start} s, "
-            f"but the file has {total / rate:.3f} s"
+            f"{path}: the segment of {f'{duration} s' if duration is not None else 'the rest'} from {start} s does not "
+            f"fit: the file has {total / rate:.3f} s"
         )
     count = min(count, total - first)
     if count > MAX_SECONDS * rate:
         raise DataError(
-            f"{path}: announces {count / rate:.0f} s of audio, the limit is {MAX_SECONDS:.0f} s; cut it into segments"
+            f"{path}: declares {count / rate:.0f} s of audio, the limit is {MAX_SECONDS:.0f} s; cut it into segments"
         )
     if count > MAX_SAMPLES:
-        raise DataError(f"{path}: announces {count} samples, the limit is {MAX_SAMPLES}; cut it into segments")
+        raise DataError(f"{path}: declares {count} samples, the limit is {MAX_SAMPLES}; cut it into segments")
     return first, count
 
 
@@ -108,5 +108,5 @@ def _channel(path: Path, channels: int, channel: int | None) -> int:
     if channel is None and channels > 1:
         raise DataError(f"{path}: {channels} channels; set data.corpus.channel to the one to read (from 0)")
     if channel is not None and channel >= channels:
-        raise DataError(f"{path}: has {channels} channels, none numbered {channel} (from 0)")
+        raise DataError(f"{path}: has {channels} channels, so there is no channel {channel} (from 0)")
     return channel or 0

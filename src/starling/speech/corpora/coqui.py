@@ -11,7 +11,7 @@ from starling.speech.corpora.utterance import NamedSets, Utterance
 
 
 class CoquiCorpus(NamedSets):
-    """`wav_filename,wav_filesize,transcript`; the id is the name of the audio file."""
+    """CSV files with the columns `wav_filename,wav_filesize,transcript`. The id is made from the audio file's name."""
 
     kind: Literal["coqui"]
 
@@ -29,8 +29,8 @@ class CoquiCorpus(NamedSets):
             for row in rows:
                 if None in row or None in row.values() or not {"wav_filename", "transcript"} <= row.keys():
                     raise DataError(
-                        f"{manifest}:{line}: needs the columns wav_filename and transcript, "
-                        f"and as many values as the header ({', '.join(rows.fieldnames or ())})"
+                        f"{manifest}:{line}: needs the columns wav_filename and transcript, and one value for each "
+                        f"column of the header ({', '.join(rows.fieldnames or ())})"
                     )
                 fields = {
                     "id": id_of_file(row["wav_filename"]),

@@ -1,4 +1,4 @@
-"""Corpora that lhotse holds already, or knows how to prepare."""
+"""Corpora in lhotse's formats, or prepared by lhotse's recipes."""
 
 import inspect
 import tempfile
@@ -20,9 +20,9 @@ _REFUSED_SOURCES = ("command", "url")
 
 
 class LhotseCorpus(NamedSets):
-    """Manifests of lhotse cuts (`.jsonl`, `.jsonl.gz`), or Shar folders; one transcribed supervision a cut.
+    """Manifests of lhotse cuts (`.jsonl`, `.jsonl.gz`), or Shar folders; each cut has one transcribed supervision.
 
-    Audio files are found as lhotse finds them: relative to the working folder, unless `audio_root` is set.
+    Relative audio paths start at the working folder, as in lhotse, unless `audio_root` is set.
     """
 
     kind: Literal["lhotse"]
@@ -38,10 +38,10 @@ class LhotseCorpus(NamedSets):
 
 
 class LhotseRecipeCorpus(FileCorpus):
-    """Any corpus for which lhotse has a recipe, from its own folder as downloaded.
+    """Any corpus for which lhotse has a recipe, in the folder layout in which it is downloaded.
 
-    Runs `lhotse.recipes.prepare_<recipe>(path, **options)`. A set is one or several of the parts that it
-    returns, e.g. `train: [train-clean-100]`; where it nests parts, as Common Voice does by language, 'en/train'.
+    Runs `lhotse.recipes.prepare_<recipe>(path, **options)`. A set is one or more of the parts that this returns, e.g.
+    `train: [train-clean-100]`; nested parts, such as Common Voice's by language, are named 'en/train'.
     """
 
     kind: Literal["lhotse-recipe"]
@@ -63,13 +63,13 @@ class LhotseRecipeCorpus(FileCorpus):
         from lhotse import CutSet
 
         wanted = self.sets[set_name]
-        # Some recipes read their own manifests back lazily: they must live while the cuts are used.
+        # some recipes read their own manifests lazily, so the files must exist while the cuts are used
         with tempfile.TemporaryDirectory(prefix="starling-") as scratch:
             parts = self._prepare(Path(scratch))
             for part in (wanted,) if isinstance(wanted, str) else wanted:
                 if part not in parts:
                     raise DataError(
-                        f"set {set_name}: lhotse's {self.recipe} has no part {part!r}; it has: {', '.join(parts)}"
+                        f"set {set_name}: lhotse's recipe {self.recipe} has no part {part!r}, only {', '.join(parts)}"
                     )
                 manifests = parts[part]
                 cuts = CutSet.from_manifests(recordings=manifests["recordings"], supervisions=manifests["supervisions"])
@@ -89,7 +89,7 @@ class LhotseRecipeCorpus(FileCorpus):
         unknown = [name for name in options if name not in parameters]
         if unknown:
             raise DataError(
-                f"lhotse's {self.recipe} takes no option {', '.join(unknown)}; it takes: {', '.join(parameters)}"
+                f"lhotse's recipe {self.recipe} has no option {', '.join(unknown)}, only {', '.join(parameters)}"
             )
         if "output_dir" in parameters:
             options.setdefault("output_dir", scratch)
@@ -98,7 +98,7 @@ class LhotseRecipeCorpus(FileCorpus):
                 manifests = prepare(corpus_dir=source, **options)
             else:
                 manifests = prepare(source, **options)
-        except Exception as error:  # lhotse's recipes raise anything, bare assertions among it
+        except Exception as error:  # lhotse's recipes raise any kind of error, including bare assertions
             raise DataError(
                 f"lhotse's recipe {self.recipe} cannot prepare {source}: {type(error).__name__}: "
                 f"{error or 'a check of the corpus folder failed'}; see lhotse.recipes.prepare_{self.recipe}"
@@ -114,7 +114,7 @@ def recipe_names() -> list[str]:
 
 
 def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every dictionary with recordings and supervisions, by the path of keys to it."""
+    """All dictionaries with recordings and supervisions, each with its path of keys."""
     if isinstance(manifests, tuple) and len(manifests) == 2:
         manifests = {"recordings": manifests[0], "supervisions": manifests[1]}
     if not isinstance(manifests, dict):
@@ -131,7 +131,7 @@ def _cut(item: dict[str, Any], origin: str) -> Any:
 
     try:
         return deserialize_item(item)
-    except Exception as error:  # whatever lhotse makes of fields that are wrong
+    except Exception as error:  # lhotse raises any kind of error for invalid fields
         raise DataError(f"{origin}: not a lhotse cut: {type(error).__name__}: {error}") from error
 
 
@@ -142,7 +142,7 @@ def _shar_cuts(folder: Path) -> Iterator[tuple[str, Any]]:
     if not manifests:
         raise DataError(f"{folder}: no cuts.*.jsonl.gz here; a Shar folder is expected")
     for manifest in manifests:
-        for _ in read_json_lines(manifest):  # refuses bombs and endless lines before lhotse reads the file
+        for _ in read_json_lines(manifest):  # rejects decompression bombs and long lines before lhotse reads the file
             pass
     for archive in sorted(folder.glob("*.tar*")):
         check_archive(archive)
@@ -156,13 +156,13 @@ def _shar_cuts(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _utterance(cut: Any, utterance_id: str | None, origin: str, channel: int | None, root: Path | None) -> Utterance:
-    """One cut as an utterance; `utterance_id` None takes the cut's own."""
+    """One cut as an utterance, with `utterance_id` or, if that is None, the cut's id."""
     name = str(getattr(cut, "id", "?"))
     try:
         spoken = [each for each in getattr(cut, "supervisions", ()) if each.text is not None]
-        stretch = _stretch(cut)
+        segment = _segment(cut)
     except (AttributeError, TypeError, ValueError) as error:  # fields may be of any type
-        raise DataError(f"{origin}: cut {name} is not as lhotse has them ({error})") from error
+        raise DataError(f"{origin}: cut {name} is not a valid lhotse cut ({error})") from error
     if len(spoken) != 1:
         raise DataError(
             f"{origin}: cut {name} has {len(spoken)} transcribed supervisions, exactly one is expected; "
@@ -176,12 +176,12 @@ def _utterance(cut: Any, utterance_id: str | None, origin: str, channel: int | N
         str(spoken[0].text),
         origin,
         partial(_load, cut, origin, channel, root),
-        stretch,
+        segment,
     )
 
 
-def _stretch(cut: Any) -> str:
-    """The files of a cut and the part of them that it is."""
+def _segment(cut: Any) -> str:
+    """A cut's audio files, start and duration."""
     tracks = [track.cut for track in cut.tracks] if hasattr(cut, "tracks") else [cut]
     sources = [source for each in tracks if each.has_recording for source in each.recording.sources]
     return " ".join([*(str(each.source) for each in sources if each.type == "file"), str(cut.start), str(cut.duration)])
@@ -192,20 +192,20 @@ def _load(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audi
         return _loaded(cut, origin, channel, root)
     except DataError:
         raise
-    except Exception as error:  # any of lhotse's audio back ends, and of a cut's fields, which may be of any type
+    except Exception as error:  # from any of lhotse's audio backends, or from fields, which may be of any type
         raise DataError(f"{origin} (cut {cut.id}): cannot be read as audio: {type(error).__name__}: {error}") from error
 
 
 def _loaded(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audio:
-    """The audio of a cut; of a plain stretch of a file with the checks that all files get."""
+    """The audio of a cut. A simple segment of a file is read by `read_audio`, with its checks."""
     name = f"{origin} (cut {cut.id})"
     tracks = [track.cut for track in cut.tracks] if hasattr(cut, "tracks") else [cut]
     sources = [source for each in tracks if each.has_recording for source in each.recording.sources]
     for source in sources:
         if source.type in _REFUSED_SOURCES:
-            raise DataError(f"{name}: its audio is a {source.type} ({source.source!r}); only files are read")
+            raise DataError(f"{name}: its audio source is a {source.type} ({source.source!r}); only files are read")
         if source.type == "file" and not _inside(root, source.source).is_file():
-            raise DataError(f"{name}: audio file {_inside(root, source.source)} is missing or no regular file")
+            raise DataError(f"{name}: audio file {_inside(root, source.source)} is missing or not a regular file")
     if cut.duration > MAX_SECONDS:
         raise DataError(f"{name}: {cut.duration:.0f} s of audio, the limit is {MAX_SECONDS:.0f} s")
     wanted = cut.channel if channel is None and not hasattr(cut, "tracks") else channel
@@ -220,15 +220,15 @@ def _loaded(cut: Any, origin: str, channel: int | None, root: Path | None) -> Au
     if len(samples) > 1 and channel is None:
         raise DataError(f"{name}: {len(samples)} channels; set data.corpus.channel to the one to read (from 0)")
     if channel is not None and channel >= len(samples):
-        raise DataError(f"{name}: {len(samples)} channels, none numbered {channel} (from 0)")
+        raise DataError(f"{name}: {len(samples)} channels, so there is no channel {channel} (from 0)")
     return np.ascontiguousarray(samples[channel or 0], dtype=np.float32), int(cut.sampling_rate)
 
 
 def _inside(root: Path | None, name: str) -> Path:
-    """An audio file as lhotse finds it, or inside `root`."""
+    """The path of an audio file: unchanged without `root`, otherwise inside it."""
     if root is None:
         return Path(name)
     path = root / name
     if not path.resolve().is_relative_to(root.resolve()):
-        raise DataError(f"audio {name!r} lies outside of {root}, which is data.corpus.audio_root")
+        raise DataError(f"audio {name!r} is outside data.corpus.audio_root, {root}")
     return path

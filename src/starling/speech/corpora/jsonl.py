@@ -1,4 +1,4 @@
-"""The JSON lines of NeMo and of WeNet."""
+"""The JSON Lines manifests of NeMo and WeNet."""
 
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -11,7 +11,7 @@ from starling.speech.corpora.utterance import NamedSets, Utterance
 class NemoCorpus(NamedSets):
     """NeMo manifests: `audio_filepath`, `text`, and optionally `offset`, `duration`, `speaker`, `id`.
 
-    Without `id` the name of the audio file is the id, with its offset where there is one.
+    Without `id`, the id is made from the name of the audio file and the offset, if any.
     """
 
     kind: Literal["nemo"]

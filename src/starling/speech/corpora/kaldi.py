@@ -10,9 +10,9 @@ from starling.speech.corpora.utterance import NamedSets, Utterance
 
 
 class KaldiCorpus(NamedSets):
-    """Folders with `wav.scp`, `text` and optionally `utt2spk`, `segments`; pipes in `wav.scp` are refused.
+    """Folders with `wav.scp`, `text` and optionally `utt2spk` and `segments`. Pipes in `wav.scp` are an error.
 
-    lhotse's own importer is not used: it would run the pipes, and stop at the first unreadable file.
+    lhotse's Kaldi importer is not used, because it runs pipes and stops at the first unreadable file.
     """
 
     kind: Literal["kaldi"]
@@ -23,7 +23,7 @@ class KaldiCorpus(NamedSets):
         for name, (line, value) in recordings.items():
             if "|" in value:
                 raise DataError(
-                    f"{folder / 'wav.scp'}:{line}: recording {name} is a pipe ({value!r}); commands are never run: "
+                    f"{folder / 'wav.scp'}:{line}: recording {name} is a pipe ({value!r}); commands are not run: "
                     f"write the audio to files first"
                 )
         texts = _table(folder / "text", empty_values=True)
@@ -38,7 +38,7 @@ class KaldiCorpus(NamedSets):
             if recording not in recordings:
                 raise DataError(f"{segments_file}:{line}: recording {recording!r} is not in wav.scp")
             if utterance_id not in texts:
-                raise DataError(f"{folder / 'text'}: no transcript of {utterance_id}")
+                raise DataError(f"{folder / 'text'}: no transcript for {utterance_id}")
             fields = {
                 "id": utterance_id,
                 "speaker": speakers.get(utterance_id, (0, "unknown"))[1],
@@ -49,14 +49,14 @@ class KaldiCorpus(NamedSets):
 
 
 def _table(path: Path, empty_values: bool = False) -> dict[str, tuple[int, str]]:
-    """Key -> (line, value) of one of Kaldi's text files."""
+    """The entries of a Kaldi text file: key -> (line, value)."""
     table: dict[str, tuple[int, str]] = {}
     for number, line in read_lines(path):
         key, *rest = line.split(maxsplit=1)
         if not rest and not empty_values:
             raise DataError(f"{path}:{number}: {key} has no value")
         if key in table:
-            raise DataError(f"{path}:{number}: {key} was already in line {table[key][0]}")
+            raise DataError(f"{path}:{number}: duplicate key {key}, first in line {table[key][0]}")
         table[key] = (number, rest[0].strip() if rest else "")
     return table
 
@@ -71,5 +71,5 @@ def _segment(path: Path, line: int, value: str) -> tuple[int, str, float, float 
     if end == -1 and 0 <= start < float("inf"):
         return line, recording, start, None
     if not 0 <= start < end < float("inf"):
-        raise DataError(f"{path}:{line}: a segment from {start} s to {end} s")
+        raise DataError(f"{path}:{line}: invalid segment from {start} s to {end} s")
     return line, recording, start, end - start

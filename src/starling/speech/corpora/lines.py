@@ -1,4 +1,4 @@
-"""Manifests read line by line, with bounds on what a line or a compressed file may hold."""
+"""Reads manifests line by line, with limits on the length of a line and the expansion of a compressed file."""
 
 import gzip
 import json
@@ -11,15 +11,15 @@ from starling.errors import DataError
 
 MAX_LINE_BYTES = 1 << 20
 MAX_EXPANSION = 200
-"""A compressed manifest may hold this many times its own size; JSON lines reach about 30."""
+"""Maximum expansion of a compressed manifest; JSON Lines reach about 30."""
 _FREE_BYTES = 64 << 20
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number (from 1) and text of every line that is not blank, of a text file or a gzipped one.
+    """Number (from 1) and text of each non-blank line of a text file, which may be gzipped.
 
     Raises:
-        DataError: missing, not a regular file, not UTF-8, a line over 1 MiB, or a decompression bomb.
+        DataError: The file is missing, not a regular file, not UTF-8 or a decompression bomb, or has a line over 1 MiB.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file" if not path.exists() else f"{path}: not a regular file")
@@ -34,7 +34,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 if len(line) > MAX_LINE_BYTES:
                     raise DataError(f"{path}:{number}: a line of more than {MAX_LINE_BYTES} bytes")
                 if allowed is not None and total > allowed:
-                    raise DataError(f"{path}: unpacks to more than {allowed} bytes; refused")
+                    raise DataError(f"{path}: expands to more than {allowed} bytes; it may be a decompression bomb")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 if text.strip():
                     yield number, text
@@ -45,10 +45,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and object of every line of a JSONL file.
+    """Number and object of each non-blank line of a JSONL file.
 
     Raises:
-        DataError: as `read_lines`, and for a line that is no JSON object.
+        DataError: As for `read_lines`, or a line is not a JSON object.
     """
     for number, line in read_lines(path):
         try:
@@ -56,7 +56,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(item, dict):
-            raise DataError(f"{path}:{number}: a {type(item).__name__}, where a JSON object is expected")
+            raise DataError(f"{path}:{number}: expected a JSON object, found {type(item).__name__}")
         yield number, item
 
 
@@ -64,7 +64,7 @@ def field(item: dict[str, Any], name: str, origin: str) -> str:
     """A text field of a JSON object.
 
     Raises:
-        DataError: it is missing, or neither text nor a number.
+        DataError: The field is missing, or is neither text nor a number.
     """
     value = item.get(name)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -73,10 +73,10 @@ def field(item: dict[str, Any], name: str, origin: str) -> str:
 
 
 def seconds(item: dict[str, Any], name: str, origin: str) -> float | None:
-    """A field in seconds, finite and not negative, or None where it is absent.
+    """A field in seconds, finite and not negative; None if it is absent.
 
     Raises:
-        DataError: it is something else.
+        DataError: The field has another value.
     """
     value = item.get(name)
     if value is None:

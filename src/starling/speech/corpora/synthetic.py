@@ -1,4 +1,4 @@
-"""Speech made by a synthesiser, for the demo."""
+"""Synthesised speech, for the demo."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,16 +15,16 @@ from starling.speech.synthesis import ACCENTS, COMMANDS, DIGITS, VOICES, add_noi
 
 
 class SyntheticCorpus(Config):
-    """Speech made by espeak-ng; no voice speaks in two sets. Needs `pip install 'starling-asr[demo]'`."""
+    """Speech synthesised by espeak-ng; sets have no voices in common. Needs `pip install 'starling-asr[demo]'`."""
 
     kind: Literal["synthetic"]
     sets: dict[Literal["train", "dev", "test"], PositiveInt] = Field(min_length=1)
     """Number of utterances of each set."""
     seed: int = Field(default=0, ge=0)
     digits: tuple[int, int] = (2, 5)
-    """Shortest and longest string of digits."""
+    """Minimum and maximum number of digits in a string."""
     commands: float = Field(default=0.4, ge=0, le=1)
-    """Share of the utterances that are commands."""
+    """Fraction of utterances that are commands instead of digits."""
     words_per_minute: tuple[int, int] = (90, 135)
     pitch: tuple[int, int] = (35, 65)
     """espeak's scale, 0 to 100."""
@@ -36,18 +36,18 @@ class SyntheticCorpus(Config):
         for name in ("digits", "words_per_minute", "pitch", "snr"):
             low, high = getattr(self, name)
             if low > high or (low < 1 and name != "snr"):
-                raise ValueError(f"{name} {low}, {high}: needs the smaller first, from 1")
+                raise ValueError(f"{name} {low}, {high}: needs 1 <= first <= second (snr: first <= second)")
         return self
 
     def maker(self, set_name: str) -> str:
-        """What a set is made from beside its settings: the voices and the words of this version."""
+        """What a set depends on besides its settings: the voices and words of this version."""
         return " ".join([*VOICES[set_name], *ACCENTS, *DIGITS, *COMMANDS])
 
     def utterances(self, set_name: str) -> Sequence[Utterance]:
-        """All utterances of a set, spoken when this is called: the same for the same configuration.
+        """All utterances of a set, synthesised by this call. The same configuration gives the same utterances.
 
         Raises:
-            DataError: the synthesiser is not installed.
+            DataError: The synthesiser is not installed or failed.
         """
         names = ("train", "dev", "test")
         random = np.random.default_rng([self.seed, names.index(set_name)])

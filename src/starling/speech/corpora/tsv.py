@@ -12,13 +12,13 @@ Selection = dict[str, str | tuple[str, ...]]
 
 
 class TsvCorpus(FileCorpus):
-    """One table; a set is the rows whose columns have given values. Audio names are relative to the table."""
+    """One table; a set consists of the rows with given column values. Audio paths are relative to the table."""
 
     kind: Literal["tsv"]
     sets: dict[str, Selection]
     """Name of a set -> {column: value, or list of values}; {} selects all rows."""
     id: str = "id"
-    """Column of the utterance id; `speaker`, `audio` and `text` likewise."""
+    """The column of the utterance id; `speaker`, `audio` and `text` name the other columns."""
     speaker: str = "speaker"
     audio: str = "audio"
     text: str = "text"
@@ -31,7 +31,7 @@ class TsvCorpus(FileCorpus):
         columns = {name: index for index, name in enumerate(names)}
         if len(columns) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise DataError(f"{table}: its header names the column {twice!r} twice")
+            raise DataError(f"{table}: the header has the column {twice!r} twice")
         selection = self.sets[set_name]
         wanted = {"id": self.id, "speaker": self.speaker, "audio": self.audio, "text": self.text}
         _check_columns(table, columns, [*wanted.values(), *selection])
@@ -48,8 +48,8 @@ def _check_columns(table: Path, columns: dict[str, int], wanted: list[str]) -> N
     for name in wanted:
         if name not in columns:
             raise DataError(
-                f"{table}: no column {name!r}; {did_you_mean(name, columns)}it has: {', '.join(columns) or 'nothing'}; "
-                f"name its columns in data.corpus (id, speaker, audio, text, sets)"
+                f"{table}: no column {name!r}; {did_you_mean(name, columns)}it has: {', '.join(columns) or 'none'}; "
+                f"set the column names in data.corpus (id, speaker, audio, text, sets)"
             )
 
 

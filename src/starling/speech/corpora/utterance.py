@@ -1,4 +1,4 @@
-"""What every importer yields, and the checks that all of them share."""
+"""Utterances, as all importers yield them, and the base classes of importers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ Audio = tuple[NDArray[np.float32], int]
 
 @dataclass(frozen=True)
 class Utterance:
-    """One transcribed utterance of a corpus, its audio not read yet.
+    """One transcribed utterance of a corpus, whose audio has not been read.
 
-    `origin` says where it came from (a file, or a line of a manifest); `read` returns the audio or raises
-    `DataError`. An importer's utterances can be sent to another process.
+    `origin` is the file or manifest line it comes from; `read` returns the audio or raises `DataError`. An importer's
+    utterances can be pickled.
     """
 
     id: str
@@ -29,26 +29,26 @@ class Utterance:
     text: str
     origin: str
     read: Callable[[], Audio]
-    stretch: str = ""
-    """The file and the stretch of it that `read` reads, where that is not settled by the settings of the corpus."""
+    segment: str = ""
+    """The file and the segment of it that `read` reads, unless the settings of the corpus determine them."""
 
 
 class FileCorpus(Config):
-    """What the importers of manifests of audio files have in common."""
+    """The base class of importers for manifests of audio files."""
 
     path: Path | tuple[Path, ...]
     """The corpus, or several places where it may be: the first that exists is used."""
     audio_root: Path | None = None
-    """Where relative audio names start; by default the folder of the manifest. Audio outside of it is refused, but for
-    absolute names where this is not set."""
+    """The folder at which relative audio paths start; by default that of the manifest. Audio outside it is an error,
+    except for absolute paths if this is not set."""
     channel: int | None = None
-    """Channel to read, from 0; without it, audio of several channels is refused."""
+    """The channel to read, from 0. If it is not set, audio with several channels is an error."""
 
     def located(self) -> Path:
-        """The first of the places that exists.
+        """The first existing place in `path`.
 
         Raises:
-            DataError: none exists; all are named.
+            DataError: None exists; the message names all of them.
         """
         places = self.path if isinstance(self.path, tuple) else (self.path,)
         for place in places:
@@ -60,7 +60,7 @@ class FileCorpus(Config):
         )
 
     def maker(self, set_name: str) -> str:
-        """What a set is made from beside its settings: nothing."""
+        """What a set depends on besides its settings: nothing."""
         return ""
 
     def utterance(
@@ -84,40 +84,40 @@ class FileCorpus(Config):
         )
 
     def audio_path(self, manifest: Path, origin: str, name: str) -> Path:
-        """The file that a manifest calls `name`: inside `audio_root`, or anywhere by its absolute name."""
+        """The path of the audio file `name` of a manifest: inside `audio_root`, or an absolute path."""
         root = (self.audio_root or (manifest if manifest.is_dir() else manifest.parent)).resolve()
         if not name or "\0" in name:
-            raise DataError(f"{origin}: no usable name of an audio file: {name!r}")
+            raise DataError(f"{origin}: {name!r} is not a usable name for an audio file")
         path = root / name
         try:
             target = path.resolve()
         except (OSError, ValueError, RuntimeError) as error:
-            raise DataError(f"{origin}: no usable name of an audio file: {name[:200]!r} ({error})") from error
+            raise DataError(f"{origin}: {name[:200]!r} is not a usable name for an audio file ({error})") from error
         is_inside = target.is_relative_to(root) or (self.audio_root is None and Path(name).is_absolute())
         if ".." in Path(name).parts or not is_inside:
             raise DataError(
-                f"{origin}: audio {name!r} lies outside of {root}; "
-                f"if that is meant, set data.corpus.audio_root to a folder that holds all audio, without '..'"
+                f"{origin}: audio {name!r} is outside {root}; if that is intended, set data.corpus.audio_root to a "
+                f"folder that contains all audio, and use paths without '..'"
             )
         return path
 
 
 class NamedSets(FileCorpus):
-    """A corpus whose sets are files or folders beside each other, or the corpus itself ('.')."""
+    """A corpus whose sets are files or folders inside `path`, or `path` itself ('.')."""
 
     sets: dict[str, str]
     """Name of a set -> its file or folder, relative to `path`."""
 
     def set_path(self, set_name: str) -> Path:
-        """Where a set lies.
+        """The file or folder of a set.
 
         Raises:
-            DataError: it is missing, or outside of the corpus.
+            DataError: It is missing, or outside the corpus.
         """
         base = self.located()
         name = self.sets[set_name]
         if ".." in Path(name).parts or Path(name).is_absolute():
-            raise DataError(f"set {set_name}: {name!r} is not a name inside of {base}; change data.corpus.sets")
+            raise DataError(f"set {set_name}: {name!r} is not a path inside {base}; change data.corpus.sets")
         path = base / name
         if not path.exists():
             raise DataError(f"set {set_name}: {path.absolute()} does not exist; change data.corpus.sets")

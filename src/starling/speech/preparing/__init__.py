@@ -1,1 +1,1 @@
-"""Preparing a set in stages that can be run in any process, in any order, and not twice."""
+"""Preparation of sets in stages, which run once each, in any process and any order."""

@@ -1,4 +1,4 @@
-"""Stages on Dask: on a cluster that somebody has started, or on one of a few processes here."""
+"""Runs stages on Dask: on an existing cluster, or on a local one."""
 
 import logging
 import tempfile
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from distributed import Client
 
 _PATIENCE = 10.0
-"""Seconds for a scheduler to answer."""
+"""How long to wait for the scheduler, in seconds."""
 
 
 class Dask(Remote):
-    """The workers of a Dask cluster, met when there is something to do.
+    """The workers of a Dask cluster, connected to when the first stage is submitted.
 
-    They read the corpus and write the shards themselves, so they need this version of Starling and the folders of
-    both under the same names. What they are sent is pickled, and nothing on the way is authenticated.
+    The workers read the corpus and write the shards themselves, so they need this version of Starling and the same
+    paths for both. Stages are sent to them pickled, over connections without authentication.
     """
 
     def __init__(self, address: str | None = None, jobs: int = 1) -> None:
-        """`address` is host:port of a scheduler; without one, a cluster of `jobs` processes on the loopback interface.
+        """`address` is host:port of a scheduler. Without it, a cluster of `jobs` local processes is started.
 
         Raises:
             ConfigError: Dask is not installed.
@@ -49,7 +49,7 @@ class Dask(Remote):
 
     def window(self) -> int:
         if self._client is not None:
-            with suppress(OSError):  # who is lost is told by what is waited for
+            with suppress(OSError):  # a lost connection is reported by the futures
                 threads: dict[str, int] = self._client.nthreads()  # type: ignore[no-untyped-call]
                 self._threads = max(sum(threads.values()), 1)
         return 2 * self._threads
@@ -67,7 +67,7 @@ class Dask(Remote):
             tick(finished)
 
     def kill(self) -> None:
-        """Give up what runs; a worker that is in the middle of a shard may finish it."""
+        """Stop waiting for running stages; workers may still finish them."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
@@ -87,8 +87,8 @@ class Dask(Remote):
             return super()._finished(stage, future, tick)
         except (KilledWorker, CommClosedError) as error:
             raise DataError(
-                f"set {stage.checking.set_name}: Dask has lost what wrote shard {stage.number}: {error}; look at the "
-                f"logs of its workers; the same command goes on from the shards that are finished"
+                f"set {stage.checking.set_name}: Dask lost the worker of shard {stage.number}: {error}; see the logs "
+                f"of the workers; repeat the command to continue from the finished shards"
             ) from error
 
     def _met(self) -> "Client":
@@ -101,7 +101,7 @@ class Dask(Remote):
                 )
             except (OSError, CancelledError) as error:
                 raise ConfigError(
-                    f"executor=dask://{self._address}: no scheduler answers there within {_PATIENCE:g} s ({error}); "
+                    f"executor=dask://{self._address}: no response from a scheduler within {_PATIENCE:g} s ({error}); "
                     f"start one with `dask scheduler`, and workers with `dask worker`"
                 ) from error
         scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="starling-dask-"))
@@ -120,13 +120,14 @@ class Dask(Remote):
 
 
 def _run(stage: Stage, sent_by: str) -> int:
-    """A stage, in a worker."""
+    """Run a stage, in a worker."""
     if version("starling-asr") != sent_by:
         raise DataError(
-            f"a Dask worker has Starling {version('starling-asr')}, but {sent_by} prepares; install one version on all"
+            f"a Dask worker has Starling {version('starling-asr')}, but this process has {sent_by}; install the same "
+            "version everywhere"
         )
     torch.set_num_threads(1)
-    return stage.run(_untold)
+    return stage.run(_ignore_tick)
 
 
-def _untold(count: int) -> None: ...
+def _ignore_tick(count: int) -> None: ...

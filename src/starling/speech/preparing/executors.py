@@ -1,4 +1,4 @@
-"""Where stages run: in this process, or in processes of this machine. `dask.py` has a third, for several machines."""
+"""Executors that run stages in this process or in several local processes. `dask.py` has one for several machines."""
 
 import multiprocessing
 import os
@@ -19,25 +19,25 @@ from starling.errors import DataError, StarlingError
 from starling.speech.chance import one_thread
 from starling.speech.preparing.stages import Stage, Tick
 
-_LOOK_EVERY = 0.1
-"""Seconds between two looks at how far the other processes are."""
-_LONGEST_END = 60.0
-"""Seconds that a shard gets to come to its end, when another one has failed."""
-_ahead: "Synchronized[int] | None" = None
-"""In a working process: the count of utterances that all of them have done."""
+_POLL_SECONDS = 0.1
+"""Interval at which the progress of other processes is read."""
+_END_TIMEOUT_SECONDS = 60.0
+"""How long running stages may take to finish after another one has failed."""
+_num_done: "Synchronized[int] | None" = None
+"""In a worker process: the number of utterances that all workers have done."""
 
 
 class Executor(Protocol):
-    """Runs stages; also a context manager that ends whatever it has started."""
+    """Runs stages. As a context manager it ends the processes it has started."""
 
     def run(self, stages: Iterable[Stage], tick: Tick) -> Iterator[Stage]:
-        """Run those whose result is not there, and give all back in order, each when its result is there.
+        """Run the stages that have no result yet, and yield all in order, each once it has a result.
 
         The first error in the order of the stages is raised. Stages are drawn as they are needed.
         """
 
     def abandon(self, at_once: bool) -> None:
-        """Begin no more stages; let those that run come to their end, or, if `at_once`, end them."""
+        """Begin no more stages. Wait for running ones to finish or, if `at_once`, end them."""
 
     def __enter__(self) -> Self: ...
 
@@ -47,12 +47,12 @@ class Executor(Protocol):
 
 
 class InThisProcess:
-    """One stage after the other."""
+    """Runs one stage after another in this process."""
 
     def run(self, stages: Iterable[Stage], tick: Tick) -> Iterator[Stage]:
         for stage in stages:
             if not _is_done(stage, tick):
-                with one_thread():  # resampling; short pieces are ten times slower on threads that others keep busy
+                with one_thread():  # on busy cores, resampling short audio with several threads is ten times slower
                     stage.run(tick)
             yield stage
 
@@ -67,7 +67,7 @@ class InThisProcess:
 
 
 class Remote:
-    """What executors have in common whose stages run in other processes."""
+    """The base class of executors that run stages in other processes."""
 
     def __init__(self) -> None:
         self._futures: set[Future[int]] = set()
@@ -76,7 +76,7 @@ class Remote:
         return self
 
     def run(self, stages: Iterable[Stage], tick: Tick) -> Iterator[Stage]:
-        """See `Executor`; at most `window` of them are in memory."""
+        """See `Executor`; at most `window` stages are in memory."""
         queue: deque[tuple[Stage, Future[int] | None]] = deque()
         for stage in (listed := _Listed(stages)):
             queue.append((stage, None if _is_done(stage, tick) else self._submitted(stage)))
@@ -93,30 +93,30 @@ class Remote:
         if at_once:
             self.kill()
         else:
-            wait(self._futures, timeout=_LONGEST_END)
+            wait(self._futures, timeout=_END_TIMEOUT_SECONDS)
         self._futures.clear()
-        self.look(lambda count: None, 0)  # what they have done is no progress of the next run
+        self.look(lambda count: None, 0)  # do not count their progress in the next run
 
     def window(self) -> int:
-        """How many stages are begun before the first of them is waited for."""
+        """How many stages may be submitted before the first of them has finished."""
         raise NotImplementedError
 
     def submit(self, stage: Stage) -> "Future[int]":
-        """Have a stage run; the number of utterances that are used."""
+        """Run a stage elsewhere; its result is the number of utterances used."""
         raise NotImplementedError
 
     def look(self, tick: Tick, finished: int) -> None:
-        """Tell how far the others are; `finished` utterances are those of a stage that has just ended."""
+        """Report progress; `finished` is the number of utterances of a stage that has just ended, or 0."""
         raise NotImplementedError
 
     def kill(self) -> None:
-        """End what runs."""
+        """End running stages."""
         raise NotImplementedError
 
     def _submitted(self, stage: Stage) -> "Future[int]":
         try:
             future = self.submit(stage)
-        except BrokenExecutor as error:  # which a stage before this one tells, in the order of the stages
+        except BrokenExecutor as error:  # raised later, when it is this stage's turn
             future = Future()
             future.set_exception(error)
         self._futures.add(future)
@@ -125,16 +125,16 @@ class Remote:
     def _finished(self, stage: Stage, future: "Future[int] | None", tick: Tick) -> Stage:
         if future is None:
             return stage
-        while not wait([future], timeout=_LOOK_EVERY).done:
+        while not wait([future], timeout=_POLL_SECONDS).done:
             self.look(tick, 0)
         try:
             self.look(tick, future.result())
         except (BrokenExecutor, CancelledError) as error:
             self.kill()
             raise DataError(
-                f"set {stage.checking.set_name}: a process that wrote shard {stage.number} ended unexpectedly "
-                f"({str(error) or 'the connection to it is lost'}); if memory was short, take fewer jobs or a smaller "
-                f"data.shard_size; the same command goes on from the shards that are finished"
+                f"set {stage.checking.set_name}: the process that wrote shard {stage.number} ended unexpectedly "
+                f"({str(error) or 'the connection to it is lost'}); if it ran out of memory, use fewer jobs or a "
+                f"smaller data.shard_size; repeat the command to continue from the finished shards"
             ) from error
         finally:
             self._futures.discard(future)
@@ -142,7 +142,7 @@ class Remote:
 
 
 class Processes(Remote):
-    """Several processes of this machine, started when there is something to do; they end with this one."""
+    """Several local processes, started when the first stage is submitted. They end when this process does."""
 
     def __init__(self, jobs: int) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Processes(Remote):
     def look(self, tick: Tick, finished: int) -> None:
         if self._count is None:
             return
-        count = self._count.get_obj().value  # without its lock: who is killed may hold that
+        count = self._count.get_obj().value  # without its lock, which a killed process may hold
         if count > self._seen:
             tick(count - self._seen)
             self._seen = count
@@ -195,7 +195,7 @@ class Processes(Remote):
 
 
 class _Listed:
-    """Stages as they are listed; an error of the listing waits until those before it are done."""
+    """Iterates over stages; keeps an error of the iteration until the stages before it are done."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = stages
@@ -217,7 +217,8 @@ def _is_done(stage: Stage, tick: Tick) -> bool:
 
 @contextmanager
 def interrupts_later() -> Iterator[None]:
-    """Hold back Ctrl-C, and for ever in processes started meanwhile: it comes to all of them, and this one decides."""
+    """Block SIGINT within this context, and permanently in processes started there: only this process handles
+    Ctrl-C."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -226,9 +227,9 @@ def interrupts_later() -> Iterator[None]:
 
 
 def _begin(lifeline: Connection, count: "Synchronized[int]") -> None:
-    """Make ready a process that works; it ends when nobody holds the other end of its lifeline any more."""
-    global _ahead
-    _ahead = count
+    """Initialise a worker process. It ends when the other end of `lifeline` is closed everywhere."""
+    global _num_done
+    _num_done = count
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
 
@@ -243,6 +244,6 @@ def _run(stage: Stage) -> int:
 
 
 def _tick(count: int) -> None:
-    if _ahead is not None:
-        with _ahead.get_lock():
-            _ahead.value += count
+    if _num_done is not None:
+        with _num_done.get_lock():
+            _num_done.value += count

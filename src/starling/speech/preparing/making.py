@@ -1,4 +1,4 @@
-"""One set made from its corpus: listed in chunks, stage by stage in any process, and put together."""
+"""Makes one set from its corpus: lists it in chunks, processes these in stages, and writes the index."""
 
 import json
 import shutil
@@ -19,15 +19,15 @@ from starling.speech.strings import StringsConfig, join_strings, plan_strings
 from starling.speech.usable import Checker
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of a set, utterances done, and utterances in all (0: not known)."""
+"""Called with the name of a set, the number of utterances done, and their total (0: unknown)."""
 REPORT_EVERY = 25
 SETTINGS = "settings.json"
-"""The file of a set with what it was made from."""
+"""The file with the settings from which a set was made."""
 
 
 @dataclass(frozen=True)
 class SetPlan:
-    """What a set is made from; `digest` is that of all `settings`."""
+    """What a set is made from; `digest` is the digest of `settings`."""
 
     name: str
     digest: str
@@ -41,11 +41,12 @@ class SetPlan:
 def make_set(plan: SetPlan, final: Path, partial: Path, executor: Executor, report: Progress) -> None:
     """Make the set in the folder `partial`, then rename it to `final`.
 
-    Stages that an earlier call has finished, from the same settings and the same list of utterances, are not done
-    again. Where this one ends early, its finished stages stay for the next.
+    Stages that an earlier call finished, with the same settings and list of utterances, are not repeated. If this call
+    fails, its finished stages are kept for the next one.
 
     Raises:
-        DataError: the corpus is missing or wrong, naming the utterance or file, or nothing can be written.
+        DataError: The corpus is missing or invalid (the message names the utterance or file), or a file cannot be
+            written.
     """
     work = partial.absolute() / plan.digest[:16]
     try:
@@ -109,7 +110,7 @@ def _make(plan: SetPlan, work: Path, executor: Executor, report: Progress) -> No
 
 @dataclass(frozen=True)
 class _Stages:
-    """The stages of a set, run by an executor; `whole` counts what they find."""
+    """The stages of a set, run by an executor; `whole` collects their counts."""
 
     plan: SetPlan
     work: Path
@@ -118,10 +119,10 @@ class _Stages:
     report: Progress
 
     def results(self, utterances: Iterable[Utterance], label: str, writes: bool) -> Iterator[tuple[Stage, Result]]:
-        """Every chunk of the utterances with what its stage found, in order.
+        """Each chunk's stage with its result, in order.
 
-        An id counts as used twice when an earlier utterance that is used has it, in whichever chunk. A stage does
-        not know of the others, so one with such ids is run again with them.
+        An id is a duplicate if an earlier utterance that is used has it, in any chunk. A stage does not know the ids of
+        other chunks, so a stage with such ids is run again with them.
         """
         total = len(utterances) if isinstance(utterances, Sequence) else 0
         meter = _Meter(label, total, self.report)
@@ -152,13 +153,13 @@ class _Stages:
         if result is None:
             raise DataError(
                 f"set {self.plan.name}: a process has written shard {stage.number}, but {stage.file} or the shard is "
-                f"not there; all processes must see {self.work} as the same folder"
+                f"missing; {self.work} must be the same folder for all processes"
             )
         return result
 
 
 class _Meter:
-    """Counts utterances that are done, and reports now and then."""
+    """Counts the utterances that are done, and reports every `REPORT_EVERY`."""
 
     def __init__(self, label: str, total: int, report: Progress) -> None:
         self._label, self._total, self._report = label, total, report
@@ -174,16 +175,16 @@ class _Meter:
 
 
 def _shards(files: Iterable[Path]) -> Iterator[ShardIndex]:
-    """What the shards hold, one at a time in memory."""
+    """The indexes of the shards, one at a time in memory."""
     for file in files:
         result = read_result(file)
         if result is None:
-            raise DataError(f"{file}: was removed while the set was prepared; run `starling prepare RECIPE` again")
+            raise DataError(f"{file}: was removed during the preparation; run `starling prepare RECIPE` again")
         yield result.shard
 
 
 def _forget_dropped(work: Path) -> None:
-    """Have the stages that dropped anything done again by the next call: who mends the audio changes no list."""
+    """Let the next call repeat the stages that dropped utterances: repaired audio does not change their listing."""
     for file in (work / "stages").glob("*.json"):
         result = read_result(file)
         if result is None or result.dropped:
@@ -191,7 +192,7 @@ def _forget_dropped(work: Path) -> None:
 
 
 def _remove_others(folder: Path, shards: Iterable[ShardIndex]) -> None:
-    """Remove shards of an earlier call that found more utterances in the corpus."""
+    """Remove shards left by an earlier call that found more utterances."""
     wanted = {name for shard in shards for name, _ in shard.files}
     for path in folder.iterdir():
         if path.name not in wanted:

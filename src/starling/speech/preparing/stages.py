@@ -1,9 +1,9 @@
-"""One stage of preparing a set: a chunk of its utterances is checked, and written as one shard.
+"""One stage of preparing a set: a chunk of its utterances is checked and written as one shard.
 
-<work>/stages/checked.000000.json     what a check of recordings found, where they are joined into strings
-<work>/stages/written.000000.json     what a shard holds; written after the shard, so that it tells that it is whole
+<work>/stages/checked.000000.json     result of checking recordings that will be joined into strings
+<work>/stages/written.000000.json     the index of a shard; written after the shard, so it shows that this is complete
 <work>/set/shar/...                   the shards
-<work>/aside-.../                     what a process has not finished
+<work>/aside-.../                     unfinished files of a process
 """
 
 import json
@@ -23,7 +23,7 @@ from starling.speech.shard_writer import ShardIndex, ShardWriter, audio_file, cu
 from starling.speech.usable import Checker, Dropped, FilterConfig, TextStyle
 
 Tick = Callable[[int], None]
-"""Called with the number of utterances that have come to those that are done."""
+"""Called with the number of utterances done since the last call."""
 _SEPARATORS = (",", ":")
 
 
@@ -42,14 +42,14 @@ class Checking:
         return Checker(self.set_name, self.sampling_rate, self.style, self.limits, self.left_out)
 
     def narrowed(self, utterances: Iterable[Utterance]) -> "Checking":
-        """The same for a few utterances: it knows no others that are left out, and is small to send."""
+        """A copy for some utterances only, without the other utterances to leave out, which is small to send."""
         left_out = {each.id: self.left_out[each.id] for each in utterances if each.id in self.left_out}
         return Checking(self.set_name, self.sampling_rate, self.style, self.limits, left_out)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a stage found. `places` are those of the utterances used, in the chunk; a check leaves no files."""
+    """The result of a stage. `places` are the indices of the used utterances in the chunk; a check writes no files."""
 
     listing: str
     taken: tuple[str, ...]
@@ -61,26 +61,26 @@ class Result:
 
 @dataclass(frozen=True)
 class Stage:
-    """A chunk of utterances, and what is to be done with them; can be sent to another process."""
+    """A chunk of utterances to check or write; can be pickled."""
 
     work: Path
     number: int
     utterances: tuple[Utterance, ...]
     checking: Checking
     writes: bool
-    """Write a shard; otherwise only check."""
+    """Whether to write a shard; otherwise only check."""
     listing: str
-    """Digest of the chunk as the corpus lists it: a result of another one does not count."""
+    """Digest of the chunk as the corpus lists it; a result with another digest is invalid."""
     taken: frozenset[str] = frozenset()
-    """Ids that utterances of earlier chunks have."""
+    """Ids of this chunk that utterances of earlier chunks already use."""
 
     @property
     def file(self) -> Path:
-        """Where the result is, once it is complete."""
+        """The file of the result; it exists once the stage is complete."""
         return self.work / "stages" / f"{'written' if self.writes else 'checked'}.{self.number:06d}.json"
 
     def result(self) -> Result | None:
-        """What was found, if that was done already and all of it is there."""
+        """The result of an earlier run, if it is complete; otherwise None."""
         result = read_result(self.file)
         if result is None or result.listing != self.listing:
             return None
@@ -88,11 +88,11 @@ class Stage:
         return result if all(_has(self.work / "set" / "shar" / name, size) for name, size in files) else None
 
     def run(self, tick: Tick) -> int:
-        """Do it, whatever is there already; the number of utterances that are used.
+        """Run the stage, replacing an earlier result. Returns the number of utterances used.
 
         Raises:
-            DataError: an utterance is unusable and the user has not chosen to skip.
-            OSError: something cannot be written.
+            DataError: An utterance is unusable, and `on_bad` is `fail`.
+            OSError: A file cannot be written.
         """
         with _aside(self.work) as aside:
             result = self._written(aside, tick) if self.writes else self._checked(tick)
@@ -140,7 +140,7 @@ class Stage:
 
 
 class _Places:
-    """Some utterances, and the places of those that turned out well."""
+    """Iterates over utterances and records the indices of those used."""
 
     def __init__(self, utterances: tuple[Utterance, ...]) -> None:
         self._utterances = utterances
@@ -153,18 +153,18 @@ class _Places:
             yield utterance
 
     def keep(self) -> None:
-        """The utterance that was given last is used."""
+        """Record that the last yielded utterance is used."""
         self.kept.append(self._place)
 
 
 def listing_of(utterances: Iterable[Utterance]) -> str:
-    """Digest of what a corpus says of some utterances, without their audio."""
-    rows = [(each.id, each.speaker, each.text, each.origin, each.stretch) for each in utterances]
+    """Digest of a corpus's entries for some utterances, without their audio."""
+    rows = [(each.id, each.speaker, each.text, each.origin, each.segment) for each in utterances]
     return digest(rows)
 
 
 def read_result(file: Path) -> Result | None:
-    """The result in a file, or None where there is none."""
+    """The result in a file; None if it is missing or invalid."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         fields["dropped"] = tuple(Dropped(**each) for each in fields["dropped"])
@@ -175,7 +175,7 @@ def read_result(file: Path) -> Result | None:
 
 
 def remove_asides(work: Path) -> None:
-    """Remove what processes that were killed had not finished."""
+    """Remove the unfinished files of processes that were killed."""
     for each in work.glob("aside-*"):
         shutil.rmtree(each, ignore_errors=True)
 
