@@ -207,6 +207,18 @@ def test_a_folder_that_cannot_be_written_is_named(compared: Tree, tmp_path: Path
         run(compared)
 
 
+def test_a_recipe_is_compared_with_real_learners(compared: Tree, tmp_path: Path) -> None:
+    """Those of `starling.train`, which decode and count as the simulated ones do."""
+    del compared["compare"]["arms"]["delay"]
+    compared["compare"] |= {"baseline": "server", "engine": "processes"}
+    compared["compare"]["arms"]["server"]["learners"] = 2
+    run(compared)
+    (result,) = results(tmp_path / "exp" / "songs").values()
+    assert (result.num_gradients, result.diverged) == (12, False)
+    assert result.words and result.test is not None and result.curve[-1].loss < 100.0
+    assert result.bytes_sent > 0 and result.seconds > 0.0
+
+
 def test_a_cell_depends_on_nothing_that_was_computed_before_it(compared: Tree, tmp_path: Path) -> None:
     """Random generators and mini-batches in memory included."""
     run(compared)

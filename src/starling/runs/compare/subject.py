@@ -1,11 +1,11 @@
-"""What is compared: the runs of a recipe, or any job. A subject turns a cell into a job, and scores its model."""
+"""What is compared: the runs of a recipe, or any job."""
 
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,42 +28,6 @@ from starling.workload import Ticket, Workload
 
 Scorer = Workload[Any] | Callable[[nn.Module], float]
 """What a trained model is scored by: a function, or a workload, for its mean loss over that workload's first epoch."""
-
-
-class Subject(Protocol):
-    """What is compared. Processes that compute cells get a pickled copy."""
-
-    @property
-    def section(self) -> CompareConfig: ...
-
-    @property
-    def metric(self) -> Metric: ...
-
-    @property
-    def threads(self) -> int:
-        """Of a simulated cell."""
-
-    def own_rate(self, row: Row) -> float:
-        """The learning rate of a row before any tuning."""
-
-    def digest(self, cell: Cell) -> str:
-        """Of all that the result of a cell depends on: a result with another digest is computed again."""
-
-    def batches_key(self, cell: Cell) -> str:
-        """Equal for cells that load equal mini-batches."""
-
-    def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None:
-        """Make ready what cells share: data, and the model before training."""
-
-    def job(self, cell: Cell, memory: Memory) -> Job: ...
-
-    def cluster(self, cell: Cell) -> Cluster: ...
-
-    def engine(self, cell: Cell) -> Mapping[str, Any]:
-        """The engine options of real learners."""
-
-    def score(self, cell: Cell, model: nn.Module) -> dict[str, Any]:
-        """The fields of a result that say how good a trained model is."""
 
 
 _WORD_ERRORS = Metric(name="WER %", all_right=0.0, all_wrong=95.0, diverged=100.0)
@@ -101,13 +65,16 @@ class RecipeSubject:
         return self._recipes[what]
 
     def own_rate(self, row: Row) -> float:
+        """The learning rate of a row before any tuning."""
         return self.recipe(row).optimizer.lr
 
     def digest(self, cell: Cell) -> str:
+        """Of all that the result of a cell depends on: a result with another digest is computed again."""
         recipe = self.recipe(cell).model_dump(mode="json", exclude=_NO_RESULT_DEPENDS_ON)
         return digest([recipe, self.section.engine])
 
     def batches_key(self, cell: Cell) -> str:
+        """Equal for cells that load equal mini-batches."""
         recipe = self.recipe(cell)
         sections = {"seed", "data", "mixture", "partition", "tokens", "features", "augment", "batches"}
         content = recipe.model_dump(mode="json", include=sections)
@@ -116,6 +83,7 @@ class RecipeSubject:
         return digest(content)
 
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None:
+        """Make ready what cells share: data, and the model before training."""
         from starling.runs.setup import set_up
 
         shared: dict[Path, list[Recipe]] = {}
@@ -148,9 +116,11 @@ class RecipeSubject:
         return self.recipe(cell).cluster
 
     def engine(self, cell: Cell) -> Mapping[str, Any]:
+        """The engine options of real learners."""
         return self.recipe(cell).engine.model_dump()
 
     def score(self, cell: Cell, model: nn.Module) -> dict[str, Any]:
+        """The fields of a result that say how good a trained model is."""
         from starling.speech.recogniser import Recogniser
         from starling.speech.scoring import score
         from starling.speech.store import SpeechSet
@@ -251,6 +221,10 @@ class JobSubject:
     threads: int = 1
     key: str = ""
     _probes: dict[int, str] = field(default_factory=dict, repr=False, compare=False)
+    _jobs: dict[int, Job] = field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_jobs": {}}  # each process makes its own
 
     def check(self) -> None:
         """Raises one ConfigError that lists all problems of the arms."""
@@ -273,9 +247,12 @@ class JobSubject:
             raise refused(list(found), "starling.compare")
 
     def _job(self, seed: int) -> Job:
-        if not isinstance(self.make, Job):
-            return self.make(seed)
-        workload = self.make.workload
+        if seed not in self._jobs:
+            self._jobs[seed] = self._seeded(self.make, seed) if isinstance(self.make, Job) else self.make(seed)
+        return self._jobs[seed]
+
+    def _seeded(self, job: Job, seed: int) -> Job:
+        workload = job.workload
         if isinstance(workload, DataWorkload):
             workload = workload.with_seed(seed)
         elif len(self.section.seeds) > 1:
@@ -283,7 +260,7 @@ class JobSubject:
                 f"job: a {type(workload).__name__} does not say how to change its seed; give starling.compare a "
                 "function that makes the job for a seed, or one seed"
             )
-        return replace(self.make, workload=workload, seed=seed)
+        return replace(job, workload=workload, seed=seed)
 
     def own_rate(self, row: Row) -> float:
         job = self._job(self.section.seeds[0])
@@ -354,3 +331,7 @@ def _scored(model: nn.Module, scorer: Scorer) -> float:
     weights = [scorer.weight(each) for each in batches]
     losses = [weight * float(scorer.loss(model, each)) for weight, each in zip(weights, batches, strict=True)]
     return math.fsum(losses) / math.fsum(weights)
+
+
+Subject = RecipeSubject | JobSubject
+"""What is compared: it turns a cell into a job, and scores the model. Processes that compute cells get a copy."""
