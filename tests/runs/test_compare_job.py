@@ -203,27 +203,6 @@ def test_several_processes_find_for_any_job_what_one_finds(tmp_path: Path) -> No
     assert both[0].rows() == both[1].rows()
 
 
-def test_real_learners_are_measured_by_their_own_clock(tmp_path: Path) -> None:
-    """Two processes: waits, bytes and the loss of each epoch; diverging is a result there, too; no checkpoint stays."""
-    table = compare(
-        tmp_path,
-        "adpsgd",
-        engine="processes",
-        seeds=[1],
-        validate=accuracy,
-        baseline="adpsgd",
-        name="real",
-    )
-    (result,) = table.results
-    assert not result.diverged and result.num_gradients == 40 and result.num_samples == 800.0
-    assert [point.samples for point in result.curve] == [200.0, 600.0]
-    assert result.curve[1].loss < result.curve[0].loss < 1.0
-    assert result.bytes_sent > 0 and 0.0 < result.seconds < 60.0 and 0.0 < result.computing < 100.0
-    assert (result.valid or 0.0) > 0.5 and result.consensus_distance is not None
-    folder = tmp_path / "real" / "runs" / result.cell.name
-    assert (folder / "log" / "events.jsonl").is_file() and not (folder / "checkpoints").exists()
-
-
 def test_energy_is_read_from_the_counters_of_the_processors(tmp_path: Path) -> None:
     """Of all packages, also past the end of a counter; absent where there is none."""
     for number, microjoules in enumerate((1_000_000, 9_500_000)):

@@ -84,23 +84,29 @@ class RecipeSubject:
 
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None:
         """Make ready what cells share: data, and the model before training."""
-        from starling.runs.setup import set_up
+        from starling.runs.setup import set_up, set_up_like
 
-        shared: dict[Path, list[Recipe]] = {}
+        done: dict[str, ExperimentFolder] = {}
+        seeded: dict[Path, list[Cell]] = {}
         for cell in cells:
-            shared.setdefault(self._ready(cell).path, []).append(self.recipe(cell))
-        for number, (path, recipes) in enumerate(shared.items()):
+            seeded.setdefault(self._ready(cell).path, []).append(cell)
+        for path, own in seeded.items():
             path.mkdir(parents=True, exist_ok=True)
-            most = max(recipes, key=lambda recipe: recipe.learners)
-            set_up(most, ExperimentFolder(path), say if number == 0 else lambda line: None, bars)
+            folder, recipe = ExperimentFolder(path), self.recipe(max(own, key=lambda cell: cell.learners))
+            before = done.setdefault(self._shared(own[0]), folder)
+            if before is folder:
+                set_up(recipe, folder, say if len(done) == 1 else lambda line: None, bars)
+            else:
+                set_up_like(recipe, before, folder)
+
+    def _shared(self, cell: Cell) -> str:
+        """Equal for cells whose models before training differ in the seed alone."""
+        sections = {"data", "mixture", "tokens", "features", "augment", "model", "warm_start"}
+        return digest(self.recipe(cell).model_dump(mode="json", include=sections))[:12]
 
     def _ready(self, cell: Cell) -> ExperimentFolder:
-        """The folder that cells share which begin with the same model and train on the same data."""
-        recipe = self.recipe(cell)
-        sections = {"seed", "data", "mixture", "tokens", "features", "augment", "model", "warm_start"}
-        return ExperimentFolder(
-            self.base.folder / "ready" / digest(recipe.model_dump(mode="json", include=sections))[:12]
-        )
+        """The folder of cells that begin with the same model and train on the same data."""
+        return ExperimentFolder(self.base.folder / "ready" / f"{self._shared(cell)}-seed{cell.seed}")
 
     def job(self, cell: Cell, memory: Memory) -> Job:
         from starling.runs.job import make_job
