@@ -13,7 +13,7 @@ from starling.strategies import STRATEGIES
 
 COMMANDS = (
     *("prepare", "check", "train", "demo", "join", "simulate", "evaluate", "audit", "status", "transcribe"),
-    *("strategies", "recipes copy", "study staleness"),
+    *("strategies", "recipes copy", "compare", "study staleness"),
 )
 
 

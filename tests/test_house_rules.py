@@ -27,7 +27,7 @@ FORBIDDEN_METHODS = {
 SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader"}
 PICKLES_AMONG_OWN_PROCESSES = {
     "starling/training/loading.py": "a learner's loading processes",
-    "starling/runs/study/workers.py": "a study's processes",
+    "starling/runs/compare/workers.py": "the processes of `jobs`",
     "starling/speech/preparing/executors.py": "the processes of `jobs=N`",
 }
 """Modules that start processes of their own, with which Python talks in pickles through inherited pipes."""
@@ -167,7 +167,7 @@ def _pickling_imports(file: Path) -> set[str]:
 
 
 def test_only_dask_sends_pickles_over_the_network() -> None:
-    """And only to a loading, preparing or study process of its own does Starling let Python pickle at all."""
+    """And only to a loading, preparing or comparing process of its own does Starling let Python pickle at all."""
     found = {file.relative_to(ROOT / "src").as_posix(): _pickling_imports(file) for file in SOURCES}
     assert {name for name, kinds in found.items() if "network" in kinds} == PICKLES_OVER_THE_NETWORK.keys()
     own = {name for name, kinds in found.items() if "own" in kinds}

@@ -69,7 +69,8 @@ def no_speech(monkeypatch: pytest.MonkeyPatch) -> None:
         (["simulate", "demo"], "starling simulate"),
         (["evaluate", "exp/demo"], "starling evaluate"),
         (["transcribe", "exp/demo", "a.wav"], "starling transcribe"),
-        (["study", "staleness"], "starling study"),
+        (["compare", "demo"], "starling compare"),
+        (["study", "staleness"], "starling compare"),
     ],
 )
 def test_a_command_names_the_extra_that_it_misses(arguments: list[str], named: str) -> None:
@@ -118,7 +119,7 @@ def test_a_copied_recipe_is_complete(name: str, tmp_path: Path) -> None:
     copies = [Path(line) for line in result.stdout.splitlines()]
     assert copies[0] == tmp_path / "mine" / f"{name}.yaml"
     assert all(copy.is_file() for copy in copies)
-    if name != "staleness":  # a study is more than a recipe
+    if name != "staleness":  # a comparison is more than a recipe
         assert load_recipe(copies[0]) == load_recipe(Path(name))
 
 

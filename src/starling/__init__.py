@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from starling.errors import StarlingError
     from starling.launch.joining import join
     from starling.learner import Handle, Learner
+    from starling.runs.compare.api import compare
+    from starling.runs.compare.table import Comparison
     from starling.runs.recipe.recipe import Recipe, load_recipe
     from starling.runs.train_job import Simulated, Trained, simulate, train
     from starling.speech.recogniser import Recogniser
@@ -29,6 +31,7 @@ __all__ = [
     "STRATEGIES",
     "Budget",
     "Cluster",
+    "Comparison",
     "Config",
     "DataWorkload",
     "Handle",
@@ -47,6 +50,7 @@ __all__ = [
     "Trained",
     "VirtualEngine",
     "Workload",
+    "compare",
     "join",
     "load_recipe",
     "simulate",
@@ -57,6 +61,7 @@ _HOMES = {
     "STRATEGIES": "strategies",
     "Budget": "budget",
     "Cluster": "engines.virtual.cluster",
+    "Comparison": "runs.compare.table",
     "Config": "configuration",
     "DataWorkload": "training.data",
     "Handle": "learner",
@@ -75,6 +80,7 @@ _HOMES = {
     "Trained": "runs.train_job",
     "VirtualEngine": "engines.virtual.engine",
     "Workload": "workload",
+    "compare": "runs.compare.api",
     "join": "launch.joining",
     "load_recipe": "runs.recipe.recipe",
     "simulate": "runs.train_job",

@@ -295,21 +295,61 @@ def copy(
             typer.echo(path)
 
 
-@studies.command(cls=TakesKeys, epilog="Example: [bold]starling study staleness study.jobs=4[/bold]")
+@app.command(cls=TakesKeys, epilog="Example: [bold]starling compare demo --strategies allreduce,adpsgd[/bold]")
+def compare(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    strategies: Annotated[
+        str | None, typer.Option("--strategies", help="Arms of the recipe, or strategies: allreduce,adpsgd.")
+    ] = None,
+    learners: Annotated[str | None, typer.Option("--learners", help="Numbers of learners: 4,16.")] = None,
+    rates: Annotated[
+        str | None, typer.Option("--rates", help="Learning rates to tune over, 1e-3,3e-3, or multiples: 0.5x,1x,2x.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option("--seeds", help="Seeds: 1,2,3.")] = None,
+    baseline: Annotated[str | None, typer.Option("--baseline", help="The arm to compare with, not a learner.")] = None,
+    target: Annotated[
+        float | None, typer.Option("--target", help="A training loss, to measure the time to it.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option("--engine", help="virtual, or processes.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", help="Simulated cells computed side by side.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Compare strategies, each at its own best learning rate. Finished cells are not computed again.
+
+    What to compare may also stand in the recipe, as its section `compare`.
+    """
+    options = {"learners": _listed(learners), "rates": _listed(rates), "seeds": _listed(seeds)}
+    given = {**options, "baseline": baseline, "target": target, "engine": engine, "jobs": jobs}
+    with _errors(debug):
+        _compare(recipe, overrides or (), strategies.split(",") if strategies else (), **given)
+
+
+def _listed(text: str | None) -> list[Any] | None:
+    """The numbers in an option, and what is none as it is."""
+    from starling.runs.recipe.file import parse_yaml
+
+    return None if text is None else [parse_yaml(each, "a list") for each in text.split(",")]
+
+
+def _compare(recipe: Path, overrides: Sequence[str], strategies: Sequence[str] = (), **options: Any) -> None:
+    require("speech", "starling compare")
+    from starling.runs.compare.api import compare_recipe, load_comparison
+
+    compare_recipe(load_comparison(recipe, overrides, strategies, **options), typer.echo, _console())
+
+
+@studies.command(cls=TakesKeys, epilog="Example: [bold]starling study staleness compare.jobs=4[/bold]")
 def staleness(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe with a section `study`.")] = "staleness",
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe with a section `compare`.")] = "staleness",
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
     """Separate the effect of a larger batch from that of stale gradients. Finished cells are not computed again."""
     with _errors(debug):
-        require("speech", "starling study")
-        from starling.runs.study.config import load_study
-        from starling.runs.study.study import run_study
-
         given = [recipe, *(overrides or ())]
         path = Path("staleness" if "=" in recipe else given.pop(0))
-        run_study(load_study(path, given), typer.echo, _console())
+        _compare(path, given)
 
 
 def main() -> None:

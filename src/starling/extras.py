@@ -9,6 +9,7 @@ SPEECH = (
     *("rensa", "fsspec", "matplotlib", "scipy", "tensorboard"),
 )
 EXTRAS = {
+    "compare": ("matplotlib", "scipy"),
     "speech": SPEECH,
     "demo": (*SPEECH, "espeakng_loader"),
     "dask": (*SPEECH, "distributed"),

@@ -20,8 +20,8 @@ from starling.runs.train import check_engine
 from starling.training.stragglers import Pause
 
 Tree = dict[str, Any]
-RECIPES = sorted(  # a study is more than a recipe, and has tests of its own
-    path for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml") if "study" not in read_recipe(path)
+RECIPES = sorted(  # a comparison is more than a recipe, and has tests of its own
+    path for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml") if "compare" not in read_recipe(path)
 )
 
 

@@ -98,6 +98,19 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
         )
 
 
+def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFolder) -> None:
+    """Leave in `folder` what `set_up` would, by what it left in `before` for a recipe with another seed alone."""
+    initial = Recogniser.load(before.initial)
+    seed = derive_seed(recipe.seed, "model")
+    recogniser = Recogniser.create(recipe.model, initial.features, initial.tokenizer, seed)
+    if recipe.warm_start is not None:
+        warm_start(recogniser, recipe.warm_start)
+    folder.too_short.unlink(missing_ok=True)
+    if before.too_short.exists():
+        shutil.copyfile(before.too_short, folder.too_short)
+    recogniser.save(folder.initial)
+
+
 def schedule_change(recipe: Recipe, workload: SpeechWorkload) -> str | None:
     """A warning if resuming with this budget changes the learning rate, else None."""
     earlier = earlier_recipe(recipe.resume) if recipe.resume is not None else None

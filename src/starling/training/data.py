@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Self, cast
@@ -104,6 +105,12 @@ class DataWorkload(Workload[Batch]):
                 raise DataError("data: the dataset is empty")
         elif num_batches is None or num_batches < 1:
             raise ConfigError(f"num_batches: {num_batches}; give the number of mini-batches in an epoch, at least 1")
+
+    def with_seed(self, seed: int) -> Self:
+        """The same with another first model and order."""
+        other = copy(self)
+        other._seed, other._order, other._reading = seed, None, None
+        return other
 
     def make_model(self) -> nn.Module:
         with torch.random.fork_rng(devices=()):

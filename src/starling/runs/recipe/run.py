@@ -144,7 +144,7 @@ def check_run(kind: type[RunT], tree: Tree, where: str, problems: Sequence[str] 
     """The settings in a tree. Raises one ConfigError that begins with `where` and lists all problems, including
     `problems` that the caller has found."""
     learners = _learners(tree)
-    found = _strategy_problems(tree.get("strategy"), learners)
+    found = strategy_problems(tree.get("strategy"), learners)
     found += problems
     found += _straggler_problems(tree.get("stragglers"), learners)
     found += _fault_problems(tree.get("faults"), learners)
@@ -184,7 +184,8 @@ def _fault_problems(section: Any, learners: int | None) -> list[str]:
     return [] if learners is None else list(faults_problems(faults, learners))
 
 
-def _strategy_problems(choice: Any, learners: int | None) -> list[str]:
+def strategy_problems(choice: Any, learners: int | None) -> list[str]:
+    """What is wrong with a `strategy:` section for so many learners."""
     choice = {"name": choice} if isinstance(choice, str) else choice
     try:
         strategy = StrategyChoice.model_validate(choice) if choice is not None else None
