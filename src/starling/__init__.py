@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from starling.launch.joining import join
     from starling.learner import Handle, Learner
     from starling.runs.recipe.recipe import Recipe, load_recipe
+    from starling.runs.report import report
     from starling.runs.train_job import Simulated, Trained, simulate, train
     from starling.speech.recogniser import Recogniser
     from starling.strategies import STRATEGIES, Strategy
@@ -50,6 +51,7 @@ __all__ = [
     "Workload",
     "join",
     "load_recipe",
+    "report",
     "simulate",
     "train",
 ]
@@ -78,6 +80,7 @@ _HOMES = {
     "Workload": "workload",
     "join": "launch.joining",
     "load_recipe": "runs.recipe.recipe",
+    "report": "runs.report",
     "simulate": "runs.train_job",
     "train": "runs.train_job",
 }

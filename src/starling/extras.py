@@ -13,6 +13,7 @@ EXTRAS = {
     "demo": (*SPEECH, "espeakng_loader"),
     "dask": (*SPEECH, "distributed"),
     "cloud": (*SPEECH, "s3fs"),
+    "report": ("jinja2", "plotly"),
 }
 """The modules that each extra of pyproject.toml brings."""
 

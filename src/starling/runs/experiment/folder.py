@@ -8,7 +8,9 @@ exp/<name>/best/                    the model that scored best on the valid set,
 exp/<name>/validation/              models on their way to be scored, while a run trains
 exp/<name>/decode/                  what was recognised, and its errors
 exp/<name>/status.json              how it does, for `starling status`
-exp/<name>/seen/                    which learner saw which utterance; see starling.runs.experiment.seen
+exp/<name>/seen/                    which learner saw which utterance, and when it computed; see
+                                    starling.runs.experiment.seen and starling.runs.experiment.timeline
+exp/<name>/report.html              the page of `starling report`
 exp/<name>/joins/                   requests for more learners; see starling.launch.requests
 """
 
