@@ -22,7 +22,7 @@ KINDS = (
     ("waiting_for_peers", "waiting for peers", "#d1495b"),
 )
 """Of a learner's time: the attribute of a stretch, the words, the colour."""
-MAX_STRETCHES = 6000
+MAX_STRETCHES = 3000
 """In all timelines of a page together: each takes about 100 bytes of it."""
 MAX_ROWS = 64
 """Learners in one timeline."""
@@ -233,6 +233,7 @@ def _buttons(figure: go.Figure, buttons: Sequence[dict[str, Any]]) -> None:
         updatemenus=[
             {
                 "type": "buttons",
+                "showactive": False,
                 "direction": "right",
                 "buttons": list(buttons),
                 "x": 0,

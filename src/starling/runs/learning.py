@@ -89,7 +89,7 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
                 place,
                 choose_device(run.engine.device, place),
                 task.digest,
-                Together([heartbeat, *listeners, seen, timeline, saver]),
+                Together([timeline, heartbeat, *listeners, seen, saver]),
                 start,
                 run.engine.timeout_seconds,
                 find_membership(place, link),

@@ -200,13 +200,14 @@ def _curve(folder: ExperimentFolder, stretches: Sequence[Stretch], events: Seque
 
 
 def _curve_of(stretches: Sequence[Stretch]) -> list[CurvePoint]:
-    """Means over equally many mini-batches each, over all learners."""
+    """Means over equally many mini-batches each, over all learners: at least one of each."""
     total = sum(each.batches for each in stretches)
-    size = max(1, math.ceil(total / MAX_POINTS))
+    size = max(len({each.learner for each in stretches}), math.ceil(total / MAX_POINTS))
     points = []
     num_batches = num_examples = step = 0
     summed, frames = 0.0, 0
     first = min((each.begin for each in stretches), default=0.0)
+    last = len(stretches) - 1
     for place, each in enumerate(stretches):
         before = num_batches // size
         num_batches += each.batches
@@ -214,7 +215,7 @@ def _curve_of(stretches: Sequence[Stretch]) -> list[CurvePoint]:
         step = max(step, each.step + 1)
         if each.frames and math.isfinite(each.loss):
             summed, frames = summed + each.loss * each.frames, frames + each.frames
-        if frames and (num_batches // size > before or place == len(stretches) - 1):
+        if frames and (num_batches // size > before or place == last):
             points.append(CurvePoint(each.end - first, step, num_examples, summed / frames))
             summed, frames = 0.0, 0
     return points

@@ -173,13 +173,14 @@ def read_timeline(seen: Path) -> list[Stretch]:
 
 
 def _read_segment(segment: Path) -> Iterator[Stretch]:
-    """Learners start their own clocks; the time of day brings them in line."""
-    by_learner = {path: list(_read(path)) for path in sorted(segment.glob("times-*.tsv"))}
-    ahead = median([row[0] - row[1] for rows in by_learner.values() for row in rows] or [0.0])
+    """Learners start their own clocks; the time of day, usually read a moment later, brings them in line."""
+    by_learner = {path: rows for path in sorted(segment.glob("times-*.tsv")) if (rows := list(_read(path)))}
+    started = {path: median(row[0] - row[1] for row in rows) for path, rows in by_learner.items()}
     for path, rows in by_learner.items():
+        late = started[path] - min(started.values())
         before: Seconds | None = None
-        for of_day, _, step, batches, examples, frames, loss, computing, for_data, for_peers in rows:
-            end = of_day - ahead
+        for _, seconds, step, batches, examples, frames, loss, computing, for_data, for_peers in rows:
+            end = seconds + late
             begin = end - computing - for_data - for_peers if before is None else min(before, end)
             before = end
             yield Stretch(
