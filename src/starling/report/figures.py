@@ -36,7 +36,7 @@ def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure | None:
     shown = [each for each in experiments if any(point.seconds is not None for point in each.curve)]
     longest = max((point.seconds or 0.0 for each in shown for point in each.curve), default=0.0)
     divisor, unit = _unit(longest)
-    figure = _figure(f"{_clock(shown)}, {unit}", "training loss, mean over frames")
+    figure = _figure(f"{_clock(shown)}, {unit}", "training loss")
     for each in shown:
         points = [point for point in each.curve if point.seconds is not None]
         _line(figure, experiments, each, [(point.seconds or 0.0) / divisor for point in points], _losses(points))
@@ -46,7 +46,7 @@ def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure | None:
 def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure | None:
     """Training loss against mini-batches; a button shows it against utterances, where these are recorded."""
     shown = [each for each in experiments if each.curve]
-    figure = _figure("mini-batches of all learners", "training loss, mean over frames")
+    figure = _figure("mini-batches of all learners", "training loss")
     for each in shown:
         _line(figure, experiments, each, [point.step for point in each.curve], _losses(each.curve))
     if shown and all(point.examples is not None for each in shown for point in each.curve):
@@ -74,7 +74,7 @@ def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure | None:
 def validation(experiments: Sequence[Evidence]) -> go.Figure | None:
     """Word error rate on the valid set, epoch by epoch."""
     shown = [each for each in experiments if each.validations]
-    figure = _figure("epochs", "word error rate on the valid set, %")
+    figure = _figure("epochs", "WER on the valid set, %")
     figure.update_yaxes(rangemode="tozero")
     for each in shown:
         values = [score.wer for score in each.validations]

@@ -223,12 +223,15 @@ def _curve_of(stretches: Sequence[Stretch]) -> list[CurvePoint]:
 
 def _curve_of_tensorboard(folder: Path) -> list[CurvePoint]:
     """Those of all learners together; nothing without TensorBoard."""
+    learners = sorted(folder.glob("learner-*"))
+    if not learners:
+        return []
     try:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
     except ModuleNotFoundError:
         return []
     found = []
-    for learner in sorted(folder.glob("learner-*")):
+    for learner in learners:
         with suppress(Exception):  # of a damaged file TensorBoard may raise anything
             read = EventAccumulator(str(learner), {SCALARS: MAX_POINTS}).Reload()
             if "train/loss" in read.Tags()["scalars"]:
