@@ -80,7 +80,7 @@ class Visit:
     def until(self, holds: str) -> None:
         """Return once an expression is true in the page, whose policy refuses the text of `wait_for_function`."""
         self.page.evaluate(
-            "() => new Promise((done, fail) => { const end = performance.now() + 20000; const look = () => "
+            "() => new Promise((done, fail) => { const end = performance.now() + 120000; const look = () => "
             f"({holds}) ? done() : performance.now() > end ? fail('never') : setTimeout(look, 10); look(); }})"
         )
 

@@ -244,8 +244,9 @@ def _buttons(figure: go.Figure, buttons: Sequence[dict[str, Any]]) -> None:
                 "font": {"size": 11},
             }
         ],
-        legend={"y": -0.28, "yanchor": "top"},
-        height=figure.layout.height + 30,
+        legend={"y": -58 / (figure.layout.height - 82), "yanchor": "top"},  # below the title of the x axis
+        margin={"t": 40, "b": 76},
+        height=figure.layout.height + 34,
     )
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from starling.report.progress import Say
 
 PAGE = "report.html"
-MAX_POINTS = 400
-"""Of one experiment's loss curve: more than a screen can tell apart."""
+MAX_POINTS = 100
+"""Of one experiment's loss curve: with more, the noise of single mini-batches hides the curve."""
 MAX_EVENTS = 200
 """Of one experiment's table of events: the first and the last ones."""
 Event = Mapping[str, Any]
