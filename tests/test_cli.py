@@ -12,7 +12,7 @@ from starling.cli import app
 from starling.strategies import STRATEGIES
 
 COMMANDS = (
-    *("prepare", "check", "train", "demo", "join", "simulate", "evaluate", "audit", "status", "transcribe"),
+    *("prepare", "check", "train", "demo", "join", "simulate", "evaluate", "audit", "status", "report", "transcribe"),
     *("strategies", "recipes copy", "compare", "study staleness"),
 )
 
@@ -63,6 +63,7 @@ def test_help_does_not_load_torch() -> None:
         (["join", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
         (["evaluate", "exp/absent"], 6, "exp/absent is not an experiment"),
         (["status", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
+        (["report", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
         (["transcribe", "exp/absent", "a.wav"], 6, "exp/absent is not an experiment"),
         (["train", "r.yaml", "resume=exp/absent"], 6, "exp/absent: no such folder"),
     ],

@@ -88,6 +88,17 @@ def test_the_demo_needs_its_own_extra() -> None:
     assert result.stderr == "error: starling demo needs lhotse, kaldialign: pip install 'starling-asr[demo]'\n"
 
 
+def test_a_report_needs_an_extra_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the command line, and in Python."""
+    find = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "plotly" else find(name))
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 2
+    assert result.stderr == "error: starling report needs plotly: pip install 'starling-asr[report]'\n"
+    with pytest.raises(MissingExtraError, match="needs plotly"):
+        starling.report(tmp_path)
+
+
 @pytest.mark.usefixtures("no_speech")
 def test_a_public_name_of_speech_names_the_extra() -> None:
     """For those who use Starling as a library."""
@@ -99,7 +110,7 @@ def test_the_wheel_holds_the_recipes_and_nothing_beside_the_package() -> None:
     """So that they are there after `pip install`."""
     files = {each.distribution_path for each in WheelBuilder(str(ROOT)).recurse_included_files()}
     assert {f"starling/recipes/{name}.yaml" for name in RECIPES} <= files
-    assert {"starling/py.typed", "starling/cli.py"} <= files
+    assert {"starling/py.typed", "starling/cli.py", "starling/report/page.html.jinja"} <= files
     assert all(file.startswith("starling/") for file in files)
 
 

@@ -186,6 +186,7 @@ NO_TORCH = {"torch", "simpy", "safetensors.torch", *SPEECH} - {"urllib3"}
         (["recipes"], "demo"),
         (["status", "EXP"], "has no status"),
         (["audit", "EXP"], "was computed once"),
+        (["report", "EXP"], "wrote"),
     ],
 )
 def test_commands_that_compute_nothing_do_not_load_torch(arguments: list[str], said: str, kept: Path) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from starling.runs.compare.api import compare
     from starling.runs.compare.table import Comparison
     from starling.runs.recipe.recipe import Recipe, load_recipe
+    from starling.runs.report import report
     from starling.runs.train_job import Simulated, Trained, simulate, train
     from starling.speech.recogniser import Recogniser
     from starling.strategies import STRATEGIES, Strategy
@@ -53,6 +54,7 @@ __all__ = [
     "compare",
     "join",
     "load_recipe",
+    "report",
     "simulate",
     "train",
 ]
@@ -83,6 +85,7 @@ _HOMES = {
     "compare": "runs.compare.api",
     "join": "launch.joining",
     "load_recipe": "runs.recipe.recipe",
+    "report": "runs.report",
     "simulate": "runs.train_job",
     "train": "runs.train_job",
 }

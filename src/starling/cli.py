@@ -243,6 +243,30 @@ def status(
         status.status(experiment, watch, Console())
 
 
+@app.command(epilog="Example: [bold]starling report exp/demo --output demo.html[/bold]")
+def report(
+    experiments: Annotated[
+        list[Path], typer.Argument(metavar="EXP...", help="Experiments, such as exp/demo.", show_default=False)
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", help="The page. Default: report.html in the experiment's folder; of several, in this one."
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write one HTML page about experiments: curves, timelines, scores with intervals, utterances with audio, events.
+
+    It needs no network to be read. Several experiments are drawn over each other.
+    """
+    with _errors(debug):
+        require("report", "starling report")
+        from starling.runs.report import write_report
+
+        write_report(experiments, output, typer.echo)
+
+
 @app.command(epilog="Example: [bold]starling transcribe exp/demo hello.wav[/bold]")
 def transcribe(
     experiment: Experiment,

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import chdir
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from starling.checkpoint.reader import latest, load
 from starling.cli import app
 from starling.launch.requests import taking_requests
+from starling.runs.experiment.timeline import read_timeline
 from tests.mounts import run_with, small_disk
 
 Tree = dict[str, Any]
@@ -78,7 +80,15 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
     assert {path.name for path in (experiment / "tensorboard").iterdir()} == {
         "consensus", "learner-0", "learner-1", "valid",
     }  # fmt: skip
-    assert load(latest(experiment)).manifest.next_ticket.epoch == 25
+    end = load(latest(experiment)).manifest.next_ticket
+    assert end.epoch == 25
+    stretches = read_timeline(experiment / "seen")
+    assert sorted(each.step for each in stretches) == list(range(end.step))
+    for learner in (0, 1):
+        own = [each for each in stretches if each.learner == learner]
+        assert all(before.end <= after.begin + 1e-3 for before, after in pairwise(own))
+        told = sum(each.computing + each.waiting_for_data + each.waiting_for_peers for each in own)
+        assert 0.5 * (own[-1].end - own[0].begin) < told < 1.01 * (own[-1].end - own[0].begin)
     assert starling(tmp_path, "evaluate", "exp/songs", "--best").stdout.splitlines()[0] == "test"
 
     again = starling(tmp_path, "evaluate", "exp/songs", "--set", "test")

@@ -122,7 +122,7 @@ def main(run: Run, link: Link | None) -> None:
     regrouping = Regrouping(folder, place, lambda message: None)
     writer = CheckpointWriter(folder.checkpoints, regrouping.arrive, write_model, {}, keep=1000)
     keeping = Keeping(writer, run, place.rank, link)
-    regrouping.watch(None, keeping)  # type: ignore[arg-type]
+    regrouping.watch((), keeping)
     with save_requests_of(link, run.minutes) as save_requests:
         state = run_learner(
             job,

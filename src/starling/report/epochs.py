@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from starling.launch.messages import EpochEnd
@@ -88,6 +89,16 @@ class EpochSummary:
         return max((each.largest_staleness for each in self.ends), default=0)
 
     @property
+    def staleness(self) -> list[int]:
+        """How many gradients of all learners had a staleness of 0, 1, 2, …; see `EpochEnd.staleness`."""
+        return [sum(counts) for counts in zip_longest(*(each.staleness for each in self.ends), fillvalue=0)]
+
+    @property
+    def consensus_distance(self) -> float | None:
+        """At the epoch's end, where it is known."""
+        return next((each.consensus_distance for each in self.ends if each.consensus_distance is not None), None)
+
+    @property
     def num_not_finite(self) -> int:
         """Gradients that were skipped because they were not finite."""
         return sum(each.num_not_finite for each in self.ends)
@@ -139,6 +150,8 @@ class EpochSummary:
             "seconds": self.seconds,
             "loss": self.loss,
             "learning_rate": self.learning_rate,
+            "staleness": self.staleness,
+            "consensus_distance": self.consensus_distance,
             "learners": {
                 str(each.learner_id): {
                     "steps": each.num_steps,

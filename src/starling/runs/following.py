@@ -1,9 +1,11 @@
 """The launcher's reports about its run: explanations of stalls, `status.json`, and the final summary."""
 
 import os
+import shlex
+import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -57,8 +59,7 @@ class Following:
         self._has_warned = False
 
     def __enter__(self) -> Self:
-        run = self._run
-        self.events.write("start", name=run.name, strategy=run.strategy.name, learners=run.learners, pid=os.getpid())
+        tell_start(self.events, self._run)
         self._write()
         self._thread.start()
         return self
@@ -90,10 +91,8 @@ class Following:
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._stage, self._message = "ended", "ended well" if error is None else _first_line(error)
-        self._exit_code = _exit_code(error)
-        self.events.write("end", exit_code=self._exit_code, message=self._message)
-        self.events.close()
+        self._stage = "ended"
+        self._exit_code, self._message = tell_end(self.events, error)
 
     def _keep_looking(self) -> None:
         while not self._is_over.wait(LOOK_EVERY):
@@ -163,6 +162,33 @@ class Following:
         if not self._has_warned:
             self._has_warned = True
             self._say(unusable(path, error))
+
+
+def tell_start(events: Events, run: RunConfig) -> None:
+    """The event with which a run begins."""
+    events.write(
+        "start",
+        name=run.name,
+        strategy=run.strategy.name,
+        learners=run.learners,
+        pid=os.getpid(),
+        command=_command(sys.argv),
+    )
+
+
+def tell_end(events: Events, error: BaseException | None) -> tuple[int, str]:
+    """The event with which a run ends, the last one; its exit code and message."""
+    code, message = _exit_code(error), "ended well" if error is None else _first_line(error)
+    events.write("end", exit_code=code, message=message)
+    events.close()
+    return code, message
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command that this process was started with, for a shell."""
+    program, *rest = arguments or ["starling"]
+    is_own = Path(program).name == "starling" or Path(program).parts[-2:] == ("starling", "__main__.py")
+    return shlex.join(["starling", *rest] if is_own else ["python", program, *rest])
 
 
 def unusable(path: Path, error: OSError) -> str:

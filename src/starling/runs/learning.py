@@ -20,6 +20,7 @@ from starling.report.progress import say_on
 from starling.runs.cores import use_threads
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import Seen, segments
+from starling.runs.experiment.timeline import Timeline
 from starling.runs.heartbeat import HeartbeatSource, beating
 from starling.runs.keeping import SaveChoice, model_writer
 from starling.runs.observers import CurvesByRank, Log, Messages, Metered, Saver, Together
@@ -70,7 +71,10 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
     )
     job = task.make_job()
     seen = Seen(segments(folder.seen)[-1], regrouping.count, task.max_skipped(job), lambda line: tell(Said(line)))
-    regrouping.watch(seen, saver)
+    timeline = Timeline(
+        segments(folder.seen)[-1], warn=lambda path, error: tell(Said(f"{path} cannot be written ({error})"))
+    )
+    regrouping.watch((seen, timeline), saver)
     world = max(place.world, place.rank + 1)  # the id of a joiner may exceed the number of learners at the start
     listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
     if link is not None:
@@ -85,7 +89,7 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
                 place,
                 choose_device(run.engine.device, place),
                 task.digest,
-                Together([heartbeat, *listeners, seen, saver]),
+                Together([timeline, heartbeat, *listeners, seen, saver]),
                 start,
                 run.engine.timeout_seconds,
                 find_membership(place, link),
@@ -96,4 +100,5 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
             return save_requests.stopped_by
     finally:
         curves.close()
+        timeline.close()
         seen.close()

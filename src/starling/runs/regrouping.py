@@ -1,6 +1,6 @@
 """Updates an experiment's folder when the membership changes: each membership has its own record of what was seen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.distributed import DistError
 
@@ -10,6 +10,7 @@ from starling.errors import PeerLost
 from starling.launch.messages import LearnerMessage, Said
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import Seen, begin_segment, segments
+from starling.runs.experiment.timeline import Timeline
 from starling.runs.observers import Saver
 from starling.training.membership import IgnoreMembership, Membership
 from starling.workload import Position
@@ -26,12 +27,12 @@ class Regrouping:
         self._background_store = place.store.clone()  # type: ignore[attr-defined]
         self._tell = tell
         self._generation = 0
-        self._seen: Seen | None = None
+        self._records: tuple[Seen | Timeline, ...] = ()
         self._saver: Saver | None = None
 
-    def watch(self, seen: Seen, saver: Saver) -> None:
-        """Notify these two of changes of the membership."""
-        self._seen, self._saver = seen, saver
+    def watch(self, records: Sequence[Seen | Timeline], saver: Saver) -> None:
+        """Notify these of changes of the membership."""
+        self._records, self._saver = tuple(records), saver
 
     def count(self, name: str, number: int) -> int:
         """Add to a counter that all learners of this membership share, and return the sum."""
@@ -53,8 +54,8 @@ class Regrouping:
 
     def pause(self) -> None:
         self.end()
-        if self._seen is not None:
-            self._seen.close()
+        for record in self._records:
+            record.close()
 
     def begin(self, membership: Membership, position: Position, is_first: bool) -> None:
         if membership.number == 0:
@@ -65,8 +66,8 @@ class Regrouping:
             remove_partial(self._folder.validation)
             begin_segment(self._folder.seen, position)
             self._tell(Said(_told(membership, position)))
-        if self._seen is not None:
-            self._seen.continue_in(segments(self._folder.seen)[-1])
+        for record in self._records:
+            record.continue_in(segments(self._folder.seen)[-1])
 
     def end(self) -> None:
         if self._saver is not None:
@@ -83,21 +84,24 @@ class VirtualRegrouping(IgnoreMembership):
     def __init__(
         self,
         folder: ExperimentFolder,
-        seen: Seen,
+        records: Sequence[Seen | Timeline],
         say: Callable[[str], None],
         on_members: Callable[[tuple[int, ...]], None],
     ) -> None:
         self._folder = folder
-        self._seen = seen
+        self._records = tuple(records)
         self._say = say
         self._on_members = on_members
 
     def pause(self) -> None:
-        self._seen.close()
+        for record in self._records:
+            record.close()
 
     def begin(self, membership: Membership, position: Position, is_first: bool) -> None:
         self._on_members(membership.members)
-        self._seen.continue_in(begin_segment(self._folder.seen, position))
+        segment = begin_segment(self._folder.seen, position)
+        for record in self._records:
+            record.continue_in(segment)
         self._say(f"{membership.reason}; {_told(membership, position)}")
 
 

@@ -1,6 +1,7 @@
 """`starling simulate`: trains any number of learners in one process, on a simulated clock."""
 
-from contextlib import closing
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 from rich.console import Console
@@ -9,7 +10,7 @@ from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.virtual.cluster import Cluster
-from starling.engines.virtual.engine import VirtualEngine
+from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import Stopped
 from starling.launch.process import signal_name
 from starling.launch.stopping import on_stop_signal
@@ -21,7 +22,8 @@ from starling.runs.evaluate import evaluate
 from starling.runs.experiment.claim import resolve_resume
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import Seen, counter, segments
-from starling.runs.following import unusable
+from starling.runs.experiment.timeline import Timeline
+from starling.runs.following import tell_end, tell_start, unusable
 from starling.runs.job import ModelWriter, make_job, max_skipped
 from starling.runs.observers import CurvesByRank, Log, Metered, Together
 from starling.runs.recipe.recipe import Recipe, fingerprints
@@ -46,18 +48,37 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
         folder = set_up_and_claim(recipe, say_on(console), bars)
     torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on the number of cores
     folder.log.mkdir(exist_ok=True)
+    with _recorded(recipe, folder, say_on(console)) as events:
+        outcome = _train(recipe, folder, events, console)
+        writer = CheckpointWriter(
+            folder.checkpoints,
+            lambda name: 1,
+            ModelWriter(folder.initial),
+            fingerprints(recipe),
+            recipe.checkpoints.keep,
+            recipe.sync_group_size,
+        )
+        writer.save_consensus(outcome.states)
+        evaluate(folder.path, None, tell, console)
+    tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
+    tell(f"event hash: {outcome.event_hash}")
+
+
+def _train(recipe: Recipe, folder: ExperimentFolder, events: Events, console: Console) -> Outcome:
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
     checkpoint = load(recipe.resume) if recipe.resume else None
     start = [checkpoint.start(rank, recipe.learners) for rank in range(recipe.learners)] if checkpoint else None
     with (
         (folder.log / "virtual.log").open("w", encoding="utf-8") as log,
-        closing(_events(folder, say_on(console))) as events,
         Display(title, recipe.learners, console, events) as display,
     ):
         job = make_job(recipe, folder)
         stop = _Stop()
         seen = Seen(segments(folder.seen)[-1], counter(), max_skipped(recipe, job), display.say)
+        timeline = Timeline(
+            segments(folder.seen)[-1], recipe.learners, None, lambda path, error: display.say(unusable(path, error))
+        )
         observers = [
             Metered(Log(log), recipe.learners, LOG_EVERY),
             Metered(curves, recipe.learners, CURVES_EVERY),
@@ -69,32 +90,31 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
                     job,
                     recipe.learners,
                     recipe.cluster,
-                    Together([*observers, seen, stop]),
+                    Together([*observers, seen, timeline, stop]),
                     start,
                     survives_losses=recipe.on_loss != "stop",
-                    changes=VirtualRegrouping(folder, seen, display.say, display.train_with),
+                    changes=VirtualRegrouping(folder, (seen, timeline), display.say, display.train_with),
                 ).run()
         finally:
             seen.close()
+            timeline.close()
             curves.close()
         for loss in outcome.losses:
             display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
-    writer = CheckpointWriter(
-        folder.checkpoints,
-        lambda name: 1,
-        ModelWriter(folder.initial),
-        fingerprints(recipe),
-        recipe.checkpoints.keep,
-        recipe.sync_group_size,
-    )
-    writer.save_consensus(outcome.states)
-    evaluate(folder.path, None, tell, console)
-    tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
-    tell(f"event hash: {outcome.event_hash}")
+    return outcome
 
 
-def _events(folder: ExperimentFolder, say: Say) -> Events:
-    return Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
+@contextmanager
+def _recorded(recipe: Recipe, folder: ExperimentFolder, say: Say) -> Generator[Events, None, None]:
+    """The events of a run, from its start to its end."""
+    events = Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
+    tell_start(events, recipe)
+    try:
+        yield events
+    except BaseException as error:
+        tell_end(events, error)
+        raise
+    tell_end(events, None)
 
 
 def _described(cluster: Cluster) -> str:

@@ -9,10 +9,10 @@ import kaldialign
 
 from starling.errors import DataError
 
-_NOTHING = " "  # stands for a missing word in an alignment; no word is a single space
+NOTHING = " "  # stands for a missing word in an alignment; no word is a single space
 _REPLICATIONS = 2000
 
-Alignment = list[tuple[str, str]]  # (reference word, recognised word), or `_NOTHING` for a missing one
+Alignment = list[tuple[str, str]]  # (reference word, recognised word), or `NOTHING` for a missing one
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def line_of_unseen(references: Mapping[str, str], hypotheses: Mapping[str, str],
 def align(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[str, Alignment]:
     """The word alignment of each utterance; without a hypothesis, all its words are deletions."""
     return {
-        name: kaldialign.align(text.split(), hypotheses.get(name, "").split(), _NOTHING)
+        name: kaldialign.align(text.split(), hypotheses.get(name, "").split(), NOTHING)
         for name, text in references.items()
     }
 
@@ -189,11 +189,11 @@ def _error_lines(alignments: Mapping[str, Alignment]) -> list[str]:
     lines = ["PER-UTT DETAILS: corr or (ref->hyp)"]
     lines += [f"{name}:\t{' '.join(map(_show, alignment))}" for name, alignment in alignments.items()]
     lines += ["", "SUBSTITUTIONS: count ref -> hyp"]
-    lines += [f"{count}   {ref} -> {hyp}" for count, ref, hyp in wrong if _NOTHING not in (ref, hyp)]
+    lines += [f"{count}   {ref} -> {hyp}" for count, ref, hyp in wrong if NOTHING not in (ref, hyp)]
     lines += ["", "DELETIONS: count ref"]
-    lines += [f"{count}   {ref}" for count, ref, hyp in wrong if hyp == _NOTHING]
+    lines += [f"{count}   {ref}" for count, ref, hyp in wrong if hyp == NOTHING]
     lines += ["", "INSERTIONS: count hyp"]
-    lines += [f"{count}   {hyp}" for count, ref, hyp in wrong if ref == _NOTHING]
+    lines += [f"{count}   {hyp}" for count, ref, hyp in wrong if ref == NOTHING]
     return [*lines, "", *_word_lines(pairs)]
 
 
@@ -204,7 +204,7 @@ def _word_lines(pairs: Counter[tuple[str, str]]) -> list[str]:
         in_hypothesis[hypothesis] += count
         if reference == hypothesis:
             correct[reference] += count
-    words = (in_reference.keys() | in_hypothesis.keys()) - {_NOTHING}
+    words = (in_reference.keys() | in_hypothesis.keys()) - {NOTHING}
     rows = [
         (in_reference[word] + in_hypothesis[word] - 2 * correct[word], word) for word in words
     ]  # a substitution is an error of both its words
@@ -215,5 +215,5 @@ def _word_lines(pairs: Counter[tuple[str, str]]) -> list[str]:
 
 
 def _show(pair: tuple[str, str]) -> str:
-    reference, hypothesis = ("*" if word == _NOTHING else word for word in pair)
+    reference, hypothesis = ("*" if word == NOTHING else word for word in pair)
     return reference if pair[0] == pair[1] else f"({reference}->{hypothesis})"

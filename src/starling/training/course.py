@@ -365,6 +365,7 @@ class Course:
                 audio_seconds=sum(examples.seconds for examples in batch),
                 ids=tuple(name for examples in batch for name in getattr(examples, "ids", ())),
                 skipped=tuple(each for examples in batch for each in getattr(examples, "skipped", ())),
+                spent=self._statistics.spent_now(),
             )
         )
 

@@ -73,6 +73,15 @@ class Job:
         return self.strategy.sync_groups(self.options, world)
 
 
+@dataclass
+class Spent:
+    """Where one learner's time went, in seconds on the engine's clock."""
+
+    computing: float = 0.0
+    waiting_for_data: float = 0.0
+    waiting_for_peers: float = 0.0
+
+
 @dataclass(frozen=True)
 class StepReport:
     """One gradient of one learner."""
@@ -94,15 +103,8 @@ class StepReport:
     """The names of its examples, if the mini-batch has an attribute `ids`."""
     skipped: tuple[tuple[str, str], ...] = ()
     """Name and reason of each example that could not be used, if the mini-batch has an attribute `skipped`."""
-
-
-@dataclass
-class Spent:
-    """How one learner spent its time, in seconds on the engine's clock."""
-
-    computing: float = 0.0
-    waiting_for_data: float = 0.0
-    waiting_for_peers: float = 0.0
+    spent: Spent = field(default_factory=Spent)
+    """How the learner spent its time since its epoch began, up to the end of this gradient."""
 
 
 @dataclass
@@ -128,6 +130,17 @@ class Statistics:
         self.averaging = Averaging()
         self.lock = threading.Lock()
         """Guards `averaging`, which the background may change while an epoch ends."""
+        self.under_way: Callable[[], Spent] = Spent
+        """What belongs to `spent` of a wait that has begun: `spent` has only those that are over."""
+
+    def spent_now(self) -> Spent:
+        """`spent` at this moment, as a copy."""
+        spent, more = self.spent, self.under_way()
+        return Spent(
+            spent.computing + more.computing,
+            spent.waiting_for_data + more.waiting_for_data,
+            spent.waiting_for_peers + more.waiting_for_peers,
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from starling.learner import Handle, Learner, Shard
 from starling.training.checks import changed_beneath, check_group, check_mean, check_peer, check_received, given_away
 from starling.training.course import Course
 from starling.training.faults import Fault, Kill, Pause
-from starling.training.job import Job, Named, Observer, Statistics
+from starling.training.job import Job, Named, Observer, Spent, Statistics
 from starling.training.pace import Pace
 from starling.training.replica import Replica
 from starling.training.tickets import SyncGroupTickets
@@ -73,6 +73,9 @@ class VirtualLearner(Learner):
         self.life, self.replica = life, replica
         self.now = surroundings.now
         self.statistics = Statistics()
+        self.statistics.under_way = self._spent_waiting
+        self.wait: tuple[float, float] | None = None
+        """The wait of the foreground that is under way: since when, and how many seconds of it are own computation."""
         self.activity = FOREGROUND
         self.is_finished = False
         self.has_left = False
@@ -267,10 +270,20 @@ class VirtualLearner(Learner):
             event.callbacks = None  # it has happened, and takes no place in the queue of events
         return VirtualHandle(event, lambda: None, lambda: "its own averaging round")
 
-    def book(self, waited: float, computing: float) -> None:
-        """Book the seconds spent waiting for a handle, of which at most `computing` were this learner's own work."""
-        self.statistics.spent.computing += min(waited, computing)
-        self.statistics.spent.waiting_for_peers += max(0.0, waited - computing)
+    def book(self) -> None:
+        """The foreground's wait is over: book its seconds."""
+        waited = self._spent_waiting()
+        self.statistics.spent.computing += waited.computing
+        self.statistics.spent.waiting_for_peers += waited.waiting_for_peers
+        self.wait = None
+
+    def _spent_waiting(self) -> Spent:
+        """The seconds of the foreground's wait so far: first its own computation, then waiting for others."""
+        if self.wait is None:
+            return Spent()
+        since, computing = self.wait
+        waited = self.now() - since
+        return Spent(computing=min(waited, computing), waiting_for_peers=max(0.0, waited - computing))
 
     def _look_at_lag(self) -> None:
         if self._kept_up is not None and not self._pace.lags(self._kept_up[0]):

@@ -239,7 +239,8 @@ class VirtualMembership:
             under_way.waits_for = handle
             if self.reasons and not _is_own(handle):
                 return
-            begin = self._environment.now
+            if kind == FOREGROUND:
+                learner.wait = learner.now(), handle.computing
             if not handle.event.processed:
                 yield handle.event
             if learner.life.still_until > self._environment.now:
@@ -248,7 +249,7 @@ class VirtualMembership:
                 return
             under_way.waits_for = None
             if kind == FOREGROUND:
-                learner.book(float(self._environment.now) - begin, handle.computing)
+                learner.book()
 
     def _stand_still(self, life: VirtualLife) -> Generator[simpy.Event, None, None]:
         while not life.is_dead and (until := life.still_until) > self._environment.now:

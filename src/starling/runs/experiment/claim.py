@@ -24,7 +24,7 @@ from starling.speech.data import setting_differences
 from starling.workload import Position
 
 _OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "best", "validation", "decode", "seen", "joins")
-_OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv", "status.json")
+_OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv", "status.json", "report.html")
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
 

@@ -9,7 +9,9 @@ exp/<name>/best/                    the model that scored best on the validation
 exp/<name>/validation/              models to be scored during training
 exp/<name>/decode/                  hypotheses and errors of scored utterances
 exp/<name>/status.json              the state of the run, for `starling status`
-exp/<name>/seen/                    which learner saw which utterance; see starling.runs.experiment.seen
+exp/<name>/seen/                    which learner saw which utterance, and when it computed; see
+                                    starling.runs.experiment.seen and starling.runs.experiment.timeline
+exp/<name>/report.html              the page of `starling report`
 exp/<name>/joins/                   requests for more learners; see starling.launch.requests
 """
 

@@ -1,0 +1,157 @@
+"""The report page: figures show what is known, text is escaped, and nothing is asked of the network."""
+
+import base64
+import gzip
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("plotly", reason="the extra `report` is not installed")
+
+from starling.report import figures
+from starling.report.evidence import Count, CurvePoint, Evidence, Happening, ScoredSet, Stretch, Utterance, Validation
+from starling.report.page import render
+
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def stretch(learner: int, place: int, waiting: float = 0.5) -> Stretch:
+    """The `place`-th mini-batch of a learner: a second of computing after `waiting` for peers."""
+    end = (place + 1) * (1.0 + waiting)
+    return Stretch(learner, end - 1.0 - waiting, end, 2 * place + learner, 1, 4, 100, 2.0, 1.0, 0.0, waiting)
+
+
+def evidence(**changes: Any) -> Evidence:
+    """An experiment of two learners, of which everything is known."""
+    utterance = Utterance("worst", NASTY, 1, 2, ((NASTY, NASTY), ("TWO", "")))
+    known = Evidence(
+        label="demo",
+        path="exp/demo",
+        strategy="adpsgd",
+        learners=2,
+        is_virtual=False,
+        outcome="ended well",
+        settings="name: demo",
+        environment="torch 2.13.0",
+        commands=(f"starling train demo {NASTY}",),
+        stretches=tuple(stretch(learner, place) for place in range(4) for learner in range(2)),
+        curve=(CurvePoint(1.5, 2, 8, 3.0), CurvePoint(6.0, 8, 32, 1.0)),
+        validations=(Validation("dev", 1.0, 8, 12.5),),
+        staleness=(6, 0, 2),
+        distances=((8, 0.25),),
+        sets=(
+            ScoredSet(
+                "test", "upper", 4.0, (3.0, 5.0), 2.0, 10.0, 100, 1, 1, 2, 50, 4,
+                (utterance,), (Count("TWO", "", 3), Count(NASTY, "ONE", 1)), 9,
+            ),
+        ),
+        happenings=(Happening(1.0, "loss", NASTY),),
+        missing={},
+    )  # fmt: skip
+    return replace(known, **changes)
+
+
+def values(encoded: Any) -> np.ndarray[Any, Any]:
+    """The numbers of an array in a figure's JSON."""
+    if isinstance(encoded, dict):
+        return np.frombuffer(base64.b64decode(encoded["bdata"]), dtype=encoded["dtype"]).astype(float)
+    return np.array([np.nan if each is None else each for each in encoded], dtype=float)
+
+
+def spec(figure: Any) -> dict[str, Any]:
+    """A figure as the page gets it."""
+    return dict(json.loads(figure.to_json()))
+
+
+def test_text_is_shown_and_never_run() -> None:
+    """Names, words, reasons and commands may hold anything; the page's own scripts are its only ones."""
+    page = render([evidence(label=NASTY)], "today")
+    assert NASTY not in page
+    assert "onerror=alert(2)>" not in page
+    assert page.count("<script") == page.count("</script>") == 3
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
+
+
+def test_the_page_needs_nothing_else() -> None:
+    """No address is in it but those inside plotly's own script, from which its policy lets nothing out."""
+    page = render([evidence(), evidence(label="other", learners=4)], "today")
+    outside = re.sub(r'<script type="application/octet-stream" id="plotly">.*?</script>', "", page, flags=re.DOTALL)
+    assert not re.search(r"https?:|//[a-z]", outside)
+    assert "default-src 'none'" in page
+    (packed,) = re.findall(r'id="plotly">(.*?)</script>', page, re.DOTALL)
+    assert b"plotly.js" in gzip.decompress(base64.b64decode(packed))[:400]
+    assert len(page) < 3e6
+
+
+def test_a_page_about_little_says_what_it_lacks() -> None:
+    """No figure, no table, a sentence each."""
+    bare = evidence(
+        stretches=(), curve=(), validations=(), staleness=(), distances=(), sets=(), happenings=(), commands=(),
+        environment="", missing={"training": "No training loss was recorded.", "events": "No events & so on."},
+    )  # fmt: skip
+    page = render([bare], "today")
+    assert 'class="plot"' not in page
+    assert len(page) < 20_000  # plotly's script would have nothing to draw
+    assert "No training loss was recorded." in page and "No events &amp; so on." in page
+    assert "The command that started this run was not recorded." in page
+
+
+def test_the_timeline_shows_every_second_once() -> None:
+    """In the order in which a learner spends them: it waits for peers, then computes."""
+    figure = spec(figures.timeline(evidence(), 100))
+    by_name = {trace["name"]: trace for trace in figure["data"]}
+    assert by_name.keys() == {"computing", "waiting for peers"}
+    computing, waiting = (values(by_name[name]["x"]).reshape(-1, 4) for name in ("computing", "waiting for peers"))
+    assert len(computing) == len(waiting) == 8
+    assert np.allclose(computing[:, 2] - computing[:, 0], 1.0)
+    assert np.allclose(waiting[:, 2], computing[:, 0])
+    assert np.isnan(computing[:, 3]).all()
+    rows = values(by_name["computing"]["y"]).reshape(-1, 4)[:, 0]
+    assert sorted(rows) == [0.0] * 4 + [1.0] * 4
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_a_long_timeline_is_put_together_and_loses_nothing(most: int) -> None:
+    """Neighbouring stretches become one, with all of their seconds."""
+    stretches = tuple(stretch(0, place, waiting=0.1 * place) for place in range(8))
+    long = evidence(stretches=tuple(replace(each, begin=0.0, end=100.0) for each in stretches))
+    figure = spec(figures.timeline(long, most))
+    seconds = {trace["name"]: sum(told[1] for told in trace["customdata"][::4]) for trace in figure["data"]}
+    assert seconds == pytest.approx({"computing": 8.0, "waiting for peers": 2.8})
+    assert len(figure["data"][0]["customdata"]) // 4 <= most
+
+
+def test_speed_up_is_relative_to_the_fewest_learners() -> None:
+    """Twice the utterances per second on four times the learners is twice, where four times were ideal."""
+    one = evidence(label="one", learners=1, stretches=tuple(stretch(0, place, 0.0) for place in range(4)))
+    four = evidence(
+        label="four",
+        learners=4,
+        stretches=tuple(stretch(learner, place, 1.0) for learner in range(4) for place in range(4)),
+    )
+    (measured, ideal) = spec(figures.speed_up([four, one]))["data"]
+    assert values(measured["x"]).tolist() == [1, 4]
+    assert values(measured["y"]) == pytest.approx([1.0, 2.0])
+    assert values(ideal["y"]).tolist() == [1.0, 4.0]
+
+
+def test_there_is_no_speed_up_where_nothing_differs_or_clocks_do() -> None:
+    """Equal numbers of learners; a real clock beside a simulated one."""
+    assert figures.speed_up([evidence(), evidence(label="b")]) is None
+    assert figures.speed_up([evidence(), evidence(label="b", learners=4, is_virtual=True)]) is None
+
+
+def test_experiments_are_drawn_over_each_other() -> None:
+    """One line each, each with a colour of its own; staleness in per cent."""
+    both = [evidence(), evidence(label="b", staleness=(4,))]
+    for make in (figures.loss_by_time, figures.loss_by_samples, figures.validation, figures.consensus):
+        traces = spec(make(both))["data"]
+        assert [trace["name"] for trace in traces] == ["demo", "b"]
+        assert traces[0]["line"]["color"] != traces[1]["line"]["color"]
+    first, second = spec(figures.staleness(both))["data"]
+    assert (values(first["x"]).tolist(), values(first["y"]).tolist()) == ([0.0, 2.0], [75.0, 25.0])
+    assert values(second["y"]).tolist() == [100.0]

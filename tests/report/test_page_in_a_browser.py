@@ -1,0 +1,214 @@
+"""The report page in a real Chromium: it draws, zooms, plays, turns dark, fits a telephone, and prints."""
+
+import io
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("plotly", reason="the extra `report` is not installed")
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from starling.runs.recipe.recipe import check_recipe
+from starling.runs.report import report
+from starling.runs.simulate import simulate
+from tests.runs.conftest import songs
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+__all__ = ["songs"]
+
+
+@pytest.fixture(scope="module")
+def written(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page about two simulations, of two and four learners."""
+    folder = tmp_path_factory.mktemp("browser")
+    tree = {
+        "exp": str(folder / "exp"),
+        "budget": {"epochs": 1},
+        "data": {
+            "folder": str(songs.parent / "prepared"),
+            "corpus": {
+                "kind": "tsv",
+                "path": str(songs),
+                "sets": {"train": {"split": "train"}, "test": {"split": "test"}},
+            },
+            "sampling_rate": 8000,
+            "valid": None,
+        },
+        "batches": {"max_duration": 1},
+        "model": {"preset": "tiny", "subsampling": 4},
+        "optimizer": {"lr": 0.01},
+        "stragglers": {"slow": {0: "3x"}},
+    }
+    for name, learners, strategy in (("few", 2, "allreduce"), ("many", 4, "adpsgd")):
+        recipe = check_recipe({**tree, "name": name, "learners": learners, "strategy": strategy}, "r.yaml")
+        simulate(recipe, lambda line: None, Console(file=io.StringIO()))
+    return report([folder / "exp" / f"{name}-virtual" for name in ("few", "many")], folder / "page.html").path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One Chromium for all tests."""
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to run as root with its sandbox
+    with sync_playwright() as started:
+        running = started.chromium.launch(executable_path=CHROMIUM, args=sandbox)
+        yield running
+        running.close()
+
+
+class Visit:
+    """A page that is open, and what went wrong in it."""
+
+    def __init__(self, page: Page, path: Path) -> None:
+        self.page = page
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        page.on("console", lambda each: self.problems.append(each.text) if each.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("request", lambda request: self.requests.append(request.url.partition(":")[0]))
+        page.goto(path.as_uri())
+        self.until("document.documentElement.dataset.drawn")
+        assert page.evaluate("document.documentElement.dataset.drawn") == "yes"
+
+    def until(self, holds: str) -> None:
+        """Return once an expression is true in the page, whose policy refuses the text of `wait_for_function`."""
+        self.page.evaluate(
+            "() => new Promise((done, fail) => { const end = performance.now() + 120000; const look = () => "
+            f"({holds}) ? done() : performance.now() > end ? fail('never') : setTimeout(look, 10); look(); }})"
+        )
+
+    def range_of(self, plot: str) -> list[float]:
+        """What the x axis of a figure shows."""
+        return [float(each) for each in self.page.evaluate(f"document.getElementById('{plot}').layout.xaxis.range")]
+
+    def colour(self, of: str) -> tuple[int, ...]:
+        """A colour of the page's body, as red, green and blue."""
+        found = self.page.evaluate(f"getComputedStyle(document.body).{of}")
+        return tuple(map(int, re.findall(r"\d+", found)[:3]))
+
+
+@pytest.fixture(scope="module")
+def visit(browser: Browser, written: Path) -> Iterator[Visit]:
+    """The page on a screen of 1100 by 800."""
+    context = browser.new_context(viewport={"width": 1100, "height": 800})
+    yield Visit(context.new_page(), written)
+    context.close()
+
+
+def test_every_figure_is_drawn_without_an_error_or_a_request(visit: Visit) -> None:
+    """Curves have points, timelines have lines; the console is empty, and nothing but the file itself was fetched."""
+    plots = visit.page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.id)")
+    assert plots == ["time", "samples", "speed-up", "timeline-0", "timeline-1", "staleness", "consensus"]
+    for plot in ("time", "samples", "timeline-0", "timeline-1"):
+        paths = visit.page.evaluate(
+            f"[...document.querySelectorAll('#{plot} .scatterlayer path.js-line')].map(p => p.getTotalLength())"
+        )
+        assert paths and max(paths) > 10.0, plot
+    assert visit.page.evaluate("document.querySelectorAll('#staleness .barlayer .point').length") >= 3
+    assert not visit.problems
+    assert set(visit.requests) <= {"file", "data", "blob"}
+    assert visit.requests.count("file") == 1
+
+
+def test_hovering_shows_values(visit: Visit) -> None:
+    """The loss of each experiment at one moment; on the timeline, what a learner did for how long."""
+    visit.page.locator("#time").scroll_into_view_if_needed()
+    box = visit.page.locator("#time .nsewdrag").bounding_box()
+    assert box is not None
+    visit.page.mouse.move(box["x"] + 0.1 * box["width"], box["y"] + 0.5 * box["height"])
+    told = visit.page.wait_for_selector("#time .hoverlayer .hovertext, #time .hoverlayer .legend")
+    assert told is not None and re.search(r"few-virtual.*\d\.\d", told.text_content() or "")
+    visit.page.locator("#timeline-0").scroll_into_view_if_needed()
+    point = visit.page.evaluate("""() => {
+      const plot = document.getElementById("timeline-0"), trace = plot.calcdata[0], layout = plot._fullLayout;
+      const box = plot.getBoundingClientRect(), middle = trace[1];
+      return [
+        box.x + layout.xaxis._offset + layout.xaxis.c2p(middle.x),
+        box.y + layout.yaxis._offset + layout.yaxis.c2p(middle.y),
+      ];
+    }""")
+    visit.page.mouse.move(*point)
+    told = visit.page.wait_for_selector("#timeline-0 .hoverlayer .hovertext")
+    assert told is not None
+    assert re.search(r"learner 0 computing for [\d.]+ s\s*mini-batch \d+", told.text_content() or "")
+
+
+def test_the_timeline_zooms_by_dragging_and_back(visit: Visit) -> None:
+    """To what was dragged across; a double click shows everything again, and a button the beginning."""
+    visit.page.locator("#timeline-1").scroll_into_view_if_needed()
+    whole = visit.range_of("timeline-1")
+    box = visit.page.locator("#timeline-1 .nsewdrag").bounding_box()
+    assert box is not None
+    middle = box["y"] + 0.5 * box["height"]
+    visit.page.mouse.move(box["x"] + 0.25 * box["width"], middle)
+    visit.page.mouse.down()
+    visit.page.mouse.move(box["x"] + 0.5 * box["width"], middle, steps=5)
+    visit.page.mouse.up()
+    visit.until("document.getElementById('timeline-1').layout.xaxis.range[0] > 0.01")
+    zoomed = visit.range_of("timeline-1")
+    assert (zoomed[1] - zoomed[0]) / (whole[1] - whole[0]) == pytest.approx(0.25, abs=0.02)
+    visit.page.mouse.dblclick(box["x"] + 0.3 * box["width"], middle)
+    visit.until(
+        f"Math.abs(document.getElementById('timeline-1').layout.xaxis.range[1] - {whole[1]}) < 0.05 * {whole[1]}"
+    )
+    assert not visit.problems
+
+
+def test_audio_plays(visit: Visit) -> None:
+    """The browser knows how long an utterance is, and gets to its end."""
+    visit.page.locator("audio").first.scroll_into_view_if_needed()
+    assert visit.page.locator("audio").count() == 12
+    visit.until("document.querySelector('audio').readyState >= 1")
+    seconds = visit.page.evaluate("document.querySelector('audio').duration")
+    assert 0.3 < seconds < 3.0
+    visit.page.evaluate("document.querySelector('audio').muted = true; document.querySelector('audio').play()")
+    visit.until("document.querySelector('audio').ended || document.querySelector('audio').currentTime > 0.1")
+    assert visit.page.evaluate("document.querySelector('audio').error") is None
+
+
+def test_the_page_follows_the_system_to_dark_and_to_light(visit: Visit) -> None:
+    """Text and figures, also while it is open."""
+    for scheme in ("light", "dark", "light"):
+        visit.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        is_dark = scheme == "dark"
+        assert (sum(visit.colour("backgroundColor")) < 200) is is_dark
+        assert (sum(visit.colour("color")) > 500) is is_dark
+        ink = visit.page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--ink').trim()")
+        visit.until(f"document.getElementById('time').layout.font.color === '{ink}'")
+
+
+def test_the_page_fits_a_narrow_screen(browser: Browser, written: Path) -> None:
+    """Nothing reaches beyond it, so there is no scrolling sideways, also when the screen becomes narrower still; wide
+    tables scroll inside themselves."""
+    context = browser.new_context(viewport={"width": 400, "height": 800})
+    visit = Visit(context.new_page(), written)
+    for width in (400, 320):
+        visit.page.set_viewport_size({"width": width, "height": 800})
+        visit.until(f"document.querySelector('#time .main-svg').getBoundingClientRect().width <= {width}")
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+        drawn = visit.page.evaluate("document.querySelector('#time .nsewdrag').getBoundingClientRect().width")
+        assert drawn > 0.6 * width
+    context.close()
+
+
+def test_the_page_prints(visit: Visit, tmp_path: Path) -> None:
+    """In light colours, with figures as wide as the paper; afterwards the screen is as before."""
+    visit.page.emulate_media(color_scheme="dark")
+    before = visit.page.evaluate("document.querySelector('#time svg').getBoundingClientRect().width")
+    visit.page.evaluate(
+        "window.printed = []; addEventListener('beforeprint', () => printed.push("
+        "document.getElementById('time').layout.width, getComputedStyle(document.body).backgroundColor))"
+    )
+    pdf = visit.page.pdf(format="A4", print_background=True)
+    assert pdf.startswith(b"%PDF-") and len(pdf) > 50_000
+    assert visit.page.evaluate("printed") == [680, "rgb(255, 255, 255)"]
+    visit.until(f"Math.abs(document.querySelector('#time svg').getBoundingClientRect().width - {before}) < 2")
+    assert sum(visit.colour("backgroundColor")) < 200
+    assert not visit.problems
