@@ -15,7 +15,14 @@ from starling.runs.recipe.recipe import check_recipe
 from tests.sessions import run_to_end
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/running.md", "docs/reports.md", "docs/your-own-loop.md", "docs/data.md", "docs/comparing.md"]
+PAGES = [
+    "README.md",
+    "docs/running.md",
+    "docs/reports.md",
+    "docs/your-own-loop.md",
+    "docs/data.md",
+    "docs/comparing.md",
+]
 """The pages whose commands are run, in their order: a later page may use what an earlier one has left."""
 DEMO_SETS = "{train: 1600, dev: 100, test: 200}"
 REACHES = {
