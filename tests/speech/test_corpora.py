@@ -71,7 +71,7 @@ def test_a_missing_column_is_answered_with_the_nearest(tmp_path: Path) -> None:
 def test_a_missing_column_that_resembles_none_is_answered_with_all(tmp_path: Path) -> None:
     """In sentences that end."""
     table = write_table(tmp_path, count=3)
-    with pytest.raises(DataError, match=r"no column 'zzz'; it has: id, speaker, split, audio, text; name"):
+    with pytest.raises(DataError, match=r"no column 'zzz'; it has: id, speaker, split, audio, text; set"):
         _import("tsv", path=table, sets={"train": {}}, speaker="zzz")
 
 
@@ -155,8 +155,8 @@ def test_a_kaldi_folder_means_what_it_means_to_lhotse(tmp_path: Path, segments: 
         ("wav.scp", "r0\n", r"wav.scp:1: r0 has no value"),
         ("text", "r0 one\n", r"no transcript for r1"),
         ("segments", "a r9 0 1\n", r"segments:1: recording 'r9' is not in wav.scp"),
-        ("segments", "r0 r0 1 0.5\n", r"segments:1: a segment from 1.0 s to 0.5 s"),
-        ("segments", "r0 r0 nan 2\n", r"segments:1: a segment"),
+        ("segments", "r0 r0 1 0.5\n", r"segments:1: invalid segment from 1.0 s to 0.5 s"),
+        ("segments", "r0 r0 nan 2\n", r"segments:1: invalid segment"),
         ("segments", "r0 r0 1\n", r"segments:1: 'r0 1' is not 'recording start end'"),
     ],
 )
@@ -233,7 +233,7 @@ def test_coqui_rows_may_hold_quotes_and_commas(tmp_path: Path) -> None:
         ("nemo", '{"audio_filepath": "a.wav", "text": "x", "duration": -1}', "m:1: field 'duration' is -1"),
         ("nemo", '{"audio_filepath": "a.wav", "text": "x", "offset": "1"}', "m:1: field 'offset' is '1'"),
         ("nemo", '\n{"text": ', "m:2: not JSON"),
-        ("nemo", "[1]", "m:1: a list"),
+        ("nemo", "[1]", "m:1: expected a JSON object, found list"),
         ("nemo", "[" * 100_000, "m:1: not JSON"),
         ("wenet", '{"key": ["a"], "wav": "a", "txt": "b"}', "m:1: field 'key' is"),
         ("coqui", "wav_filename,transcript\na.wav\n", "m:2: needs the columns"),
@@ -364,7 +364,7 @@ def test_an_unknown_recipe_part_or_option_names_what_there_is(yesno: Path) -> No
     settings = {"recipe": "yesno", "path": yesno, "sets": {"train": "train"}}
     with pytest.raises(ValidationError, match=r"no recipe 'librispech'; did you mean 'librispeech'\?"):
         _import("lhotse-recipe", **(settings | {"recipe": "librispech"}))
-    with pytest.raises(DataError, match=r"no part 'dev'; it has: train, test"):
+    with pytest.raises(DataError, match=r"no part 'dev', only train, test"):
         _import("lhotse-recipe", **(settings | {"sets": {"train": "dev"}}))
     with pytest.raises(DataError, match=r"has no option speed, only corpus_dir"):
         _import("lhotse-recipe", **settings, options={"speed": 1})
@@ -433,7 +433,7 @@ def test_a_segment_beyond_the_file_is_refused_with_the_numbers(
 ) -> None:
     """The message has what was asked for and what is there."""
     write_wav(tmp_path / "a.wav", 1.0)
-    with pytest.raises(DataError, match=r"from .* s, but the file has 1.000 s"):
+    with pytest.raises(DataError, match=r"from .* s does not fit: the file has 1.000 s"):
         read_audio(tmp_path / "a.wav", start, duration)
 
 

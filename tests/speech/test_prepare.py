@@ -367,7 +367,7 @@ def test_progress_is_reported_up_to_the_end(tmp_path: Path) -> None:
         ),
         ({"test": ["test", "tset"]}, "set 'tset'"),
         ({"sampling_rate": 0}, "sampling_rate"),
-        ({"filter": {"min_seconds": 2, "max_seconds": 1}}, r"max_seconds \(1.0\) is not more"),
+        ({"filter": {"min_seconds": 2, "max_seconds": 1}}, r"max_seconds \(1.0\) must be greater"),
         ({"strings": {"copies": {"tain": 2}}}, "strings.copies names unknown sets: tain"),
         ({"corpus": {"kind": "tvs"}}, "kind"),
         ({"text": "UPPER"}, "text"),

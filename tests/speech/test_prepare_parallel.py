@@ -376,7 +376,7 @@ def test_a_process_that_dies_is_told_with_its_shard(tmp_path: Path) -> None:
     plan = SetPlan("train", "d" * 64, {}, lambda: deadly, Checking("train", RATE, "as-is", FilterConfig()), None, 5)
     with (
         Processes(1) as processes,
-        pytest.raises(DataError, match="set train: a process that wrote shard 0 ended unexp"),
+        pytest.raises(DataError, match="set train: the process that wrote shard 0 ended unexp"),
     ):
         make_set(plan, tmp_path / "train", tmp_path / "train.partial", processes, lambda *call: None)
     assert list(tmp_path.iterdir()) == []
@@ -412,7 +412,7 @@ def test_a_dask_scheduler_that_is_not_there_is_named(tmp_path: Path, monkeypatch
     config = _config(tmp_path / "data", write_table(tmp_path / "corpus"))
     with (
         executor_of(["executor=dask://127.0.0.1:9"]) as executor,
-        pytest.raises(ConfigError, match=r"127\.0\.0\.1:9: no sch"),
+        pytest.raises(ConfigError, match=r"127\.0\.0\.1:9: no response from a sch"),
     ):
         prepare(config, None, executor)
     assert [path.name for path in (tmp_path / "data").iterdir()] == [".lock"]

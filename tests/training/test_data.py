@@ -99,7 +99,9 @@ def test_an_iterable_is_restarted_only_for_earlier_items() -> None:
 
 def test_an_iterable_shorter_than_promised_is_an_error_with_the_numbers() -> None:
     workload = DataWorkload(make_model, loss, Counting(), batch_size=3, num_batches=5)
-    with pytest.raises(DataError, match=r"before mini-batch 5 of epoch 1; num_batches=5 of 3 examples"):
+    with pytest.raises(
+        DataError, match=r"before mini-batch 5 of epoch 1; it has fewer than num_batches=5 mini-batches of 3 examples"
+    ):
         workload.load(Ticket(0, 4, 4))
 
 
