@@ -56,15 +56,21 @@ class Schedule(Config):
     """The learning rate as a factor of its peak, a pure function of progress and hence equal on all learners.
 
     It rises linearly over the first `warmup` of the budget, where that is n mini-batches from 1/n of the peak with the
-    first to the peak with the n-th, and then follows `decay`:
+    first to the peak with the n-th; or over `warmup_epochs` passes over the data, from `warmup_from` of the peak. Then
+    it follows `decay`:
 
     - `constant`: stays at the peak;
     - `cosine`: falls to `floor` times the peak at the end of the budget (Loshchilov & Hutter 2017);
     - `sqrt2-per-epoch`: keeps the peak for `hold_epochs` epochs, then is multiplied by 1/sqrt(2) at every epoch's
-      start (the IBM acoustic models: Zhang et al. 2019, arXiv 1904.04956).
+      start (the IBM acoustic models: Zhang et al. 2019, arXiv 1904.04956). They rise over 10 epochs, from the rate of a
+      single learner to the peak, and train for 16: `warmup_epochs: 10`, `hold_epochs: 10`.
     """
 
     warmup: float = Field(default=0.0, ge=0.0, le=1.0)
+    warmup_epochs: float | None = Field(default=None, gt=0.0)
+    """In place of `warmup`, whatever the budget is."""
+    warmup_from: float = Field(default=0.0, ge=0.0, le=1.0)
+    """The factor that `warmup` and `warmup_epochs` rise from."""
     decay: Literal["constant", "cosine", "sqrt2-per-epoch"] = "cosine"
     floor: float = Field(default=0.0, ge=0.0, le=1.0)
     hold_epochs: int = Field(default=10, ge=0)
@@ -72,17 +78,28 @@ class Schedule(Config):
     """The budget that the schedule follows, beyond which it stays at its final value; None: that of the run, over which
     it is stretched anew where a resume changes it."""
 
+    @model_validator(mode="after")
+    def _has_one_warmup(self) -> "Schedule":
+        if self.warmup and self.warmup_epochs is not None:
+            raise ValueError("warmup is a share of the budget, warmup_epochs a number of epochs: leave one of them out")
+        if self.decay == "cosine" and self.warmup_epochs is not None:
+            raise ValueError("decay: cosine begins after a share of the budget: give warmup in place of warmup_epochs")
+        return self
+
     def at(self, progress: Progress, run: Budget, following: Progress | None = None) -> float:
         """The factor when a run with the budget `run` has come so far, for mini-batches behind which it has come as far
         as `following`."""
-        budget = self.budget or run
-        return self.factor(budget.fraction(progress), progress.epochs, budget.fraction(following or progress))
+        budget, following = self.budget or run, following or progress
+        shares = budget.fraction(progress), budget.fraction(following)
+        return self.factor(shares[0], progress.epochs, shares[1], following.epochs)
 
-    def factor(self, fraction: float, epochs: float, fraction_after: float) -> float:
-        """The factor after `fraction` of the budget and `epochs` passes over the data, for mini-batches that bring the
-        budget to `fraction_after`."""
+    def factor(self, fraction: float, epochs: float, fraction_after: float, epochs_after: float | None = None) -> float:
+        """The factor after `fraction` of the budget and `epochs` passes over the data, for mini-batches that bring them
+        to `fraction_after` and `epochs_after`; None: they are not known."""
+        if self.warmup_epochs is not None and epochs < self.warmup_epochs:
+            return self._risen((epochs if epochs_after is None else epochs_after) / self.warmup_epochs)
         if fraction < self.warmup:
-            return min(1.0, max(LOWEST, fraction_after / self.warmup))
+            return self._risen(fraction_after / self.warmup)
         if self.decay == "constant":
             return 1.0
         if self.decay == "cosine":
@@ -90,3 +107,7 @@ class Schedule(Config):
             position = (fraction - self.warmup) / remaining if remaining > 0.0 else 0.0
             return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * position))
         return float(2.0 ** (-0.5 * max(0, math.floor(epochs) - self.hold_epochs + 1)))
+
+    def _risen(self, share: float) -> float:
+        """The factor when so much of the warm-up is over."""
+        return min(1.0, max(LOWEST, self.warmup_from + (1.0 - self.warmup_from) * share))

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from starling.budget import Progress as Spent
 from starling.chance import derive_seed
@@ -13,17 +14,20 @@ from starling.errors import DataError
 from starling.report.progress import Say
 from starling.runs.experiment.claim import check_claim, claim_folder, earlier_recipe, unwritable
 from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.frame_plan import load_frame_plan
+from starling.runs.frames import FrameWorkload, make_frames, too_few_frames
 from starling.runs.recipe.recipe import Recipe
 from starling.runs.training_plan import load_plan, open_training_set
 from starling.runs.training_set import describe_shares, list_too_short, prepare_all
 from starling.runs.warm_start import warm_start
 from starling.runs.workload import SpeechWorkload
 from starling.speech.features import LogMel
-from starling.speech.losses import check_ctc_fits
+from starling.speech.hybrid.lexicon import TiedStates
+from starling.speech.losses import TooShort, check_ctc_fits
 from starling.speech.models import count_parameters
 from starling.speech.preparing.making import Progress
 from starling.speech.recogniser import Recogniser
-from starling.speech.tokens import make_tokenizer
+from starling.speech.tokens import Tokenizer, make_tokenizer
 from starling.speech.union import SpeechSets
 from starling.training.tickets import TicketSequence
 
@@ -38,8 +42,10 @@ def make_ready(recipe: Recipe, say: Say, progress: Progress | None = None) -> Ex
     with _stage(recipe) as stage:
         set_up(recipe, stage, say, progress)
         folder = claim_folder(recipe, say)
-        shutil.rmtree(folder.initial, ignore_errors=True)
-        stage.initial.rename(folder.initial)
+        for staged, final in ((stage.initial, folder.initial), (stage.frames, folder.frames)):
+            shutil.rmtree(final, ignore_errors=True)
+            if staged.exists():
+                staged.rename(final)
         folder.too_short.unlink(missing_ok=True)
         if stage.too_short.exists():
             stage.too_short.rename(folder.too_short)
@@ -50,7 +56,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     """Prepare the data and make the tokens; leave in `folder.initial` the recogniser as it is before training.
 
     Raises ConfigError when the warm start does not fit, DataError when the training set cannot be used: unreadable,
-    too small for so many learners, characters outside the alphabet, utterances too short for CTC.
+    too small for so many learners, characters outside the alphabet, utterances too short for CTC or for their states.
     """
     say(prepare_all(recipe, progress))
     train = open_training_set(recipe)
@@ -58,10 +64,11 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     features = LogMel(recipe.features, recipe.data.sampling_rate)
     if recipe.features.normalise == "global":
         features.fit(train, on_bad=recipe.data.filter.on_bad)
-    recogniser = Recogniser.create(recipe.model, features, tokenizer, derive_seed(recipe.seed, "model"))
+    _leave_out_too_short(recipe, train, tokenizer, features, folder.too_short, say)
+    states = make_frames(recipe, train, tokenizer, features, folder, say) if recipe.loss == "frames" else None
+    recogniser = Recogniser.create(recipe.model, features, tokenizer, derive_seed(recipe.seed, "model"), states)
     if recipe.warm_start is not None and recipe.resume is None:
         say(warm_start(recogniser, recipe.warm_start))
-    _leave_out_too_short(recipe, train, recogniser, folder.too_short, say)
     recogniser.save(folder.initial)
     workload = load_workload(recipe, folder)
     _check_share(len(workload.plan.utterances), recipe.sync_group_size)
@@ -70,26 +77,38 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     if change := schedule_change(recipe, workload):
         say(change)
     batches = workload.num_batches(0)
-    learners = "learner" if recipe.num_workers == 1 else "learners"
-    seconds = recipe.batches.max_duration * recipe.batches.accumulate
-    say(
-        f"{count_parameters(recogniser.model):,} parameters, {tokenizer.vocab_size} tokens, {batches} mini-batches of "
-        f"up to {seconds:g} s of audio in the first epoch; {recipe.num_workers} {learners} take "
-        f"{seconds * recipe.num_workers:g} s at a time"
-    )
+    say(f"{count_parameters(recogniser.model):,} parameters, {_sizes(recipe, tokenizer.vocab_size, states, batches)}")
+    size = "sequences.batch" if recipe.loss == "frames" else "batches.max_duration"
     if recipe.sync_group_size == 1 and batches < recipe.num_workers:
         say(
             f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so that some have none: "
-            "lower batches.max_duration, or use fewer learners"
+            f"lower {size}, or use fewer learners"
         )
     if batches < recipe.sync_group_size:
         say(
             f"warning: an epoch has {batches} mini-batches for {recipe.sync_group_size} learners that step together: "
-            "one step takes mini-batches of several epochs: lower batches.max_duration, or use fewer learners"
+            f"one step takes mini-batches of several epochs: lower {size}, or use fewer learners"
         )
 
 
-def schedule_change(recipe: Recipe, workload: SpeechWorkload) -> str | None:
+def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: int) -> str:
+    """Outputs, mini-batches, and how much the learners take at a time, in words."""
+    learners = "learner" if recipe.num_workers == 1 else "learners"
+    if states is None or recipe.sequences is None:
+        seconds = recipe.batches.max_duration * recipe.batches.accumulate
+        return (
+            f"{num_tokens} tokens, {batches} mini-batches of up to {seconds:g} s of audio in the first epoch; "
+            f"{recipe.num_workers} {learners} take {seconds * recipe.num_workers:g} s at a time"
+        )
+    size = recipe.sequences.batch * recipe.batches.accumulate
+    return (
+        f"{states.num_states} tied states, {batches} mini-batches of up to {size} sub-sequences of "
+        f"{recipe.sequences.frames} frames in an epoch; {recipe.num_workers} {learners} take "
+        f"{size * recipe.num_workers} at a time"
+    )
+
+
+def schedule_change(recipe: Recipe, workload: SpeechWorkload | FrameWorkload) -> str | None:
     """A line on what a resume with another budget does to the learning rate; None where nothing changes."""
     earlier = earlier_recipe(recipe.resume) if recipe.resume is not None else None
     if recipe.resume is None or earlier is None:
@@ -120,8 +139,10 @@ def _check_share(count: int, sync_group_size: int) -> None:
         )
 
 
-def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:
+def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload | FrameWorkload:
     """The training problem that `set_up` has made ready."""
+    if recipe.loss == "frames":
+        return FrameWorkload(load_frame_plan(recipe, folder.frames), folder.initial)
     initial = Recogniser.load(folder.initial)
     plan = load_plan(recipe, folder.too_short)
     return SpeechWorkload(plan, initial.features, initial.tokenizer, folder.initial)
@@ -142,26 +163,34 @@ def _stage(recipe: Recipe) -> Iterator[ExperimentFolder]:
         shutil.rmtree(stage.path, ignore_errors=True)
 
 
-def _leave_out_too_short(recipe: Recipe, train: SpeechSets, recogniser: Recogniser, path: Path, say: Say) -> None:
-    """List the utterances that CTC cannot align in `path`, as far as the recipe allows to skip any."""
+def _leave_out_too_short(
+    recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, features: LogMel, path: Path, say: Say
+) -> None:
+    """List the utterances that cannot be aligned in `path`, as far as the recipe allows to skip any."""
     path.unlink(missing_ok=True)
     skip = recipe.data.filter.on_bad == "skip"
-    found = check_ctc_fits(
-        train,
-        recogniser.tokenizer,
-        recipe.model,
-        recogniser.features,
-        recipe.augment,
-        on_too_short="list" if skip else "fail",
-    )
+    found: list[TooShort]
+    if recipe.loss == "frames":
+        whom, remedy = "their states", "lower states.per_unit"
+        found = too_few_frames(recipe, train, tokenizer, features)
+        if found and not skip:
+            raise DataError(
+                f"{train.name}: {len(found)} of {len(train)} utterances have fewer frames than states, such as "
+                f"{found[0].id} ({found[0].frames} frames, {found[0].needed} needed): {remedy}, raise "
+                "data.filter.min_seconds, or leave them out with data.filter.on_bad=skip"
+            )
+    else:
+        whom, remedy = "CTC", "lower model.subsampling, or use longer tokens"
+        on_too_short: Literal["list", "fail"] = "list" if skip else "fail"
+        found = check_ctc_fits(train, tokenizer, recipe.model, features, recipe.augment, on_too_short)
     if not found:
         return
     if len(found) > recipe.data.filter.max_skipped * len(train):
         raise DataError(
-            f"{train.name}: {len(found)} of {len(train)} utterances have too few frames for CTC, such as {found[0].id} "
-            f"({found[0].frames} frames, {found[0].needed} needed); data.filter.max_skipped allows "
-            f"{recipe.data.filter.max_skipped:.2%}: lower model.subsampling, or use longer tokens"
+            f"{train.name}: {len(found)} of {len(train)} utterances have too few frames for {whom}, such as "
+            f"{found[0].id} ({found[0].frames} frames, {found[0].needed} needed); data.filter.max_skipped allows "
+            f"{recipe.data.filter.max_skipped:.2%}: {remedy}"
         )
     list_too_short(found, train, path)
     listed = recipe.folder / path.name  # its final place
-    say(f"{train.name}: {len(found)} utterances are too short for CTC and left out, listed in {listed}")
+    say(f"{train.name}: {len(found)} utterances are too short for {whom} and left out, listed in {listed}")

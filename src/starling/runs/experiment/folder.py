@@ -2,6 +2,7 @@
 
 exp/<name>/config.yaml, env.txt     the resolved recipe, and on what it ran
 exp/<name>/initial/                 tokens and features, and the model before training
+exp/<name>/frames/                  features and alignment of a run whose loss is `frames`
 exp/<name>/log/, tensorboard/       of each learner
 exp/<name>/checkpoints/             see starling.checkpoint
 exp/<name>/best/                    the model that scored best on the valid set, and its score
@@ -26,6 +27,7 @@ class ExperimentFolder:
         self.environment = path / "env.txt"
         self.initial = path / "initial"
         self.too_short = path / "too_short.tsv"
+        self.frames = path / "frames"
         self.log = path / "log"
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"
