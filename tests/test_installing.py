@@ -16,7 +16,7 @@ from starling.runs.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-RECIPES = {"demo", "demo_frames", "fsdd", "fsdd_frames", "fsdd_speakers", "speechocean", "staleness"}
+RECIPES = {"demo", "demo_frames", "fsdd", "fsdd_frames", "ibm_frames", "fsdd_speakers", "speechocean", "staleness"}
 
 
 def packages(requirements: list[str]) -> set[str]:

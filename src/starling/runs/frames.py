@@ -177,6 +177,8 @@ def _store(
             f"{train.name}: {len(bad)} of {len(kept)} utterances cannot be used, such as: {bad[0]}; "
             f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"
         )
+    if not written:
+        raise DataError(f"{train.name}: no utterance can be aligned, so that there are no frames to train on")
     if bad:
         say(f"{train.name}: {len(bad)} utterances cannot be used and are left out, such as: {bad[0]}")
     return written

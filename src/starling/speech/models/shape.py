@@ -98,7 +98,7 @@ _RECURRENT = {
 }
 _HYBRID = {
     "tiny": HybridShape(layers=1, hidden=32, bottleneck=0, subsampling=1, dropout=0.0),
-    "small": HybridShape(layers=2, hidden=64, bottleneck=0, subsampling=1, dropout=0.1),
+    "small": HybridShape(layers=2, hidden=80, bottleneck=0, subsampling=1, dropout=0.1),
     "ibm": HybridShape(layers=6, hidden=512, bottleneck=256, subsampling=1, dropout=0.0),
 }
 _DEEP_SPEECH = {
@@ -145,10 +145,10 @@ class Architecture:
 _HERE = "starling.speech.models"
 MODELS = {
     "blstm": Architecture(f"{_HERE}.blstm:BlstmCtc", _RECURRENT),
-    "blstm-hybrid": Architecture(f"{_HERE}.blstm_hybrid:BlstmHybrid", _HYBRID),
     "lstm": Architecture(f"{_HERE}.lstm:LstmCtc", _RECURRENT),
     "transformer": Architecture(f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER),
     "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
+    "blstm-hybrid": Architecture(f"{_HERE}.blstm_hybrid:BlstmHybrid", _HYBRID),
 }
 
 
