@@ -241,6 +241,8 @@ def test_the_gaussians_scores_differ_as_the_densities_do() -> None:
         [multivariate_normal(frames[labels == k].mean(0), covariance).logpdf(frames[:5]) for k in range(3)], 1
     )
     assert np.allclose(np.diff(scores, axis=1), np.diff(densities, axis=1), atol=1e-4)
+    gaussians.counts[2], gaussians.sums[2] = 0.0, 0.0
+    assert torch.equal(gaussians.means()[2], gaussians.sums.sum(0) / gaussians.counts.sum())  # a label without frames
     residuals = frames - np.stack([frames[labels == k].mean(0) for k in range(3)])[labels]
     pooled = residuals.T @ residuals / 400
     assert np.allclose(covariance - pooled, np.eye(3) * (covariance - pooled)[0, 0], atol=1e-9)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, DataError
 from starling.report.progress import Say
+from starling.runs.experiment.claim import unwritable
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.frame_plan import FramePlan
 from starling.runs.recipe.recipe import Recipe
@@ -115,8 +116,12 @@ def make_frames(
     if recipe.resume is not None:
         states = _taken_over(ExperimentFolder(recipe.resume.parent.parent), folder, decoding)
     else:
-        numbers = _store(recipe, train, features, kept_utterances(train, folder.too_short), folder.frames, say)
-        states = _align(recipe, train, tokenizer, numbers, Frames(folder.frames, features.num_bands), say)
+        kept = kept_utterances(train, folder.too_short)
+        try:
+            numbers = _store(recipe, train, features, kept, folder.frames, say)
+            states = _align(recipe, train, tokenizer, numbers, Frames(folder.frames, features.num_bands), say)
+        except OSError as error:  # such as a full disk
+            raise unwritable(folder.frames, error) from error
     if decoding.word_list is not None:
         words = read_words(decoding.word_list)
     else:

@@ -112,8 +112,9 @@ class Gaussians:
         self.squares += frames.T @ frames
 
     def means(self) -> Tensor:
-        """`[K, D]`; 0 for a label without frames."""
-        return self.sums / self.counts.clamp(min=1.0)[:, None]
+        """`[K, D]`; that of all frames for a label without any."""
+        means = self.sums / self.counts.clamp(min=1.0)[:, None]
+        return torch.where(self.counts[:, None] > 0.0, means, self.sums.sum(0) / self.counts.sum())
 
     def within(self) -> Tensor:
         """The covariance within labels, `[D, D]`, a little enlarged so that it can be inverted."""
@@ -126,7 +127,6 @@ class Gaussians:
         means = self.means()
         weights = torch.linalg.solve(self.within(), means.T)
         biases = -0.5 * (means * weights.T).sum(1)
-        biases[self.counts == 0.0] = -torch.inf
         return weights.float(), biases.float()
 
 
