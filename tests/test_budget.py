@@ -64,6 +64,30 @@ def test_the_papers_schedule_divides_by_the_root_of_two_each_epoch() -> None:
         assert schedule.factor(0.5, epochs, 0.5) == pytest.approx(factor)
 
 
+def test_the_papers_schedule_rises_for_ten_epochs_then_falls_for_six() -> None:
+    """From the rate of a single learner, here a 32nd of the peak, in a straight line; in a run of 16 epochs."""
+    schedule = Schedule(warmup_epochs=10, warmup_from=1 / 32, decay="sqrt2-per-epoch", hold_epochs=10)
+    run, batches = Budget(epochs=16), 200
+    factors = [
+        schedule.at(Progress(done, done / batches, 0.0), run, following=Progress(done + 1, (done + 1) / batches, 0.0))
+        for done in range(16 * batches)
+    ]
+    for done in (0, 1, 5 * batches, 10 * batches - 1):
+        assert factors[done] == pytest.approx(1 / 32 + 31 / 32 * (done + 1) / (10 * batches))
+    assert factors[10 * batches - 1] == pytest.approx(1.0)
+    for epoch in range(10, 16):
+        for done in (epoch * batches, (epoch + 1) * batches - 1):
+            assert factors[done] == pytest.approx(2.0 ** (-0.5 * (epoch - 9)))
+
+
+def test_two_warm_ups_and_one_that_a_cosine_would_not_follow_are_refused() -> None:
+    """The message says which to leave out."""
+    with pytest.raises(ValidationError, match="leave one of them out"):
+        Schedule(warmup=0.1, warmup_epochs=2, decay="constant")
+    with pytest.raises(ValidationError, match="give warmup in place of warmup_epochs"):
+        Schedule(warmup_epochs=2)
+
+
 @given(
     st.floats(0.0, 1.0),
     st.floats(0.0, 1.0),

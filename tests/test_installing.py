@@ -16,7 +16,7 @@ from starling.runs.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-RECIPES = {"demo", "fsdd", "fsdd_speakers", "speechocean", "staleness"}
+RECIPES = {"demo", "demo_frames", "fsdd", "fsdd_frames", "ibm_frames", "fsdd_speakers", "speechocean", "staleness"}
 
 
 def packages(requirements: list[str]) -> set[str]:
@@ -146,7 +146,7 @@ def test_an_unknown_recipe_is_answered_with_the_known_ones(tmp_path: Path) -> No
     """And the nearest of them."""
     result = CliRunner().invoke(app, ["recipes", "copy", "dem", str(tmp_path)])
     assert result.exit_code == 2
-    assert "recipe 'dem' is unknown; did you mean 'demo'? known are demo, fsdd, " in result.stderr
+    assert "recipe 'dem' is unknown; did you mean 'demo'? known are demo, demo_frames, fsdd, " in result.stderr
 
 
 def test_a_file_goes_before_a_recipe_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

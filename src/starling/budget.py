@@ -55,16 +55,22 @@ class Budget(Config):
 class Schedule(Config):
     """The learning rate as a factor of its peak; a pure function of progress, and therefore equal on all learners.
 
-    During the fraction `warmup` of the budget, the factor rises linearly: over n mini-batches, from 1/n for the first
-    to 1 for the n-th. Then it follows `decay`:
+    During the warm-up the factor rises linearly: over the fraction `warmup` of the budget, n mini-batches, from 1/n for
+    the first to 1 for the n-th; or over `warmup_epochs` passes over the data, from `warmup_from`. Then it follows
+    `decay`:
 
     - `constant`: it stays at 1;
     - `cosine`: it falls to `floor` at the end of the budget (Loshchilov & Hutter 2017);
     - `sqrt2-per-epoch`: it stays at 1 for `hold_epochs` epochs, and is then multiplied by 1/sqrt(2) at the start of
-      every epoch (as for IBM's acoustic models: Zhang et al. 2019, arXiv 1904.04956).
+      every epoch (as for IBM's acoustic models: Zhang et al. 2019, arXiv 1904.04956). These warm up for 10 epochs,
+      from the rate of a single learner, and train for 16: `warmup_epochs: 10`, `hold_epochs: 10`.
     """
 
     warmup: float = Field(default=0.0, ge=0.0, le=1.0)
+    warmup_epochs: float | None = Field(default=None, gt=0.0)
+    """In place of `warmup`, whatever the budget is."""
+    warmup_from: float = Field(default=0.0, ge=0.0, le=1.0)
+    """The factor that `warmup` and `warmup_epochs` rise from."""
     decay: Literal["constant", "cosine", "sqrt2-per-epoch"] = "cosine"
     floor: float = Field(default=0.0, ge=0.0, le=1.0)
     hold_epochs: int = Field(default=10, ge=0)
@@ -72,17 +78,28 @@ class Schedule(Config):
     """The budget that the schedule follows; afterwards the factor stays at its final value. None: the run's budget; if
     a resume changes that, the schedule is stretched over the new one."""
 
+    @model_validator(mode="after")
+    def _has_one_warmup(self) -> "Schedule":
+        if self.warmup and self.warmup_epochs is not None:
+            raise ValueError("warmup is a share of the budget, warmup_epochs a number of epochs: leave one of them out")
+        if self.decay == "cosine" and self.warmup_epochs is not None:
+            raise ValueError("decay: cosine begins after a share of the budget: give warmup in place of warmup_epochs")
+        return self
+
     def at(self, progress: Progress, run: Budget, following: Progress | None = None) -> float:
         """The factor at `progress` of a run with the budget `run`, for mini-batches after which its progress is
         `following` (None: unchanged)."""
-        budget = self.budget or run
-        return self.factor(budget.fraction(progress), progress.epochs, budget.fraction(following or progress))
+        budget, following = self.budget or run, following or progress
+        fractions = budget.fraction(progress), budget.fraction(following)
+        return self.factor(fractions[0], progress.epochs, fractions[1], following.epochs)
 
-    def factor(self, fraction: float, epochs: float, fraction_after: float) -> float:
-        """The factor after `fraction` of the budget and `epochs` passes over the data, for mini-batches after which the
-        spent fraction is `fraction_after`."""
+    def factor(self, fraction: float, epochs: float, fraction_after: float, epochs_after: float | None = None) -> float:
+        """The factor after `fraction` of the budget and `epochs` passes over the data, for mini-batches after which
+        these are `fraction_after` and `epochs_after` (None: unknown)."""
+        if self.warmup_epochs is not None and epochs < self.warmup_epochs:
+            return self._risen((epochs if epochs_after is None else epochs_after) / self.warmup_epochs)
         if fraction < self.warmup:
-            return min(1.0, max(LOWEST, fraction_after / self.warmup))
+            return self._risen(fraction_after / self.warmup)
         if self.decay == "constant":
             return 1.0
         if self.decay == "cosine":
@@ -90,3 +107,7 @@ class Schedule(Config):
             position = (fraction - self.warmup) / remaining if remaining > 0.0 else 0.0
             return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * position))
         return float(2.0 ** (-0.5 * max(0, math.floor(epochs) - self.hold_epochs + 1)))
+
+    def _risen(self, share: float) -> float:
+        """The factor when so much of the warm-up is over."""
+        return min(1.0, max(LOWEST, self.warmup_from + (1.0 - self.warmup_from) * share))

@@ -265,6 +265,7 @@ PARAMETERS = {
     "lstm": {"tiny": 20_820, "small": 375_060, "medium": 3_591_956, "ibm": 12_600_084},
     "transformer": {"tiny": 115_220, "small": 837_908, "medium": 4_885_524},
     "deep-speech": {"tiny": 95_764, "small": 823_700, "original": 47_759_380},
+    "blstm-hybrid": {"tiny": 20_244, "small": 236_180, "ibm": 34_034_964},
 }
 
 

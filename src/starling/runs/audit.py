@@ -17,12 +17,15 @@ from starling.checkpoint.reader import latest
 from starling.errors import DataError
 from starling.runs.experiment.folder import existing
 from starling.runs.experiment.seen import SeenBatch, read_seen, read_skipped, start_of_record
+from starling.runs.frame_plan import FramePlan, load_frame_plan
 from starling.runs.recipe.recipe import Recipe, load_resolved
 from starling.runs.training_plan import TrainingPlan, load_plan
 from starling.workload import Position, Ticket
 
 if TYPE_CHECKING:
     from starling.report.progress import Say
+
+Plan = TrainingPlan | FramePlan
 
 MAX_SHOWN = 5
 """How many mini-batches a message lists by number."""
@@ -61,7 +64,11 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
     folder = existing(experiment)
     recipe = load_resolved(folder.config)
     end = read_manifest(latest(experiment)).position
-    plan = load_plan(recipe, folder.too_short)
+    plan: Plan
+    if recipe.loss == "frames":
+        plan = load_frame_plan(recipe, folder.frames)
+    else:
+        plan = load_plan(recipe, folder.too_short)
     epochs = collect(read_seen(folder.seen, end), plan, read_skipped(folder.seen))
     begin = start_of_record(folder.seen)
     output.print(_table(epochs))
@@ -76,7 +83,7 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
     tell(_verdict(epochs, end, _expected(recipe, plan, epochs)))
 
 
-def collect(seen: Iterable[SeenBatch], plan: TrainingPlan, skipped: Mapping[int, Collection[str]]) -> list[EpochAudit]:
+def collect(seen: Iterable[SeenBatch], plan: Plan, skipped: Mapping[int, Collection[str]]) -> list[EpochAudit]:
     """Sum up the record for each epoch, and compare each mini-batch with the plan. `skipped` lists the utterances that
     were skipped in each epoch."""
     epochs: dict[int, EpochAudit] = {}
@@ -97,13 +104,12 @@ def collect(seen: Iterable[SeenBatch], plan: TrainingPlan, skipped: Mapping[int,
     return [epochs[number] for number in sorted(epochs)]
 
 
-def planned(plan: TrainingPlan, ticket: Ticket) -> Counter[str]:
-    """The utterances that the plan assigns to a mini-batch."""
-    indices = (index for micro_batch in plan.epoch(ticket.epoch)[ticket.index] for index in micro_batch)
-    return Counter(plan.speech_set.id(int(plan.utterances[index])) for index in indices)
+def planned(plan: Plan, ticket: Ticket) -> Counter[str]:
+    """The utterances, or sub-sequences, that the plan assigns to a mini-batch."""
+    return Counter(plan.ids(ticket))
 
 
-def problems_of(epochs: list[EpochAudit], plan: TrainingPlan, begin: Position, end: Position) -> list[str]:
+def problems_of(epochs: list[EpochAudit], plan: Plan, begin: Position, end: Position) -> list[str]:
     """Describe mini-batches that were computed twice, differ from the plan, or are missing between two positions."""
     problems = []
     known = {each.epoch: each for each in epochs}
@@ -158,20 +164,18 @@ def _verdict(epochs: list[EpochAudit], end: Position, seen: str) -> str:
     return f"{line}; {seen}"
 
 
-def _expected(recipe: Recipe, plan: TrainingPlan, epochs: list[EpochAudit]) -> str:
+def _expected(recipe: Recipe, plan: Plan, epochs: list[EpochAudit]) -> str:
     """How often utterances were seen, compared with how often they should have been."""
     if recipe.partition != "identical":
-        return "learners drew utterances at random from their parts"
-    if recipe.mixture is not None:
+        return f"learners drew {plan.examples} at random from their parts"
+    if recipe.mixture is not None and isinstance(plan, TrainingPlan):
         return _passes(plan, epochs)
     complete = [each for each in epochs if each.is_complete]
     if not complete:
         return "no epoch is complete yet"
-    num_utterances = len(plan.utterances)
-    once = [
-        each for each in complete if len(each.utterances) == num_utterances and set(each.utterances.values()) == {1}
-    ]
-    line = f"{len(once)} of {len(complete)} complete epochs saw each of {num_utterances} utterances exactly once"
+    expected = plan.num_examples
+    once = [each for each in complete if len(each.utterances) == expected and set(each.utterances.values()) == {1}]
+    line = f"{len(once)} of {len(complete)} complete epochs saw each of {expected} {plan.examples} exactly once"
     if num_skipped := sum(each.num_skipped for each in complete):
         line += f"; {num_skipped} could not be used and were skipped"
     return line

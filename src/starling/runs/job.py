@@ -9,6 +9,7 @@ from torch import Tensor
 
 from starling.runs.cores import cores_here
 from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.frames import FrameWorkload
 from starling.runs.recipe.recipe import Recipe
 from starling.runs.setup import load_workload
 from starling.runs.workload import SpeechWorkload
@@ -31,6 +32,8 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
     a simulation."""
     workload = load_workload(recipe, folder)
     num_workers = recipe.batches.num_workers
+    if num_workers == "auto" and isinstance(workload, FrameWorkload):
+        num_workers = 0  # what it loads is ready on the disk
     if num_workers == "auto":
         epoch = float(workload.plan.speech_set.durations[workload.plan.utterances].sum(dtype=np.float64))
         num_workers = 0 if learners_here is None else loading_processes(recipe, learners_here, cores_here(), epoch)
@@ -73,7 +76,7 @@ def loading_processes(recipe: Recipe, learners_here: int, cores: int, epoch: Sec
 
 def max_skipped(recipe: Recipe, job: Job) -> int:
     """How many utterances of an epoch may be skipped; if it is more, the run fails."""
-    return int(recipe.data.filter.max_skipped * len(cast(SpeechWorkload, job.workload).plan.utterances))
+    return int(recipe.data.filter.max_skipped * len(cast(SpeechWorkload | FrameWorkload, job.workload).plan.utterances))
 
 
 class ModelWriter:

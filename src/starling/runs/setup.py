@@ -1,10 +1,12 @@
 """The set-up before the learners start: data, tokens, the untrained recogniser, and the checks that need them."""
 
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from starling.budget import Progress as Spent
 from starling.chance import derive_seed
@@ -13,17 +15,20 @@ from starling.errors import DataError
 from starling.report.progress import Say
 from starling.runs.experiment.claim import check_claim, claim_folder, earlier_recipe, unwritable
 from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.frame_plan import load_frame_plan
+from starling.runs.frames import FrameWorkload, make_frames, too_few_frames
 from starling.runs.recipe.recipe import Recipe
 from starling.runs.training_plan import load_plan, open_training_set
 from starling.runs.training_set import describe_shares, list_too_short, prepare_all
 from starling.runs.warm_start import warm_start
 from starling.runs.workload import SpeechWorkload
 from starling.speech.features import LogMel
-from starling.speech.losses import check_ctc_fits
+from starling.speech.hybrid.lexicon import TiedStates
+from starling.speech.losses import TooShort, check_ctc_fits
 from starling.speech.models import count_parameters
 from starling.speech.preparing.making import Progress
 from starling.speech.recogniser import Recogniser
-from starling.speech.tokens import make_tokenizer
+from starling.speech.tokens import Tokenizer, make_tokenizer
 from starling.speech.union import SpeechSets
 from starling.training.tickets import TicketSequence
 
@@ -43,8 +48,10 @@ def set_up_and_claim(recipe: Recipe, say: Say, progress: Progress | None = None)
     with _stage(recipe) as stage:
         set_up(recipe, stage, say, progress)
         folder = claim_folder(recipe, say)
-        shutil.rmtree(folder.initial, ignore_errors=True)
-        stage.initial.rename(folder.initial)
+        for staged, final in ((stage.initial, folder.initial), (stage.frames, folder.frames)):
+            shutil.rmtree(final, ignore_errors=True)
+            if staged.exists():
+                staged.rename(final)
         folder.too_short.unlink(missing_ok=True)
         if stage.too_short.exists():
             stage.too_short.rename(folder.too_short)
@@ -58,7 +65,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     Raises:
         ConfigError: The warm start does not fit the model, or the data cannot be divided among the learners.
         DataError: The training set is unreadable, is too small for the number of learners, contains characters
-            outside the alphabet, or contains too many utterances that are too short for CTC.
+            outside the alphabet, or contains too many utterances that are too short for CTC or for their states.
         CheckpointError: The warm start's experiment has no intact checkpoint.
     """
     say(prepare_all(recipe, progress))
@@ -67,10 +74,11 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     features = LogMel(recipe.features, recipe.data.sampling_rate)
     if recipe.features.normalise == "global":
         features.fit(train, on_bad=recipe.data.filter.on_bad)
-    recogniser = Recogniser.create(recipe.model, features, tokenizer, derive_seed(recipe.seed, "model"))
+    _leave_out_too_short(recipe, train, tokenizer, features, folder.too_short, say)
+    states = make_frames(recipe, train, tokenizer, features, folder, say) if recipe.loss == "frames" else None
+    recogniser = Recogniser.create(recipe.model, features, tokenizer, derive_seed(recipe.seed, "model"), states)
     if recipe.warm_start is not None and recipe.resume is None:
         say(warm_start(recogniser, recipe.warm_start))
-    _leave_out_too_short(recipe, train, recogniser, folder.too_short, say)
     recogniser.save(folder.initial)
     workload = load_workload(recipe, folder)
     _check_share(len(workload.plan.utterances), recipe.sync_group_size)
@@ -79,39 +87,54 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     if change := schedule_change(recipe, workload):
         say(change)
     batches = workload.num_batches(0)
-    learners = "learner" if recipe.num_workers == 1 else "learners"
-    seconds = recipe.batches.max_duration * recipe.batches.accumulate
-    say(
-        f"{count_parameters(recogniser.model):,} parameters, {tokenizer.vocab_size} tokens, {batches} mini-batches of "
-        f"up to {seconds:g} s of audio in the first epoch; {recipe.num_workers} {learners} take "
-        f"{seconds * recipe.num_workers:g} s at a time"
-    )
+    say(f"{count_parameters(recogniser.model):,} parameters, {_sizes(recipe, tokenizer.vocab_size, states, batches)}")
+    size = "sequences.batch" if recipe.loss == "frames" else "batches.max_duration"
     if recipe.sync_group_size == 1 and batches < recipe.num_workers:
         say(
             f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so that some have none: "
-            "lower batches.max_duration, or use fewer learners"
+            f"lower {size}, or use fewer learners"
         )
     if batches < recipe.sync_group_size:
         say(
             f"warning: an epoch has {batches} mini-batches for {recipe.sync_group_size} learners that step together: "
-            "one step takes mini-batches of several epochs: lower batches.max_duration, or use fewer learners"
+            f"one step takes mini-batches of several epochs: lower {size}, or use fewer learners"
         )
+
+
+def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: int) -> str:
+    """Outputs, mini-batches, and how much the learners take at a time, in words."""
+    learners = "learner" if recipe.num_workers == 1 else "learners"
+    if states is None or recipe.sequences is None:
+        seconds = recipe.batches.max_duration * recipe.batches.accumulate
+        return (
+            f"{num_tokens} tokens, {batches} mini-batches of up to {seconds:g} s of audio in the first epoch; "
+            f"{recipe.num_workers} {learners} take {seconds * recipe.num_workers:g} s at a time"
+        )
+    size = recipe.sequences.batch * recipe.batches.accumulate
+    return (
+        f"{states.num_states} tied states, {batches} mini-batches of up to {size} sub-sequences of "
+        f"{recipe.sequences.frames} frames in an epoch; {recipe.num_workers} {learners} take "
+        f"{size * recipe.num_workers} at a time"
+    )
 
 
 def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFolder) -> None:
     """Leave in `folder` what `set_up` would, by what it left in `before` for a recipe with another seed alone."""
     initial = Recogniser.load(before.initial)
     seed = derive_seed(recipe.seed, "model")
-    recogniser = Recogniser.create(recipe.model, initial.features, initial.tokenizer, seed)
+    recogniser = Recogniser.create(recipe.model, initial.features, initial.tokenizer, seed, initial.states)
     if recipe.warm_start is not None:
         warm_start(recogniser, recipe.warm_start)
     folder.too_short.unlink(missing_ok=True)
     if before.too_short.exists():
         shutil.copyfile(before.too_short, folder.too_short)
+    if before.frames.exists():
+        shutil.rmtree(folder.frames, ignore_errors=True)
+        shutil.copytree(before.frames, folder.frames, copy_function=os.link)  # nothing changes them
     recogniser.save(folder.initial)
 
 
-def schedule_change(recipe: Recipe, workload: SpeechWorkload) -> str | None:
+def schedule_change(recipe: Recipe, workload: SpeechWorkload | FrameWorkload) -> str | None:
     """A warning if resuming with this budget changes the learning rate, else None."""
     earlier = earlier_recipe(recipe.resume) if recipe.resume is not None else None
     if recipe.resume is None or earlier is None:
@@ -142,8 +165,10 @@ def _check_share(count: int, sync_group_size: int) -> None:
         )
 
 
-def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload:
+def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload | FrameWorkload:
     """The workload of a recipe after `set_up`."""
+    if recipe.loss == "frames":
+        return FrameWorkload(load_frame_plan(recipe, folder.frames), folder.initial)
     initial = Recogniser.load(folder.initial)
     plan = load_plan(recipe, folder.too_short)
     return SpeechWorkload(plan, initial.features, initial.tokenizer, folder.initial)
@@ -164,27 +189,35 @@ def _stage(recipe: Recipe) -> Iterator[ExperimentFolder]:
         shutil.rmtree(stage.path, ignore_errors=True)
 
 
-def _leave_out_too_short(recipe: Recipe, train: SpeechSets, recogniser: Recogniser, path: Path, say: Say) -> None:
-    """Write the utterances that CTC cannot align to `path`. Raises DataError if the recipe does not allow to skip so
+def _leave_out_too_short(
+    recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, features: LogMel, path: Path, say: Say
+) -> None:
+    """Write the utterances that cannot be aligned to `path`. Raises DataError if the recipe does not allow to skip so
     many."""
     path.unlink(missing_ok=True)
     skip = recipe.data.filter.on_bad == "skip"
-    found = check_ctc_fits(
-        train,
-        recogniser.tokenizer,
-        recipe.model,
-        recogniser.features,
-        recipe.augment,
-        on_too_short="list" if skip else "fail",
-    )
+    found: list[TooShort]
+    if recipe.loss == "frames":
+        whom, remedy = "their states", "lower states.per_unit"
+        found = too_few_frames(recipe, train, tokenizer, features)
+        if found and not skip:
+            raise DataError(
+                f"{train.name}: {len(found)} of {len(train)} utterances have fewer frames than states, such as "
+                f"{found[0].id} ({found[0].frames} frames, {found[0].needed} needed): {remedy}, raise "
+                "data.filter.min_seconds, or leave them out with data.filter.on_bad=skip"
+            )
+    else:
+        whom, remedy = "CTC", "lower model.subsampling, or use longer tokens"
+        on_too_short: Literal["list", "fail"] = "list" if skip else "fail"
+        found = check_ctc_fits(train, tokenizer, recipe.model, features, recipe.augment, on_too_short)
     if not found:
         return
     if len(found) > recipe.data.filter.max_skipped * len(train):
         raise DataError(
-            f"{train.name}: {len(found)} of {len(train)} utterances have too few frames for CTC, such as {found[0].id} "
-            f"({found[0].frames} frames, {found[0].needed} needed); data.filter.max_skipped allows "
-            f"{recipe.data.filter.max_skipped:.2%}: lower model.subsampling, or use longer tokens"
+            f"{train.name}: {len(found)} of {len(train)} utterances have too few frames for {whom}, such as "
+            f"{found[0].id} ({found[0].frames} frames, {found[0].needed} needed); data.filter.max_skipped allows "
+            f"{recipe.data.filter.max_skipped:.2%}: {remedy}"
         )
     list_too_short(found, train, path)
     listed = recipe.folder / path.name  # the list is moved there later
-    say(f"{train.name}: {len(found)} utterances are too short for CTC and are left out; they are listed in {listed}")
+    say(f"{train.name}: {len(found)} utterances are too short for {whom} and are left out; they are listed in {listed}")

@@ -1,6 +1,7 @@
 """The utterances that a recipe trains on, and the plan of its mini-batches. Does not load torch."""
 
 import csv
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class TrainingPlan:
     learners, each mini-batch is drawn at random from the ticket's part; an epoch is then only a number of mini-batches.
     """
 
+    examples = "utterances"
+
     def __init__(self, recipe: Recipe, speech_set: SpeechSets, utterances: NDArray[np.int32]) -> None:
         self.recipe = recipe
         self.speech_set = speech_set
@@ -40,6 +43,16 @@ class TrainingPlan:
         if self._draws is not None:
             return self._draws.draw(ticket.part, ticket.step)
         return self.epoch(ticket.epoch)[ticket.index]
+
+    def ids(self, ticket: Ticket) -> Iterator[str]:
+        """The names of a mini-batch's utterances, where all learners see the same."""
+        for micro_batch in self.epoch(ticket.epoch)[ticket.index]:
+            yield from (self.speech_set.id(int(self.utterances[index])) for index in micro_batch)
+
+    @property
+    def num_examples(self) -> int:
+        """Utterances to train on."""
+        return len(self.utterances)
 
     @cached_property
     def _planner(self) -> Planner:

@@ -23,6 +23,8 @@ def warm_start(recogniser: Recogniser, source: Path) -> str:
     other = Recogniser.load(source if (source / "config.json").is_file() else load(latest(source)).model_folder)
     own, theirs = recogniser.model.state_dict(), other.model.state_dict()
     has_same_tokens = _tokens(recogniser.tokenizer) == _tokens(other.tokenizer)
+    if recogniser.states is not None or other.states is not None:
+        has_same_tokens &= recogniser.states is not None and recogniser.states.means_the_same(other.states)
     taken = {
         name: theirs[name]
         for name, value in own.items()
@@ -39,7 +41,11 @@ def warm_start(recogniser: Recogniser, source: Path) -> str:
             f"{len(problems)} other tensors do: {'; '.join(problems[:3])}; copy its model: and features: sections"
         )
     recogniser.model.load_state_dict(own | taken)
-    notes = "" if has_same_tokens else f"; the output layer is new, for {recogniser.tokenizer.vocab_size} other tokens"
+    notes = ""
+    if not has_same_tokens:
+        states = recogniser.states
+        what = f"{recogniser.tokenizer.vocab_size} other tokens" if states is None else f"{states.num_states} states"
+        notes = f"; the output layer is new, for {what}"
     if recogniser.features.sampling_rate != other.features.sampling_rate:
         notes += (
             f"; it was trained at {other.features.sampling_rate} Hz, this recipe has "

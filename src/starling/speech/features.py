@@ -31,6 +31,9 @@ class FeatureConfig(Config):
         default="utterance",
         description="data whose mean and deviation normalise each band",
     )
+    splice: int = Field(
+        default=0, ge=0, le=50, description="frames on either side that are joined to each, for loss: frames"
+    )
 
     def mels_at(self, sampling_rate: int) -> int:
         """The number of mel bands at a sampling rate in Hz."""
@@ -73,7 +76,8 @@ class LogMel:
 
         self.config = config
         self.sampling_rate = sampling_rate
-        self.num_features = config.mels_at(sampling_rate)
+        self.num_bands = config.mels_at(sampling_rate)
+        self.num_features = self.num_bands * (2 * config.splice + 1)
         self.mean: torch.Tensor | None = None  # [F], set by `fit` for normalise: global
         self.deviation: torch.Tensor | None = None  # [F]
         self._window = math.floor(config.frame_length * sampling_rate)
@@ -84,7 +88,7 @@ class LogMel:
                 frame_shift=config.frame_shift,
                 low_freq=config.low_freq,
                 high_freq=config.high_freq,
-                num_filters=self.num_features,
+                num_filters=self.num_bands,
             )
         )
 
@@ -105,6 +109,11 @@ class LogMel:
 
         Raises DataError if `normalise: global` has no statistics.
         """
+        bands = self.bands(waveforms)
+        return [spliced(each, self.config.splice) for each in bands] if self.config.splice else bands
+
+    def bands(self, waveforms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same without splicing, `[frames, num_bands]`."""
         energies = self._layer(waveforms)
         if self.config.normalise == "none":
             return energies
@@ -183,6 +192,15 @@ class LogMel:
         finite = math.isfinite(float(waveform.sum()))  # ten times as fast as checking each sample
         if not finite and not bool(waveform.isfinite().all()):
             raise DataError(f"{name} contains samples that are not finite (NaN or infinity): decode it again")
+
+
+def spliced(features: torch.Tensor, width: int) -> torch.Tensor:
+    """Each frame of `[T, F]` joined with `width` neighbours on either side, `[T, (2 * width + 1) * F]`; at the ends the
+    outermost frame is repeated."""
+    import torch
+
+    place = torch.arange(len(features))[:, None] + torch.arange(-width, width + 1)
+    return features[place.clamp(0, len(features) - 1)].flatten(1)
 
 
 def _normalised(features: torch.Tensor) -> torch.Tensor:

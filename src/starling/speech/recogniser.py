@@ -1,4 +1,4 @@
-"""A recogniser: network, tokens and features, which are saved, loaded and used together."""
+"""A recogniser: network, tokens, perhaps tied states, and features, which are saved, loaded and used together."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +17,8 @@ from starling.errors import CheckpointError, DataError
 from starling.files import sha256
 from starling.speech.decoding import greedy_decode
 from starling.speech.features import FeatureConfig, LogMel, UtteranceSource, resample
+from starling.speech.hybrid.decoder import WordDecoder
+from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, load_states
 from starling.speech.models import ModelConfig, build_model
 from starling.speech.tokens import Tokenizer, load_tokenizer
 
@@ -37,22 +39,42 @@ class _Description(Config):
 
 
 class Recogniser:
-    """Transcribes waveforms."""
+    """Transcribes waveforms.
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig, features: LogMel, tokenizer: Tokenizer) -> None:
+    The network's outputs are the tokens of CTC, or `states`: then a search for the best words follows it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: ModelConfig,
+        features: LogMel,
+        tokenizer: Tokenizer,
+        states: TiedStates | None = None,
+    ) -> None:
         self.model = model
         self.model_config = model_config
         self.features = features
         self.tokenizer = tokenizer
+        self.states = states
+        self._decoder = None if states is None else WordDecoder(states, tokenizer)
 
     @classmethod
-    def create(cls, model_config: ModelConfig, features: LogMel, tokenizer: Tokenizer, seed: int) -> Self:
+    def create(
+        cls,
+        model_config: ModelConfig,
+        features: LogMel,
+        tokenizer: Tokenizer,
+        seed: int,
+        states: TiedStates | None = None,
+    ) -> Self:
         """A recogniser with randomly initialised weights."""
-        model = build_model(model_config, features.num_features, tokenizer.vocab_size, seed)
-        return cls(model, model_config, features, tokenizer)
+        num_outputs = tokenizer.vocab_size if states is None else states.num_states
+        model = build_model(model_config, features.num_features, num_outputs, seed)
+        return cls(model, model_config, features, tokenizer, states)
 
     def save(self, folder: Path) -> None:
-        """Write `config.json`, `model.safetensors` and the tokens to `folder`, which is created if it is missing.
+        """Write `config.json`, `model.safetensors`, the tokens and the states to `folder`, which is created if missing.
 
         The folder must not be in use, because files are replaced one after another.
         """
@@ -60,14 +82,16 @@ class Recogniser:
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"features.{name}": value for name, value in self.features.statistics().items()}
         save_file({name: value.detach().cpu().clone() for name, value in tensors.items()}, folder / _WEIGHTS_FILE)
-        tokens = self.tokenizer.save(folder)
+        files = [folder / _WEIGHTS_FILE, self.tokenizer.save(folder)]
+        if self.states is not None:
+            files.append(self.states.save(folder))
         description = _Description(
             format=_FORMAT,
             sampling_rate=self.features.sampling_rate,
             features=self.features.config,
             model=self.model_config,
             vocab_size=self.tokenizer.vocab_size,
-            sha256={path.name: sha256(path) for path in (folder / _WEIGHTS_FILE, tokens)},
+            sha256={path.name: sha256(path) for path in files},
         )
         (folder / _CONFIG_FILE).write_text(description.model_dump_json(indent=2), encoding="utf-8")
 
@@ -87,7 +111,8 @@ class Recogniser:
                 f"{description.vocab_size}: the files belong to different recognisers"
             )
         features = LogMel(description.features, description.sampling_rate)
-        recogniser = cls.create(description.model, features, tokenizer, seed=0)
+        states = load_states(folder) if STATES_FILE in description.sha256 else None
+        recogniser = cls.create(description.model, features, tokenizer, 0, states)
         recogniser._load_weights(folder / _WEIGHTS_FILE)
         return recogniser
 
@@ -125,7 +150,8 @@ class Recogniser:
                 progress(len(texts), len(speech_set))
         return texts
 
-    def _decode(self, matrices: list[torch.Tensor]) -> list[str]:
+    def log_probs(self, matrices: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The network's log-probabilities `[B, T', V]` for features `[T, F]` of each utterance, and lengths `[B]`."""
         device = next(self.model.parameters()).device
         features = torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True).to(device)
         lengths = torch.tensor([len(matrix) for matrix in matrices], device=device)
@@ -133,9 +159,15 @@ class Recogniser:
         self.model.eval()
         try:
             with torch.inference_mode():
-                log_probs, frames = self.model(features, lengths)
+                found: tuple[torch.Tensor, torch.Tensor] = self.model(features, lengths)
         finally:
             self.model.train(was_training)
+        return found
+
+    def _decode(self, matrices: list[torch.Tensor]) -> list[str]:
+        log_probs, frames = self.log_probs(matrices)
+        if self._decoder is not None:
+            return self._decoder(log_probs, frames)
         return greedy_decode(log_probs, frames, self.tokenizer)
 
     def _prepare(self, waveform: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:

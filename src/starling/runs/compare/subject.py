@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -102,6 +102,7 @@ class RecipeSubject:
     def _shared(self, cell: Cell) -> str:
         """Equal for cells whose models before training differ in the seed alone."""
         sections = {"data", "mixture", "tokens", "features", "augment", "model", "warm_start"}
+        sections |= {"loss", "sequences", "states", "alignment", "decoding"}
         return digest(self.recipe(cell).model_dump(mode="json", include=sections))[:12]
 
     def _ready(self, cell: Cell) -> ExperimentFolder:
@@ -116,7 +117,9 @@ class RecipeSubject:
         if self.section.engine == "processes":
             return make_job(recipe, self._ready(cell), cell.learners)
         job = make_job(recipe, self._ready(cell))
-        return replace(job, workload=Remembered(cast(SpeechWorkload, job.workload), memory, self.batches_key(cell)))
+        if isinstance(job.workload, SpeechWorkload):  # what other workloads load is ready on the disk
+            return replace(job, workload=Remembered(job.workload, memory, self.batches_key(cell)))
+        return job
 
     def cluster(self, cell: Cell) -> Cluster:
         return self.recipe(cell).cluster

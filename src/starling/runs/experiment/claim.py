@@ -23,7 +23,10 @@ from starling.runs.recipe.run import RunConfig
 from starling.speech.data import setting_differences
 from starling.workload import Position
 
-_OWN_FOLDERS = ("initial", "log", "tensorboard", "checkpoints", "best", "validation", "decode", "seen", "joins")
+_OWN_FOLDERS = (
+    *("initial", "frames", "log", "tensorboard", "checkpoints", "best", "validation", "decode", "seen"),
+    "joins",
+)
 _OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv", "status.json", "report.html")
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 

@@ -2,6 +2,7 @@
 
 exp/<name>/config.yaml, env.txt     the resolved recipe; versions and machine
 exp/<name>/initial/                 tokens, features, and the untrained model
+exp/<name>/frames/                  features and alignment of a run whose loss is `frames`
 exp/<name>/too_short.tsv            the utterances that CTC cannot align
 exp/<name>/log/, tensorboard/       logs and curves of each learner
 exp/<name>/checkpoints/             see starling.checkpoint
@@ -29,6 +30,7 @@ class ExperimentFolder:
         self.environment = path / "env.txt"
         self.initial = path / "initial"
         self.too_short = path / "too_short.tsv"
+        self.frames = path / "frames"
         self.log = path / "log"
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"

@@ -122,7 +122,7 @@ def read_base(path: Path) -> Path | None:
 def _base(path: Path, base: object) -> Path | None:
     if base is None:
         return None
-    if not isinstance(base, str) or "\0" in base:
+    if not isinstance(base, str) or any(each == "\0" or "\ud800" <= each <= "\udfff" for each in base):
         raise ConfigError(f"recipe {path}: base must be the path of another recipe, got {base!r}")
     return path.parent / base
 

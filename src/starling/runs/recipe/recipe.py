@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -17,12 +17,18 @@ from starling.runs.recipe.run import DEFAULT_STRATEGY, RunConfig, StrategyChoice
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.data import DataConfig, set_digest, set_settings
 from starling.speech.features import FeatureConfig
+from starling.speech.hybrid.config import AlignmentConfig, DecodingConfig, SequencesConfig, StatesConfig
 from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
 from starling.speech.partition import PartitionConfig, labels_are_domains
 from starling.speech.planning import BatchConfig
 from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
+
+_WHOLE_UTTERANCES = ("max_duration", "num_buckets", "window", "similar")
+"""Keys of `batches` that say how whole utterances are grouped."""
+_OF_FRAMES = ("sequences", "states", "alignment", "decoding")
+"""Sections that only `loss: frames` has."""
 
 FORMAT = 2
 """The format of recipes of Starling 0.2, which later versions will read."""
@@ -44,6 +50,13 @@ class Recipe(RunConfig):
     augment: AugmentConfig = AugmentConfig()
     batches: BatchConfig = BatchConfig()
     model: ModelConfig = ModelConfig()
+    loss: Literal["ctc", "frames"] = "ctc"
+    """ctc: of whole utterances, which needs no alignment. frames: cross-entropy of the tied state of every frame, over
+    sub-sequences; the training set is aligned first. The next four sections belong to it."""
+    sequences: SequencesConfig | None = None
+    states: StatesConfig | None = None
+    alignment: AlignmentConfig | None = None
+    decoding: DecodingConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     cluster: Cluster = Cluster()
     """The cluster that `starling simulate` simulates."""
@@ -53,6 +66,50 @@ class Recipe(RunConfig):
     warm_start: Path | None = None
     """Initialise the model with the weights of this experiment's newest model, or of a recogniser's folder. Only the
     output layer may differ."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _frames_have_defaults(cls, tree: Any) -> Any:
+        """The sections of `loss: frames` where they are left out, and no augmentation: it trains on stored features."""
+        if not isinstance(tree, dict) or tree.get("loss") != "frames":
+            return tree
+        defaults: dict[str, Any] = {section: {} for section in _OF_FRAMES}
+        defaults["augment"] = AugmentConfig.none().model_dump()
+        given = {key: value for key, value in tree.items() if value is not None or key not in defaults}
+        return defaults | given
+
+    @model_validator(mode="after")
+    def _loss_fits(self) -> Self:
+        problems = self._frames_problems() if self.loss == "frames" else self._ctc_problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _ctc_problems(self) -> list[str]:
+        given = [f"{section}: only for loss: frames; leave it out" for section in _OF_FRAMES if getattr(self, section)]
+        if self.features.splice:
+            given.append("features.splice: only for loss: frames; leave it out")
+        return given
+
+    def _frames_problems(self) -> list[str]:
+        problems = []
+        if self.tokens.kind != "characters":
+            problems.append(f"tokens.kind: loss: frames has states of characters, not of {self.tokens.kind} pieces")
+        if (subsampling := self.model.shape.subsampling) != 1:
+            problems.append(
+                f"model.subsampling: loss: frames has an output for each frame, so it is 1, not {subsampling}"
+            )
+        if self.augment != AugmentConfig.none():
+            problems.append("augment: loss: frames trains on stored features, which are not augmented; leave it out")
+        if self.mixture is not None:
+            problems.append("mixture: only for loss: ctc; name one set in data.train")
+        usual = BatchConfig()
+        problems += [
+            f"batches.{key}: groups whole utterances, for loss: ctc; loss: frames has sequences.batch"
+            for key in _WHOLE_UTTERANCES
+            if getattr(self.batches, key) != getattr(usual, key)
+        ]
+        return problems
 
     @model_validator(mode="after")
     def _mixed_sets_exist(self) -> Self:
@@ -143,6 +200,11 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
             "optimizer": {"name", "options"},
         },
     )
+    if not recipe.features.splice:
+        del fixed["features"]["splice"]
+    if recipe.loss == "frames":
+        of_frames = recipe.model_dump(mode="json", include={"sequences", "states", "alignment"})
+        fixed |= {"loss": of_frames, "model": fixed["model"] | {"loss": "frames"}}
     if recipe.partition != "identical":
         fixed["partition"] = [fixed["partition"], recipe.num_workers]
     return fixed | {"data": _data_settings(recipe)}

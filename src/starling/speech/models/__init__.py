@@ -43,7 +43,8 @@ class ModelConfig(Config):
     """
 
     name: str = Field(
-        default="blstm", description="the architecture: blstm, lstm, transformer, deep-speech, or module:name"
+        default="blstm",
+        description="the architecture: blstm, blstm-hybrid, lstm, transformer, deep-speech, or module:name",
     )
     preset: str = Field(default="small", description="tiny, small, or a larger one of the architecture")
     layers: int | None = Field(default=None, ge=1, description="LSTM layers, or blocks of a transformer")
@@ -105,7 +106,7 @@ class ModelConfig(Config):
 
 
 def build_model(config: ModelConfig, num_features: int, vocab_size: int, seed: int) -> nn.Module:
-    """The network of `config` with fresh weights; the same seed gives the same weights everywhere.
+    """The network of `config` with fresh weights and `vocab_size` outputs; the same seed gives the same weights.
 
     `forward(features [B, T, F], lengths [B])` gives log-probabilities `[B, T', V]` and lengths `[B]`.
     The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).

@@ -32,6 +32,24 @@ class RecurrentShape(ModelShape):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HybridShape(ModelShape):
+    """Every size of the hybrid network; dropout is as in a stack of LSTM layers.
+
+    Raises ValueError for subsampling, which it has not.
+    """
+
+    layers: int  # bidirectional LSTM layers
+    hidden: int  # units of a layer, per direction
+    bottleneck: int  # units between the last layer and the outputs; 0: none
+
+    def __post_init__(self) -> None:
+        if self.subsampling != 1:
+            raise ValueError(
+                f"blstm-hybrid has an output for each feature frame: leave out subsampling {self.subsampling}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeepSpeechShape(ModelShape):
     """Every size of Deep Speech; dropout is behind every dense layer.
 
@@ -77,6 +95,11 @@ _RECURRENT = {
     "small": RecurrentShape(layers=2, hidden=128, bottleneck=0, channels=128, subsampling=4, dropout=0.1),
     "medium": RecurrentShape(layers=4, hidden=320, bottleneck=0, channels=256, subsampling=4, dropout=0.2),
     "ibm": RecurrentShape(layers=6, hidden=512, bottleneck=256, channels=256, subsampling=2, dropout=0.2),
+}
+_HYBRID = {
+    "tiny": HybridShape(layers=1, hidden=32, bottleneck=0, subsampling=1, dropout=0.0),
+    "small": HybridShape(layers=2, hidden=80, bottleneck=0, subsampling=1, dropout=0.1),
+    "ibm": HybridShape(layers=6, hidden=512, bottleneck=256, subsampling=1, dropout=0.0),
 }
 _DEEP_SPEECH = {
     "tiny": DeepSpeechShape(hidden=64, context=9, subsampling=4, dropout=0.0),
@@ -125,6 +148,7 @@ MODELS = {
     "lstm": Architecture(f"{_HERE}.lstm:LstmCtc", _RECURRENT),
     "transformer": Architecture(f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER),
     "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
+    "blstm-hybrid": Architecture(f"{_HERE}.blstm_hybrid:BlstmHybrid", _HYBRID),
 }
 
 

@@ -1,0 +1,239 @@
+"""Forced alignment: which frame belongs to which state of its transcript, found by the project itself."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from starling.speech.hybrid.store import Frames
+from starling.speech.hybrid.tying import StateTree, Statistics, grow_tree
+from starling.speech.hybrid.units import ContextState, Transcriber
+from starling.speech.hybrid.viterbi import best_path
+from starling.speech.tokens import BLANK
+
+SPLICE = 2
+"""Neighbours on either side that the Gaussians hear with a frame."""
+_SMALLEST = 1e-2
+"""Of the mean variance within states, added to each: bands that never change have none."""
+_MOST_SCORES = 1 << 23
+"""Scores (utterances x frames x positions) that are computed together."""
+
+Labels = list[NDArray[np.int32]]
+"""For each utterance, a label for each of its positions, or of its frames."""
+Scorer = Callable[[Sequence[int]], Tensor]
+"""Log-likelihoods of all labels in the frames of some utterances, `[B, T, K]`."""
+
+
+@dataclass(frozen=True)
+class Transcripts:
+    """The states that the frames of each utterance go through, in order: its positions."""
+
+    states: list[ContextState]
+    """All different ones."""
+    rows: Labels
+    """The place in `states` of each position."""
+    optional: list[NDArray[np.bool_]]
+    """Whether a position may be skipped."""
+
+    @classmethod
+    def of(cls, texts: Sequence[tuple[str, str]], transcriber: Transcriber) -> "Transcripts":
+        """Those of (id, text) pairs. Raises DataError as `Transcriber.text`."""
+        known: dict[ContextState, int] = {}
+        rows, optional = [], []
+        for name, text in texts:
+            states, skippable = transcriber.text(text, name)
+            rows.append(np.asarray([known.setdefault(state, len(known)) for state in states], np.int32))
+            optional.append(np.asarray(skippable))
+        return cls(list(known), rows, optional)
+
+    def labelled(self, labels: Sequence[int]) -> Labels:
+        """A label for each position, from one for each of `states`."""
+        table = np.asarray(labels, np.int32)
+        return [table[row] for row in self.rows]
+
+
+def flat_start(transcripts: Transcripts, lengths: NDArray[np.int64]) -> Labels:
+    """The position of each frame when an utterance's frames are divided equally among its positions; among those that
+    may not be skipped where there are fewer frames."""
+    positions = []
+    for optional, length in zip(transcripts.optional, lengths.tolist(), strict=True):
+        places = np.arange(len(optional)) if length >= len(optional) else np.flatnonzero(~optional)
+        positions.append(places[np.arange(length) * len(places) // length].astype(np.int32))
+    return positions
+
+
+def align(
+    lengths: NDArray[np.int64], labels: Labels, optional: Sequence[NDArray[np.bool_]], scorer: Scorer
+) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    """Each utterance, longest first, and the position of each of its frames on the path of the highest likelihood.
+
+    Args:
+        lengths: Frames of each utterance, `[U]`: at least as many as it has positions that are not optional.
+        labels: Whose likelihood counts at each position.
+        optional: Whether a position may be skipped.
+        scorer: Gives the likelihoods.
+    """
+    for chosen in _together(lengths, [len(row) for row in labels]):
+        scores = scorer(chosen)
+        width = max(len(labels[each]) for each in chosen)
+        index = torch.zeros(len(chosen), width, dtype=torch.int64)
+        skippable = torch.zeros(len(chosen), width, dtype=torch.bool)
+        for place, each in enumerate(chosen):
+            index[place, : len(labels[each])] = torch.from_numpy(labels[each])
+            skippable[place, : len(labels[each])] = torch.from_numpy(optional[each])
+        own = scores.gather(2, index[:, None, :].expand(-1, scores.shape[1], -1))
+        paths = best_path(
+            own,
+            torch.from_numpy(lengths[chosen]),
+            skippable,
+            torch.tensor([len(labels[each]) for each in chosen]),
+        ).numpy()
+        for place, each in enumerate(chosen):
+            yield each, paths[place, : lengths[each]].astype(np.int32)
+
+
+class Gaussians:
+    """A Gaussian for each of K labels, over frames of D dimensions; all with one covariance, so that the difference of
+    two log-likelihoods is linear in the frame."""
+
+    def __init__(self, num_labels: int, size: int) -> None:
+        self.counts = torch.zeros(num_labels, dtype=torch.float64)
+        self.sums = torch.zeros(num_labels, size, dtype=torch.float64)
+        self.squares = torch.zeros(size, size, dtype=torch.float64)
+
+    def add(self, frames: Tensor, labels: Tensor) -> None:
+        """Count frames `[N, D]` with labels `[N]`."""
+        frames = frames.double()
+        self.counts.index_add_(0, labels, torch.ones(len(labels), dtype=torch.float64))
+        self.sums.index_add_(0, labels, frames)
+        self.squares += frames.T @ frames
+
+    def means(self) -> Tensor:
+        """`[K, D]`; that of all frames for a label without any."""
+        means = self.sums / self.counts.clamp(min=1.0)[:, None]
+        return torch.where(self.counts[:, None] > 0.0, means, self.sums.sum(0) / self.counts.sum())
+
+    def within(self) -> Tensor:
+        """The covariance within labels, `[D, D]`, a little enlarged so that it can be inverted."""
+        means = self.means()
+        within = (self.squares - (means * self.counts[:, None]).T @ means) / self.counts.sum()
+        return within + _SMALLEST * within.diagonal().mean().clamp(min=1e-6) * torch.eye(len(within))
+
+    def linear(self) -> tuple[Tensor, Tensor]:
+        """Weights `[D, K]` and biases `[K]` that give log-likelihoods, but for what all labels have in common."""
+        means = self.means()
+        weights = torch.linalg.solve(self.within(), means.T)
+        biases = -0.5 * (means * weights.T).sum(1)
+        return weights.float(), biases.float()
+
+
+def align_with_gaussians(
+    frames: Frames, transcripts: Transcripts, positions: Labels, rounds: int
+) -> tuple[Labels, float]:
+    """Positions after so many rounds of estimating a Gaussian for each state of a unit, whatever its context, and
+    aligning with them (Viterbi training); and the share of the frames that the last round moved to another state."""
+    keys: dict[tuple[int, int], int] = {}
+    table = [keys.setdefault((state[0], state[1]), len(keys)) for state in transcripts.states]
+    labels = transcripts.labelled(table)
+    size = frames.num_bands * (2 * SPLICE + 1)
+    changed = 0.0
+    for _ in range(rounds):
+        gaussians = Gaussians(len(keys), size)
+        for chosen, matrices in _batches(frames):
+            own = np.concatenate([labels[each][positions[each]] for each in chosen]).astype(np.int64)
+            gaussians.add(torch.cat(matrices), torch.from_numpy(own))
+        weights, biases = gaussians.linear()
+
+        def scores(chosen: Sequence[int], weights: Tensor = weights, biases: Tensor = biases) -> Tensor:
+            return torch.addmm(biases, _padded(frames, chosen).flatten(0, 1), weights).view(
+                len(chosen), -1, len(biases)
+            )
+
+        following = positions.copy()
+        for each, path in align(frames.lengths, labels, transcripts.optional, scores):
+            following[each] = path
+        moved = sum(
+            int((labels[each][following[each]] != labels[each][positions[each]]).sum()) for each in range(len(frames))
+        )
+        changed = moved / int(frames.ends[-1])
+        positions = following
+    return positions, changed
+
+
+def tie_states(
+    frames: Frames, transcripts: Transcripts, positions: Labels, number: int, min_frames: int
+) -> tuple[StateTree, Labels]:
+    """At most `number` tied states for aligned frames, and that of each frame. Raises DataError as `grow_tree`."""
+    gaussians = Gaussians(len(transcripts.states), frames.num_bands * (2 * SPLICE + 1))
+    for chosen, matrices in _batches(frames):
+        own = np.concatenate([transcripts.rows[each][positions[each]] for each in chosen]).astype(np.int64)
+        gaussians.add(torch.cat(matrices), torch.from_numpy(own))
+    counts = gaussians.counts.numpy()
+    seen = np.flatnonzero(counts)
+    statistics = Statistics([transcripts.states[each] for each in seen], counts[seen], gaussians.sums.numpy()[seen])
+    tree = grow_tree(statistics.whitened(gaussians.within().numpy()), number, min_frames)
+    tied = transcripts.labelled([tree.tied(state) for state in transcripts.states])
+    return tree, [row[path] for row, path in zip(tied, positions, strict=True)]
+
+
+def ctc_row(tokens: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """What CTC emits for `tokens`: blanks around each, which may be left out but between equal neighbours."""
+    labels = np.full(2 * len(tokens) + 1, BLANK, np.int32)
+    labels[1::2] = tokens
+    optional = np.zeros(len(labels), np.bool_)
+    optional[0::2] = True
+    optional[2:-1:2] = labels[1:-2:2] != labels[3::2]
+    return labels, optional
+
+
+def from_ctc(path: NDArray[np.int32], subsampling: int, num_frames: int, text: str, per_unit: int) -> NDArray[np.int32]:
+    """The position of each feature frame, from the path of a CTC model through `ctc_row` of a text's characters.
+
+    A boundary lies halfway between the frames in which two neighbours are emitted, as do those of silence at the ends;
+    the token of a space is silence. A character's frames are divided equally among its states.
+    """
+    num_tokens = len(text)
+    first = np.asarray([np.flatnonzero(path == 2 * token + 1)[0] for token in range(num_tokens)]) * subsampling
+    last = np.asarray([np.flatnonzero(path == 2 * token + 1)[-1] + 1 for token in range(num_tokens)]) * subsampling
+    last = np.minimum(last, num_frames)
+    cuts = [first[0] // 2, *((last[:-1] + first[1:]) // 2), (last[-1] + num_frames) // 2, num_frames]
+    positions = np.zeros(num_frames, np.int32)
+    position = 1
+    for character, begin, end in zip(text, cuts[:-2], cuts[1:-1], strict=True):
+        num_states = 1 if character == " " else per_unit
+        positions[begin:end] = position + np.arange(end - begin) * num_states // max(end - begin, 1)
+        position += num_states
+    positions[cuts[-2] :] = position
+    return positions
+
+
+def _together(lengths: NDArray[np.int64], widths: Sequence[int]) -> Iterator[list[int]]:
+    """Utterances of similar length, longest first, as many as may be scored together."""
+    order = np.argsort(-lengths, kind="stable").tolist()
+    chosen: list[int] = []
+    widest = 0
+    for each in order:
+        wider = max(widest, widths[each])
+        if chosen and (len(chosen) + 1) * int(lengths[chosen[0]]) * wider > _MOST_SCORES:
+            yield chosen
+            chosen, wider = [], widths[each]
+        chosen.append(each)
+        widest = wider
+    if chosen:
+        yield chosen
+
+
+def _batches(frames: Frames) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """All utterances in portions, and their spliced features `[T, D]`."""
+    for first in range(0, len(frames), 64):
+        chosen = list(range(first, min(first + 64, len(frames))))
+        yield chosen, [torch.from_numpy(frames.features(each, SPLICE)) for each in chosen]
+
+
+def _padded(frames: Frames, chosen: Sequence[int]) -> Tensor:
+    """Spliced features `[B, T, D]` of whole utterances."""
+    pieces = np.asarray([[each, 0, frames.lengths[each]] for each in chosen])
+    return torch.from_numpy(frames.cut(pieces, SPLICE))

@@ -1,0 +1,157 @@
+"""The tied states as a recogniser keeps them: the tree, their priors, and the words that they make."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError, model_validator
+from torch import Tensor
+
+from starling.configuration import Config
+from starling.errors import CheckpointError, ConfigError, DataError
+from starling.speech.hybrid.config import DecodingConfig
+from starling.speech.hybrid.tying import Node, StateTree
+from starling.speech.hybrid.units import Transcriber
+from starling.speech.tokens import Tokenizer
+
+STATES_FILE = "states.json"
+
+
+class _SavedNode(Config):
+    place: int = 0
+    units: tuple[int, ...] = ()
+    yes: int = -1
+    no: int = -1
+    state: int | None = None
+
+
+class _SavedStates(Config):
+    """What `states.json` holds."""
+
+    format: int = Field(default=1, ge=1, le=1)
+    per_unit: int = Field(ge=1)
+    context: int = Field(ge=0)
+    roots: tuple[tuple[int, int, int], ...]
+    nodes: tuple[_SavedNode, ...]
+    log_priors: tuple[float, ...]
+    words: tuple[str, ...] = Field(min_length=1)
+    decoding: DecodingConfig
+
+    @model_validator(mode="after")
+    def _is_a_tree(self) -> Self:
+        """Children come behind their parents, so that every question leads to a state."""
+        for number, node in enumerate(self.nodes):
+            if node.state is None and not (number < node.yes < len(self.nodes) and number < node.no < len(self.nodes)):
+                raise ValueError(f"node {number} leads to {node.yes} and {node.no} of {len(self.nodes)}")
+            if node.state is None and not 0 <= node.place < 2 * self.context:
+                raise ValueError(f"node {number} asks about neighbour {node.place} of {2 * self.context}")
+        states = sorted(node.state for node in self.nodes if node.state is not None)
+        if states != list(range(len(self.log_priors))):
+            raise ValueError(f"{len(states)} tied states, and {len(self.log_priors)} priors")
+        if any(not 0 <= node < len(self.nodes) for *_, node in self.roots):
+            raise ValueError("a unit leads to no node")
+        return self
+
+
+@dataclass(frozen=True)
+class TiedStates:
+    """What a network's outputs mean, and how they become words.
+
+    Args:
+        tree: The tied state of each state in context.
+        per_unit: States of a unit.
+        context: Neighbours on either side that a state depends on.
+        log_priors: Natural logarithm of each tied state's share of the training frames, `[S]`.
+        words: What can be recognised.
+        decoding: How.
+    """
+
+    tree: StateTree
+    per_unit: int
+    context: int
+    log_priors: NDArray[np.float64]
+    words: tuple[str, ...]
+    decoding: DecodingConfig
+
+    @property
+    def num_states(self) -> int:
+        return len(self.log_priors)
+
+    def transcriber(self, tokenizer: Tokenizer) -> Transcriber:
+        """What makes states of texts."""
+        return Transcriber(tokenizer, self.per_unit, self.context)
+
+    def scaled(self, log_posteriors: Tensor, scale: float = 1.0) -> Tensor:
+        """Log-likelihoods of frames `[..., S]`, up to a constant each: log posteriors without `scale` log priors."""
+        return log_posteriors - scale * torch.from_numpy(self.log_priors).to(log_posteriors)
+
+    def means_the_same(self, other: "TiedStates | None") -> bool:
+        """Whether output n is the same state in both."""
+        return other is not None and (self.tree, self.per_unit, self.context) == (
+            other.tree,
+            other.per_unit,
+            other.context,
+        )
+
+    def save(self, folder: Path) -> Path:
+        """Write the file that `load_states` reads; its path."""
+        saved = _SavedStates(
+            per_unit=self.per_unit,
+            context=self.context,
+            roots=tuple((*key, node) for key, node in self.tree.roots.items()),
+            nodes=tuple(_SavedNode(**vars(node)) for node in self.tree.nodes),
+            log_priors=tuple(self.log_priors.tolist()),
+            words=self.words,
+            decoding=self.decoding,
+        )
+        path = folder / STATES_FILE
+        path.write_text(saved.model_dump_json(), encoding="utf-8")
+        return path
+
+
+def load_states(folder: Path) -> TiedStates:
+    """What `save` wrote. Raises CheckpointError naming the file."""
+    path = folder / STATES_FILE
+    try:
+        saved = _SavedStates.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, ValidationError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    tree = StateTree(
+        tuple(Node(**dict(node)) for node in saved.nodes), {(part, unit): node for part, unit, node in saved.roots}
+    )
+    priors = np.asarray(saved.log_priors)
+    return TiedStates(tree, saved.per_unit, saved.context, priors, saved.words, saved.decoding)
+
+
+def read_words(path: Path) -> list[str]:
+    """The words of a list, one a line. Raises ConfigError for one that cannot be read or holds none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"decoding.word_list: {path} cannot be read ({error}); name a text file of words") from error
+    words = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not words:
+        raise ConfigError(f"decoding.word_list: {path} holds no word; write one a line, or leave it out")
+    if wrong := next((word for word in words if len(word.split()) > 1), None):
+        raise ConfigError(f"decoding.word_list: {path} holds {wrong!r}, which is several words; write one a line")
+    return words
+
+
+def check_words(states: TiedStates, tokenizer: Tokenizer) -> None:
+    """Raise DataError, naming the word, unless every word can be recognised."""
+    transcriber = states.transcriber(tokenizer)
+    for word in states.words:
+        try:
+            for state in transcriber.word(word, word):
+                states.tree.tied(state)
+        except DataError as error:
+            raise DataError(f"the word {word!r} cannot be recognised: {error}") from error
+
+
+def words_of(texts: Sequence[str]) -> list[str]:
+    """The different words of texts, sorted."""
+    return sorted({word for text in texts for word in text.split()})

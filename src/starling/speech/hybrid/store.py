@@ -1,0 +1,118 @@
+"""Features and aligned states of a training set on the disk, frame by frame, for sub-sequences to be cut from.
+
+<folder>/features.bin      [N, F] float16: normalised log-mel, utterance after utterance
+<folder>/states.npy        [N] int32: the tied state of each frame
+<folder>/ends.npy          [U] int64: the frame behind the last of each utterance
+<folder>/utterances.npy    [U] int32: their numbers in the training set, ascending
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from starling.errors import DataError
+
+FEATURES, STATES, ENDS, UTTERANCES = "features.bin", "states.npy", "ends.npy", "utterances.npy"
+
+
+class FrameWriter:
+    """Writes the features of utterances, one after the other, as a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._file = (folder / FEATURES).open("wb")
+        self._lengths: list[int] = []
+        self._numbers: list[int] = []
+
+    def __enter__(self) -> "FrameWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        np.save(self._folder / ENDS, np.cumsum(self._lengths, dtype=np.int64))
+        np.save(self._folder / UTTERANCES, np.asarray(self._numbers, np.int32))
+
+    def write(self, number: int, features: NDArray[np.float32]) -> None:
+        """Add utterance `number` with features `[T, F]`."""
+        features.astype(np.float16).tofile(self._file)
+        self._lengths.append(len(features))
+        self._numbers.append(number)
+
+
+class Frames:
+    """The features of U utterances, memory-mapped; a copy in another process opens the files again."""
+
+    def __init__(self, folder: Path, num_bands: int) -> None:
+        """Raises DataError for files that are missing or do not belong together."""
+        self.folder, self.num_bands = folder, num_bands
+        try:
+            self.ends: NDArray[np.int64] = np.load(folder / ENDS, allow_pickle=False)
+            self.utterances: NDArray[np.int32] = np.load(folder / UTTERANCES, allow_pickle=False)
+            total = int(self.ends[-1]) if len(self.ends) else 0
+            self._features = np.memmap(folder / FEATURES, np.float16, "r", shape=(total, num_bands)) if total else None
+        except (OSError, ValueError) as error:
+            raise DataError(f"{folder}: the frames cannot be read ({error}); train again without resume") from error
+        self.starts = np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
+        self.lengths: NDArray[np.int64] = self.ends - self.starts
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder.absolute(), self.num_bands)
+
+    def features(self, utterance: int, splice: int = 0) -> NDArray[np.float32]:
+        """The features of an utterance, `[T, (2 * splice + 1) * F]`."""
+        whole: NDArray[np.float32] = self.cut(np.asarray([[utterance, 0, self.lengths[utterance]]]), splice)[0]
+        return whole
+
+    def cut(self, pieces: NDArray[np.int64], splice: int) -> NDArray[np.float32]:
+        """Sub-sequences `[B, T, (2 * splice + 1) * F]`, as long as the longest; zero behind the end of a shorter one.
+
+        Each frame is joined with its neighbours; at an utterance's ends the outermost frame is repeated.
+
+        Args:
+            pieces: Utterance, first frame, and the frame behind the last: `[B, 3]`.
+            splice: Neighbours on either side.
+        """
+        if self._features is None:
+            raise DataError(f"{self.folder}: there are no frames")
+        utterance, first, end = pieces.T
+        length = int((end - first).max())
+        place = first[:, None, None] + np.arange(length)[:, None] + np.arange(-splice, splice + 1)
+        place = np.clip(place, 0, self.lengths[utterance][:, None, None] - 1)
+        found: NDArray[np.float32] = self._features[place + self.starts[utterance][:, None, None]].astype(np.float32)
+        found[np.arange(length) >= (end - first)[:, None]] = 0.0
+        joined: NDArray[np.float32] = found.reshape(len(pieces), length, -1)
+        return joined
+
+
+class AlignedFrames(Frames):
+    """The same with the tied state of each frame."""
+
+    def __init__(self, folder: Path, num_bands: int) -> None:
+        super().__init__(folder, num_bands)
+        try:
+            self._states: NDArray[np.int32] = np.load(folder / STATES, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{folder}: the alignment cannot be read ({error}); train again") from error
+        if len(self._states) != (self.ends[-1] if len(self) else 0):
+            raise DataError(f"{folder}: {len(self._states)} frames are aligned, and there are {self.ends[-1:]}")
+
+    def states(self, pieces: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
+        """The states of sub-sequences as `cut` gives them, `[B, T]`; `padding` behind the end of a shorter one."""
+        utterance, first, end = pieces.T
+        length = int((end - first).max())
+        place = np.minimum(first[:, None] + np.arange(length), end[:, None] - 1) + self.starts[utterance][:, None]
+        found: NDArray[np.int64] = self._states[place].astype(np.int64)
+        found[np.arange(length) >= (end - first)[:, None]] = padding
+        return found
+
+
+def save_states(folder: Path, states: Sequence[NDArray[np.int32]]) -> None:
+    """Write the tied states of all frames, utterance by utterance."""
+    np.save(folder / STATES, np.concatenate(states).astype(np.int32))

@@ -1,0 +1,177 @@
+"""Tied states: contexts that sound alike share an output of the network. A decision tree says which do."""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from starling.errors import DataError
+from starling.speech.hybrid.units import ContextState
+
+
+@dataclass(frozen=True)
+class Node:
+    """A question and where its answers lead, or a tied state."""
+
+    place: int = 0
+    """The neighbour that is asked about: a place in the context of a `ContextState`."""
+    units: tuple[int, ...] = ()
+    """The answer is yes if it is one of these."""
+    yes: int = -1
+    no: int = -1
+    state: int | None = None
+    """The tied state; None for a question."""
+
+
+@dataclass(frozen=True)
+class StateTree:
+    """The tied state of each state in context, also of contexts that no training text holds."""
+
+    nodes: tuple[Node, ...]
+    roots: dict[tuple[int, int], int]
+    """The first node for (state of the unit, unit)."""
+
+    @property
+    def num_states(self) -> int:
+        return sum(node.state is not None for node in self.nodes)
+
+    def tied(self, state: ContextState) -> int:
+        """Raises DataError for a unit that was not trained."""
+        number = self.roots.get((state[0], state[1]))
+        if number is None:
+            raise DataError(f"no training text holds token {state[1]}, so that it has no states")
+        while (node := self.nodes[number]).state is None:
+            number = node.yes if state[2 + node.place] in node.units else node.no
+        return node.state
+
+
+@dataclass
+class Statistics:
+    """What is known about the frames of each state in context, C of them, in D dimensions."""
+
+    states: list[ContextState]
+    counts: NDArray[np.float64]
+    """Frames, `[C]`."""
+    sums: NDArray[np.float64]
+    """Of their features, `[C, D]`."""
+
+    def whitened(self, within: NDArray[np.float64]) -> "Statistics":
+        """The same in a space in which the covariance within states, here `[D, D]`, is the identity."""
+        factor = np.linalg.inv(np.linalg.cholesky(within))
+        return Statistics(self.states, self.counts, self.sums @ factor.T)
+
+
+@dataclass(order=True)
+class _Split:
+    """The best question for a leaf; those with the largest gain come first."""
+
+    loss: float
+    number: int
+    question: tuple[int, tuple[int, ...]] = field(compare=False)
+    members: NDArray[np.int64] = field(compare=False)
+    is_yes: NDArray[np.bool_] = field(compare=False)
+
+
+def grow_tree(statistics: Statistics, number: int, min_frames: int) -> StateTree:
+    """A tree of at most `number` leaves, from whitened statistics.
+
+    It begins with a leaf for each state of each unit, whatever the context. Again and again the split that raises the
+    likelihood of all frames most is made, of those whose halves have `min_frames` each: with a Gaussian for each leaf
+    and one covariance, here the identity, it rises by half of `n_yes |m_yes|² + n_no |m_no|² - n |m|²` (Young, Odell
+    and Woodland 1994). A question asks whether a neighbour is in a set of units: single ones, and the clusters of a
+    hierarchical clustering of the units' means, as in Kaldi.
+
+    Raises DataError when `number` is too small even without context.
+    """
+    keys = [(state[0], state[1]) for state in statistics.states]
+    roots = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    if number < len(roots):
+        raise DataError(
+            f"states.number is {number}, and the training texts have {len(roots)} states of units without context: "
+            f"raise it to {len(roots)} at least, or lower states.per_unit"
+        )
+    questions = _Questions(statistics)
+    nodes: list[Node | None] = [None] * len(roots)
+    members_of = [np.flatnonzero([roots[key] == leaf for key in keys]) for leaf in range(len(roots))]
+    open_splits = [split for leaf, own in enumerate(members_of) if (split := questions.best(leaf, own, min_frames))]
+    heapq.heapify(open_splits)
+    num_leaves = len(roots)
+    while open_splits and num_leaves < number:
+        split = heapq.heappop(open_splits)
+        place, units = split.question
+        nodes[split.number] = Node(place, units, yes=len(nodes), no=len(nodes) + 1)
+        for own in (split.members[split.is_yes], split.members[~split.is_yes]):
+            nodes.append(None)
+            if (following := questions.best(len(nodes) - 1, own, min_frames)) is not None:
+                heapq.heappush(open_splits, following)
+        num_leaves += 1
+    leaves = {leaf: state for state, leaf in enumerate(place for place, node in enumerate(nodes) if node is None)}
+    return StateTree(tuple(node or Node(state=leaves[place]) for place, node in enumerate(nodes)), roots)
+
+
+class _Questions:
+    """All questions about all states, answered by matrices."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        contexts = np.asarray([state[2:] for state in statistics.states], np.int64)
+        contexts = contexts.reshape(len(statistics.states), -1)
+        centres = np.asarray([state[1] for state in statistics.states])
+        self._num_units = int(max(centres.max(), contexts.max(initial=0))) + 1
+        self._contexts = contexts
+        self._sets = list(dict.fromkeys(_clusters(statistics, centres)))
+        self._is_in = np.zeros((len(self._sets), self._num_units))
+        for row, units in enumerate(self._sets):
+            self._is_in[row, list(units)] = 1.0
+
+    def best(self, leaf: int, members: NDArray[np.int64], min_frames: int) -> _Split | None:
+        """The question that gains most; None where none gains anything."""
+        counts, sums = self._statistics.counts[members], self._statistics.sums[members]
+        if len(members) < 2 or counts.sum() < 2 * min_frames:
+            return None
+        total, whole = counts.sum(), sums.sum(0)
+        before = float(whole @ whole) / total
+        found: tuple[float, int, int] | None = None
+        for place in range(self._contexts.shape[1]):
+            own = self._contexts[members, place]
+            unit_counts = np.bincount(own, counts, self._num_units)
+            unit_sums = np.zeros((self._num_units, sums.shape[1]))
+            np.add.at(unit_sums, own, sums)
+            yes_counts, yes_sums = self._is_in @ unit_counts, self._is_in @ unit_sums
+            no_counts, no_sums = total - yes_counts, whole - yes_sums
+            fits = (yes_counts >= min_frames) & (no_counts >= min_frames)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                gains = np.square(yes_sums).sum(1) / yes_counts + np.square(no_sums).sum(1) / no_counts - before
+            gains = np.where(fits, gains, -np.inf)
+            row = int(gains.argmax())
+            if gains[row] > 1e-9 * abs(before) and (found is None or gains[row] > found[0]):
+                found = float(gains[row]), place, row
+        if found is None:
+            return None
+        gain, place, row = found
+        is_yes = self._is_in[row, self._contexts[members, place]] > 0.0
+        return _Split(-gain, leaf, (place, self._sets[row]), members, is_yes)
+
+
+def _clusters(statistics: Statistics, centres: NDArray[np.int64]) -> Iterator[tuple[int, ...]]:
+    """Single units, and the clusters of units whose means are close."""
+    from scipy.cluster.hierarchy import linkage
+
+    neighbours = {unit for state in statistics.states for unit in state[2:]}
+    units = sorted(neighbours | set(centres.tolist()))
+    yield from ((unit,) for unit in units)
+    spoken = [unit for unit in units if (centres == unit).any()]
+    if len(spoken) < 3:
+        return
+    means = np.stack([_mean(statistics, centres == unit) for unit in spoken])
+    clusters: list[tuple[int, ...]] = [(unit,) for unit in spoken]
+    for first, second, *_ in linkage(means, "ward")[:-1]:
+        clusters.append(tuple(sorted(clusters[int(first)] + clusters[int(second)])))
+        yield clusters[-1]
+
+
+def _mean(statistics: Statistics, chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+    mean: NDArray[np.float64] = statistics.sums[chosen].sum(0) / statistics.counts[chosen].sum()
+    return mean
