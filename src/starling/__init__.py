@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from starling.errors import StarlingError
     from starling.launch.joining import join
     from starling.learner import Handle, Learner
+    from starling.runs.planning.costs import Profile
+    from starling.runs.planning.plan import Plan, plan
+    from starling.runs.planning.profile import profile
     from starling.runs.recipe.recipe import Recipe, load_recipe
     from starling.runs.train_job import Simulated, Trained, simulate, train
     from starling.speech.recogniser import Recogniser
@@ -37,6 +40,8 @@ __all__ = [
     "JoinedLearner",
     "Learner",
     "LoopStats",
+    "Plan",
+    "Profile",
     "Recipe",
     "Recogniser",
     "Schedule",
@@ -50,6 +55,8 @@ __all__ = [
     "Workload",
     "join",
     "load_recipe",
+    "plan",
+    "profile",
     "simulate",
     "train",
 ]
@@ -65,6 +72,8 @@ _HOMES = {
     "JoinedLearner": "engines.loop.joined",
     "Learner": "learner",
     "LoopStats": "engines.loop.joined",
+    "Plan": "runs.planning.plan",
+    "Profile": "runs.planning.costs",
     "Recipe": "runs.recipe.recipe",
     "Recogniser": "speech.recogniser",
     "Schedule": "budget",
@@ -78,6 +87,8 @@ _HOMES = {
     "Workload": "workload",
     "join": "launch.joining",
     "load_recipe": "runs.recipe.recipe",
+    "plan": "runs.planning.plan",
+    "profile": "runs.planning.profile",
     "simulate": "runs.train_job",
     "train": "runs.train_job",
 }

@@ -136,9 +136,7 @@ def test_a_lost_learner_and_one_more_join_and_all_is_seen_once(
 
 
 @pytest.mark.soak
-def test_a_run_that_learners_joined_can_be_resumed(
-    songs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_learners_joined_can_be_resumed(songs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A learner comes on purpose; four, under another strategy, resume from the checkpoint of three."""
     run = Training(
         tmp_path, songs, "learners=2", "strategy=delay-by-one", "budget.epochs=100000", "checkpoints.every=200",

@@ -66,7 +66,9 @@ def agreed(strategy: str, pasts: list[Past], noted: dict[int, list[int]], world:
     makers: list[Plan] = []
 
     def take_part(rank: int) -> None:
-        plans[rank] = agree_on_plan(root, membership, rank, pasts[rank], job(strategy), 20.0, lambda: None, makers.append)
+        plans[rank] = agree_on_plan(
+            root, membership, rank, pasts[rank], job(strategy), 20.0, lambda: None, makers.append
+        )
 
     threads = [threading.Thread(target=take_part, args=[rank]) for rank in range(len(pasts))]
     for thread in threads:

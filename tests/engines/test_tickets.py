@@ -100,7 +100,8 @@ def test_barriers_are_the_same_for_everybody(
     assert ended == list(range(tickets.ticket(num_portions).epoch))
     for barrier in barriers:
         assert all(
-            tickets.ticket(barrier.number - 1).epoch <= epoch < tickets.ticket(barrier.number).epoch for epoch in barrier.ended
+            tickets.ticket(barrier.number - 1).epoch <= epoch < tickets.ticket(barrier.number).epoch
+            for epoch in barrier.ended
         )
     if every is not None:
         steps = [barrier.number * sync_group_size for barrier in barriers]

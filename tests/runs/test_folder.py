@@ -275,9 +275,7 @@ def test_the_environment_is_described_without_its_variables(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("has_saved", [True, False])
-def test_stopping_a_run_before_its_first_checkpoint_says_that_there_is_none(
-    has_saved: bool, tmp_path: Path
-) -> None:
+def test_stopping_a_run_before_its_first_checkpoint_says_that_there_is_none(has_saved: bool, tmp_path: Path) -> None:
     """With the signal's exit code, and no word about going on."""
     error = resumable(Stopped("stopped by SIGTERM", 15, has_saved), ExperimentFolder(tmp_path / "exp"), "a command")
     assert str(error) == "stopped by SIGTERM; there is no checkpoint"
