@@ -34,6 +34,7 @@ from benchmarks import (
     training,
     two_learners,
     virtual_cluster,
+    virtual_scale,
     waiting,
 )
 from benchmarks.measuring import Bar
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Measure] = {
     "one_learner": lambda folder, device: [one_learner.measure(folder, device)],
     "two_learners": lambda folder, device: [two_learners.measure(folder)],
     "virtual_cluster": virtual_cluster.measure,
+    "virtual_scale": lambda folder, device: virtual_scale.measure(folder),
     "stragglers": lambda folder, device: stragglers.measure(folder),
     "servers": lambda folder, device: servers.measure(folder),
     "throttled_link": lambda folder, device: throttled_link.measure(folder),

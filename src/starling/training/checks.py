@@ -19,7 +19,7 @@ def check_peer(rank: int, peer: int, world: int) -> None:
 def check_group(rank: int, group: Sequence[int] | None, sync_group: range, world: int) -> None:
     """A mean is taken over the learner's own sync group."""
     chosen = range(world) if group is None else group
-    if list(chosen) != list(sync_group):
+    if chosen != sync_group and list(chosen) != list(sync_group):
         raise ProtocolError(
             f"learner {rank} cannot average over learners {list(chosen)}: its sync group is {list(sync_group)}"
         )

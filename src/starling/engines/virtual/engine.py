@@ -17,11 +17,11 @@ from simpy.core import EmptySchedule
 
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.cluster import Cluster
+from starling.engines.virtual.computation import Computation, RealGradients
 from starling.engines.virtual.faults import VirtualFaults, VirtualLoss
 from starling.engines.virtual.lives import Lives
 from starling.engines.virtual.membership import Failed, Simulation, VirtualMembership
 from starling.errors import PeerLost
-from starling.training.flat import FlatModel
 from starling.training.job import Job, Observer, Silence
 from starling.training.loading import Loader
 from starling.training.membership import IgnoreMembership, Membership, MembershipObserver
@@ -52,7 +52,8 @@ class VirtualEngine:
     """`world` learners of `job` on the simulated `cluster`.
 
     When learners die the others continue; without `survives_losses` the run ends with `PeerLost` as soon as a death is
-    noticed. `changes` is told of each membership change.
+    noticed. `changes` is told of each membership change. `computation` computes the gradients; by default for real, on
+    `device`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class VirtualEngine:
         device: torch.device = torch.device("cpu"),  # noqa: B008 - devices are values
         survives_losses: bool = True,
         changes: MembershipObserver | None = None,
+        computation: Computation | None = None,
     ) -> None:
         job.validate(world)
         self._job = job
@@ -77,14 +79,11 @@ class VirtualEngine:
         self._changes = changes or IgnoreMembership()
         self._num_events = 0
         self._hash = hashlib.sha256()
-        model = FlatModel(job.workload.make_model(), device)
         self._simulation = Simulation(
             job=job,
             cluster=self._cluster,
             environment=self._environment,
-            model=model,
-            first_buffers=model.own_buffers(),
-            workspace=torch.empty_like(model.weights),
+            computation=computation or RealGradients(job, device),
             loader=Loader(job.workload, job.num_workers),
             faults=self._faults,
             record=self._record,

@@ -1,6 +1,5 @@
 """A learner on the simulated clock: what it starts are events, and what it sends travels over the simulated network."""
 
-import copy
 import struct
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.batches import MembershipBatches, VirtualBatches
 from starling.engines.virtual.cluster import Cluster
+from starling.engines.virtual.computation import Computation
 from starling.engines.virtual.faults import VirtualFaults
 from starling.engines.virtual.lives import VirtualLife
 from starling.engines.virtual.network import Network, VirtualGradient, VirtualHandle, VirtualRounds, first_of
@@ -20,7 +20,6 @@ from starling.learner import Handle, Learner, Shard
 from starling.training.checks import changed_beneath, check_group, check_mean, check_peer, check_received, given_away
 from starling.training.course import Course
 from starling.training.faults import Fault, Kill, Pause
-from starling.training.flat import FlatModel
 from starling.training.job import Job, Named, Observer, Statistics
 from starling.training.pace import Pace
 from starling.training.replica import Replica
@@ -40,10 +39,7 @@ class Surroundings:
     world: int
     cluster: Cluster
     environment: simpy.Environment
-    model: FlatModel
-    """The one model, which looks at a learner's weights and buffers while it computes that learner's gradient."""
-    first_buffers: Sequence[Tensor | None]
-    """The model's buffers when a learner begins."""
+    computation: Computation
     faults: VirtualFaults
     batches: MembershipBatches
     network: Network
@@ -54,7 +50,7 @@ class Surroundings:
     """Adds an event of a learner to the run's: rank, kind, detail."""
     check: Callable[[], None]
     """Raises MembershipChanged once the membership is over."""
-    consensus_distance: Callable[[], float]
+    consensus_distance: Callable[[], float | None]
     shared_memory: Callable[[int], tuple[Tensor, Tensor]]
     """Weights `[P]` and counts `[pieces, L]` that all learners share, for so many pieces."""
     start: Callable[["VirtualLearner", Coroutine[Any, Any, None], str], None]
@@ -80,11 +76,8 @@ class VirtualLearner(Learner):
         self.activity = FOREGROUND
         self.is_finished = False
         self.has_left = False
-        self.buffers = copy.deepcopy(list(surroundings.first_buffers))
+        self.buffers = surroundings.computation.new_buffers(start)
         """The model's buffers, of which each learner has its own."""
-        if start is not None:
-            surroundings.model.look_at_buffers(self.buffers)
-            surroundings.model.load_buffers(start.buffers)
         self._surroundings, self._rank = surroundings, rank
         self._environment, self._network = surroundings.environment, surroundings.network
         self._rounds, self._record = surroundings.rounds, partial(surroundings.record, rank)
@@ -150,7 +143,7 @@ class VirtualLearner(Learner):
         return claimed
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
-        loss = self._compute(at)
+        begun = self._surroundings.computation.gradient(self, at)
         is_mine = at is self.weights  # what `at` is otherwise need not be kept
         version = self.course.gradient_version = self.replica.version
         seconds = self.life.times.draw()
@@ -161,8 +154,10 @@ class VirtualLearner(Learner):
         def finish(_: object) -> None:
             if self.life.is_dead or self.has_left:
                 return
-            self._record("gradient", struct.pack("<d", loss))
-            self.course.report_step(loss)
+            loss = begun()
+            self._record("gradient", struct.pack("<d", loss or 0.0))
+            if loss is not None:
+                self.course.report_step(loss)
 
         def result() -> Tensor:
             if is_mine and self.replica.version != version:
@@ -282,16 +277,6 @@ class VirtualLearner(Learner):
             kept_up, self._kept_up = self._kept_up[1], None
             kept_up.succeed()
 
-    def _compute(self, at: Tensor) -> float:
-        """Leave the real gradient of the claimed mini-batch at the weights `at` `[P]` in the replica; the loss."""
-        model = self._surroundings.model
-        model.look_at(at)
-        model.gather_in(self.replica.gradients)
-        model.look_at_buffers(self.buffers)
-        loss = self.course.compute_gradient(model.model, model)
-        self.buffers = model.own_buffers()  # a module may have replaced them
-        return loss
-
     def _start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
         def result() -> T:
             self._record("shard", struct.pack("<q", passes))
@@ -301,8 +286,7 @@ class VirtualLearner(Learner):
         return VirtualHandle(self._environment.timeout(seconds), result, lambda: "its own memory", seconds)
 
     def _named_buffers(self) -> dict[str, Tensor]:
-        self._surroundings.model.look_at_buffers(self.buffers)
-        return dict(self._surroundings.model.model.named_buffers())
+        return self._surroundings.computation.named(self.buffers)
 
     def _suffer(self, fault: Fault) -> None:
         if isinstance(fault, Kill):

@@ -11,22 +11,21 @@ from typing import Any
 import simpy
 import torch
 from simpy.events import Initialize
-from torch import Tensor, nn
+from torch import Tensor
 
 from starling.checkpoint.state import LearnerState
 from starling.consensus import consensus, consensus_distance
 from starling.engines.virtual.batches import MembershipBatches
 from starling.engines.virtual.cluster import Cluster
+from starling.engines.virtual.computation import Computation
 from starling.engines.virtual.faults import VirtualFaults
 from starling.engines.virtual.learner import FOREGROUND, Surroundings, VirtualLearner
 from starling.engines.virtual.lives import VirtualLife
 from starling.engines.virtual.network import Network, VirtualGradient, VirtualHandle, VirtualRounds
 from starling.errors import Deadlock, ProtocolError
-from starling.training.flat import FlatModel, split
 from starling.training.job import Job, Observer
 from starling.training.loading import Loader
 from starling.training.membership import Membership, MembershipChanged
-from starling.training.replica import Replica
 from starling.training.shards import HeldShard, host_copy
 from starling.training.succession import Plan
 
@@ -61,11 +60,7 @@ class Simulation:
     job: Job
     cluster: Cluster
     environment: simpy.Environment
-    model: FlatModel
-    first_buffers: Sequence[Tensor | None]
-    """The model's buffers when a learner begins."""
-    workspace: Tensor
-    """For the step of any learner, `[P]`."""
+    computation: Computation
     loader: Loader
     faults: VirtualFaults
     record: Callable[[int, str, bytes], None]
@@ -106,8 +101,7 @@ class VirtualMembership:
             world=world,
             cluster=simulation.cluster,
             environment=environment,
-            model=simulation.model,
-            first_buffers=simulation.first_buffers,
+            computation=simulation.computation,
             faults=simulation.faults,
             batches=self.batches,
             network=self.network,
@@ -115,12 +109,12 @@ class VirtualMembership:
             now=self._now,
             record=self._record,
             check=self._check,
-            consensus_distance=self._consensus_distance,
+            consensus_distance=self._consensus_distance if simulation.computation.holds_weights else lambda: None,
             shared_memory=self._shared_memory,
             start=self._start,
         )
         self.learners = [
-            VirtualLearner(surroundings, life, rank, self._new_replica(), observer, start)
+            VirtualLearner(surroundings, life, rank, simulation.computation.new_replica(), observer, start)
             for rank, (life, start) in enumerate(zip(lives, starts, strict=True))
         ]
 
@@ -196,15 +190,6 @@ class VirtualMembership:
         """The pieces of the model, each once, in their order."""
         found = {shard.piece.start: shard for learner in self.learners for shard in learner.course.shards.held}
         return [found[start] for start in sorted(found)]
-
-    def _new_replica(self) -> Replica:
-        model, job = self._simulation.model, self._simulation.job
-        weights = model.weights.clone()
-        gradients = torch.zeros_like(weights)
-        parameters = [nn.Parameter(view) for view in split(weights, model.parameters)]
-        for parameter, gradient in zip(parameters, split(gradients, model.parameters), strict=True):
-            parameter.grad = gradient
-        return Replica(weights, gradients, parameters, job.make_optimizer, job.clip_norm, self._simulation.workspace)
 
     def _drive(
         self, under_way: _Activity, coroutine: Coroutine[Any, Any, None], kind: str

@@ -1,0 +1,66 @@
+"""The virtual engine at scale: thousands of learners timed without gradients.
+
+As a program, `python -m benchmarks.virtual_scale LEARNERS ROUNDS NUM_BYTES RESULT`: one timing-only run of `adpsgd`.
+"""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from benchmarks.measuring import Bar
+from benchmarks.starting import Program, run_side_by_side
+from starling.engines.virtual.cluster import Cluster, ComputeModel
+from starling.engines.virtual.timing import simulate_timing
+from starling.strategies import find_strategy
+
+ROUNDS = 3
+MOST_SECONDS, MOST_MEBIBYTES = 20.0, 2048.0
+MOST_SECONDS_OF_MANY = 60.0
+NUM_BYTES = 13_000_000
+"""3.25 M weights: one message of adpsgd's default 16 MiB."""
+
+
+def measure(folder: Path) -> list[Bar]:
+    """Seconds and memory of timing-only runs, each in a process of its own."""
+    whole = [timed(1024, 100, folder) for _ in range(ROUNDS)]
+    many = timed(10_000, 10, folder)
+    seconds, mebibytes = (median(each[key] for each in whole) for key in ("seconds", "mebibytes"))
+    what = "timing-only, 1,024 learners x 100 rounds of adpsgd"
+    detail = f"{seconds:.1f} s, {whole[0]['events']:,.0f} events, peak {mebibytes:.0f} MiB with torch"
+    detail_of_many = f"{many['seconds']:.1f} s, {many['events']:,.0f} events, peak {many['mebibytes']:.0f} MiB"
+    return [
+        Bar.at_most(f"{what}: seconds / {MOST_SECONDS:g}", seconds / MOST_SECONDS, 1.0, detail),
+        Bar.at_most(f"{what}: memory / {MOST_MEBIBYTES:g} MiB", mebibytes / MOST_MEBIBYTES, 1.0, detail),
+        Bar.at_most(
+            f"timing-only, 10,000 learners x 10 rounds of adpsgd: seconds / {MOST_SECONDS_OF_MANY:g}",
+            many["seconds"] / MOST_SECONDS_OF_MANY,
+            1.0,
+            detail_of_many,
+        ),
+    ]
+
+
+def timed(world: int, rounds: int, folder: Path) -> dict[str, float]:
+    """Seconds, events and the peak of memory of one run in a fresh process."""
+    with TemporaryDirectory(dir=folder) as name:
+        note = Path(name) / "note.json"
+        arguments = [str(world), str(rounds), str(NUM_BYTES), str(note)]
+        run_side_by_side([Program([sys.executable, "-m", "benchmarks.virtual_scale", *arguments], {})], Path(name))
+        return dict(json.loads(note.read_text()))
+
+
+def main(world: int, rounds: int, num_bytes: int, note: Path) -> None:
+    cluster = Cluster(compute=ComputeModel(distribution="log-normal", spread=0.3))
+    begin = time.perf_counter()
+    outcome = simulate_timing(find_strategy("adpsgd"), None, world, cluster, num_bytes, world * rounds)
+    seconds = time.perf_counter() - begin
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    note.write_text(json.dumps({"seconds": seconds, "events": outcome.num_events, "mebibytes": peak}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
