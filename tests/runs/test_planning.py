@@ -370,7 +370,7 @@ def test_the_published_network_has_the_published_size() -> None:
 def test_published_hours_are_fitted_on_one_row_and_predicted_on_all_others() -> None:
     """None is left out; the presets hold the fitted number; comparable rows are those without a reason."""
     found = published.predictions()
-    assert [each.row for each in found] == list(published.ROWS)
+    assert tuple(each.row for each in found) == published.ROWS
     assert [each.row.hours for each in found] == [192.0, 14.0, 11.5, 5.2, 5.0, 3.0, 2.28, 1.98]
     assert Counter(each.row is published.FITTED for each in found) == {False: 7, True: 1}
     (fitted,) = [each for each in found if each.row is published.FITTED]

@@ -165,26 +165,14 @@ def plan(
     """
     costs = _costs(job, profile, preset)
     own = job if isinstance(job, Job) else None
-    budget = budget or (own.budget if own else Budget(epochs=1))
-    stragglers = stragglers or (own.stragglers if own else Stragglers())
     if not learners or min(learners) < 1:
         raise ConfigError(f"learners: {list(learners)}; give at least one number, each at least 1")
     if price is not None and price < 0.0:
         raise ConfigError(f"price: {price} is below 0; give that of one device for an hour")
-    planner = _Planner(costs, cluster, stragglers, budget, price, say)
+    budget = budget or (own.budget if own else Budget(epochs=1))
+    stragglers = stragglers or (own.stragglers if own else Stragglers())
     chosen = list(strategies) if strategies is not None else [name for name in STRATEGIES if name not in NOT_PLANNED]
-    found: dict[int, list[tuple[Arm, Row]]] = {}
-    for world in dict.fromkeys(learners):
-        found[world] = [(arm, planner.row(arm, world)) for arm in planner.arms(chosen, world, own)]
-    rows = [row for pairs in found.values() for _, row in pairs]
-    if not rows:
-        raise ConfigError("plan: no strategy fits these numbers of learners\n  " + "\n  ".join(planner.notes))
-    largest = max(world for world, pairs in found.items() if pairs)
-    recommended, second = recommend([row for row in rows if row.learners == largest])
-    arms = [arm for arm, _ in found[largest]]
-    crossed = planner.crossings(arms, largest, recommended.strategy) if crossings else ()
-    reason = _reason(recommended, second, costs)
-    return Plan(tuple(rows), recommended, reason, tuple(crossed), (*planner.notes, *planner.assumptions()))
+    return _Planner(costs, read_cluster(cluster), stragglers, budget, price, say).plan(learners, chosen, own, crossings)
 
 
 def recommend(rows: Sequence[Row]) -> tuple[Row, Row | None]:
@@ -203,16 +191,32 @@ class _Planner:
     def __init__(
         self,
         costs: Costs,
-        cluster: Path | str | Mapping[str, Any] | None,
+        given: Mapping[str, Config],
         stragglers: Stragglers,
         budget: Budget,
         price: float | None,
         say: Say,
     ) -> None:
         self._costs, self._budget, self._price, self._say = costs, budget, price, say
-        self._given = read_cluster(cluster)
-        self._stragglers = stragglers
+        self._given, self._stragglers = given, stragglers
         self.notes: list[str] = []
+
+    def plan(
+        self, learners: Sequence[int], chosen: Sequence[str | Mapping[str, Any]], own: Job | None, crossings: bool
+    ) -> Plan:
+        """The rows of all strategies and numbers of learners, and what follows from those of the largest number."""
+        found: dict[int, list[tuple[Arm, Row]]] = {}
+        for world in dict.fromkeys(learners):
+            found[world] = [(arm, self.row(arm, world)) for arm in self.arms(chosen, world, own)]
+        rows = [row for pairs in found.values() for _, row in pairs]
+        if not rows:
+            raise ConfigError("plan: no strategy fits these numbers of learners\n  " + "\n  ".join(self.notes))
+        largest = max(world for world, pairs in found.items() if pairs)
+        recommended, second = recommend([row for row in rows if row.learners == largest])
+        arms = [arm for arm, _ in found[largest]]
+        crossed = tuple(self.crossings(arms, largest, recommended.strategy)) if crossings else ()
+        reason = _reason(recommended, second, self._costs)
+        return Plan(tuple(rows), recommended, reason, crossed, (*self.notes, *self.assumptions()))
 
     def arms(self, chosen: Sequence[str | Mapping[str, Any]], world: int, job: Job | None) -> list[Arm]:
         """The strategies that fit so many learners, each with its options; a note on each that does not."""

@@ -188,9 +188,10 @@ def fitted_efficiency() -> float:
     return efficiency
 
 
-def predictions() -> list[Predicted]:
+@cache
+def predictions() -> tuple[Predicted, ...]:
     """Every row, with the efficiency that the fitted row gives."""
-    return [Predicted(row, hours(row, fitted_efficiency())) for row in ROWS]
+    return tuple(Predicted(row, hours(row, fitted_efficiency())) for row in ROWS)
 
 
 def page(found: Sequence[Predicted]) -> str:
