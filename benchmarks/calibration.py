@@ -29,10 +29,10 @@ from starling.runs.planning.predict import Arm, Machines, simulate
 from starling.runs.planning.profile import profile_of
 from starling.runs.recipe.run import StrategyChoice
 
-WORLD, ROUNDS = 4, 3
+WORLD, ROUNDS = 4, 2
 NUM_PARAMETERS = 1 << 18
 GRADIENT_SECONDS: Seconds = 0.05
-RUN_SECONDS: Seconds = 6.0
+RUN_SECONDS: Seconds = 4.0
 GRADIENTS = 30
 """Measured for the calibration."""
 MOST_WRONG = 0.10
