@@ -30,8 +30,11 @@ def measure(folder: Path) -> list[Bar]:
     many = timed(10_000, 10, folder)
     seconds, mebibytes = (median(each[key] for each in whole) for key in ("seconds", "mebibytes"))
     what = "timing-only, 1,024 learners x 100 rounds of adpsgd"
-    detail = f"{seconds:.1f} s, {whole[0]['events']:,.0f} events, peak {mebibytes:.0f} MiB with torch"
-    detail_of_many = f"{many['seconds']:.1f} s, {many['events']:,.0f} events, peak {many['mebibytes']:.0f} MiB"
+    detail, detail_of_many = (
+        f"{each['seconds']:.1f} s, {each['events']:,.0f} events, {each['rounds']:.0f} rounds, "
+        f"{each['mebibytes']:.0f} MiB"
+        for each in ({**whole[0], "seconds": seconds, "mebibytes": mebibytes}, many)
+    )
     return [
         Bar.at_most(f"{what}: seconds / {MOST_SECONDS:g}", seconds / MOST_SECONDS, 1.0, detail),
         Bar.at_most(f"{what}: memory / {MOST_MEBIBYTES:g} MiB", mebibytes / MOST_MEBIBYTES, 1.0, detail),
@@ -54,12 +57,15 @@ def timed(world: int, rounds: int, folder: Path) -> dict[str, float]:
 
 
 def main(world: int, rounds: int, num_bytes: int, note: Path) -> None:
-    cluster = Cluster(compute=ComputeModel(distribution="log-normal", spread=0.3))
+    cluster = Cluster(compute=ComputeModel(distribution="uniform", spread=0.05))
     begin = time.perf_counter()
     outcome = simulate_timing(find_strategy("adpsgd"), None, world, cluster, num_bytes, world * rounds)
     seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    note.write_text(json.dumps({"seconds": seconds, "events": outcome.num_events, "mebibytes": peak}))
+    num_rounds = max(learner.averaging.rounds for learner in outcome.learners)
+    note.write_text(
+        json.dumps({"seconds": seconds, "events": outcome.num_events, "rounds": num_rounds, "mebibytes": peak})
+    )
 
 
 if __name__ == "__main__":

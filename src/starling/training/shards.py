@@ -151,8 +151,8 @@ class HeldShard(Shard):
 
 
 def host_copy(weights: Tensor) -> Tensor:
-    """A copy in host memory; of sizes without numbers (torch's meta device) again such sizes."""
-    return (weights.detach() if weights.is_meta else weights.detach().cpu()).clone()
+    """A copy in host memory."""
+    return weights.detach().cpu().clone()
 
 
 def _parts(parameters: Sequence[nn.Parameter], piece: slice, weights: Tensor) -> dict[int, nn.Parameter]:

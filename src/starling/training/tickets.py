@@ -214,9 +214,12 @@ class Barriers:
     def _first_barrier(self, numbers: range) -> int | None:
         """The first barrier among consecutive portions, without examining each of them."""
         agreed = [each for each in list(self._agreed) if each in numbers and not self._tickets.is_beyond(each)]
-        periodic = bisect_right(numbers, self._periods_before(numbers[0] - 1), key=self._periods_before)
-        epoch_end = bisect_right(numbers, self.epoch, key=lambda number: self._tickets.ticket(number).epoch)
-        first = min(periodic, epoch_end)
+        first = len(numbers)
+        if self._every is not None:
+            first = bisect_right(numbers, self._periods_before(numbers[0] - 1), key=self._periods_before)
+        if self._tickets.ticket(numbers[-1]).epoch > self.epoch:
+            epoch_of = lambda number: self._tickets.ticket(number).epoch  # noqa: E731
+            first = min(first, bisect_right(numbers, self.epoch, key=epoch_of))
         return min([*agreed, *numbers[first : first + 1]], default=None)
 
     def _periods_before(self, number: int) -> int:

@@ -82,7 +82,8 @@ class VirtualBatches:
         number = self._shared.draws.of(self._group, claim, self._shared.next_number)
         if self._tickets.is_beyond(number):
             return None
-        return self._shared.load(replace(self._tickets.ticket(number, self._member), part=self._part))
+        ticket = self._tickets.ticket(number, self._member)
+        return self._shared.load(ticket if ticket.part == self._part else replace(ticket, part=self._part))
 
     def agreed_seconds(self, claim: int) -> float:
         """The time at which the first member of the sync group made the claim."""

@@ -44,8 +44,13 @@ class ComputeTimes:
         return mean
 
 
+AllReduce = Literal["ring", "tree", "hierarchical", "fastest"]
+"""How a mean is computed: `Links` in `links.py` has the equation of each. fastest: the best of the others each time."""
+
+
 class LinkModel(Config):
-    """The link between any two learners, the same in both directions and free of contention."""
+    """The link between any two learners on different nodes, the same in both directions. By default each learner is a
+    node, and no message delays another."""
 
     latency: float = Field(default=50e-6, ge=0.0)
     """Seconds before the first byte arrives."""
@@ -54,6 +59,7 @@ class LinkModel(Config):
     jitter: float = Field(default=0.0, ge=0.0)
     """Each message takes longer by a random share of its time, exponentially distributed with this mean, so that
     messages overtake each other."""
+    all_reduce: AllReduce = "ring"
 
     def send_seconds(self, num_bytes: int) -> float:
         """Seconds to send one message."""
@@ -62,6 +68,20 @@ class LinkModel(Config):
     def reduce_seconds(self, num_bytes: int, world: int) -> float:
         """Seconds of a ring all-reduce: 2 (L - 1) messages of 1/L of the bytes."""
         return 2 * (world - 1) * self.send_seconds(-(-num_bytes // world))
+
+
+class NodeModel(Config):
+    """Nodes of several learners, with faster links inside, and uplinks that their learners share."""
+
+    size: int = Field(default=1, ge=1)
+    """Learners of a node: learners 0 to size - 1 are on the first. The last node may have fewer."""
+    latency: float = Field(default=5e-6, ge=0.0)
+    """Seconds before the first byte arrives, inside a node."""
+    bandwidth: float = Field(default=5e10, gt=0.0)
+    """Bytes per second between any two learners of a node."""
+    uplink: float | None = Field(default=None, gt=0.0)
+    """Bytes per second in each direction between a node and all others, which the messages of its learners share. None:
+    each message has a link of its own."""
 
 
 class MemoryModel(Config):
@@ -109,5 +129,15 @@ class Cluster(Config):
 
     compute: ComputeModel = Field(default_factory=ComputeModel)
     link: LinkModel = Field(default_factory=LinkModel)
+    nodes: NodeModel = Field(default_factory=NodeModel)
     memory: MemoryModel = Field(default_factory=MemoryModel)
     watch: WatchModel = Field(default_factory=WatchModel)
+
+    @model_validator(mode="after")
+    def _has_nodes(self) -> "Cluster":
+        if self.link.all_reduce == "hierarchical" and self.nodes.size == 1:
+            raise ValueError(
+                "link.all_reduce: hierarchical needs nodes of several learners; set nodes.size, or choose ring, tree "
+                "or fastest"
+            )
+        return self

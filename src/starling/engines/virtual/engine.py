@@ -123,7 +123,8 @@ class VirtualEngine:
         """Add an event of a learner to the hash, and inject the faults that are placed at it."""
         self._num_events += 1
         self._hash.update(struct.pack("<dq", self._environment.now, name) + kind.encode() + b"\0" + detail)
-        self._faults.after_event(self._num_events)
+        if self._faults.are_placed_at_events:
+            self._faults.after_event(self._num_events)
 
     def _begin(self, membership: Membership, plan: Plan, starts: Sequence[LearnerState | None]) -> VirtualMembership:
         lives = [self._lives.by_name[name] for name in membership.members]
@@ -132,9 +133,10 @@ class VirtualEngine:
         return begun
 
     def _wait_for(self, event: simpy.Event) -> None:
+        step = self._environment.step
         try:
             while not event.processed:
-                self._environment.step()
+                step()
         except EmptySchedule:
             raise self._current.deadlock() from None
 

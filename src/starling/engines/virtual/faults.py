@@ -57,6 +57,7 @@ class VirtualFaults:
         for fault in faults:
             if not isinstance(fault, NotFinite | Join) and fault.at_event is not None:
                 self._by_event.setdefault(fault.at_event, []).append(fault)
+        self.are_placed_at_events = bool(self._by_event)
         self._cut_off: dict[int, float] = {}  # by name, until when
 
     def begin(self) -> None:

@@ -47,7 +47,7 @@ class Surroundings:
     now: Callable[[], float]
     """Simulated seconds since the membership began."""
     record: Callable[[int, str, bytes], None]
-    """Adds an event of a learner to the run's: rank, kind, detail."""
+    """Adds an event of a learner to the run's: name, kind, detail."""
     check: Callable[[], None]
     """Raises MembershipChanged once the membership is over."""
     consensus_distance: Callable[[], float | None]
@@ -80,7 +80,7 @@ class VirtualLearner(Learner):
         """The model's buffers, of which each learner has its own."""
         self._surroundings, self._rank = surroundings, rank
         self._environment, self._network = surroundings.environment, surroundings.network
-        self._rounds, self._record = surroundings.rounds, partial(surroundings.record, rank)
+        self._rounds, self._record = surroundings.rounds, partial(surroundings.record, life.name)
         self._sync_group = job.sync_groups(world).of(rank)
         self._num_means: dict[str, int] = {}  # a mean is identified by its place in each learner's sequence
         self._pace = Pace()

@@ -107,7 +107,7 @@ class VirtualMembership:
             network=self.network,
             rounds=self._rounds,
             now=self._now,
-            record=self._record,
+            record=simulation.record,
             check=self._check,
             consensus_distance=self._consensus_distance if simulation.computation.holds_weights else lambda: None,
             shared_memory=self._shared_memory,
@@ -239,15 +239,16 @@ class VirtualMembership:
             under_way.waits_for = handle
             if self.reasons and not _is_own(handle):
                 return
-            begin = learner.now()
+            begin = self._environment.now
             if not handle.event.processed:
                 yield handle.event
-            yield from self._stand_still(learner.life)
+            if learner.life.still_until > self._environment.now:
+                yield from self._stand_still(learner.life)
             if learner.life.is_dead:
                 return
             under_way.waits_for = None
             if kind == FOREGROUND:
-                learner.book(learner.now() - begin, handle.computing)
+                learner.book(float(self._environment.now) - begin, handle.computing)
 
     def _stand_still(self, life: VirtualLife) -> Generator[simpy.Event, None, None]:
         while not life.is_dead and (until := life.still_until) > self._environment.now:

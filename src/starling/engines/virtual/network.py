@@ -3,7 +3,7 @@
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary, ref
@@ -12,6 +12,7 @@ import simpy
 from torch import Tensor
 
 from starling.engines.virtual.cluster import Cluster, JitterOf
+from starling.engines.virtual.links import Links
 from starling.errors import ProtocolError
 from starling.learner import Handle
 
@@ -104,20 +105,35 @@ class _Content:
         return self._copy if self._num_readers == 0 else self._copy.clone()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Message:
     event: simpy.Event
     content: _Content | None = None
     read: Tensor | None = None
 
 
-@dataclass
-class _Channel:
-    """Messages from one learner to another under one tag, in order: sent and not yet wanted, or wanted before they were
-    sent."""
+class _Waiting:
+    """Messages from one learner to another under one tag, in order, that are sent and not yet wanted, or wanted and not
+    yet sent."""
 
-    sent: deque[_Message] = field(default_factory=deque)
-    wanted: deque[_Message] = field(default_factory=deque)
+    def __init__(self) -> None:
+        self._by_channel: dict[tuple[int, int, int], deque[_Message]] = {}
+
+    def add(self, channel: tuple[int, int, int], message: _Message) -> None:
+        """Append a message."""
+        if channel in self._by_channel:
+            self._by_channel[channel].append(message)
+        else:
+            self._by_channel[channel] = deque((message,))
+
+    def take(self, channel: tuple[int, int, int]) -> _Message | None:
+        """Remove the first message, if there is any."""
+        messages = self._by_channel.get(channel)
+        if messages is None:
+            return None
+        if len(messages) == 1:
+            del self._by_channel[channel]
+        return messages.popleft()
 
 
 class Mean:
@@ -159,7 +175,7 @@ class Mean:
 
 
 class Network:
-    """Carries messages between learners, over links that are all alike.
+    """Carries messages between learners, over the links of the cluster.
 
     `names` are the learners' names, by rank. While a partition keeps some of them `apart`, messages between them wait
     until they `heal`.
@@ -175,46 +191,55 @@ class Network:
         seed: int,
     ) -> None:
         self._environment = environment
-        self._link, self._memory = cluster.link, cluster.memory
+        self._links, self._latency, self._memory = Links(cluster), cluster.link.latency, cluster.memory
         self._jitter = JitterOf(cluster.link, seed)
         self._record = record
         self._names, self._apart = names, apart
         self._held: list[tuple[simpy.Event, Sequence[int]]] = []
-        self._channels: dict[tuple[int, int, int], _Channel] = {}
+        self._sent_first, self._wanted_first = _Waiting(), _Waiting()
         self._means: dict[tuple[int, str, int], Mean] = {}
         self._sent: WeakValueDictionary[int, _Content] = WeakValueDictionary()  # what each learner sent last
 
     def send(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """Deliver `tensor` to `peer` after the time that a message takes."""
         key = (rank, peer, tag)
-        channel = self._channels.setdefault(key, _Channel())
-        if channel.wanted:
-            message = channel.wanted.popleft()
-            self._forget(key, channel)
-        else:
+        message = self._wanted_first.take(key)
+        if message is None:
             message = _Message(self._environment.event())
-            channel.sent.append(message)
+            self._sent_first.add(key, message)
         content = self._sent.get(rank)
         if content is None or not content.is_still(tensor):
             content = self._sent[rank] = _Content(tensor)
         message.content = content.for_one_more()
         if rank == peer:
-            seconds = self._memory.seconds(tensor.nbytes, 1)
+            self._happen(message.event, self._memory.seconds(tensor.nbytes, 1), [rank, peer])
         else:
-            seconds = self._link.send_seconds(tensor.nbytes) * self._jitter.factor(self._names[rank], self._names[peer])
-        self._happen(message.event, seconds, [rank, peer])
+            self._carry(message.event, tensor.nbytes, rank, peer)
         return VirtualHandle(message.event, lambda: None, lambda: f"its message to learner {self._names[peer]}")
+
+    def _carry(self, event: simpy.Event, num_bytes: int, rank: int, peer: int) -> None:
+        """Trigger `event` when a message has travelled over its link, and waited for the uplinks on its way."""
+        sender, receiver = self._names[rank], self._names[peer]
+        link = self._links.between(sender, receiver)
+        seconds = link.send_seconds(num_bytes) * self._jitter.factor(sender, receiver)
+        waited = self._links.leave(sender, receiver, self._environment.now, num_bytes)
+        if waited is None:
+            self._happen(event, seconds, [rank, peer])
+            return
+
+        def reach(_: object) -> None:
+            queued = self._links.enter(receiver, self._environment.now, num_bytes)
+            self._happen(event, queued + seconds - link.latency, [rank, peer])
+
+        self._environment.timeout(waited + link.latency).callbacks.append(reach)
 
     def receive(self, rank: int, peer: int, tag: int, check: Callable[[Tensor], None]) -> Handle[Tensor]:
         """Receive what `peer` sends under `tag`; `check` raises if it is not as expected."""
         key = (peer, rank, tag)
-        channel = self._channels.setdefault(key, _Channel())
-        if channel.sent:
-            message = channel.sent.popleft()
-            self._forget(key, channel)
-        else:
+        message = self._sent_first.take(key)
+        if message is None:
             message = _Message(self._environment.event())
-            channel.wanted.append(message)
+            self._wanted_first.add(key, message)
 
         def result() -> Tensor:
             self._record(rank, "receive", struct.pack("<qq", peer, tag))
@@ -241,8 +266,10 @@ class Network:
         def join(vector: Tensor) -> None:
             if mean.join(rank, vector):
                 del self._means[name]
-                seconds = self._link.reduce_seconds(vector.numel() * vector.element_size(), len(group))
-                seconds *= self._jitter.factor(self._names[group[0]], self._names[group[-1]])
+                names = [self._names[each] for each in group]
+                seconds = self._links.reduce(
+                    names, self._environment.now, vector.nbytes, self._jitter.factor(names[0], names[-1])
+                )
                 self._happen(mean.event, seconds, group)
 
         computing = 0.0
@@ -264,15 +291,11 @@ class Network:
             mean.event, result, lambda: f"mean {number}, which {self._named(mean.missing())} did not join", computing
         )
 
-    def _forget(self, key: tuple[int, int, int], channel: _Channel) -> None:
-        if not channel.sent and not channel.wanted:
-            del self._channels[key]
-
     def heal(self) -> None:
         """Deliver what waited, if it can now arrive."""
         held, self._held = self._held, []
         for event, ranks in held:
-            self._happen(event, self._link.latency, ranks)
+            self._happen(event, self._latency, ranks)
 
     def _happen(self, event: simpy.Event, seconds: float, ranks: Sequence[int]) -> None:
         """Trigger `event` after some simulated seconds, if the learners can then hear each other."""
