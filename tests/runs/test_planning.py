@@ -18,8 +18,8 @@ from starling.errors import ConfigError
 from starling.runs.planning import published
 from starling.runs.planning.costs import Costs, JobFacts, Profile, Validation, dump, find_preset, read_profile
 from starling.runs.planning.facts import facts_of
-from starling.runs.planning.plan import Row, cluster_of, plan, read_cluster, recommend
-from starling.runs.planning.predict import Arm, Machines, bisect, simulate, without_exchange
+from starling.runs.planning.plan import Row, plan, read_cluster, recommend
+from starling.runs.planning.predict import Arm, Machines, bisect, simulate
 from starling.runs.planning.profile import fit_compute, fit_link, gradient_times, profile
 from starling.training.stragglers import Stragglers
 
@@ -39,9 +39,8 @@ def costs(**changes: object) -> Costs:
     ).model_copy(update=changes)
 
 
-def machines(world: int, stragglers: Stragglers = Stragglers(), **changes: object) -> Machines:  # noqa: B008 - frozen
-    found = costs(**changes)
-    return Machines(found, cluster_of(found, world, {}), stragglers)
+def machines(stragglers: Stragglers = Stragglers(), **changes: object) -> Machines:  # noqa: B008 - frozen
+    return Machines(costs(**changes), stragglers)
 
 
 def arm(name: str, **options: object) -> Arm:
@@ -56,7 +55,7 @@ def ring_seconds(world: int) -> float:
 
 def test_allreduce_takes_a_gradient_and_a_ring_for_each_step() -> None:
     """The closed form, for four learners that are alike; with it the shares of computing and waiting."""
-    found = simulate(arm("allreduce"), 4, machines(4))
+    found = simulate(arm("allreduce"), 4, machines())
     step = GRADIENT + ring_seconds(4)
     assert found.seconds_per_gradient == pytest.approx(step / 4, rel=1e-6)
     assert found.computing == pytest.approx(GRADIENT / step, rel=0.02)
@@ -65,15 +64,15 @@ def test_allreduce_takes_a_gradient_and_a_ring_for_each_step() -> None:
 
 def test_delay_by_one_hides_the_shorter_of_gradient_and_mean() -> None:
     """max(gradient, ring): here the gradient, and with a tenth of the bandwidth the ring."""
-    assert simulate(arm("delay-by-one"), 4, machines(4)).seconds_per_gradient == pytest.approx(GRADIENT / 4, rel=1e-6)
-    slower = machines(4).with_link(lambda link: link.model_copy(update={"bandwidth": BANDWIDTH / 10}))
+    assert simulate(arm("delay-by-one"), 4, machines()).seconds_per_gradient == pytest.approx(GRADIENT / 4, rel=1e-6)
+    slower = machines().with_bandwidth(0.1)
     ring = 6 * (LATENCY + MEGABYTE / (BANDWIDTH / 10))
     assert simulate(arm("delay-by-one"), 4, slower).seconds_per_gradient == pytest.approx(ring / 4, rel=1e-6)
 
 
 def test_a_slow_learner_sets_the_pace_of_allreduce_and_not_that_of_adpsgd() -> None:
     """Four times slower: every step of one, a quarter of one learner's share of the other."""
-    slow = machines(4, Stragglers(slow={0: 4.0}))
+    slow = machines(Stragglers(slow={0: 4.0}))
     assert simulate(arm("allreduce"), 4, slow).seconds_per_gradient == pytest.approx(
         (4 * GRADIENT + ring_seconds(4)) / 4, rel=1e-6
     )
@@ -83,7 +82,7 @@ def test_a_slow_learner_sets_the_pace_of_allreduce_and_not_that_of_adpsgd() -> N
 
 def test_without_exchange_allreduce_only_computes() -> None:
     """What is left of the waiting is 0 where learners are alike."""
-    found = simulate(arm("allreduce"), 4, without_exchange(machines(4)))
+    found = simulate(arm("allreduce"), 4, machines().without_exchange())
     assert found.seconds_per_gradient == pytest.approx(GRADIENT / 4)
     assert found.waiting == pytest.approx(0.0, abs=1e-6)
 
@@ -276,7 +275,7 @@ def test_what_does_not_fit_a_number_of_learners_is_left_out_with_a_note() -> Non
 def test_a_cluster_s_file_changes_only_what_it_says() -> None:
     """The link is as given, the gradient times are as measured."""
     given = read_cluster({"link": {"bandwidth": 1e6}})
-    cluster = cluster_of(costs(), 4, given)
+    cluster = Machines(costs(), given=given).cluster(arm("adpsgd"), 4)
     assert cluster.link.bandwidth == 1e6 and cluster.compute == costs().compute
 
 

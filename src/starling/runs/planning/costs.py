@@ -14,6 +14,8 @@ from starling.runs.recipe.file import parse_yaml
 from starling.runs.recipe.problems import describe
 
 Seconds = float
+PASSES_OF_A_CHANGE = 3
+"""Changing weights reads them, reads the change, and writes them."""
 PRESETS = Path(__file__).parent / "presets"
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -107,6 +109,7 @@ class Profile(Config):
             uncertainty=(self.gradient.low / self.gradient.seconds, self.gradient.high / self.gradient.seconds),
             messages=self.exchange.fitted,
             means=self.mean.fitted,
+            memory_bandwidth=PASSES_OF_A_CHANGE * self.mixing_bandwidth,
             memory_bytes=self.memory_per_learner_bytes,
             source=f"a profile of {self.date} on {self.machine.device}",
             validation=self.validation,
@@ -166,7 +169,11 @@ class Costs(Config):
     means: LinkModel
     inside: LinkModel | None = None
     """Between learners of one node; None: the same as between nodes."""
+    inside_means: LinkModel | None = None
+    """The same as means have it; None: as messages have it."""
     devices_per_node: int = 1
+    memory_bandwidth: float | None = None
+    """Bytes per second of the memory in which a server keeps the model."""
     memory_bytes: int | None = None
     source: str
     validation: Validation | None = None

@@ -3,7 +3,7 @@
 import csv
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from starling.budget import Budget
 from starling.configuration import Config
-from starling.engines.virtual.cluster import Cluster
+from starling.engines.virtual.cluster import Cluster, LinkModel
 from starling.errors import ConfigError
 from starling.runs.planning.costs import Costs, JobFacts, Preset, Profile, find_preset, problems, read_profile
 from starling.runs.planning.facts import facts_of
-from starling.runs.planning.predict import Arm, Machines, Speed, bisect, median_speed, simulate, without_exchange
+from starling.runs.planning.predict import Arm, Machines, Speed, bisect, median_speed, simulate
 from starling.runs.recipe.file import parse_yaml
 from starling.runs.recipe.problems import describe
 from starling.runs.recipe.run import StrategyChoice
@@ -244,19 +244,23 @@ class _Planner:
             given.setdefault("per_node", self._costs.devices_per_node if self._costs.devices_per_node > 1 else 2)
         return Arm(strategy, strategy.options.model_validate(given))
 
+    def _given_or_measured_link(self) -> LinkModel:
+        given = self._given.get("link")
+        return given if isinstance(given, LinkModel) else self._costs.messages
+
     def machines(self, world: int) -> Machines:
         """The machines of so many learners."""
         slow = {rank: factor for rank, factor in self._stragglers.slow.items() if rank < world}
         pauses = tuple(pause for pause in self._stragglers.pauses if pause.learner < world)
         stragglers = self._stragglers.model_copy(update={"slow": slow, "pauses": pauses})
-        return Machines(self._costs, cluster_of(self._costs, world, self._given), stragglers)
+        return Machines(self._costs, stragglers, self._given)
 
     def row(self, arm: Arm, world: int) -> Row:
         """The prediction for one strategy and number of learners."""
         self._say(f"{arm.name} with {world} learners")
         machines = self.machines(world)
         speeds = [simulate(arm, world, machines, seed) for seed in range(SEEDS if machines.is_random else 1)]
-        at_once = simulate(arm, world, without_exchange(machines))
+        at_once = simulate(arm, world, machines.without_exchange())
         seconds = median_speed(speeds)
         low, high = self._interval(arm, world, machines, speeds)
         hours, per_epoch = (self._hours(seconds, whole) for whole in (True, False))
@@ -287,12 +291,8 @@ class _Planner:
     def _interval(self, arm: Arm, world: int, machines: Machines, speeds: Sequence[Speed]) -> tuple[float, float]:
         """The fewest and the most seconds for each gradient that seeds, profile and validation leave open."""
         every = [speed.seconds_per_gradient for speed in speeds]
-        for factor in self._costs.uncertainty:
-            if factor != 1.0:
-                compute = machines.cluster.compute
-                scaled = compute.model_copy(update={"seconds": compute.seconds * factor})
-                cluster = machines.cluster.model_copy(update={"compute": scaled})
-                every.append(simulate(arm, world, replace(machines, cluster=cluster)).seconds_per_gradient)
+        factors = [factor for factor in self._costs.uncertainty if factor != 1.0]
+        every += [simulate(arm, world, machines.with_compute(factor)).seconds_per_gradient for factor in factors]
         error = self._costs.validation.error if self._costs.validation else 0.0
         return min(every) / (1.0 + error), max(every) / (1.0 - min(error, 0.9))
 
@@ -313,15 +313,12 @@ class _Planner:
         base = self.machines(world)
         if world == 1 or not others:
             return
-        bandwidth = bandwidth_of(base.cluster)
-
-        def scaled(factor: float) -> Machines:
-            return base.with_link(lambda link: link.model_copy(update={"bandwidth": link.bandwidth * factor}))
+        bandwidth = self._given_or_measured_link().bandwidth
 
         for name, values, make, now in (
-            ("bandwidth", [1.0 / each for each in BANDWIDTHS], scaled, bandwidth),
-            ("bandwidth", BANDWIDTHS, scaled, bandwidth),
-            ("slowness", SLOWEST, lambda factor: base.with_slow(0, factor), 1.0),
+            ("bandwidth", [1.0 / each for each in BANDWIDTHS], base.with_bandwidth, bandwidth),
+            ("bandwidth", BANDWIDTHS, base.with_bandwidth, bandwidth),
+            ("slowness", SLOWEST, partial(base.with_slow, 0), 1.0),
         ):
             self._say(f"crossing points of {name} with {world} learners")
             if found := _crossing(chosen, others, world, values, make):
@@ -358,17 +355,6 @@ def _crossing(
             return bisect(partial(is_faster, others[place]), before, value), others[place]
         before = value
     return None
-
-
-def cluster_of(costs: Costs, world: int, given: Mapping[str, Any]) -> Cluster:
-    """The simulated cluster of some learners: measured costs, but for the sections that were given."""
-    own = Cluster(compute=costs.compute, link=costs.messages)
-    return own.model_copy(update=dict(given))
-
-
-def bandwidth_of(cluster: Cluster) -> float:
-    """Bytes per second between two machines."""
-    return cluster.link.bandwidth
 
 
 def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Config]:

@@ -3,16 +3,18 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from starling.configuration import Config
-from starling.engines.virtual.cluster import Cluster, LinkModel
+from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel, NodeModel
 from starling.engines.virtual.timing import TimingOutcome, simulate_timing
 from starling.runs.planning.costs import Costs, Seconds
 from starling.strategies import Strategy
 from starling.training.stragglers import Stragglers
 
+AVERAGING = ("allreduce", "delay-by-one", "delayed")
+"""Strategies that exchange nothing but means. One from outside is simulated with the link of messages."""
 MOST_BYTES_PER_SECOND = 1e18
 """Of the link with which a simulation shows what waiting is left without any exchange."""
 GRADIENTS = 480
@@ -36,21 +38,77 @@ class Arm:
 
 @dataclass(frozen=True)
 class Machines:
-    """What a prediction is made for: costs, the cluster they give, and the slowness that is assumed."""
+    """What a prediction is made for: costs, the slowness that is assumed, and what a user says of the cluster."""
 
     costs: Costs
-    cluster: Cluster
     stragglers: Stragglers = field(default_factory=Stragglers)
+    given: Mapping[str, Config] = field(default_factory=dict)
+    """Sections of the cluster that replace what the costs say."""
+    changes: tuple[Callable[[Cluster], Cluster], ...] = ()
+
+    def cluster(self, arm: Arm, learners: int) -> Cluster:
+        """The simulated cluster of some learners under a strategy.
+
+        A cluster has one kind of link between nodes, and one inside. Means and messages were measured apart, because
+        they cost differently: learners that only average use the link of means, and super-learners use it inside.
+        """
+        costs, group = self.costs, arm.strategy.sync_group_size(arm.options, learners)
+        means_only = arm.name in AVERAGING
+        link = costs.means if means_only else costs.messages
+        nodes = NodeModel()
+        if costs.devices_per_node > 1 and costs.inside is not None:
+            inside = costs.inside if not means_only or costs.inside_means is None else costs.inside_means
+            shared = costs.messages.bandwidth
+            nodes = NodeModel(
+                size=costs.devices_per_node, latency=inside.latency, bandwidth=inside.bandwidth, uplink=shared
+            )
+        elif 1 < group < learners and arm.strategy.averages_gradients(arm.options):
+            nodes = NodeModel(size=group, latency=costs.means.latency, bandwidth=costs.means.bandwidth)
+        memory = MemoryModel() if costs.memory_bandwidth is None else MemoryModel(bandwidth=costs.memory_bandwidth)
+        cluster = Cluster(compute=costs.compute, link=link, nodes=nodes, memory=memory)
+        cluster = cluster.model_copy(update=dict(self.given))
+        for change in self.changes:
+            cluster = change(cluster)
+        return cluster
 
     @property
     def is_random(self) -> bool:
         """Whether times are drawn at random."""
-        drawn = self.cluster.compute.distribution != "constant"
-        return drawn or self.stragglers.jitter > 0.0 or self.cluster.link.jitter > 0.0
+        given = self.given.get("compute", self.costs.compute)
+        is_drawn = isinstance(given, ComputeModel) and given.distribution != "constant"
+        link = self.given.get("link", self.costs.messages)
+        return is_drawn or self.stragglers.jitter > 0.0 or (isinstance(link, LinkModel) and link.jitter > 0.0)
 
-    def with_link(self, change: Callable[[LinkModel], LinkModel]) -> "Machines":
-        """The same machines with other links between them."""
-        return replace(self, cluster=change_links(self.cluster, change))
+    def with_bandwidth(self, factor: float) -> "Machines":
+        """The same machines, with so many times the bandwidth between nodes."""
+
+        def change(cluster: Cluster) -> Cluster:
+            link = cluster.link.model_copy(update={"bandwidth": cluster.link.bandwidth * factor})
+            uplink = None if cluster.nodes.uplink is None else cluster.nodes.uplink * factor
+            return cluster.model_copy(
+                update={"link": link, "nodes": cluster.nodes.model_copy(update={"uplink": uplink})}
+            )
+
+        return replace(self, changes=(*self.changes, change))
+
+    def with_compute(self, factor: float) -> "Machines":
+        """The same machines, whose gradients take so many times as long."""
+
+        def change(cluster: Cluster) -> Cluster:
+            compute = cluster.compute.model_copy(update={"seconds": cluster.compute.seconds * factor})
+            return cluster.model_copy(update={"compute": compute})
+
+        return replace(self, changes=(*self.changes, change))
+
+    def without_exchange(self) -> "Machines":
+        """The same machines, with links on which everything arrives at once."""
+
+        def change(cluster: Cluster) -> Cluster:
+            link = cluster.link.model_copy(update={"latency": 0.0, "bandwidth": MOST_BYTES_PER_SECOND})
+            nodes = NodeModel(size=cluster.nodes.size, latency=0.0, bandwidth=MOST_BYTES_PER_SECOND)
+            return cluster.model_copy(update={"link": link, "nodes": nodes})
+
+        return replace(self, changes=(*self.changes, change))
 
     def with_slow(self, rank: int, factor: float) -> "Machines":
         """The same machines, one of which takes `factor` times as long for its gradients."""
@@ -96,21 +154,11 @@ def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds:
 
 
 def _run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int) -> TimingOutcome:
-    num_bytes = machines.costs.job.model_bytes // 4 * 4
+    num_bytes, cluster = machines.costs.job.model_bytes // 4 * 4, machines.cluster(arm, learners)
     stragglers = machines.stragglers
     return simulate_timing(
-        arm.strategy, arm.options, learners, machines.cluster, num_bytes, steps, seed=seed, stragglers=stragglers
+        arm.strategy, arm.options, learners, cluster, num_bytes, steps, seed=seed, stragglers=stragglers
     )
-
-
-def without_exchange(machines: Machines) -> Machines:
-    """The same machines, with links on which everything arrives at once."""
-    return machines.with_link(lambda link: link.model_copy(update={"latency": 0.0, "bandwidth": MOST_BYTES_PER_SECOND}))
-
-
-def change_links(cluster: Cluster, change: Callable[[LinkModel], LinkModel]) -> Cluster:
-    """A cluster with other links between its machines."""
-    return cluster.model_copy(update={"link": change(cluster.link)})
 
 
 def bisect(holds: Callable[[float], bool], low: float, high: float, tolerance: float = 0.03) -> float:

@@ -32,7 +32,7 @@ from starling.runs.planning.costs import (
 )
 from starling.runs.planning.facts import facts_of
 from starling.runs.planning.measure import MEASURE, TIME, WARM_UP, Figures
-from starling.runs.planning.plan import cluster_of
+from starling.runs.planning.predict import Arm, Machines
 from starling.runs.recipe.run import StrategyChoice
 from starling.runs.train_job import train
 from starling.training.job import Job
@@ -205,8 +205,9 @@ def _error(found: Profile, job: Job, name: str, gradients: int, engine: Mapping[
     choice, steps = StrategyChoice(name=name), 2 * gradients
     figures = _run(job, 2, {"name": TIME, "strategy": {"name": name}}, steps, engine)
     measured = max(each.seconds for each in figures)
-    cluster = cluster_of(found.costs, 2, {})
-    predicted = simulate_timing(choice.strategy, choice.options, 2, cluster, found.job.model_bytes, steps).seconds
+    cluster = Machines(found.costs).cluster(Arm(choice.strategy, choice.options), 2)
+    num_bytes = found.job.model_bytes // 4 * 4
+    predicted = simulate_timing(choice.strategy, choice.options, 2, cluster, num_bytes, steps).seconds
     return abs(predicted / measured - 1.0)
 
 

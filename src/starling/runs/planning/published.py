@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from starling.runs.planning.costs import Costs, JobFacts, Preset, find_preset
-from starling.runs.planning.plan import cluster_of
 from starling.runs.planning.predict import Arm, Machines, simulate
 from starling.runs.recipe.run import StrategyChoice
 
@@ -172,8 +171,8 @@ def row_seconds(row: Published, preset: Preset) -> float:
     if row.strategy is None:
         return costs.compute.seconds / row.devices
     choice = StrategyChoice.model_validate(row.strategy)
-    machines = Machines(costs, cluster_of(costs, row.devices, {}))
-    return simulate(Arm(choice.strategy, choice.options), row.devices, machines, rounds=ROUNDS).seconds_per_gradient
+    arm = Arm(choice.strategy, choice.options)
+    return simulate(arm, row.devices, Machines(costs), rounds=ROUNDS).seconds_per_gradient
 
 
 @cache
