@@ -376,6 +376,12 @@ def test_published_hours_are_fitted_on_one_row_and_predicted_on_all_others() -> 
     assert fitted.hours == pytest.approx(5.2, rel=1e-3)
     for row in published.ROWS:
         assert find_preset(row.preset).efficiency == pytest.approx(published.fitted_efficiency(), rel=5e-3)
+    for name in {row.preset for row in published.ROWS}:
+        errors = [abs(each.error) for each in found if each.row.preset == name and each.row is not published.FITTED]
+        if name == "v100-2019":
+            errors = [abs(each.error) for each in found if not each.row.not_comparable]
+        validation = find_preset(name).validation
+        assert validation is not None and validation.error == pytest.approx(max(errors), abs=0.015)
     assert {each.row.system for each in found if each.row.not_comparable} == {
         row.system for row in published.ROWS if row.system.startswith(("16", "48", "96")) or "P9" in row.system
     }
