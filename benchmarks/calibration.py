@@ -36,7 +36,7 @@ STEPS = 96
 GRADIENTS = 20
 """Measured for the calibration."""
 MOST_WRONG = 0.10
-THROTTLE = Throttle(rate="40mbit", burst="64kb", latency="50ms")
+THROTTLE = Throttle(rate="40mbit", burst="64kb", latency="1s")
 PORT = 29500
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "allreduce": {},

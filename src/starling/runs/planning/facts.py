@@ -1,5 +1,7 @@
 """What a plan needs to know of a job: the size of its model, its mini-batches, and the operations of a gradient."""
 
+import warnings
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,7 +31,9 @@ def _flops(job: Job) -> float | None:
     workload = job.workload
     model = workload.make_model()
     counter = FlopCounterMode(display=False)
-    with torch.backends.mkldnn.flags(enabled=False), counter:
-        for examples in workload.load(Ticket(0, 0, 0)):
-            workload.loss(model, examples).backward()  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings(), counter:
+        warnings.simplefilter("ignore", UserWarning)  # of oneDNN, about Intel's GPUs
+        with torch.backends.mkldnn.flags(enabled=False):
+            for examples in workload.load(Ticket(0, 0, 0)):
+                workload.loss(model, examples).backward()  # type: ignore[no-untyped-call]
     return float(counter.get_total_flops()) or None
