@@ -66,9 +66,10 @@ class Calibration:
         choice = StrategyChoice.model_validate({"name": run.strategy, **run.options})
         costs = self.profile.costs
         if self.across is not None:
-            sides = {"inside": costs.messages, "inside_means": costs.means, "devices_per_node": run.world // 2}
+            sides = {"inside": costs.messages, "inside_means": costs.gradient_means, "devices_per_node": run.world // 2}
             links = {"messages": self.across.exchange.fitted, "means": self.across.mean.fitted}
-            costs = costs.model_copy(update={**sides, **links})
+            means = {"gradient_means": self.across.gradient_mean.fitted}
+            costs = costs.model_copy(update={**sides, **links, **means})
         arm, machines = Arm(choice.strategy, choice.options), Machines(costs, run.stragglers)
         return 1.0 / simulate(arm, run.world, machines).seconds_per_gradient
 
@@ -94,7 +95,7 @@ def _calibrated(make: Make, folder: Path) -> Calibration:
         runs = []
         for world, own in enumerate(folders, start=1):
             own.mkdir()
-            steps = (GRADIENTS if world == 1 else 8) * world
+            steps = (GRADIENTS if world == 1 else 10) * world
             options = {"folder": str(own)}
             runs.append(Run(MEASURE, world, NUM_PARAMETERS, GRADIENT_SECONDS, steps=steps, options=options))
         make(runs)

@@ -129,6 +129,7 @@ def measured_profile(validation: Validation | None = None) -> Profile:
             "mixing_bandwidth": 1e9,
             "exchange": link,
             "mean": link,
+            "gradient_mean": link,
             "memory_per_learner_bytes": 10**9,
             "validation": validation,
         }
@@ -152,7 +153,7 @@ def test_the_bandwidth_at_which_another_strategy_is_faster_solves_its_equation()
     fast = measured_profile().model_copy(update={"step_seconds": 0.0})
     link = LinkModel(latency=0.0, bandwidth=1e10)
     of_link = fast.mean.model_copy(update={"fitted": link})
-    fast = fast.model_copy(update={"mean": of_link, "exchange": of_link})
+    fast = fast.model_copy(update={"mean": of_link, "gradient_mean": of_link, "exchange": of_link})
     found = plan(profile=fast, learners=[4], strategies=["allreduce", "adpsgd"])
     assert found.recommended.strategy == "allreduce"
     (bandwidth,) = [each for each in found.crossings if each.what == "bandwidth"]

@@ -93,6 +93,8 @@ class Profile(Config):
     """A model to a neighbour and one from it, both ways at once, copied and applied."""
     mean: MeasuredLink
     """A mean of two learners, as two messages of half the size."""
+    gradient_mean: MeasuredLink
+    """What the mean of two learners' gradients takes beyond the gradient, which may hide a part of it."""
     memory_per_learner_bytes: int = Field(ge=0)
     """Resident memory of a learner process at its peak, on the accelerator where there is one."""
     validation: Validation | None = None
@@ -109,6 +111,7 @@ class Profile(Config):
             uncertainty=(self.gradient.low / self.gradient.seconds, self.gradient.high / self.gradient.seconds),
             messages=self.exchange.fitted,
             means=self.mean.fitted,
+            gradient_means=self.gradient_mean.fitted,
             memory_bandwidth=PASSES_OF_A_CHANGE * self.mixing_bandwidth,
             memory_bytes=self.memory_per_learner_bytes,
             source=f"a profile of {self.date} on {self.machine.device}",
@@ -167,6 +170,8 @@ class Costs(Config):
     messages: LinkModel
     """Between learners on different nodes; of a node's uplink where several learners share a node."""
     means: LinkModel
+    gradient_means: LinkModel | None = None
+    """The same for means of gradients; None: as other means have it."""
     inside: LinkModel | None = None
     """Between learners of one node; None: the same as between nodes."""
     inside_means: LinkModel | None = None

@@ -39,7 +39,7 @@ class Figures:
     """What one learner measured."""
 
     gradients: list[Seconds] = field(default_factory=list)
-    """Each from its claim, loading included, until it is there."""
+    """Each from its claim, loading included, until it is there; of two learners, until its mean is there."""
     steps: list[Seconds] = field(default_factory=list)
     """The copy of the weights and the optimizer's step."""
     applies: list[Seconds] = field(default_factory=list)
@@ -77,7 +77,8 @@ class MeasureOptions(Config):
 
 
 async def measure(me: Learner, options: MeasureOptions) -> None:
-    """Measure exchanges and means with one other learner, if there is one, and then every gradient of the budget.
+    """Measure exchanges and means with one other learner, if there is one, and then every gradient of the budget,
+    or the mean of both learners' gradients.
 
     Args:
         me: The learner that measures. Its model is trained meanwhile, by plain local steps.
@@ -94,7 +95,7 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
         figures.applies.append(_now(me) - begin)
     begin = _now(me)
     while me.claim():
-        gradient = await me.gradient(me.weights)
+        gradient = await (me.gradient(me.weights) if me.world == 1 else me.mean(me.gradient(me.weights)))
         computed = _now(me)
         me.snapshot()
         me.step(gradient)

@@ -55,6 +55,8 @@ class Machines:
         costs, group = self.costs, arm.strategy.sync_group_size(arm.options, learners)
         means_only = arm.name in AVERAGING
         link = costs.means if means_only else costs.messages
+        if arm.strategy.averages_gradients(arm.options) and means_only:
+            link = costs.gradient_means or costs.means
         nodes = NodeModel()
         if costs.devices_per_node > 1 and costs.inside is not None:
             inside = costs.inside if not means_only or costs.inside_means is None else costs.inside_means
@@ -63,7 +65,8 @@ class Machines:
                 size=costs.devices_per_node, latency=inside.latency, bandwidth=inside.bandwidth, uplink=shared
             )
         elif 1 < group < learners and arm.strategy.averages_gradients(arm.options):
-            nodes = NodeModel(size=group, latency=costs.means.latency, bandwidth=costs.means.bandwidth)
+            inside = costs.gradient_means or costs.means
+            nodes = NodeModel(size=group, latency=inside.latency, bandwidth=inside.bandwidth)
         memory = MemoryModel() if costs.memory_bandwidth is None else MemoryModel(bandwidth=costs.memory_bandwidth)
         cluster = Cluster(compute=costs.compute, link=link, nodes=nodes, memory=memory)
         cluster = cluster.model_copy(update=dict(self.given))

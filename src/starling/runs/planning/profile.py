@@ -40,9 +40,13 @@ from starling.training.stragglers import Stragglers
 
 GRADIENTS = 40
 """Measured by each learner."""
+MEANS = 8
+"""Means of gradients that two learners make."""
 VALIDATED = ("allreduce", "adpsgd")
 """Strategies that two learners then train with, to see how far the predictions are off."""
 RESAMPLES = 2000
+SHORTEST = 1e-6
+"""Seconds that a mean takes at least, beyond a gradient that hides it."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 HARDLY_ANY = 0.002
 """Standard deviation / mean below which gradient times are taken to be constant."""
@@ -90,7 +94,7 @@ def profile(
     say("one learner: gradients")
     (alone,) = _run(bare, 1, {"name": MEASURE}, gradients + WARM_UP, engine)
     say("two learners: exchanges and means")
-    pair = _run(bare, 2, {"name": MEASURE}, 2 * (1 + WARM_UP), engine)
+    pair = _run(bare, 2, {"name": MEASURE}, 2 * (MEANS + WARM_UP), engine)
     found = profile_of(alone, pair, facts, command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
     if not validate:
         return found
@@ -109,6 +113,8 @@ def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command
     halves = fit_link(_together(means))
     # a mean of two learners is simulated as two messages of half the bytes
     of_means = halves.model_copy(update={"latency": halves.latency / 2.0})
+    longer = max(SHORTEST, fmean(median(each.gradients) for each in pair) - median(alone.gradients))
+    of_gradients = LinkModel(latency=0.0, bandwidth=alone.num_bytes / longer)
     return Profile(
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         command=command,
@@ -119,6 +125,7 @@ def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command
         mixing_bandwidth=alone.num_bytes / max(median(alone.applies), 1e-9),
         exchange=MeasuredLink(seconds_by_bytes=_together(exchanges), fitted=fit_link(_together(exchanges))),
         mean=MeasuredLink(seconds_by_bytes=_together(means), fitted=of_means),
+        gradient_mean=MeasuredLink(seconds_by_bytes={alone.num_bytes: longer}, fitted=of_gradients),
         memory_per_learner_bytes=max(each.memory_bytes for each in (alone, *pair)),
     )
 
@@ -169,14 +176,19 @@ def _together(found: Sequence[Mapping[int, float]]) -> dict[int, float]:
 
 
 def fit_link(seconds_by_bytes: Mapping[int, float]) -> LinkModel:
-    """The line seconds = latency + bytes / bandwidth with the smallest relative errors, neither of them below 0."""
+    """The line seconds = latency + bytes / bandwidth that fits best, neither of them below 0.
+
+    Squared errors count in proportion to 1 / seconds: between absolute errors, which the largest message would decide,
+    and relative ones, with which a few slow small messages spoil the bandwidth.
+    """
     sizes, seconds = (np.array(list(each), dtype=np.float64) for each in (seconds_by_bytes, seconds_by_bytes.values()))
-    rows = np.stack([1.0 / seconds, sizes / seconds], axis=1)
-    latency, per_byte = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
+    weights = seconds**-0.5
+    rows, wanted = np.stack([weights, sizes * weights], axis=1), seconds * weights
+    latency, per_byte = np.linalg.lstsq(rows, wanted, rcond=None)[0]
     if len(sizes) < 2 or per_byte <= 0.0:
         latency, per_byte = float(seconds.min()), 1e-15
     elif latency < 0.0:
-        latency, per_byte = 0.0, float((rows[:, 1] @ np.ones(len(sizes))) / (rows[:, 1] @ rows[:, 1]))
+        latency, per_byte = 0.0, float((rows[:, 1] @ wanted) / (rows[:, 1] @ rows[:, 1]))
     return LinkModel(latency=float(latency), bandwidth=float(1.0 / per_byte))
 
 
