@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks import (
     averaging_cost,
+    calibration,
     checkpointing,
     fairness,
     loading,
@@ -57,6 +58,7 @@ BENCHMARKS: dict[str, Measure] = {
     "checkpointing": lambda folder, device: checkpointing.measure(folder),
     "scale": lambda folder, device: scale.measure(folder),
     "waiting": lambda folder, device: waiting.measure(folder),
+    "calibration": lambda folder, device: calibration.measure(folder),
 }
 """By the name that `--only` knows them by."""
 ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster", "surviving", "checkpointing"}

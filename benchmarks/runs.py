@@ -52,6 +52,8 @@ class Run:
     seconds: Seconds | None = None
     last_is_slower: float = 1.0
     """How many times longer the last learner's gradients take."""
+    jitter: float = 0.0
+    """Each gradient takes longer by a random share of its time, exponentially distributed with this mean."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The strategy's."""
     bytes_per_second: float | None = None
@@ -77,8 +79,14 @@ class Run:
             budget=Budget(steps=self.steps, minutes=None if self.seconds is None else self.seconds / 60.0),
             make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
             schedule=Schedule(decay="constant"),
-            stragglers=Stragglers(slow={self.world - 1: self.last_is_slower} if self.last_is_slower > 1.0 else {}),
+            stragglers=self.stragglers,
         )
+
+    @property
+    def stragglers(self) -> Stragglers:
+        """The slowness that is injected."""
+        slow = {self.world - 1: self.last_is_slower} if self.last_is_slower > 1.0 else {}
+        return Stragglers(slow=slow, jitter=self.jitter)
 
 
 @dataclass

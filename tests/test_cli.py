@@ -13,7 +13,7 @@ from starling.strategies import STRATEGIES
 
 COMMANDS = (
     *("prepare", "check", "train", "demo", "join", "simulate", "evaluate", "audit", "status", "report", "transcribe"),
-    *("strategies", "recipes copy", "compare", "study staleness"),
+    *("strategies", "recipes copy", "compare", "study staleness", "profile", "plan"),
 )
 
 
@@ -60,6 +60,11 @@ def test_help_does_not_load_torch() -> None:
         (["prepare", "r.yaml"], 5, "corpus not found"),
         (["check", "r.yaml"], 5, "corpus not found"),
         (["train", "r.yaml"], 5, "corpus not found"),
+        (["profile", "absent.yaml"], 2, "recipe absent.yaml: no such file"),
+        (["plan"], 2, "name a recipe, such as demo, or ask for --published"),
+        (["plan", "r.yaml"], 2, "give either a profile, made by `starling profile`, or a preset"),
+        (["plan", "r.yaml", "--profile", "absent.yaml"], 2, "profile absent.yaml: cannot be read"),
+        (["plan", "r.yaml", "--profile", "p.yaml", "--learners", "four"], 2, "'four' is no list of numbers"),
         (["join", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
         (["evaluate", "exp/absent"], 6, "exp/absent is not an experiment"),
         (["status", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),

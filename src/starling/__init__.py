@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from starling.learner import Handle, Learner
     from starling.runs.compare.api import compare
     from starling.runs.compare.table import Comparison
+    from starling.runs.planning.costs import Profile
+    from starling.runs.planning.plan import Plan, plan
+    from starling.runs.planning.profile import profile
     from starling.runs.recipe.recipe import Recipe, load_recipe
     from starling.runs.report import report
     from starling.runs.train_job import Simulated, Trained, simulate, train
@@ -40,6 +43,8 @@ __all__ = [
     "JoinedLearner",
     "Learner",
     "LoopStats",
+    "Plan",
+    "Profile",
     "Recipe",
     "Recogniser",
     "Schedule",
@@ -54,6 +59,8 @@ __all__ = [
     "compare",
     "join",
     "load_recipe",
+    "plan",
+    "profile",
     "report",
     "simulate",
     "train",
@@ -71,6 +78,8 @@ _HOMES = {
     "JoinedLearner": "engines.loop.joined",
     "Learner": "learner",
     "LoopStats": "engines.loop.joined",
+    "Plan": "runs.planning.plan",
+    "Profile": "runs.planning.costs",
     "Recipe": "runs.recipe.recipe",
     "Recogniser": "speech.recogniser",
     "Schedule": "budget",
@@ -86,6 +95,8 @@ _HOMES = {
     "join": "launch.joining",
     "load_recipe": "runs.recipe.recipe",
     "report": "runs.report",
+    "plan": "runs.planning.plan",
+    "profile": "runs.planning.profile",
     "simulate": "runs.train_job",
     "train": "runs.train_job",
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from starling.errors import StarlingError
+from starling.errors import ConfigError, StarlingError
 from starling.extras import require
 
 if TYPE_CHECKING:
@@ -198,6 +198,67 @@ def simulate(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug =
         from starling.runs.recipe.recipe import load_recipe
 
         simulate.simulate(load_recipe(recipe, overrides or ()), typer.echo, _console())
+
+
+@app.command("profile", cls=TakesKeys, epilog="Example: [bold]starling profile demo --output profile.yaml[/bold]")
+def measure(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option("--output", help="The file to write.")] = Path("profile.yaml"),
+    debug: Debug = False,
+) -> None:
+    """Measure what a recipe costs on this machine: gradients, exchanges, means, memory. `starling plan` reads it."""
+    with _errors(debug):
+        require("speech", "starling profile")
+        from starling.runs.planning import commands
+        from starling.runs.recipe.recipe import load_recipe
+
+        commands.profile_recipe(load_recipe(recipe, overrides or ()), output, typer.echo, _console())
+
+
+@app.command(cls=TakesKeys, epilog="Example: [bold]starling plan demo --profile profile.yaml --learners 4,16[/bold]")
+def plan(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A recipe, as for train.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    profile: Annotated[Path | None, typer.Option("--profile", help="What `starling profile` wrote.")] = None,
+    preset: Annotated[str | None, typer.Option("--preset", help="Data sheets, such as v100-2019, or a file.")] = None,
+    cluster: Annotated[Path | None, typer.Option("--cluster", help="A YAML file with the keys of `cluster`.")] = None,
+    learners: Annotated[str | None, typer.Option("--learners", help="Numbers of learners, such as 4,16,64.")] = None,
+    strategies: Annotated[str | None, typer.Option("--strategies", help="Names, such as allreduce,adpsgd.")] = None,
+    price: Annotated[float | None, typer.Option("--price", help="Of one device for an hour.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what the columns mean and what is assumed.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", help="A CSV file for the table.")] = None,
+    published: Annotated[bool, typer.Option("--published", help="Print published hours beside predictions.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Predict how long a recipe takes with each strategy and number of learners, and recommend one."""
+    with _errors(debug):
+        if published:
+            from starling.runs.planning.published import page, predictions
+
+            typer.echo(page(predictions()), nl=False)
+            return
+        if recipe is None:
+            raise ConfigError("plan: name a recipe, such as demo, or ask for --published")
+        require("speech", "starling plan")
+        from starling.runs.planning import commands
+        from starling.runs.recipe.recipe import load_recipe
+
+        commands.plan_recipe(
+            load_recipe(Path(recipe), overrides or ()),
+            typer.echo,
+            _console(),
+            profile_file=profile,
+            preset=preset,
+            cluster=cluster,
+            learners=learners,
+            strategies=strategies,
+            price=price,
+            explain=explain,
+            output=output,
+        )
 
 
 @app.command(epilog="Example: [bold]starling evaluate exp/demo --set test[/bold]")

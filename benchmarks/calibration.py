@@ -1,0 +1,163 @@
+"""Predictions held against four real learners on emulated devices, calibrated with one and with two learners alone.
+
+Four settings: equal learners, one of them three times slower, jitter, and a throttled link between two namespaces
+with two learners in each. For each strategy, the bar is a prediction within 10 % of the measured gradients per second.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.measuring import Bar
+from benchmarks.namespaces import INTERFACE, Namespace, NoNamespacesError, Throttle, joined_namespaces
+from benchmarks.runs import Run, Seconds, total_rate
+from benchmarks.starting import (
+    Outcomes,
+    Program,
+    launched,
+    learner_command,
+    read_outcomes,
+    run_side_by_side,
+)
+from starling.runs.planning.costs import JobFacts, Profile
+from starling.runs.planning.measure import MEASURE, Figures
+from starling.runs.planning.predict import Arm, Machines, simulate
+from starling.runs.planning.profile import profile_of
+from starling.runs.recipe.run import StrategyChoice
+
+WORLD, ROUNDS = 4, 2
+NUM_PARAMETERS = 1 << 18
+GRADIENT_SECONDS: Seconds = 0.2
+STEPS = 96
+"""Gradients of all learners together in a run; a limit in seconds would count what starting takes."""
+GRADIENTS = 20
+"""Measured for the calibration."""
+MOST_WRONG = 0.10
+THROTTLE = Throttle(rate="40mbit", burst="64kb", latency="1s")
+PORT = 29500
+STRATEGIES: Mapping[str, Mapping[str, Any]] = {
+    "allreduce": {},
+    "dpsgd": {},
+    "adpsgd": {},
+    "hadpsgd": {"per_node": 2},
+    "parameter-server": {},
+}
+SETTINGS: Mapping[str, Mapping[str, float]] = {
+    "equal": {},
+    "one slow": {"last_is_slower": 3.0},
+    "jitter": {"jitter": 0.5},
+}
+Make = Callable[[Sequence[Run]], Outcomes]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What one and two learners measured in some surroundings."""
+
+    profile: Profile
+    across: Profile | None = None
+    """The same, of two learners on either side of a link that the others share; None: there is no such link."""
+
+    def predict(self, run: Run) -> float:
+        """Gradients per second of all learners of a run together."""
+        choice = StrategyChoice.model_validate({"name": run.strategy, **run.options})
+        costs = self.profile.costs
+        if self.across is not None:
+            sides = {"inside": costs.messages, "inside_means": costs.gradient_means, "devices_per_node": run.world // 2}
+            links = {"messages": self.across.exchange.fitted, "means": self.across.mean.fitted}
+            means = {"gradient_means": self.across.gradient_mean.fitted}
+            costs = costs.model_copy(update={**sides, **links, **means})
+        arm, machines = Arm(choice.strategy, choice.options), Machines(costs, run.stragglers)
+        return 1.0 / simulate(arm, run.world, machines).seconds_per_gradient
+
+
+def measure(folder: Path) -> list[Bar]:
+    """The relative error of each prediction, by setting and strategy."""
+    here = _calibrated(lambda runs: launched(runs, folder), folder)
+    bars = [bar for setting in SETTINGS for bar in _bars(setting, here, lambda runs: launched(runs, folder))]
+    try:
+        with joined_namespaces(THROTTLE) as ends:
+            make = _across(ends, folder)
+            found = replace(here, across=_calibrated(make, folder).profile)
+            bars += _bars("throttled link", found, make)
+    except NoNamespacesError:
+        pass  # this machine, or this user, may not have them
+    return bars
+
+
+def _calibrated(make: Make, folder: Path) -> Calibration:
+    """Measure one learner, and then two."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        folders = [Path(name) / str(world) for world in (1, 2)]
+        runs = []
+        for world, own in enumerate(folders, start=1):
+            own.mkdir()
+            steps = (GRADIENTS if world == 1 else 10) * world
+            options = {"folder": str(own)}
+            runs.append(Run(MEASURE, world, NUM_PARAMETERS, GRADIENT_SECONDS, steps=steps, options=options))
+        make(runs)
+        alone, *pair = (
+            Figures.read(own, rank) for own, ranks in zip(folders, (1, 2), strict=True) for rank in range(ranks)
+        )
+    facts = JobFacts(trains="an emulated device", model_bytes=4 * NUM_PARAMETERS, batches_per_epoch=1)
+    return Calibration(profile_of(alone, pair, facts, "python -m benchmarks.run --only calibration"))
+
+
+def _bars(setting: str, calibration: Calibration, make: Make) -> list[Bar]:
+    runs = {
+        name: Run(name, WORLD, NUM_PARAMETERS, GRADIENT_SECONDS, steps=STEPS, options=options, **_of(setting))
+        for name, options in STRATEGIES.items()
+    }
+    names = [name for _ in range(ROUNDS) for name in runs]
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for name, outcomes in zip(names, make([runs[name] for name in names]), strict=True):
+        found[name].append(total_rate(outcomes))
+    bars = []
+    for name, run in runs.items():
+        predicted, measured = calibration.predict(run), median(found[name])
+        bars.append(
+            Bar.at_most(
+                f"prediction for four learners, {setting}, {name}: |predicted / measured - 1|",
+                abs(predicted / measured - 1.0),
+                MOST_WRONG,
+                f"predicted {predicted:.1f}, measured {measured:.1f} gradients/s "
+                f"({min(found[name]):.1f} to {max(found[name]):.1f})",
+            )
+        )
+    return bars
+
+
+def _of(setting: str) -> dict[str, Any]:
+    return dict(SETTINGS.get(setting, {}))
+
+
+def _across(ends: Sequence[Namespace], folder: Path) -> Make:
+    """Makes runs with the first half of the learners in one namespace, and the others in the other."""
+
+    def make(runs: Sequence[Run]) -> Outcomes:
+        world = max(run.world for run in runs)
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            command = learner_command(runs, Path(name))
+            half = world // len(ends)
+            programs = [
+                Program(
+                    ends[rank // half].inside(command),
+                    {
+                        "RANK": rank,
+                        "WORLD_SIZE": world,
+                        "LOCAL_RANK": rank % half,
+                        "LOCAL_WORLD_SIZE": half,
+                        "MASTER_ADDR": ends[0].address,
+                        "MASTER_PORT": PORT,
+                        "GLOO_SOCKET_IFNAME": INTERFACE,
+                    },
+                )
+                for rank in range(world)
+            ]
+            run_side_by_side(programs, Path(name))
+            return read_outcomes(runs, Path(name))
+
+    return make

@@ -1,0 +1,184 @@
+"""How fast learners would be: a strategy's own text on the simulated clock, with the costs of a job."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from starling.configuration import Config
+from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel, NodeModel
+from starling.engines.virtual.timing import TimingOutcome, simulate_timing
+from starling.runs.planning.costs import Costs, Seconds
+from starling.strategies import Strategy
+from starling.training.stragglers import Stragglers
+
+AVERAGING = ("allreduce", "delay-by-one", "delayed")
+"""Strategies that exchange nothing but means. One from outside is simulated with the link of messages."""
+MOST_BYTES_PER_SECOND = 1e18
+"""Of the link with which a simulation shows what waiting is left without any exchange."""
+GRADIENTS = 480
+"""Simulated for each prediction, shared by the learners."""
+FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
+"""Gradients of each learner in a simulation."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A strategy with its options."""
+
+    strategy: Strategy
+    options: Config
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        return self.strategy.name
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a prediction is made for: costs, the slowness that is assumed, and what a user says of the cluster."""
+
+    costs: Costs
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    given: Mapping[str, Config] = field(default_factory=dict)
+    """Sections of the cluster that replace what the costs say."""
+    changes: tuple[Callable[[Cluster], Cluster], ...] = ()
+
+    def cluster(self, arm: Arm, learners: int) -> Cluster:
+        """The simulated cluster of some learners under a strategy.
+
+        A cluster has one kind of link between nodes, and one inside. Means and messages were measured apart, because
+        they cost differently: learners that only average use the link of means, and super-learners use it inside.
+        """
+        costs, group = self.costs, arm.strategy.sync_group_size(arm.options, learners)
+        means_only = arm.name in AVERAGING
+        link = costs.means if means_only else costs.messages
+        if arm.strategy.averages_gradients(arm.options) and means_only:
+            link = costs.gradient_means or costs.means
+        nodes = NodeModel()
+        if costs.devices_per_node > 1 and costs.inside is not None:
+            inside = costs.inside if not means_only or costs.inside_means is None else costs.inside_means
+            shared = costs.messages.bandwidth
+            nodes = NodeModel(
+                size=costs.devices_per_node, latency=inside.latency, bandwidth=inside.bandwidth, uplink=shared
+            )
+        elif 1 < group < learners and arm.strategy.averages_gradients(arm.options):
+            inside = costs.gradient_means or costs.means
+            nodes = NodeModel(size=group, latency=inside.latency, bandwidth=inside.bandwidth)
+        memory = MemoryModel() if costs.memory_bandwidth is None else MemoryModel(bandwidth=costs.memory_bandwidth)
+        cluster = Cluster(compute=costs.compute, link=link, nodes=nodes, memory=memory)
+        cluster = cluster.model_copy(update=dict(self.given))
+        for change in self.changes:
+            cluster = change(cluster)
+        return cluster
+
+    @property
+    def is_random(self) -> bool:
+        """Whether times are drawn at random."""
+        given = self.given.get("compute", self.costs.compute)
+        is_drawn = isinstance(given, ComputeModel) and given.distribution != "constant"
+        link = self.given.get("link", self.costs.messages)
+        return is_drawn or self.stragglers.jitter > 0.0 or (isinstance(link, LinkModel) and link.jitter > 0.0)
+
+    def with_bandwidth(self, factor: float) -> "Machines":
+        """The same machines, with so many times the bandwidth between nodes."""
+
+        def change(cluster: Cluster) -> Cluster:
+            link = cluster.link.model_copy(update={"bandwidth": cluster.link.bandwidth * factor})
+            uplink = None if cluster.nodes.uplink is None else cluster.nodes.uplink * factor
+            return cluster.model_copy(
+                update={"link": link, "nodes": cluster.nodes.model_copy(update={"uplink": uplink})}
+            )
+
+        return replace(self, changes=(*self.changes, change))
+
+    def with_compute(self, factor: float) -> "Machines":
+        """The same machines, whose gradients take so many times as long."""
+
+        def change(cluster: Cluster) -> Cluster:
+            compute = cluster.compute.model_copy(update={"seconds": cluster.compute.seconds * factor})
+            return cluster.model_copy(update={"compute": compute})
+
+        return replace(self, changes=(*self.changes, change))
+
+    def without_exchange(self) -> "Machines":
+        """The same machines, with links on which everything arrives at once."""
+
+        def change(cluster: Cluster) -> Cluster:
+            link = cluster.link.model_copy(update={"latency": 0.0, "bandwidth": MOST_BYTES_PER_SECOND})
+            nodes = NodeModel(size=cluster.nodes.size, latency=0.0, bandwidth=MOST_BYTES_PER_SECOND)
+            return cluster.model_copy(update={"link": link, "nodes": nodes})
+
+        return replace(self, changes=(*self.changes, change))
+
+    def with_slow(self, rank: int, factor: float) -> "Machines":
+        """The same machines, one of which takes `factor` times as long for its gradients."""
+        slow = {**self.stragglers.slow, rank: factor}
+        return replace(self, stragglers=self.stragglers.model_copy(update={"slow": slow}))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a simulation of some learners found, per gradient of all of them together."""
+
+    seconds_per_gradient: Seconds
+    """Of the run: the time from one gradient of any learner to the next."""
+    computing: float
+    """The share of a learner's time."""
+    waiting: float
+    """Waiting for data or peers, exchanges included."""
+    bytes_sent: float
+    """By all learners, for each gradient."""
+    staleness: Counter[int]
+
+
+def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds: int | None = None) -> Speed:
+    """The steady speed of a strategy: what the second half of a simulation took.
+
+    The beginning of a run, and its end, where learners wait for the last of them, are in both simulations, that of the
+    first half and that of the whole, and cancel out. `rounds` is how many gradients each learner makes in a half.
+    """
+    each = rounds or max(FEWEST_ROUNDS, min(MOST_ROUNDS, GRADIENTS // learners))
+    half, whole = (_run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))
+    num_gradients = whole.num_gradients - half.num_gradients
+    spent = [learner.spent for learner in whole.learners if learner.num_gradients]
+    computing = sum(each.computing for each in spent)
+    waiting = sum(each.waiting_for_data + each.waiting_for_peers for each in spent)
+    total = max(computing + waiting, 1e-12)
+    return Speed(
+        seconds_per_gradient=(whole.seconds - half.seconds) / num_gradients,
+        computing=computing / total,
+        waiting=waiting / total,
+        bytes_sent=(whole.bytes_sent - half.bytes_sent) / num_gradients,
+        staleness=whole.staleness,
+    )
+
+
+def _run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int) -> TimingOutcome:
+    num_bytes, cluster = machines.costs.job.model_bytes // 4 * 4, machines.cluster(arm, learners)
+    stragglers = machines.stragglers
+    return simulate_timing(
+        arm.strategy, arm.options, learners, cluster, num_bytes, steps, seed=seed, stragglers=stragglers
+    )
+
+
+def bisect(holds: Callable[[float], bool], low: float, high: float, tolerance: float = 0.03) -> float:
+    """The place between `low` and `high`, both positive, at which `holds` changes, to a relative `tolerance`.
+
+    `holds` must differ at the two ends; which of them it is true at does not matter.
+    """
+    at_low = holds(low)
+    while max(high / low, low / high) > 1.0 + tolerance:
+        middle = math.sqrt(low * high)
+        if holds(middle) == at_low:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(low * high)
+
+
+def median_speed(speeds: Sequence[Speed]) -> Seconds:
+    """The median over seeds."""
+    return statistics.median(speed.seconds_per_gradient for speed in speeds)

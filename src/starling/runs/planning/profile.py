@@ -1,0 +1,242 @@
+"""`starling.profile`: the costs of a job, measured on the machine at hand with real learner processes."""
+
+import io
+import math
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import NormalDist, fmean, median
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from starling.budget import Budget
+from starling.engines.virtual.cluster import ComputeModel, LinkModel
+from starling.engines.virtual.timing import simulate_timing
+from starling.errors import ConfigError
+from starling.runs.cores import cores_here
+from starling.runs.planning.costs import (
+    GradientTimes,
+    JobFacts,
+    MachineFacts,
+    MeasuredLink,
+    Profile,
+    Validation,
+)
+from starling.runs.planning.facts import facts_of
+from starling.runs.planning.measure import MEASURE, TIME, WARM_UP, Figures
+from starling.runs.planning.predict import Arm, Machines
+from starling.runs.recipe.run import StrategyChoice
+from starling.runs.train_job import train
+from starling.training.job import Job
+from starling.training.stragglers import Stragglers
+
+GRADIENTS = 40
+"""Measured by each learner."""
+MEANS = 8
+"""Means of gradients that two learners make."""
+VALIDATED = ("allreduce", "adpsgd")
+"""Strategies that two learners then train with, to see how far the predictions are off."""
+RESAMPLES = 2000
+SHORTEST = 1e-6
+"""Seconds that a mean takes at least, beyond a gradient that hides it."""
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+HARDLY_ANY = 0.002
+"""Standard deviation / mean below which gradient times are taken to be constant."""
+Say = Callable[[str], None]
+
+
+def profile(
+    job: Job,
+    *,
+    gradients: int = GRADIENTS,
+    engine: Mapping[str, Any] | None = None,
+    validate: bool = True,
+    command: str | None = None,
+    facts: JobFacts | None = None,
+    say: Say = lambda line: None,
+) -> Profile:
+    """Measure what a job costs on this machine, with one and with two learner processes.
+
+    Learners are started as by `starling.train`, whose rules for scripts hold here, too: what the job refers to must be
+    importable, and the call under `if __name__ == "__main__":`. Injected stragglers and faults of the job are left out.
+
+    Args:
+        job: What to measure; its strategy and budget do not matter.
+        gradients: How many each learner computes.
+        engine: Options of a recipe's `engine` section, such as `device` and `threads`.
+        validate: Whether to train for a moment with two learners afterwards, and compare predictions with that.
+        command: What the profile says it was made by; None: this process's command line.
+        facts: What a plan needs to know of the job; None: found out here.
+        say: Is told what is being measured.
+
+    Raises:
+        ConfigError: if the job cannot be sent to learner processes, or too few gradients are asked for.
+        StarlingError: whatever ends the learners.
+
+    Example:
+        >>> measured = starling.profile(job)  # doctest: +SKIP
+        >>> starling.plan(job, profile=measured, learners=[4, 16]).reason  # doctest: +SKIP
+    """
+    if gradients < 2:
+        raise ConfigError(
+            f"gradients: {gradients} are too few for a distribution; measure at least 2, and better {GRADIENTS}"
+        )
+    facts = facts or facts_of(job, counts_flops=True)
+    bare = replace(job, stragglers=Stragglers(), faults=(), checkpoint_every=None, weighting="batches")
+    say("one learner: gradients")
+    (alone,) = _run(bare, 1, {"name": MEASURE}, gradients + WARM_UP, engine)
+    say("two learners: exchanges and means")
+    pair = _run(bare, 2, {"name": MEASURE}, 2 * (MEANS + WARM_UP), engine)
+    found = profile_of(alone, pair, facts, command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    if not validate:
+        return found
+    errors: dict[str, float] = {}
+    for name in VALIDATED:
+        say(f"two learners: validation with {name}")
+        errors[name] = _error(found, bare, name, gradients, engine)
+    worst = max(errors, key=lambda name: errors[name])
+    against = f"two learners of this machine with {' and '.join(VALIDATED)}, {found.date}; the worst is {worst}"
+    return found.model_copy(update={"validation": Validation(error=round(errors[worst], 4), against=against)})
+
+
+def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command: str) -> Profile:
+    """The profile that one learner's figures and those of two make."""
+    exchanges, means = ([getattr(each, name) for each in pair] for name in ("exchanges", "means"))
+    halves = fit_link(_together(means))
+    # a mean of two learners is simulated as two messages of half the bytes
+    of_means = halves.model_copy(update={"latency": halves.latency / 2.0})
+    longer = max(SHORTEST, fmean(median(each.gradients) for each in pair) - median(alone.gradients))
+    of_gradients = LinkModel(latency=0.0, bandwidth=alone.num_bytes / longer)
+    return Profile(
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        command=command,
+        machine=_machine(alone.device),
+        job=facts.model_copy(update={"model_bytes": alone.num_bytes}),
+        gradient=gradient_times(alone.gradients),
+        step_seconds=fmean(alone.steps),
+        mixing_bandwidth=alone.num_bytes / max(median(alone.applies), 1e-9),
+        exchange=MeasuredLink(seconds_by_bytes=_together(exchanges), fitted=fit_link(_together(exchanges))),
+        mean=MeasuredLink(seconds_by_bytes=_together(means), fitted=of_means),
+        gradient_mean=MeasuredLink(seconds_by_bytes={alone.num_bytes: longer}, fitted=of_gradients),
+        memory_per_learner_bytes=max(each.memory_bytes for each in (alone, *pair)),
+    )
+
+
+def gradient_times(seconds: Sequence[float]) -> GradientTimes:
+    """Mean, interval, quantiles and the distribution that fits best."""
+    times = np.asarray(seconds, dtype=np.float64)
+    generator = np.random.default_rng(0)
+    means = generator.choice(times, (RESAMPLES, len(times))).mean(axis=1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return GradientTimes(
+        num_measured=len(times),
+        seconds=float(times.mean()),
+        low=float(low),
+        high=float(high),
+        jitter=float(times.std() / times.mean()),
+        quantiles={f"{share:g}": float(np.quantile(times, share)) for share in QUANTILES},
+        fitted=fit_compute(times),
+    )
+
+
+def fit_compute(times: "np.ndarray[Any, np.dtype[np.float64]]") -> ComputeModel:
+    """The distribution with the mean and deviation of `times` whose distribution function is nearest to theirs."""
+    mean, relative = float(times.mean()), float(times.std() / times.mean())
+    if relative < HARDLY_ANY:
+        return ComputeModel(seconds=mean)
+    spread = math.sqrt(math.log1p(relative**2))
+    candidates = [ComputeModel(distribution="log-normal", seconds=mean, spread=spread)]
+    if (half_width := math.sqrt(3.0) * relative) < 1.0:
+        candidates.append(ComputeModel(distribution="uniform", seconds=mean, spread=half_width))
+    return min(candidates, key=lambda model: _distance(np.sort(times), model))
+
+
+def _distance(times: "np.ndarray[Any, np.dtype[np.float64]]", model: ComputeModel) -> float:
+    """Kolmogorov's, between the times, ascending, and a distribution."""
+    if model.distribution == "uniform":
+        expected = np.clip((times / model.seconds - (1.0 - model.spread)) / (2.0 * model.spread), 0.0, 1.0)
+    else:
+        normal = NormalDist(math.log(model.seconds) - 0.5 * model.spread**2, model.spread)
+        expected = np.array([normal.cdf(math.log(each)) for each in times])
+    steps = np.arange(len(times) + 1) / len(times)
+    return float(max(np.abs(expected - steps[1:]).max(), np.abs(expected - steps[:-1]).max()))
+
+
+def _together(found: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """The mean over learners, by bytes."""
+    return {num_bytes: fmean(each[num_bytes] for each in found) for num_bytes in found[0]}
+
+
+def fit_link(seconds_by_bytes: Mapping[int, float]) -> LinkModel:
+    """The line seconds = latency + bytes / bandwidth that fits best, neither of them below 0.
+
+    Squared errors count in proportion to 1 / seconds: between absolute errors, which the largest message would decide,
+    and relative ones, with which a few slow small messages spoil the bandwidth.
+    """
+    sizes, seconds = (np.array(list(each), dtype=np.float64) for each in (seconds_by_bytes, seconds_by_bytes.values()))
+    weights = seconds**-0.5
+    rows, wanted = np.stack([weights, sizes * weights], axis=1), seconds * weights
+    latency, per_byte = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+    if len(sizes) < 2 or per_byte <= 0.0:
+        latency, per_byte = float(seconds.min()), 1e-15
+    elif latency < 0.0:
+        latency, per_byte = 0.0, float((rows[:, 1] @ wanted) / (rows[:, 1] @ rows[:, 1]))
+    return LinkModel(latency=float(latency), bandwidth=float(1.0 / per_byte))
+
+
+def _run(
+    job: Job, learners: int, strategy: Mapping[str, Any], steps: int, engine: Mapping[str, Any] | None
+) -> list[Figures]:
+    """What each of some learners noted in a run of its own, which leaves nothing behind."""
+    with tempfile.TemporaryDirectory(prefix="starling-profile-") as name:
+        folder = Path(name)
+        train(
+            replace(job, budget=Budget(steps=steps)),
+            learners,
+            strategy={**strategy, "folder": str(folder)},
+            name="profile",
+            exp=folder,
+            checkpoints={"minutes": None},
+            engine=engine,
+            on_loss="stop",
+            console=Console(file=io.StringIO()),
+        )
+        return [Figures.read(folder, rank) for rank in range(learners)]
+
+
+def _error(found: Profile, job: Job, name: str, gradients: int, engine: Mapping[str, Any] | None) -> float:
+    """|predicted / measured - 1| of the time that two learners take under a strategy."""
+    choice, steps = StrategyChoice(name=name), 2 * gradients
+    figures = _run(job, 2, {"name": TIME, "strategy": {"name": name}}, steps, engine)
+    measured = max(each.seconds for each in figures)
+    cluster = Machines(found.costs).cluster(Arm(choice.strategy, choice.options), 2)
+    num_bytes = found.job.model_bytes // 4 * 4
+    predicted = simulate_timing(choice.strategy, choice.options, 2, cluster, num_bytes, steps).seconds
+    return abs(predicted / measured - 1.0)
+
+
+def _machine(device: str) -> MachineFacts:
+    processor = platform.processor() or platform.machine()
+    memory = 0
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
+        memory = int(Path("/proc/meminfo").read_text(encoding="utf-8").split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass  # another system
+    return MachineFacts(
+        processor=processor,
+        cores=cores_here(),
+        memory_bytes=memory,
+        device=processor if device == "cpu" else device,
+        torch=torch.__version__,
+        starling=version("starling-asr"),
+    )

@@ -1,0 +1,395 @@
+"""Plans: speeds meet closed forms, crossing points meet their equations, published hours are what is printed."""
+
+import csv
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import starling
+from starling.cli import app
+from starling.engines.virtual.cluster import ComputeModel, LinkModel
+from starling.errors import ConfigError
+from starling.runs.planning import published
+from starling.runs.planning.costs import Costs, JobFacts, Profile, Validation, dump, find_preset, read_profile
+from starling.runs.planning.facts import facts_of
+from starling.runs.planning.plan import Row, plan, read_cluster, recommend
+from starling.runs.planning.predict import Arm, Machines, bisect, simulate
+from starling.runs.planning.profile import fit_compute, fit_link, gradient_times, profile
+from starling.training.stragglers import Stragglers
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "published-hours.md"
+MEGABYTE = 1 << 20
+GRADIENT, LATENCY, BANDWIDTH = 0.1, 1e-4, 1e8
+
+
+def costs(**changes: object) -> Costs:
+    link = LinkModel(latency=LATENCY, bandwidth=BANDWIDTH)
+    return Costs(
+        job=JobFacts(trains="a test", model_bytes=4 * MEGABYTE, batches_per_epoch=3600),
+        compute=ComputeModel(seconds=GRADIENT),
+        messages=link,
+        means=link,
+        source="a test",
+    ).model_copy(update=changes)
+
+
+def machines(stragglers: Stragglers = Stragglers(), **changes: object) -> Machines:  # noqa: B008 - frozen
+    return Machines(costs(**changes), stragglers)
+
+
+def arm(name: str, **options: object) -> Arm:
+    strategy = starling.STRATEGIES[name]
+    return Arm(strategy, strategy.options.model_validate(options))
+
+
+def ring_seconds(world: int) -> float:
+    """A ring all-reduce: 2 (L - 1) messages of 1/L of the bytes."""
+    return 2 * (world - 1) * (LATENCY + 4 * MEGABYTE / world / BANDWIDTH)
+
+
+def test_allreduce_takes_a_gradient_and_a_ring_for_each_step() -> None:
+    """The closed form, for four learners that are alike; with it the shares of computing and waiting."""
+    found = simulate(arm("allreduce"), 4, machines())
+    step = GRADIENT + ring_seconds(4)
+    assert found.seconds_per_gradient == pytest.approx(step / 4, rel=1e-6)
+    assert found.computing == pytest.approx(GRADIENT / step, rel=0.02)
+    assert found.bytes_sent == pytest.approx(2 * 3 / 4 * 4 * MEGABYTE)
+
+
+def test_delay_by_one_hides_the_shorter_of_gradient_and_mean() -> None:
+    """max(gradient, ring): here the gradient, and with a tenth of the bandwidth the ring."""
+    assert simulate(arm("delay-by-one"), 4, machines()).seconds_per_gradient == pytest.approx(GRADIENT / 4, rel=1e-6)
+    slower = machines().with_bandwidth(0.1)
+    ring = 6 * (LATENCY + MEGABYTE / (BANDWIDTH / 10))
+    assert simulate(arm("delay-by-one"), 4, slower).seconds_per_gradient == pytest.approx(ring / 4, rel=1e-6)
+
+
+def test_a_slow_learner_sets_the_pace_of_allreduce_and_not_that_of_adpsgd() -> None:
+    """Four times slower: every step of one, a quarter of one learner's share of the other."""
+    slow = machines(Stragglers(slow={0: 4.0}))
+    assert simulate(arm("allreduce"), 4, slow).seconds_per_gradient == pytest.approx(
+        (4 * GRADIENT + ring_seconds(4)) / 4, rel=1e-6
+    )
+    rate = 1.0 / simulate(arm("adpsgd"), 4, slow).seconds_per_gradient
+    assert rate == pytest.approx(3.25 / GRADIENT, rel=0.03)
+
+
+def test_without_exchange_allreduce_only_computes() -> None:
+    """What is left of the waiting is 0 where learners are alike."""
+    found = simulate(arm("allreduce"), 4, machines().without_exchange())
+    assert found.seconds_per_gradient == pytest.approx(GRADIENT / 4)
+    assert found.waiting == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_plan_has_hours_shares_bytes_and_cost_that_follow_from_the_closed_form() -> None:
+    """An epoch of 3,600 mini-batches with four learners under `allreduce`, at 2 a device hour, for 10 epochs."""
+    preset = plan_of(["allreduce"], price=2.0, budget=starling.Budget(epochs=10))
+    (row,) = preset.rows
+    step = GRADIENT + ring_seconds(4)
+    assert row.hours_per_epoch == pytest.approx(step / 4, rel=1e-6)  # 3,600 seconds an hour
+    assert row.hours == pytest.approx(10 * row.hours_per_epoch)
+    assert row.cost == pytest.approx(2.0 * 4 * row.hours)
+    assert row.computing + row.waiting + row.exchanging == pytest.approx(1.0)
+    assert row.exchanging == pytest.approx(ring_seconds(4) / step, rel=0.02)
+    assert row.waiting == pytest.approx(0.0, abs=0.01)
+    assert row.gigabytes_per_link == pytest.approx(3600 * 1.5 * 4 * MEGABYTE / 4 / 1e9)
+    assert (row.staleness_mean, row.staleness_max) == (0.0, 0)
+
+
+def plan_of(strategies: list[str], **options: object) -> starling.Plan:
+    measured = measured_profile()
+    return plan(profile=measured, learners=[4], strategies=strategies, crossings=False, **options)  # type: ignore[arg-type]
+
+
+def measured_profile(validation: Validation | None = None) -> Profile:
+    """A profile of the machine that `costs` describes."""
+    times = gradient_times([GRADIENT] * 10)
+    link = {"seconds_by_bytes": {4: 1.0}, "fitted": LinkModel(latency=LATENCY, bandwidth=BANDWIDTH)}
+    return Profile.model_validate(
+        {
+            "date": "2026-01-01",
+            "command": "starling profile test",
+            "machine": {
+                "processor": "x",
+                "cores": 2,
+                "memory_bytes": 1,
+                "device": "x",
+                "torch": "2",
+                "starling": "0",
+            },
+            "job": costs().job,
+            "gradient": times,
+            "step_seconds": 0.0,
+            "mixing_bandwidth": 1e9,
+            "exchange": link,
+            "mean": link,
+            "gradient_mean": link,
+            "memory_per_learner_bytes": 10**9,
+            "validation": validation,
+        }
+    )
+
+
+def test_an_interval_contains_the_prediction_and_grows_with_the_validation_s_error() -> None:
+    """A validation that was 10 % off leaves at least 10 % either way."""
+    bare, checked = (
+        plan(profile=measured_profile(validation), learners=[4], strategies=["allreduce"], crossings=False)
+        for validation in (None, Validation(error=0.1, against="a test"))
+    )
+    assert bare.rows[0].hours_low == pytest.approx(bare.rows[0].hours_high)
+    assert checked.rows[0].hours_low <= checked.rows[0].hours / 1.1 * 1.001
+    assert checked.rows[0].hours_high >= checked.rows[0].hours / 0.9 * 0.999
+    assert "10% off" in checked.reason[2]
+
+
+def test_the_bandwidth_at_which_another_strategy_is_faster_solves_its_equation() -> None:
+    """`adpsgd` is 5 % faster than `allreduce` where the ring takes 5 % of a gradient."""
+    fast = measured_profile().model_copy(update={"step_seconds": 0.0})
+    link = LinkModel(latency=0.0, bandwidth=1e10)
+    of_link = fast.mean.model_copy(update={"fitted": link})
+    fast = fast.model_copy(update={"mean": of_link, "gradient_mean": of_link, "exchange": of_link})
+    found = plan(profile=fast, learners=[4], strategies=["allreduce", "adpsgd"])
+    assert found.recommended.strategy == "allreduce"
+    (bandwidth,) = [each for each in found.crossings if each.what == "bandwidth"]
+    exact = 1.5 * 4 * MEGABYTE / (0.05 * GRADIENT)
+    assert bandwidth.faster == "adpsgd" and bandwidth.value < bandwidth.now
+    assert bandwidth.value == pytest.approx(exact, rel=0.05)
+    (slowness,) = [each for each in found.crossings if each.what == "slowness"]
+    # `allreduce` takes s gradients for 4, `adpsgd` 4 / (3 + 1 / s): 5 % apart where s (3 + 1 / s) / 4 = 1.05
+    assert slowness.value == pytest.approx((1.05 * 4 - 1) / 3, rel=0.08)
+    assert "adpsgd is faster than allreduce" in str(bandwidth) and "times slower" in str(slowness)
+
+
+def test_bisection_finds_a_root_on_either_side() -> None:
+    """To 3 %, whichever end is the larger."""
+    assert bisect(lambda x: x * x > 2.0, 0.1, 10.0) == pytest.approx(2**0.5, rel=0.03)
+    assert bisect(lambda x: x * x > 2.0, 10.0, 0.1) == pytest.approx(2**0.5, rel=0.03)
+
+
+def test_of_strategies_that_are_about_as_fast_the_least_stale_is_recommended() -> None:
+    """And beyond 5 % the faster one."""
+
+    def row(strategy: str, hours: float, staleness: float) -> Row:
+        rest = dict.fromkeys(("computing", "waiting", "exchanging", "gigabytes_per_link", "megabytes_per_second"), 0.0)
+        return Row(
+            strategy=strategy,
+            learners=4,
+            hours_per_epoch=hours,
+            hours=hours,
+            hours_low=hours,
+            hours_high=hours,
+            staleness_mean=staleness,
+            staleness_median=0,
+            staleness_95=0,
+            staleness_max=0,
+            memory_gigabytes=None,
+            cost=None,
+            **rest,
+        )
+
+    close = [row("adpsgd", 1.0, 1.2), row("allreduce", 1.04, 0.0)]
+    assert [each.strategy for each in recommend(close) if each] == ["allreduce", "adpsgd"]
+    apart = [row("allreduce", 1.2, 0.0), row("adpsgd", 1.0, 1.2)]
+    assert [each.strategy for each in recommend(apart) if each] == ["adpsgd", "allreduce"]
+
+
+def test_gradient_times_are_fitted_by_the_distribution_that_they_are_drawn_from() -> None:
+    """Log-normal, uniform and constant times, each with its mean and spread."""
+    generator = np.random.default_rng(1)
+    drawn = 0.2 * generator.lognormal(-0.5 * 0.4**2, 0.4, 4000)
+    fitted = fit_compute(drawn)
+    assert fitted.distribution == "log-normal"
+    assert (fitted.seconds, fitted.spread) == (pytest.approx(0.2, rel=0.03), pytest.approx(0.4, rel=0.06))
+    fitted = fit_compute(generator.uniform(0.15, 0.25, 4000))
+    assert fitted.distribution == "uniform"
+    assert (fitted.seconds, fitted.spread) == (pytest.approx(0.2, rel=0.03), pytest.approx(0.25, rel=0.06))
+    assert fit_compute(np.full(8, 0.25)) == ComputeModel(seconds=0.25)
+
+
+def test_the_interval_of_the_mean_holds_the_true_mean() -> None:
+    """In about 95 of 100 experiments; the standard error tells its width."""
+    generator = np.random.default_rng(2)
+    found = [gradient_times(generator.normal(1.0, 0.1, 40).tolist()) for _ in range(100)]
+    assert 88 <= sum(each.low <= 1.0 <= each.high for each in found) <= 100
+    widths = [each.high - each.low for each in found]
+    assert np.mean(widths) == pytest.approx(2 * 1.96 * 0.1 / 40**0.5, rel=0.1)
+
+
+def test_a_link_is_the_line_through_what_its_messages_took() -> None:
+    """A planted latency and bandwidth are found; a line that would begin below 0 begins at 0."""
+    planted = LinkModel(latency=2e-4, bandwidth=3e8)
+    sizes = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
+    found = fit_link({size: planted.send_seconds(size) for size in sizes})
+    assert (found.latency, found.bandwidth) == (pytest.approx(2e-4), pytest.approx(3e8))
+    steeper = fit_link({1000: 1e-6, 2000: 3e-6, 4000: 7e-6})
+    assert steeper.latency == 0.0 and 4e8 < steeper.bandwidth < 2e9
+    assert fit_link({1000: 1e-3}).latency == 1e-3
+
+
+def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+    """And everything that is wrong with a file is said at once."""
+    found = measured_profile(Validation(error=0.04, against="a test"))
+    file = tmp_path / "profile.yaml"
+    file.write_text(dump(found, ["a comment"]), encoding="utf-8")
+    assert read_profile(file) == found
+    file.write_text(dump(found).replace("step_seconds: 0.0", "step_second: -1"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"2 problems(?s:.*)did you mean step_seconds"):
+        read_profile(file)
+    with pytest.raises(ConfigError, match=r"cannot be read.*make one with `starling profile"):
+        read_profile(tmp_path / "absent.yaml")
+
+
+def test_wrong_arguments_of_a_plan_are_told_in_one_message() -> None:
+    """Each with what to do."""
+    with pytest.raises(ConfigError, match="either a profile, made by `starling profile`, or a preset"):
+        plan(learners=[4])
+    with pytest.raises(ConfigError, match="preset 'v100' is unknown; did you mean 'v100-2019'"):
+        plan(costs().job, preset="v100")
+    with pytest.raises(ConfigError, match="a preset knows no job"):
+        plan(preset="v100-2019")
+    with pytest.raises(ConfigError, match="the operations of a test are unknown"):
+        plan(costs().job, preset="v100-2019")
+    with pytest.raises(ConfigError, match=r"learners:.*at least 1"):
+        plan(profile=measured_profile(), learners=[0])
+    with pytest.raises(ConfigError, match=r"strategy\.perod: unknown key; did you mean strategy\.period"):
+        plan(profile=measured_profile(), strategies=[{"name": "adpsgd", "perod": 2}])
+    with pytest.raises(ConfigError, match=r"cluster: a problem\n  link\.bandwith: unknown key"):
+        plan(profile=measured_profile(), cluster={"link": {"bandwith": 1}})
+    other = costs().job.model_copy(update={"model_bytes": 8})
+    with pytest.raises(ConfigError, match=r"it is of a model of 4,194,304 bytes.*has 8; profile this job"):
+        plan(other, profile=measured_profile())
+
+
+def test_what_does_not_fit_a_number_of_learners_is_left_out_with_a_note() -> None:
+    """Three learners are no super-learners of two."""
+    found = plan(profile=measured_profile(), learners=[3], strategies=["allreduce", "hadpsgd"], crossings=False)
+    assert [row.strategy for row in found.rows] == ["allreduce"]
+    assert any(note.startswith("hadpsgd with 3 learners is left out") for note in found.notes)
+
+
+def test_a_cluster_s_file_changes_only_what_it_says() -> None:
+    """The link is as given, the gradient times are as measured."""
+    given = read_cluster({"link": {"bandwidth": 1e6}})
+    cluster = Machines(costs(), given=given).cluster(arm("adpsgd"), 4)
+    assert cluster.link.bandwidth == 1e6 and cluster.compute == costs().compute
+
+
+def test_a_plan_is_a_table_for_other_programs(tmp_path: Path) -> None:
+    """Records with one key for each column, and a CSV file with the same."""
+    found = plan_of(["allreduce", "adpsgd"])
+    found.write_csv(tmp_path / "plan.csv")
+    with (tmp_path / "plan.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["strategy"] for row in rows] == ["allreduce", "adpsgd"]
+    assert [float(row["hours"]) for row in rows] == [row.hours for row in found.rows]
+    assert list(rows[0]) == list(found.records()[0])
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def job() -> starling.Job:
+    generator = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(640, 16, generator=generator), torch.randint(4, (640,), generator=generator)
+    )
+    return starling.Job(
+        starling.DataWorkload(make_model, loss, data, batch_size=32),
+        strategy=starling.STRATEGIES["adpsgd"],
+        budget=starling.Budget(epochs=2),
+        make_optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+
+
+def test_the_facts_of_a_job_are_its_bytes_mini_batches_and_operations() -> None:
+    """Of a perceptron: 2 operations for each weight and example forward; backward the same for weights and inputs, but
+    for the inputs of the first layer."""
+    found = facts_of(job(), counts_flops=True)
+    assert found.model_bytes == 4 * (17 * 64 + 65 * 4)
+    assert found.batches_per_epoch == 20
+    assert found.flops_per_gradient == 2 * 32 * (16 * 64 + 64 * 4) * 2 + 2 * 32 * 64 * 4
+
+
+def test_a_recurrent_layer_s_operations_are_counted() -> None:
+    """6 for each weight and frame of an LSTM, to the elementwise rest."""
+
+    def recurrent() -> nn.Module:
+        return nn.LSTM(8, 16, batch_first=True)
+
+    def of_outputs(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(batch)[0].sum()
+        return found
+
+    data = [torch.zeros(5, 8) for _ in range(4)]
+    recurring = starling.Job(
+        starling.DataWorkload(recurrent, of_outputs, data, batch_size=4),
+        strategy=starling.STRATEGIES["allreduce"],
+        budget=starling.Budget(epochs=1),
+        make_optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+    counted = facts_of(recurring, counts_flops=True).flops_per_gradient
+    assert counted is not None
+    assert 0.7 < counted / (6 * (8 + 16) * 64 * 4 * 5) < 1.05
+
+
+def test_real_learners_are_measured_as_they_are_started_and_planned_with() -> None:
+    """One learner and two, processes of their own: every figure is there, and the plan rests on them."""
+    said: list[str] = []
+    found = profile(job(), gradients=12, engine={"threads": 1}, validate=False, command="a test", say=said.append)
+    assert found.gradient.num_measured == 12
+    assert 0.0 < found.gradient.low <= found.gradient.seconds <= found.gradient.high < 1.0
+    assert found.job.model_bytes == 4 * (17 * 64 + 65 * 4)
+    assert set(found.exchange.seconds_by_bytes) == set(found.mean.seconds_by_bytes)
+    assert max(found.exchange.seconds_by_bytes) == found.job.model_bytes
+    assert all(0.0 < seconds < 1.0 for seconds in found.exchange.seconds_by_bytes.values())
+    assert found.memory_per_learner_bytes > 10**7 and found.mixing_bandwidth > 1e6
+    assert said == ["one learner: gradients", "two learners: exchanges and means"]
+    planned = plan(job(), profile=found, learners=[2], strategies=["allreduce", "adpsgd"], crossings=False)
+    assert all(row.hours > 0.0 for row in planned.rows)
+
+
+def test_the_published_network_has_the_published_size() -> None:
+    """43.15 M weights, as many as torch's own layers of these sizes have."""
+    with torch.device("meta"):
+        layers = [nn.LSTM(260, 512, 6, bidirectional=True), nn.Linear(1024, 256), nn.Linear(256, 32_000)]
+    assert published.network_weights() == sum(each.numel() for layer in layers for each in layer.parameters())
+    assert published.network_weights() == pytest.approx(43.15e6, rel=2e-4)
+
+
+def test_published_hours_are_fitted_on_one_row_and_predicted_on_all_others() -> None:
+    """None is left out; the presets hold the fitted number; comparable rows are those without a reason."""
+    found = published.predictions()
+    assert tuple(each.row for each in found) == published.ROWS
+    assert [each.row.hours for each in found] == [192.0, 14.0, 11.5, 5.2, 5.0, 3.0, 2.28, 1.98]
+    assert Counter(each.row is published.FITTED for each in found) == {False: 7, True: 1}
+    (fitted,) = [each for each in found if each.row is published.FITTED]
+    assert fitted.hours == pytest.approx(5.2, rel=1e-3)
+    for row in published.ROWS:
+        assert find_preset(row.preset).efficiency == pytest.approx(published.fitted_efficiency(), rel=5e-3)
+    for name in {row.preset for row in published.ROWS}:
+        errors = [abs(each.error) for each in found if each.row.preset == name and each.row is not published.FITTED]
+        if name == "v100-2019":
+            errors = [abs(each.error) for each in found if not each.row.not_comparable]
+        validation = find_preset(name).validation
+        assert validation is not None and validation.error == pytest.approx(max(errors), abs=0.015)
+    assert {each.row.system for each in found if each.row.not_comparable} == {
+        row.system for row in published.ROWS if row.system.startswith(("16", "48", "96")) or "P9" in row.system
+    }
+
+
+def test_the_page_of_published_hours_is_what_the_command_prints() -> None:
+    """To the letter."""
+    result = CliRunner().invoke(app, ["plan", "--published"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == PAGE.read_text(encoding="utf-8")
