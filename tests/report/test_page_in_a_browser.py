@@ -117,27 +117,29 @@ def test_every_figure_is_drawn_without_an_error_or_a_request(visit: Visit) -> No
     assert visit.requests.count("file") == 1
 
 
-def test_hovering_shows_values(visit: Visit) -> None:
-    """The loss of each experiment at one moment; on the timeline, what a learner did for how long."""
-    visit.page.locator("#time").scroll_into_view_if_needed()
-    box = visit.page.locator("#time .nsewdrag").bounding_box()
-    assert box is not None
-    visit.page.mouse.move(box["x"] + 0.1 * box["width"], box["y"] + 0.5 * box["height"])
-    told = visit.page.wait_for_selector("#time .hoverlayer .hovertext, #time .hoverlayer .legend")
-    assert told is not None and re.search(r"few-virtual.*\d\.\d", told.text_content() or "")
-    visit.page.locator("#timeline-0").scroll_into_view_if_needed()
-    point = visit.page.evaluate("""() => {
-      const plot = document.getElementById("timeline-0"), trace = plot.calcdata[0], layout = plot._fullLayout;
-      const box = plot.getBoundingClientRect(), middle = trace[1];
+def hovered(visit: Visit, plot: str) -> tuple[float, str]:
+    """The value of the second point of a figure's first trace, and what the page tells when the mouse is there."""
+    visit.page.locator(f"#{plot}").scroll_into_view_if_needed()
+    x, y, value = visit.page.evaluate(f"""() => {{
+      const plot = document.getElementById("{plot}"), layout = plot._fullLayout;
+      const box = plot.getBoundingClientRect(), point = plot.calcdata[0][1];
       return [
-        box.x + layout.xaxis._offset + layout.xaxis.c2p(middle.x),
-        box.y + layout.yaxis._offset + layout.yaxis.c2p(middle.y),
+        box.x + layout.xaxis._offset + layout.xaxis.c2p(point.x),
+        box.y + layout.yaxis._offset + layout.yaxis.c2p(point.y),
+        point.y,
       ];
-    }""")
-    visit.page.mouse.move(*point)
-    told = visit.page.wait_for_selector("#timeline-0 .hoverlayer .hovertext")
-    assert told is not None
-    assert re.search(r"learner 0 computing for [\d.]+ s\s*mini-batch \d+", told.text_content() or "")
+    }}""")
+    visit.page.mouse.move(x, y)
+    told = visit.page.wait_for_selector(f"#{plot} .hoverlayer .hovertext, #{plot} .hoverlayer .legend")
+    return value, (told.text_content() or "") if told is not None else ""
+
+
+def test_hovering_shows_values(visit: Visit) -> None:
+    """The loss of an experiment at one moment; on the timeline, what a learner did for how long."""
+    loss, told = hovered(visit, "time")
+    assert f"few-virtual : {loss:.4g}" in told
+    _, told = hovered(visit, "timeline-0")
+    assert re.search(r"learner 0 computing for [\d.]+ s\s*mini-batch \d+", told)
 
 
 def test_the_timeline_zooms_by_dragging_and_back(visit: Visit) -> None:
