@@ -17,8 +17,8 @@ from starling.training.streams import lock_for
 class Replica:
     """Weights `[P]`, the parameters that view them, and the optimizer that changes them, under one lock.
 
-    `gradients` `[P]` backs `param.grad`; a gradient computed elsewhere is first copied into it, or into a `workspace`
-    `[P]`, which replicas may share, if `gradients` must be kept.
+    `gradients` `[P]` backs `param.grad`, or a `workspace` `[P]` does, which replicas may share; a gradient that is
+    elsewhere is first copied there.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Replica:
         Returns whether it did: a non-finite gradient changes nothing.
         """
         with self._lock:
-            if gradient.data_ptr() != self.gradients.data_ptr():
+            if gradient.data_ptr() != self._workspace.data_ptr():
                 gradient = self._workspace.copy_(gradient)
             if not math.isfinite(self.clip(gradient)):
                 return False
@@ -65,7 +65,7 @@ class Replica:
     @contextmanager
     def _looking_at(self, gradient: Tensor) -> Generator[None, None, None]:
         """A context in which the parameters' gradients are views into `gradient` `[P]`, or None where it has none."""
-        if gradient.data_ptr() == self.gradients.data_ptr() and not self.sometimes_unused:
+        if gradient.data_ptr() == self._workspace.data_ptr() and not self.sometimes_unused:
             yield
             return
         own = [parameter.grad for parameter in self._parameters]
