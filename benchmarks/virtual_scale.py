@@ -1,4 +1,4 @@
-"""The virtual engine at scale: thousands of learners timed without gradients.
+"""The virtual engine at scale: thousands of learners timed without gradients, and many gradients in one call.
 
 As a program, `python -m benchmarks.virtual_scale LEARNERS ROUNDS NUM_BYTES RESULT`: one timing-only run of `adpsgd`.
 """
@@ -11,17 +11,26 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from benchmarks.measuring import Bar
+import torch
+
+from benchmarks.measuring import Bar, median_speed_up
 from benchmarks.starting import Program, run_side_by_side
+from benchmarks.workloads import Computing
+from starling.budget import Budget
 from starling.engines.virtual.cluster import Cluster, ComputeModel
+from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.timing import simulate_timing
 from starling.strategies import find_strategy
+from starling.training.job import Job
 
 ROUNDS = 3
 MOST_SECONDS, MOST_MEBIBYTES = 20.0, 2048.0
 MOST_SECONDS_OF_MANY = 60.0
 NUM_BYTES = 13_000_000
 """3.25 M weights: one message of adpsgd's default 16 MiB."""
+WIDTHS = (40, 64, 64, 64, 64, 64, 64, 32)
+"""Of a perceptron with seven layers and 25 k parameters."""
+BATCH_SIZE = 8
 
 
 def measure(folder: Path) -> list[Bar]:
@@ -44,7 +53,42 @@ def measure(folder: Path) -> list[Bar]:
             1.0,
             detail_of_many,
         ),
+        together(),
     ]
+
+
+def together() -> Bar:
+    """How many times faster a whole run of 64 learners is that computes their gradients together."""
+    pairs = {strategy: [pair(strategy, number) for number in range(4)] for strategy in ("allreduce", "adpsgd")}
+    speed_ups = {strategy: median_speed_up(found) for strategy, found in pairs.items()}
+    ours, theirs = (median(column) for column in zip(*pairs["allreduce"], strict=True))
+    return Bar.at_least(
+        "64 learners under allreduce, whole run: gradients together / one after another",
+        speed_ups["allreduce"],
+        3.0,
+        f"{ours:.2f} and {theirs:.2f} s for 1,280 gradients; under adpsgd {speed_ups['adpsgd']:.2f} times faster",
+    )
+
+
+def pair(strategy: str, number: int) -> tuple[float, float]:
+    """Seconds of both runs, one or the other first."""
+    found = {is_batched: trained(strategy, is_batched) for is_batched in (number % 2 == 0, number % 2 == 1)}
+    return found[True], found[False]
+
+
+def trained(strategy: str, is_batched: bool) -> float:
+    """Seconds of 20 gradients of each of 64 learners."""
+    job = Job(
+        Computing(WIDTHS, batch_size=BATCH_SIZE),
+        find_strategy(strategy),
+        Budget(steps=64 * 20),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    )
+    compute = ComputeModel(distribution="log-normal", spread=0.3, batched=is_batched)
+    engine = VirtualEngine(job, 64, Cluster(compute=compute))
+    begin = time.perf_counter()
+    engine.run()
+    return time.perf_counter() - begin
 
 
 def timed(world: int, rounds: int, folder: Path) -> dict[str, float]:

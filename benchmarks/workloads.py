@@ -131,8 +131,8 @@ class EmulatedDevice(_Watched):
 class Computing(_Watched):
     """A perceptron on random points, computed for real; each loss takes `seconds` more."""
 
-    def __init__(self, widths: Sequence[int], seconds: float = 0.0) -> None:
-        self._widths = widths
+    def __init__(self, widths: Sequence[int], seconds: float = 0.0, batch_size: int = BATCH_SIZE) -> None:
+        self._widths, self._batch_size = widths, batch_size
         self._seconds = seconds
 
     @cached_property
@@ -140,8 +140,8 @@ class Computing(_Watched):
         generator = torch.Generator().manual_seed(3)
         return [
             Batch(
-                torch.randn(BATCH_SIZE, self._widths[0], generator=generator),
-                torch.randn(BATCH_SIZE, self._widths[-1], generator=generator),
+                torch.randn(self._batch_size, self._widths[0], generator=generator),
+                torch.randn(self._batch_size, self._widths[-1], generator=generator),
             )
             for _ in range(NUM_BATCHES)
         ]

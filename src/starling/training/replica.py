@@ -17,8 +17,8 @@ from starling.training.streams import lock_for
 class Replica:
     """Weights `[P]`, the parameters that view them, and the optimizer that changes them, under one lock.
 
-    `gradients` `[P]` backs `param.grad`. A gradient in other memory is first copied into `gradients` or, if that must
-    not be overwritten, into a `workspace` `[P]`, which replicas may share.
+    `param.grad` is a view into `gradients` `[P]` or, if that must not be overwritten, into a `workspace` `[P]`, which
+    replicas may share. A gradient in other memory is first copied there.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Replica:
         Returns False, without a step, if the gradient is not finite.
         """
         with self._lock:
-            if gradient.data_ptr() != self.gradients.data_ptr():
+            if gradient.data_ptr() != self._workspace.data_ptr():
                 gradient = self._workspace.copy_(gradient)
             if not math.isfinite(self.clip(gradient)):
                 return False
@@ -65,7 +65,7 @@ class Replica:
     @contextmanager
     def _as_parameter_gradients(self, gradient: Tensor) -> Generator[None, None, None]:
         """Within this context `param.grad` is a view into `gradient` `[P]`, or None for a parameter without one."""
-        if gradient.data_ptr() == self.gradients.data_ptr() and not self.sometimes_unused:
+        if gradient.data_ptr() == self._workspace.data_ptr() and not self.sometimes_unused:
             yield
             return
         own = [parameter.grad for parameter in self._parameters]

@@ -59,13 +59,14 @@ class RealGradients:
         self._model = FlatModel(job.workload.make_model(), device)
         self._first_buffers = self._model.own_buffers()
         self._workspace = torch.empty_like(self._model.weights)  # for the step of any learner, `[P]`
+        self._gradients_of = list(split(self._workspace, self._model.parameters))
 
     def new_replica(self) -> Replica:
         job, model = self._job, self._model
         weights = model.weights.clone()
         gradients = torch.zeros_like(weights)
         parameters = [nn.Parameter(view) for view in split(weights, model.parameters)]
-        for parameter, gradient in zip(parameters, split(gradients, model.parameters), strict=True):
+        for parameter, gradient in zip(parameters, self._gradients_of, strict=True):
             parameter.grad = gradient
         return Replica(weights, gradients, parameters, job.make_optimizer, job.clip_norm, self._workspace)
 

@@ -16,6 +16,7 @@ import torch
 from simpy.core import EmptySchedule
 
 from starling.checkpoint.state import LearnerState
+from starling.engines.virtual.batching import BatchedGradients
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.computation import Computation, RealGradients
 from starling.engines.virtual.faults import VirtualFaults, VirtualLoss
@@ -83,7 +84,7 @@ class VirtualEngine:
             job=job,
             cluster=self._cluster,
             environment=self._environment,
-            computation=computation or RealGradients(job, device),
+            computation=computation or _computation(job, self._cluster, device),
             loader=Loader(job.workload, job.num_workers),
             faults=self._faults,
             record=self._record,
@@ -172,3 +173,7 @@ class VirtualEngine:
                     found[rank], weights=theirs.weights, buffers=theirs.buffers, optimizer=theirs.optimizer
                 )
         return found
+
+
+def _computation(job: Job, cluster: Cluster, device: torch.device) -> Computation:
+    return BatchedGradients(job, device) if cluster.compute.batched else RealGradients(job, device)

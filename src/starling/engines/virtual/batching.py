@@ -1,0 +1,195 @@
+"""Gradients of many virtual learners at once, where the model allows it.
+
+A gradient depends on the weights at which it began and on nothing that happens later. So it is computed when the first
+gradient of any learner is due, together with all others that are then under way: the learners' weights are stacked,
+and `torch.func.vmap` runs the loss over all of them. Events keep their times and their order. Losses and gradients
+agree with those computed one after another to rounding, because matrix products are summed in another order.
+"""
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from starling.checkpoint.state import LearnerState
+from starling.engines.virtual.computation import Buffers, Computing, Loss, RealGradients
+from starling.training.flat import NO_GRADIENT, trainable
+from starling.training.job import Job
+from starling.training.replica import Replica
+
+MOST_STACKED_BYTES = 2**28
+"""Of weights that are stacked; more learners than that are computed in several groups."""
+
+
+@dataclass
+class _Begun:
+    """A gradient that is under way."""
+
+    learner: Computing
+    at: Tensor
+    examples: Any
+    loss: float | None = None
+
+
+class BatchedGradients:
+    """Real gradients, those of learners that compute at the same time in one call.
+
+    Mini-batches are computed together if each is one micro-batch of tensors with the same shapes. Others are computed
+    one after another, as are all if the model has buffers, draws random numbers or needs an operation that `vmap`
+    cannot batch; `problem` says why.
+    """
+
+    holds_weights = True
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._job, self._device = job, device
+        self._single = RealGradients(job, device)
+        self._loss = _LossOf(job.workload.make_model().to(device), job)
+        names = {id(parameter): name for name, parameter in self._loss.named_parameters()}
+        self._parameters = trainable(self._loss.model)
+        self._names = [names[id(parameter)] for parameter in self._parameters]
+        stops = list(accumulate(each.numel() for each in self._parameters))
+        self._places = [slice(stop - each.numel(), stop) for stop, each in zip(stops, self._parameters, strict=True)]
+        self._most = max(1, MOST_STACKED_BYTES // max(1, sum(each.nbytes for each in self._parameters)))
+        self._begun: dict[int, _Begun] = {}  # by the learner's identity, in the order in which they began
+        self.most_together = 0
+        """The most learners whose gradients were computed in one call."""
+        self.problem = self._problem()
+        """Why gradients are computed one after another; None where they are computed together."""
+
+    def _problem(self) -> str | None:
+        if next(self._loss.buffers(), None) is not None:
+            return "the model has buffers"
+        if self._job.faults:
+            return "faults are injected"
+        if self._job.weighting != "batches":
+            return f"mini-batches are weighted by {self._job.weighting}"
+        return None
+
+    def new_replica(self) -> Replica:
+        return self._single.new_replica()
+
+    def new_buffers(self, start: LearnerState | None) -> Buffers:
+        return self._single.new_buffers(start)
+
+    def named(self, buffers: Buffers) -> dict[str, Tensor]:
+        return self._single.named(buffers)
+
+    def gradient(self, learner: Computing, at: Tensor) -> Loss:
+        _, batch = learner.course.claimed()
+        if self.problem is not None or len(batch) != 1:
+            return self._single.gradient(learner, at)
+        if id(learner) in self._begun:  # its gradient before was not awaited
+            self._compute_all()
+        begun = self._begun[id(learner)] = _Begun(learner, at, batch[0].to(self._device))
+
+        def loss() -> float | None:
+            if id(learner) in self._begun:
+                self._compute_all()
+            return begun.loss
+
+        return loss
+
+    def _compute_all(self) -> None:
+        """Compute all gradients that are under way."""
+        begun, self._begun = list(self._begun.values()), {}
+        groups: dict[Hashable, list[_Begun]] = {}
+        for each in begun:
+            groups.setdefault(_shape(each.examples), []).append(each)
+        for group in groups.values():
+            for start in range(0, len(group), self._most):
+                self._compute(group[start : start + self._most])
+
+    def _compute(self, group: Sequence[_Begun]) -> None:
+        if len(group) > 1 and self.problem is None:
+            try:
+                self._compute_together(group)
+            except Exception as error:  # whatever it is: if it is the workload's own, it comes again right below
+                self.problem = f"{type(error).__name__}: {error}"
+            else:
+                return
+        for each in group:
+            each.loss = self._single.compute(each.learner, each.at)
+
+    def _compute_together(self, group: Sequence[_Begun]) -> None:
+        stacked = torch.stack([each.at.detach() for each in group])
+        leaves = [
+            stacked[:, place].view(len(group), *parameter.shape).requires_grad_()
+            for place, parameter in zip(self._places, self._parameters, strict=True)
+        ]
+        found = [_tensors(each.examples) for each in group]
+        inputs = {name: torch.stack([each[name] for each in found]) for name in found[0]}
+        template = _common([each.examples for each in group])
+
+        def loss_of_one(weights: dict[str, Tensor], tensors: dict[str, Tensor]) -> Tensor:
+            loss: Tensor = torch.func.functional_call(self._loss, weights, (_with_tensors(template, tensors),))
+            return loss
+
+        named = dict(zip(self._names, leaves, strict=True))
+        losses: Tensor = torch.func.vmap(loss_of_one, randomness="error")(named, inputs)
+        gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        unused = {number for number, gradient in enumerate(gradients) if gradient is None}
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is None:
+                leaf.detach().fill_(NO_GRADIENT)
+            else:
+                torch.add(gradient, 0.0, out=leaf.detach())  # 0.0 + -0.0 is 0.0: see NO_GRADIENT
+        for each, gradient, loss in zip(group, stacked, losses.tolist(), strict=True):
+            each.learner.replica.gradients.copy_(gradient)
+            each.learner.replica.sometimes_unused |= unused
+            each.loss = loss
+        self.most_together = max(self.most_together, len(group))
+
+
+class _LossOf(nn.Module):
+    """The loss of a workload as a function of its model's parameters."""
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        super().__init__()
+        self.model, self._job = model, job
+
+    def forward(self, examples: Any) -> Tensor:
+        device = next(self.model.parameters()).device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._job.autocast):
+            loss: Tensor = self._job.workload.loss(self.model, examples)
+        return loss
+
+
+class _Differs:
+    """In the place of what is no tensor and differs between the mini-batches of learners: a loss must not use it."""
+
+    def __bool__(self) -> bool:
+        raise TypeError("the loss depends on something that is no tensor and differs between mini-batches")
+
+    __len__ = __iter__ = __eq__ = __hash__ = __bool__  # type: ignore[assignment]
+
+
+def _tensors(examples: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(examples).items() if isinstance(value, Tensor)}
+
+
+def _shape(examples: Any) -> Hashable:
+    """Alike for mini-batches that can be stacked."""
+    if not hasattr(examples, "__dict__"):
+        return id(examples)
+    return type(examples), *((name, value.shape, value.dtype) for name, value in _tensors(examples).items())
+
+
+def _common(examples: Sequence[Any]) -> Any:
+    """The first mini-batch, without anything but tensors that another has otherwise."""
+    made = copy.copy(examples[0])
+    others = {name: value for name, value in vars(made).items() if not isinstance(value, Tensor)}
+    vars(made).update(
+        {name: _Differs() for name, value in others.items() if any(vars(each)[name] != value for each in examples)}
+    )
+    return made
+
+
+def _with_tensors(template: Any, tensors: dict[str, Tensor]) -> Any:
+    made = copy.copy(template)
+    vars(made).update(tensors)
+    return made
