@@ -66,10 +66,10 @@ def test_help_does_not_load_torch() -> None:
         (["plan", "r.yaml", "--profile", "absent.yaml"], 2, "profile absent.yaml: cannot be read"),
         (["plan", "r.yaml", "--profile", "p.yaml", "--learners", "four"], 2, "'four' is no list of numbers"),
         (["join", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
-        (["evaluate", "exp/absent"], 6, "exp/absent is not an experiment"),
+        (["evaluate", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
         (["status", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
         (["report", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
-        (["transcribe", "exp/absent", "a.wav"], 6, "exp/absent is not an experiment"),
+        (["transcribe", "exp/absent", "a.wav"], 2, "exp/absent: no config.yaml here; give an experiment"),
         (["train", "r.yaml", "resume=exp/absent"], 6, "exp/absent: no such folder"),
     ],
 )

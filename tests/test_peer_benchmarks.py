@@ -48,8 +48,8 @@ def test_the_workers_measure_steps_rounds_and_models(tmp_path: Path) -> None:
     """Alone, models part; under `allreduce` they stay equal; `adpsgd` goes on although one worker sleeps; a case of no
     length ends with its first step."""
     cases = [
-        Case("alone", WIDTHS, seconds=0.02),
-        Case("allreduce", WIDTHS, seconds=0.02),
+        Case("alone", WIDTHS, seconds=0.2),
+        Case("allreduce", WIDTHS, seconds=0.2),
         Case("adpsgd", WIDTHS, slow_seconds=0.3, seconds=0.2),
         Case("allreduce", WIDTHS, seconds=0.0),
     ]

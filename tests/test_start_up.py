@@ -184,7 +184,7 @@ NO_TORCH = {"torch", "simpy", "safetensors.torch", *SPEECH} - {"urllib3"}
         (["train", "--help"], "RECIPE"),
         (["strategies"], "adpsgd"),
         (["recipes"], "demo"),
-        (["status", "EXP"], "has no status"),
+        (["status", "EXP"], "no status.json"),
         (["audit", "EXP"], "was computed once"),
         (["report", "EXP"], "wrote"),
     ],

@@ -157,7 +157,7 @@ def test_the_rounds_and_gaps_in_words_are_what_the_closed_forms_say() -> None:
         math.ceil(math.log(0.01) / math.log(factor(64)))
         for factor in (ring_contraction, random_ring_contraction, pairs_contraction)
     )
-    assert f"needs {ring} rounds of the ring to shrink to 1 %, {random} of the random ring, {pairs} of pairs" in text
+    assert f"shrinks to 1 % in {ring} rounds of `ring`, {random} of `random` or {pairs} of `pairs`" in text
     of_eight, of_many = (spectral_gap(PATTERNS["ring"](world, 1).matrix(0)) for world in (8, 64))
     assert f"{of_eight:.3f} for 8 learners, {of_many:.4f} for 64" in text
 

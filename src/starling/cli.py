@@ -345,13 +345,14 @@ def transcribe(
 
 @app.command(epilog="Example: [bold]starling strategies[/bold]")
 def strategies(debug: Debug = False) -> None:
-    """List the strategies by which learners can agree."""
+    """List the strategies by which learners can agree, those of installed packages included."""
     with _errors(debug):
-        from starling.strategies import STRATEGIES
+        from starling.strategies import find_strategy, strategy_names
 
-        width = max(map(len, STRATEGIES))
-        for strategy in STRATEGIES.values():
-            typer.echo(f"{strategy.name:{width}}  {strategy.summary}")
+        names = strategy_names()
+        width = max(map(len, names))
+        for name in names:
+            typer.echo(f"{name:{width}}  {find_strategy(name).summary}")
 
 
 @shipped.callback(invoke_without_command=True)

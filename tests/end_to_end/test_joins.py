@@ -107,7 +107,8 @@ def audited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Counter
     return said[-1], Counter(sight.learner for sight in read_seen(Path("exp/songs/seen"), end))
 
 
-@pytest.mark.parametrize("strategy", ["adpsgd", pytest.param("allreduce", marks=pytest.mark.soak)])
+@pytest.mark.soak  # `make test` has tests/launch/test_joins.py
+@pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
 def test_a_lost_learner_and_one_more_join_and_all_is_seen_once(
     strategy: str, songs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

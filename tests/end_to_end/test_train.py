@@ -195,6 +195,7 @@ def test_a_second_run_in_the_folder_of_a_running_one_is_refused(tree: Tree, tmp_
         assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.soak  # `make test` has the same for a run that its strategy continues: test_explains.py
 def test_a_run_that_lost_a_learner_says_who_and_can_be_resumed(tree: Tree, tmp_path: Path) -> None:
     """Where it is asked for, a killed learner ends the run with exit code 3; the message tells how to resume."""
     recipe = written(tree, tmp_path)

@@ -85,7 +85,7 @@ def test_a_job_survives_a_killed_learner_sees_everything_once_and_resumes_with_o
     [
         (
             SCRIPT.replace("make_model, loss", "lambda: make_model(), loss") + TRAIN,
-            "job: it cannot be sent to learner processes",
+            "job: cannot be sent to learner processes",
         ),
         (
             SCRIPT + TRAIN.replace('if __name__ == "__main__":', "if True:"),

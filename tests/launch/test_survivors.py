@@ -106,7 +106,8 @@ def test_a_super_learner_that_has_lost_a_learner_leaves_whole(tmp_path: Path) ->
 def test_a_run_cannot_continue_without_its_server(tmp_path: Path) -> None:
     """Part of the model is lost with it: the survivors say so and end, and a resume is what is left."""
     with pytest.raises(
-        PeerLost, match=r"learner 0 was killed by SIGKILL .*parameter-server cannot continue without: .*kept"
+        PeerLost,
+        match=r"learner 0 was killed by SIGKILL .*parameter-server cannot continue: .*its shard of the model is lost",
     ):
         survive("parameter-server/ends", 2, 0, tmp_path)
 

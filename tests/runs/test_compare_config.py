@@ -187,7 +187,7 @@ def test_all_problems_of_a_comparison_are_listed_at_once(compared: Tree) -> None
         ),
         (
             {"arms": {"a": {"strategy": {"name": "hadpsgd", "per_node": 3}, "learners": 4}}},
-            r"arms\.a: strategy\.per_node: 3 learners to a super-learner do not divide 4",
+            r"arms\.a: strategy\.per_node: 4 learners cannot be divided into super-learners of 3",
         ),
         ({"arms": {"a": {"optimizer": {"name": "adm"}}}}, r"compare\.arms\.a: optimizer: name: 'adm' is not in torch"),
         ({"arms": {"a": {"lerners": 3}}}, r"compare\.arms\.a: lerners: unknown key; did you mean learners\?"),

@@ -168,7 +168,10 @@ def test_seeds_change_the_model_and_other_settings_compute_cells_again(tmp_path:
     ("options", "problem"),
     [
         ({"strategies": ["adpsdg"]}, r"arms\.adpsdg: strategy: 'adpsdg' is unknown; did you mean 'adpsgd'\?"),
-        ({"strategies": {"a": {"strategy": {"name": "hadpsgd", "per_node": 3}}}}, r"3 learners .* do not divide 4"),
+        (
+            {"strategies": {"a": {"strategy": {"name": "hadpsgd", "per_node": 3}}}},
+            r"4 learners cannot be divided into super-learners of 3",
+        ),
         (
             {"strategies": {"a": {"strategy": "adpsgd", "bugdet": 3}}},
             r"arms\.a: a job has no 'bugdet' to change; did y",

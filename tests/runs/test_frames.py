@@ -104,7 +104,7 @@ def test_the_audit_counts_sub_sequences(trained: Path) -> None:
     """Each was seen exactly once in each epoch."""
     said: list[str] = []
     audit(trained, said.append, Console(file=io.StringIO(), width=200))
-    assert "8 of 8 whole epochs saw each of " in said[-1]
+    assert "8 of 8 complete epochs saw each of " in said[-1]
     assert said[-1].endswith(" sub-sequences exactly once")
 
 

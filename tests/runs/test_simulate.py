@@ -12,7 +12,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from starling.checkpoint.reader import latest, load
-from starling.errors import CheckpointError, ConfigError, DataError, PeerLost
+from starling.errors import ConfigError, DataError, PeerLost
 from starling.runs.audit import audit
 from starling.runs.evaluate import evaluate, transcribe
 from starling.runs.recipe.recipe import check_recipe
@@ -119,7 +119,7 @@ def test_a_straggler_of_the_recipe_delays_a_synchronous_simulation(tree: Tree) -
 
 def test_a_folder_that_is_no_experiment_is_named(tmp_path: Path) -> None:
     """With an example of one."""
-    with pytest.raises(CheckpointError, match=r"is not an experiment.*exp/demo"):
+    with pytest.raises(ConfigError, match=r"no config\.yaml here"):
         transcribe(tmp_path, [], print)
 
 

@@ -146,7 +146,7 @@ def test_a_summary_is_not_believed(whole: Path, changes: dict[str, Any], problem
         ("num_samples", np.full(COUNT, 2**40, "i8"), "the audio of u0 is damaged"),
         ("offsets", np.full(COUNT, 2**40, "i8"), "the audio of u0 is damaged"),
         ("offsets", np.zeros(COUNT, "f8"), "has type float64"),
-        ("offsets", np.zeros((COUNT, 1), "i8"), "in 2 dimensions"),
+        ("offsets", np.zeros((COUNT, 1), "i8"), "and 2 dimensions, not i8 and one"),
         ("offsets", np.zeros(COUNT + 1, "i8"), "7 entries for 6 utterances"),
         ("texts", np.full(48, 0xFF, "u1"), r"texts\.npy: entry 0 is damaged"),
         ("texts_ends", np.arange(COUNT, 0, -1), r"texts\.npy: entry 1 is damaged"),

@@ -198,5 +198,5 @@ def test_a_checksum_list_cannot_point_elsewhere(saved):
     description = json.loads((saved / "config.json").read_text())
     description["sha256"]["../secret"] = hashlib.sha256(b"not ours").hexdigest()
     (saved / "config.json").write_text(json.dumps(description))
-    with pytest.raises(CheckpointError, match=r"'\.\./secret', which is not the name"):
+    with pytest.raises(CheckpointError, match=r"'\.\./secret', which is not a file name in this folder"):
         Recogniser.load(saved)

@@ -152,7 +152,7 @@ def test_a_deleted_object_is_named(store: Store, songs: SpeechSet, tmp_path: Pat
     address = store.upload(songs.folder.parent)
     remote = fetched(address, store.options, tmp_path / "here")
     store.client.delete_object(Bucket=BUCKET, Key="songs/train/shar/recording.000000.tar")
-    with pytest.raises(DataError, match=r"s3://corpora/songs/train/shar/recording\.000000\.tar: is not there"):
+    with pytest.raises(DataError, match=r"s3://corpora/songs/train/shar/recording\.000000\.tar: is missing"):
         remote.audios([1, 2])
     with pytest.raises(DataError, match=r"recording\.000000\.tar: is missing"):
         fetch_sets(address, store.options, tmp_path / "elsewhere", ["train"], 8000, silent)
@@ -161,7 +161,7 @@ def test_a_deleted_object_is_named(store: Store, songs: SpeechSet, tmp_path: Pat
 
 def test_a_set_that_is_not_there_is_named(store: Store, tmp_path: Path) -> None:
     """The address of its summary stands in the message."""
-    with pytest.raises(DataError, match=r"s3://corpora/nothing/train/summary\.json: is not there"):
+    with pytest.raises(DataError, match=r"s3://corpora/nothing/train/summary\.json: is missing"):
         fetch_sets(f"s3://{BUCKET}/nothing", store.options, tmp_path, ["train"], 8000, silent)
 
 
@@ -226,7 +226,7 @@ def test_a_folder_on_this_machine_is_an_address_too(songs: SpeechSet, tmp_path: 
     assert json.loads((remote.folder / "remote.json").read_text())["address"] == f"file://{songs.folder}/shar"
     assert total(remote) == total(songs)
     (songs.folder / "shar" / "recording.000000.tar").unlink()
-    with pytest.raises(DataError, match=r"recording\.000000\.tar: is not there"):
+    with pytest.raises(DataError, match=r"recording\.000000\.tar: is missing"):
         remote.audio(0)
 
 

@@ -78,7 +78,7 @@ def test_damaged_or_missing_tokens_are_named(tmp_path):
 
 def test_texts_without_characters_are_refused():
     """No training text, no tokens."""
-    with pytest.raises(DataError, match="nothing to make tokens of"):
+    with pytest.raises(DataError, match="contain no characters"):
         make_tokenizer(TokenConfig(), [])
     with pytest.raises(DataError, match="sentencepiece"):
         make_tokenizer(TokenConfig(kind="sentencepiece"), [])

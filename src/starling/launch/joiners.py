@@ -77,8 +77,8 @@ class Joiners:
     def tend(self, members: Sequence[int], is_ending: bool) -> list[LearnerRecord]:
         """Take new requests, start the requested learners, and return those that were started.
 
-        Called only after all `members` have entered a membership. `is_ending` is true once one of them has exited: then
-        requests are refused, and no learner is started.
+        Called only after all `members`, except joiners still on their way, have entered a membership. `is_ending` is
+        true once one of them has exited: then requests are refused, and no learner is started.
         """
         now = self._roster.clock()
         self._begin = now if self._begin is None else self._begin
@@ -94,8 +94,8 @@ class Joiners:
         return started
 
     def ready(self, members: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
-        """The joiners to admit now, oldest first, and the members of the next membership; both empty if the strategy
-        cannot use as many as are ready."""
+        """The joiners to admit now, oldest first, and the members of the next membership. Of the ready joiners, as many
+        are admitted as the strategy can use; both results are empty if that is none."""
         ready = [
             each.learner_id
             for each in self._joining

@@ -1,7 +1,7 @@
 """The socket between a launcher and each of its learners: messages in both directions, and the learner's heartbeat.
 
 If the launcher dies, the learner reads end-of-file and exits, so that no process is left behind. If no heartbeat comes
-for long, the launcher knows that the learner is stalled.
+for a long time, the launcher knows that the learner is stalled.
 """
 
 import os
@@ -57,7 +57,8 @@ class Link:
             self._line.sendall(line)
 
     def listen(self, listener: Callable[[LauncherMessage], None]) -> None:
-        """Call `listener` with each message of the launcher: now with the earlier ones, later in the link's thread."""
+        """Call `listener` with each message of the launcher: at once with earlier ones, in the link's thread with later
+        ones."""
         with self._listening:
             self._listeners.append(listener)
             for message in self._heard:

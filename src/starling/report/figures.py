@@ -21,13 +21,13 @@ KINDS = (
     ("waiting_for_data", "waiting for data", "#e0a539"),
     ("waiting_for_peers", "waiting for peers", "#d1495b"),
 )
-"""Of a learner's time: the attribute of a stretch, the words, the colour."""
+"""The kinds of a learner's time: each with an attribute of `Stretch`, its name on the page, and its colour."""
 MAX_STRETCHES = 3000
-"""In all timelines of a page together: each takes about 100 bytes of it."""
+"""In all timelines of a page together; each adds about 100 bytes to the page."""
 MAX_ROWS = 64
 """Learners in one timeline."""
 _WINDOW = 20
-"""Mini-batches of each learner that the timeline's buttons zoom to."""
+"""The timeline's buttons zoom to the duration of the first learner's first `_WINDOW` + 1 stretches."""
 _HEIGHT = 340
 
 
@@ -83,8 +83,8 @@ def validation(experiments: Sequence[Evidence]) -> go.Figure | None:
 
 
 def speed_up(experiments: Sequence[Evidence]) -> go.Figure | None:
-    """Throughput relative to the experiments with the fewest learners, beside the ideal line. None where all have as
-    many learners, or some clocks are real and others simulated."""
+    """Throughput relative to the experiments with the fewest learners, beside the ideal line. None where all have the
+    same number of learners, or some clocks are real and others simulated."""
     shown = [each for each in experiments if each.throughput]
     fewest = min((each.learners for each in shown), default=0)
     most = max((each.learners for each in shown), default=0)
@@ -166,7 +166,7 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure | None:
 
 
 def staleness(experiments: Sequence[Evidence]) -> go.Figure | None:
-    """How many gradients were how stale."""
+    """The share of gradients with each staleness."""
     shown = [each for each in experiments if sum(each.staleness)]
     figure = _figure("staleness: changes of the weights while a gradient was computed", "gradients, %")
     for each in shown:
@@ -251,7 +251,7 @@ def _buttons(figure: go.Figure, buttons: Sequence[dict[str, Any]]) -> None:
 
 
 def _merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
-    """The stretches of one learner, neighbours put together until there are at most so many."""
+    """The stretches of one learner, with neighbours merged until there are at most `most`."""
     size = math.ceil(len(stretches) / most)
     return [_together(stretches[place : place + size]) for place in range(0, len(stretches), size)]
 
@@ -278,8 +278,8 @@ def _together(group: Sequence[Stretch]) -> Stretch:
 def _spans(
     rows: Sequence[Sequence[Stretch]], attribute: str
 ) -> tuple[NDArray[np.float64], NDArray[np.int16], list[list[Any]]]:
-    """The lines of one kind of time: begin, middle, end and a gap each. A stretch ends in its gradient, so waiting for
-    others (after the gradient before) and waiting for data come first."""
+    """The lines of one kind of time: begin, middle, end and a gap each. A stretch ends with the computing of
+    its gradient; the wait for peers, which follows the previous gradient, and the wait for data come before it."""
     x: list[float] = []
     y: list[int] = []
     custom: list[list[Any]] = []

@@ -14,7 +14,7 @@ from starling.checkpoint.reader import latest, load
 from starling.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from starling.report.progress import Bars, Say
 from starling.runs.cores import use_threads
-from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.experiment.folder import ExperimentFolder, existing
 from starling.runs.recipe.recipe import Recipe, load_resolved
 from starling.runs.validate import best_model
 from starling.speech.check.findings import seen_in_training
@@ -82,12 +82,7 @@ def load_recogniser(experiment: Path, recipe: Recipe, is_best: bool = False) -> 
 
 
 def _open(experiment: Path) -> tuple[ExperimentFolder, Recipe]:
-    folder = ExperimentFolder(experiment)
-    if not folder.config.is_file():
-        raise CheckpointError(
-            f"{experiment} is not an experiment: it has no config.yaml; give a folder that `starling train` wrote, "
-            "such as exp/demo"
-        )
+    folder = existing(experiment)
     return folder, load_resolved(folder.config)
 
 

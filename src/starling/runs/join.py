@@ -9,7 +9,7 @@ from starling.launch.joiners import Changes
 from starling.launch.messages import JoinAnswer, JoinRequest
 from starling.launch.requests import Requests, ask, launcher_id, take_answer, withdraw
 from starling.report.progress import Say
-from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.experiment.folder import existing
 from starling.runs.recipe.run import RunConfig
 from starling.timeouts import ANSWER_EVERY
 from starling.training.faults import Join
@@ -42,9 +42,7 @@ def join(experiment: Path, learners: int, tell: Say) -> None:
     Raises ConfigError if nothing runs there or the request is refused, PeerLost if a learner failed while joining or
     the run ended first.
     """
-    folder = ExperimentFolder(experiment)
-    if not folder.config.is_file():
-        raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
+    folder = existing(experiment)
     launcher = launcher_id(folder.joins)
     if launcher is None:
         raise ConfigError(f"{experiment}: nothing runs here; start it with: starling train {folder.config}")

@@ -10,7 +10,7 @@ from rich.live import Live
 from starling.errors import ConfigError, DataError, ProtocolError
 from starling.launch.messages import Status, decode_status
 from starling.report.status import describe
-from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.experiment.folder import existing
 from starling.timeouts import LOOK_EVERY, STATUS_FRESH
 
 
@@ -35,9 +35,7 @@ def status(experiment: Path, watch: bool, output: Console) -> None:
 
 def read_status(experiment: Path) -> Status:
     """The last status that an experiment's launcher has written."""
-    folder = ExperimentFolder(experiment)
-    if not folder.config.is_file():
-        raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
+    folder = existing(experiment)
     try:
         return decode_status(folder.status.read_bytes())
     except FileNotFoundError:

@@ -35,7 +35,7 @@ class TrainingPlan:
         self.num_parts = 1 if recipe.partition == "identical" else recipe.num_workers
 
     def epoch(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch, as positions in `utterances`; for data that are not divided."""
+        """The plan of an epoch, as positions in `utterances`; with divided data, only its `num_batches` is used."""
         return self._planner.epoch(epoch)
 
     def of(self, ticket: Ticket) -> MiniBatch:
@@ -45,7 +45,7 @@ class TrainingPlan:
         return self.epoch(ticket.epoch)[ticket.index]
 
     def ids(self, ticket: Ticket) -> Iterator[str]:
-        """The names of a mini-batch's utterances, where all learners see the same."""
+        """The ids of a mini-batch's utterances; only for data that are not divided."""
         for micro_batch in self.epoch(ticket.epoch)[ticket.index]:
             yield from (self.speech_set.id(int(self.utterances[index])) for index in micro_batch)
 
@@ -85,7 +85,7 @@ def load_plan(recipe: Recipe, too_short: Path) -> TrainingPlan:
 def open_training_set(recipe: Recipe) -> SpeechSets:
     """Open the recipe's prepared training set or mixture.
 
-    Raises DataError if it cannot be opened, or its sampling rate is not the recipe's.
+    Raises DataError if it cannot be opened, or if the sampling rate of a mixture is not the recipe's.
     """
     if recipe.mixture is None:
         return SpeechSets([Member("", recipe.data.set_folder(recipe.data.train))])

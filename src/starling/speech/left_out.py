@@ -42,7 +42,7 @@ def write_left_out(path: Path, items: Iterable[LeftOut]) -> None:
 
 
 def left_out_of(path: Path | None, set_name: str) -> dict[str, LeftOut]:
-    """The utterances of a set in a list, by id; empty without a list.
+    """The entries of a list for one set, by utterance id; empty if `path` is None.
 
     Raises:
         DataError: The list is missing or invalid.

@@ -15,7 +15,7 @@ from starling.strategies.hadpsgd import HADPSGD
 from starling.strategies.hogwild import HOGWILD
 from starling.strategies.parameter_server import PARAMETER_SERVER
 
-__all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy"]
+__all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy", "strategy_names"]
 
 _OWN = (ALLREDUCE, DELAY_BY_ONE, DPSGD, ADPSGD, HADPSGD, PARAMETER_SERVER, HOGWILD, DELAYED)
 STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _OWN}
@@ -39,6 +39,11 @@ def _is_strategy(found: object) -> TypeGuard[Strategy]:
 _REGISTRY = Registry(
     STRATEGIES, "starling.strategies", accepts=_is_strategy, wanted="a starling.Strategy", prefix="strategy: "
 )
+
+
+def strategy_names() -> list[str]:
+    """The names that need no module: Starling's own strategies, then those of installed packages."""
+    return _REGISTRY.names()
 
 
 def find_strategy(name: str) -> Strategy:

@@ -13,7 +13,7 @@ Matrix = NDArray[np.float64]
 
 
 class Topology(ABC):
-    """Which learners mix which in each round: the matrices T_k of W <- W T_k, as each learner's sources and targets.
+    """Which learners mix whose models in each round: the T_k of W <- W T_k, as each learner's sources and targets.
 
     The methods are pure functions of round and rank, so learners agree without communication, and may ask for rounds in
     any order.

@@ -244,9 +244,10 @@ class Communicator:
             return ProcessHandle(reduced)
         means = self._ordered_behind if is_behind else self._ordered
         is_shared = isinstance(means, SharedMean)  # its waits end when this learner fails
-        with self.naming_the_lost(A_MEAN):
+        what = A_MEAN if into is None else MEAN_OF_GRADIENT
+        with self.naming_the_lost(what):
             under_way = means.start(of, into) if isinstance(means, SharedMean) else means.start(of)
-        return ProcessHandle(lambda: self.wait_for(A_MEAN, under_way.result, in_this_thread=is_shared).to(self._device))
+        return ProcessHandle(lambda: self.wait_for(what, under_way.result, in_this_thread=is_shared).to(self._device))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """See `Learner.send`."""
@@ -484,7 +485,7 @@ class Communicator:
         """Wait for the sync group or one peer, and name the lost learners if that fails."""
         begin = self._now()
         is_behind = threading.current_thread() is self._background
-        is_mean = what == A_MEAN
+        is_mean = what in (A_MEAN, MEAN_OF_GRADIENT)
         whom = self._sync_group if is_mean else () if peer is None else [peer]
         with self.naming_the_lost(what, peer), self._waits.waiting(what, whom, is_group=is_mean):
             if self._may_be_released(is_behind) and not in_this_thread:

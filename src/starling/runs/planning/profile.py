@@ -39,14 +39,14 @@ from starling.training.job import Job
 from starling.training.stragglers import Stragglers
 
 GRADIENTS = 40
-"""Measured by each learner."""
+"""Measured by the lone learner; each validation computes as many for each of its two learners."""
 MEANS = 8
 """Means of gradients that two learners make."""
 VALIDATED = ("allreduce", "adpsgd")
 """Strategies that two learners then train with, to see how far the predictions are off."""
 RESAMPLES = 2000
 SHORTEST = 1e-6
-"""Seconds that a mean takes at least, beyond a gradient that hides it."""
+"""Seconds: the least that a mean of gradients is taken to add to a gradient, even where it overlaps completely."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 HARDLY_ANY = 0.002
 """Standard deviation / mean below which gradient times are taken to be constant."""
@@ -70,10 +70,10 @@ def profile(
 
     Args:
         job: What to measure; its strategy and budget do not matter.
-        gradients: How many each learner computes.
+        gradients: How many the lone learner measures; each validation computes as many for each of its two learners.
         engine: Options of a recipe's `engine` section, such as `device` and `threads`.
         validate: Whether to train for a moment with two learners afterwards, and compare predictions with that.
-        command: What the profile says it was made by; None: this process's command line.
+        command: The command that the profile records as its origin; None: this process's command line.
         facts: What a plan needs to know of the job; None: found out here.
         say: Is told what is being measured.
 
@@ -87,7 +87,7 @@ def profile(
     """
     if gradients < 2:
         raise ConfigError(
-            f"gradients: {gradients} are too few for a distribution; measure at least 2, and better {GRADIENTS}"
+            f"gradients: {gradients} is too few for a distribution; measure at least 2, preferably {GRADIENTS}"
         )
     facts = facts or facts_of(job, counts_flops=True)
     bare = replace(job, stragglers=Stragglers(), faults=(), checkpoint_every=None, weighting="batches")
@@ -108,7 +108,7 @@ def profile(
 
 
 def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command: str) -> Profile:
-    """The profile that one learner's figures and those of two make."""
+    """The profile made from the figures of a lone learner and those of two learners that ran together."""
     exchanges, means = ([getattr(each, name) for each in pair] for name in ("exchanges", "means"))
     halves = fit_link(_together(means))
     # a mean of two learners is simulated as two messages of half the bytes
@@ -148,7 +148,8 @@ def gradient_times(seconds: Sequence[float]) -> GradientTimes:
 
 
 def fit_compute(times: "np.ndarray[Any, np.dtype[np.float64]]") -> ComputeModel:
-    """The distribution with the mean and deviation of `times` whose distribution function is nearest to theirs."""
+    """The best-fitting distribution with the mean and deviation of `times`: its distribution function is nearest to
+    theirs."""
     mean, relative = float(times.mean()), float(times.std() / times.mean())
     if relative < HARDLY_ANY:
         return ComputeModel(seconds=mean)
@@ -160,7 +161,7 @@ def fit_compute(times: "np.ndarray[Any, np.dtype[np.float64]]") -> ComputeModel:
 
 
 def _distance(times: "np.ndarray[Any, np.dtype[np.float64]]", model: ComputeModel) -> float:
-    """Kolmogorov's, between the times, ascending, and a distribution."""
+    """The Kolmogorov distance between a distribution and the empirical one of `times`, which must be ascending."""
     if model.distribution == "uniform":
         expected = np.clip((times / model.seconds - (1.0 - model.spread)) / (2.0 * model.spread), 0.0, 1.0)
     else:
@@ -178,8 +179,8 @@ def _together(found: Sequence[Mapping[int, float]]) -> dict[int, float]:
 def fit_link(seconds_by_bytes: Mapping[int, float]) -> LinkModel:
     """The line seconds = latency + bytes / bandwidth that fits best, neither of them below 0.
 
-    Squared errors count in proportion to 1 / seconds: between absolute errors, which the largest message would decide,
-    and relative ones, with which a few slow small messages spoil the bandwidth.
+    Each squared error is weighted by 1 / seconds, a compromise: with equal weights, the largest message would decide,
+    and with 1 / seconds**2, a few slow small messages would spoil the bandwidth.
     """
     sizes, seconds = (np.array(list(each), dtype=np.float64) for each in (seconds_by_bytes, seconds_by_bytes.values()))
     weights = seconds**-0.5
@@ -195,7 +196,7 @@ def fit_link(seconds_by_bytes: Mapping[int, float]) -> LinkModel:
 def _run(
     job: Job, learners: int, strategy: Mapping[str, Any], steps: int, engine: Mapping[str, Any] | None
 ) -> list[Figures]:
-    """What each of some learners noted in a run of its own, which leaves nothing behind."""
+    """Train with a budget of `steps` in a temporary folder; return the figures that each learner noted."""
     with tempfile.TemporaryDirectory(prefix="starling-profile-") as name:
         folder = Path(name)
         train(

@@ -10,17 +10,17 @@ from starling.errors import DataError
 from starling.speech.hybrid.config import SequencesConfig
 
 Pieces = NDArray[np.int64]
-"""Sub-sequences `[n, 3]`: utterance, first frame, the frame behind the last."""
+"""Sub-sequences `[n, 3]`: utterance, first frame, the frame after the last."""
 _EPOCHS_KEPT = 3
 
 
 class SequencePlanner:
     """Cuts utterances of `lengths` `[U]` frames into sub-sequences, and deals these at random to mini-batches.
 
-    Each frame is in exactly one sub-sequence of an epoch. An utterance whose length is no multiple of a sub-sequence's
-    has a shorter one at either end; where they begin is drawn for each epoch. Mini-batches have `batch * accumulate`
-    sub-sequences or a few less, so that all are about equally large. The order of an epoch is kept in memory, 8 bytes
-    for each sub-sequence. Raises DataError for a set without frames.
+    Each frame is in exactly one sub-sequence of an epoch. If an utterance's length is not a multiple of a
+    sub-sequence's, its first sub-sequence, its last, or both are shorter; by how much is drawn for each epoch. A
+    mini-batch has at most `batch * accumulate` sub-sequences, and those of an epoch differ by at most one. The order of
+    an epoch is kept in memory, 8 bytes for each sub-sequence. Raises DataError for a set without frames.
     """
 
     def __init__(self, lengths: NDArray[np.int64], config: SequencesConfig, accumulate: int, seed: int) -> None:
@@ -48,7 +48,7 @@ class SequencePlanner:
         return self._split(self._pieces(order[first:end], offsets))
 
     def draw(self, part: int, step: int, parts: NDArray[np.int32]) -> list[Pieces]:
-        """A mini-batch of sub-sequences drawn from the utterances of a part; `parts` `[U]` says which these are."""
+        """A mini-batch of sub-sequences drawn from the utterances of a part; `parts` `[U]` gives the part of each."""
         generator = np.random.default_rng(derive_seed(self._seed, "draw", part, step))
         own = np.flatnonzero(parts == part)
         counts = np.diff(self._ends, prepend=0)[own]
@@ -58,7 +58,7 @@ class SequencePlanner:
         return self._split(self._pieces(chosen, generator.integers(self._spare + 1)))
 
     def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The order of the sub-sequences, and the frames that the first one of each utterance is shorter by."""
+        """The order of the sub-sequences, and by how many frames each utterance's first one is shortened."""
         if epoch not in self._epochs:
             generator = np.random.default_rng(derive_seed(self._seed, "sub-sequences", epoch))
             offsets = generator.integers(self._spare + 1)
