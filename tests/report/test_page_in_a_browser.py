@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from starling.runs.recipe.recipe import check_recipe
 from starling.runs.report import report
 from starling.runs.simulate import simulate
-from tests.runs.conftest import songs
+from tests.runs.conftest import data_of, songs
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
@@ -32,16 +32,7 @@ def written(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = {
         "exp": str(folder / "exp"),
         "budget": {"epochs": 1},
-        "data": {
-            "folder": str(songs.parent / "prepared"),
-            "corpus": {
-                "kind": "tsv",
-                "path": str(songs),
-                "sets": {"train": {"split": "train"}, "test": {"split": "test"}},
-            },
-            "sampling_rate": 8000,
-            "valid": None,
-        },
+        "data": data_of(songs),
         "batches": {"max_duration": 1},
         "model": {"preset": "tiny", "subsampling": 4},
         "optimizer": {"lr": 0.01},

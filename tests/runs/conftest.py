@@ -34,6 +34,16 @@ def songs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "songs.tsv"
 
 
+def data_of(songs: Path) -> dict[str, Any]:
+    """The `data:` section of a recipe that trains on the songs."""
+    return {
+        "folder": str(songs.parent / "prepared"),
+        "corpus": {"kind": "tsv", "path": str(songs), "sets": {"train": {"split": "train"}, "test": {"split": "test"}}},
+        "sampling_rate": RATE,
+        "valid": None,
+    }
+
+
 @pytest.fixture
 def tree(songs: Path, tmp_path: Path) -> Tree:
     """A recipe that trains on the songs in a second, as a tree."""
@@ -42,16 +52,7 @@ def tree(songs: Path, tmp_path: Path) -> Tree:
         "exp": str(tmp_path / "exp"),
         "learners": 2,
         "budget": {"epochs": 1},
-        "data": {
-            "folder": str(songs.parent / "prepared"),
-            "corpus": {
-                "kind": "tsv",
-                "path": str(songs),
-                "sets": {"train": {"split": "train"}, "test": {"split": "test"}},
-            },
-            "sampling_rate": RATE,
-            "valid": None,
-        },
+        "data": data_of(songs),
         "batches": {"max_duration": 5},
         "model": {"preset": "tiny", "subsampling": 4},
         "optimizer": {"lr": 0.01},

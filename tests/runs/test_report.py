@@ -25,7 +25,7 @@ from starling.runs.report import MAX_EVENTS, PAGE, collect, read_events, report
 from starling.runs.scored import chosen, encoded, read_texts
 from starling.runs.simulate import simulate
 from starling.speech.scoring import align, score
-from tests.runs.conftest import Tree
+from tests.runs.conftest import Tree, data_of
 
 
 def simulated(tree: Tree, **changes: Any) -> Path:
@@ -47,16 +47,7 @@ def flock(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "exp": str(tmp_path_factory.mktemp("flock") / "exp"),
         "learners": 4,
         "budget": {"epochs": 2},
-        "data": {
-            "folder": str(songs.parent / "prepared"),
-            "corpus": {
-                "kind": "tsv",
-                "path": str(songs),
-                "sets": {"train": {"split": "train"}, "test": {"split": "test"}},
-            },
-            "sampling_rate": 8000,
-            "valid": None,
-        },
+        "data": data_of(songs),
         "model": {"preset": "tiny", "subsampling": 4},
         "optimizer": {"lr": 0.01},
         "stragglers": {"slow": {0: "3x"}},

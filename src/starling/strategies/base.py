@@ -48,7 +48,7 @@ class SyncGroups:
     size: int
 
     def of(self, rank: int) -> range:
-        """The sync group of a learner. A learner that claims no mini-batches forms a group by itself."""
+        """The sync group of a learner. A learner that claims no mini-batches forms a group of one."""
         if rank >= self.num_workers:
             return range(rank, rank + 1)
         first = rank - rank % self.size
