@@ -63,7 +63,14 @@ def share(shown: str, learners: int, speeds: str, send_time: float) -> float:
 
     def run(rounds: int) -> tuple[float, int]:
         outcome = simulate_timing(
-            strategy, parsed, learners, cluster, MODEL_BYTES, rounds * learners, seed=1, stragglers=Stragglers(slow=slow)
+            strategy,
+            parsed,
+            learners,
+            cluster,
+            MODEL_BYTES,
+            rounds * learners,
+            seed=1,
+            stragglers=Stragglers(slow=slow),
         )
         return outcome.seconds, outcome.num_gradients
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from starling.budget import Progress
-from starling.chance import derive_seed
 from starling.checkpoint.state import LearnerState
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
 from starling.training.faults import Fault, NotFinite
-from starling.training.flat import NO_GRADIENT, FlatModel
+from starling.training.flat import FlatModel
+from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import Averaging, EpochReport, Job, Observer, Spent, Statistics, StepReport, Tally
 from starling.training.loading import Loaded
 from starling.training.replica import Replica
@@ -274,6 +274,15 @@ class Course:
         statistics.spent = Spent()
         self._epoch_steps, self._epoch_begin = 0, now
 
+    def gradient_task(self) -> GradientTask:
+        """What the gradient of the claimed mini-batch depends on; injected faults are carried out."""
+        ticket, _ = self.claimed()
+        faults = list(self._life.faults.next())
+        for fault in faults:
+            if not isinstance(fault, NotFinite):
+                self._suffer(fault)
+        return GradientTask(ticket, self._factor_in_sync_group(), any(isinstance(each, NotFinite) for each in faults))
+
     def compute_gradient(
         self,
         model: nn.Module,
@@ -281,40 +290,16 @@ class Course:
         before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
         must_reach_all: bool = False,
     ) -> float:
-        """Compute the claimed mini-batch's gradient in `flat.gradients`, and return its loss.
+        """Compute the claimed mini-batch's gradient in `flat.gradients`, and return its loss; see
+        `starling.training.gradient`."""
+        task, (_, batch) = self.gradient_task(), self.claimed()
+        computed = compute_gradient(self.job, task, batch, model, flat, before_last, must_reach_all)
+        self.computed(computed)
+        return computed.loss
 
-        Both are weighted means over all micro-batches; those of weight 0 are not computed. The gradient is also
-        multiplied by the factor of the job's weighting. Parameters without a gradient get NO_GRADIENT. All
-        micro-batches except the last are computed inside `before_last()`. With `must_reach_all` the last backward
-        reaches every parameter, because DDP waits for all of them.
-        """
-        ticket, batch = self.claimed()
-        device = flat.weights.device
-        flat.gradients.zero_()
-        weights = [self.job.workload.weight(examples) for examples in batch]
-        parts = [place for place, weight in enumerate(weights) if weight > 0.0] or [0]
-        shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
-        total, whole, factor = 0.0, sum(shares), self._factor_in_sync_group()
-        for fault in self._life.faults.next():
-            if isinstance(fault, NotFinite):
-                whole = math.nan
-            else:
-                self._suffer(fault)
-        flat.reached()
-        used: set[int] = set()
-        for place, share in zip(parts, shares, strict=True):
-            is_last = place == parts[-1]
-            _seed(device, derive_seed(self.job.seed, "gradient", ticket.epoch, ticket.index, place))
-            with nullcontext() if is_last else before_last():
-                with torch.autocast(device.type, torch.bfloat16) if self.job.autocast else nullcontext():
-                    loss = self.job.workload.loss(model, batch[place].to(device))
-                (loss / (whole / share / factor if factor else math.inf)).backward()  # type: ignore[no-untyped-call]
-                reached = flat.reached()
-                used |= reached
-                if is_last:
-                    self._leave_out_unused(flat, used, reached, must_reach_all)
-            total += share * float(loss.detach())
-        return total / whole
+    def computed(self, computed: Computed) -> None:
+        """Note what a gradient of this learner has left."""
+        self._replica.sometimes_unused |= computed.unused
 
     def _factor_in_sync_group(self) -> float:
         """The factor for this learner's gradient that makes the sync group's plain mean the weighted mean.
@@ -333,19 +318,6 @@ class Course:
         """The ticket of a member of this sync group, with that member's part of the data."""
         part = (self._sync_group.start + member) % self.job.workload.num_parts
         return replace(self.tickets.ticket(portion, member), part=part)
-
-    def _leave_out_unused(self, flat: FlatModel, used: set[int], reached: set[int], must_reach_all: bool) -> None:
-        """Mark unused parameters in the gradient; `reached` are the parameters that the last backward reached."""
-        if len(reached) == len(flat.parameters):
-            return
-        unused = set(range(len(flat.parameters))) - used
-        self._replica.sometimes_unused |= unused
-        for number in unused:
-            flat.gradients_of[number].fill_(NO_GRADIENT)
-        if must_reach_all:
-            left = [parameter for number, parameter in enumerate(flat.parameters) if number not in reached]
-            torch.autograd.backward(left, [each.new_full((), NO_GRADIENT).expand_as(each) for each in left])
-            flat.reached()
 
     def report_step(self, loss: float) -> None:
         """Report the claimed mini-batch and its loss."""
@@ -368,10 +340,3 @@ class Course:
                 spent=self._statistics.spent_now(),
             )
         )
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    """Seed dropout's generator. `torch.manual_seed` takes a millisecond: it also handles devices that are absent."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)

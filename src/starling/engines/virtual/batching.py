@@ -94,6 +94,8 @@ class BatchedGradients:
 
         return loss
 
+    def close(self) -> None: ...
+
     def _compute_all(self) -> None:
         """Compute all gradients that are under way."""
         begun, self._begun = list(self._begun.values()), {}

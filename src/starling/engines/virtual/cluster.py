@@ -20,9 +20,13 @@ class ComputeModel(Config):
     batched: bool = False
     """Compute the gradients of learners that are under way together at once, where the model allows it: faster with
     many learners of a small model. Events stay the same; gradients agree to rounding, so the event hash is another."""
+    processes: int = Field(default=1, ge=1, le=256)
+    """Of this machine that compute gradients; results do not depend on it. 1: that of the simulation."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> "ComputeModel":
+        if self.batched and self.processes > 1:
+            raise ValueError("batched gradients are computed in one process; leave out batched or processes")
         if self.distribution == "uniform" and self.spread >= 1.0:
             raise ValueError(f"a uniform spread of {self.spread} would give negative times; it must be below 1")
         if self.distribution == "constant" and self.spread > 0.0:

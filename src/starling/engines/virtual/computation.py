@@ -48,6 +48,9 @@ class Computation(Protocol):
         Once the loss has been asked for, the gradient is in the learner's replica.
         """
 
+    def close(self) -> None:
+        """Nothing is computed any more."""
+
 
 class RealGradients:
     """Real gradients, one after another, with one model that looks at each learner's weights and buffers in turn."""
@@ -84,6 +87,8 @@ class RealGradients:
     def gradient(self, learner: Computing, at: Tensor) -> Loss:
         loss = self.compute(learner, at)
         return lambda: loss
+
+    def close(self) -> None: ...
 
     def compute(self, learner: Computing, at: Tensor) -> float:
         """Leave the gradient of the claimed mini-batch at `at` in the learner's replica; the loss."""

@@ -20,6 +20,7 @@ from starling.engines.virtual.batching import BatchedGradients
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.computation import Computation, RealGradients
 from starling.engines.virtual.faults import VirtualFaults, VirtualLoss
+from starling.engines.virtual.host_processes import HostProcesses
 from starling.engines.virtual.lives import Lives
 from starling.engines.virtual.membership import Failed, Simulation, VirtualMembership
 from starling.errors import PeerLost
@@ -111,6 +112,7 @@ class VirtualEngine:
             raise failed.error from None
         finally:
             self._simulation.loader.close()
+            self._simulation.computation.close()
         return Outcome(
             states,
             seconds,
@@ -176,4 +178,6 @@ class VirtualEngine:
 
 
 def _computation(job: Job, cluster: Cluster, device: torch.device) -> Computation:
+    if cluster.compute.processes > 1:
+        return HostProcesses(job, device, cluster.compute.processes)
     return BatchedGradients(job, device) if cluster.compute.batched else RealGradients(job, device)

@@ -206,6 +206,8 @@ class _Counting:
     def named(self, buffers: Buffers) -> dict[str, Tensor]:
         return {}
 
+    def close(self) -> None: ...
+
     def gradient(self, learner: Computing, at: Tensor) -> Loss:
         return _no_loss
 

@@ -1,11 +1,7 @@
 """Processes that compute cells side by side, with one thread each."""
 
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,8 +13,7 @@ from starling.runs.compare.grid import Cell
 from starling.runs.compare.memory import Memory
 from starling.runs.compare.results import CellResult
 from starling.runs.compare.subject import Subject
-
-_GRACE = 5.0  # seconds that a process may take to end
+from starling.worker_processes import be_a_worker, exit_code_of, worker_processes
 
 
 def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) -> Generator[CellResult, None, None]:
@@ -32,7 +27,15 @@ def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) 
         for cell, digest in cells.items():
             yield _checked(_answer(subject, cell, digest, runs, memory), cell)
         return
-    with _started(subject, runs, min(jobs, len(cells))) as workers:
+    count = min(jobs, len(cells))
+
+    def problem(error: Exception) -> ConfigError:
+        return ConfigError(
+            f"jobs: what is compared cannot be sent to {count} processes ({error}); define its functions at the top "
+            "level of a module or of the script, or leave out jobs"
+        )
+
+    with worker_processes(_serve, (subject, runs), count, "starling-compare", problem) as workers:
         waiting = iter(cells.items())
         busy: dict[Connection, Cell] = {}
         idle = list(workers)
@@ -49,44 +52,13 @@ def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) 
                 yield _checked(_receive(line, workers[line], cell), cell)
 
 
-@contextmanager
-def _started(subject: Subject, runs: Path, count: int) -> Generator[dict[Connection, BaseProcess], None, None]:
-    """Processes by the connections to them; all have ended afterwards."""
-    context = multiprocessing.get_context("spawn")  # a fork would inherit the threads' locks
-    workers: dict[Connection, BaseProcess] = {}
-    try:
-        for number in range(count):
-            ours, theirs = context.Pipe()
-            name = f"starling-compare-{number}"
-            process: BaseProcess = context.Process(target=_serve, args=(theirs, subject, runs), name=name, daemon=True)
-            try:
-                process.start()
-            except Exception as error:  # whatever pickle makes of a function that it cannot import
-                raise ConfigError(
-                    f"jobs: what is compared cannot be sent to {count} processes ({error}); define its functions at "
-                    "the top level of a module or of the script, or leave out jobs"
-                ) from error
-            theirs.close()
-            workers[ours] = process
-        yield workers
-    finally:
-        for line, process in workers.items():
-            line.close()
-            process.terminate()
-        for process in workers.values():
-            process.join(_GRACE)
-            if process.is_alive():
-                process.kill()
-
-
 def _receive(line: Connection, process: BaseProcess, cell: Cell) -> CellResult | Exception:
     try:
         answer: CellResult | Exception = line.recv()
     except (EOFError, OSError):
-        process.join(_GRACE)
         return StarlingError(
-            f"cell {cell.name}: the process that computed it ended with exit code {process.exitcode} (killed, or out "
-            "of memory?); run the same command again with fewer jobs, finished cells are kept"
+            f"cell {cell.name}: the process that computed it ended with exit code {exit_code_of(process)} (killed, or "
+            "out of memory?); run the same command again with fewer jobs, finished cells are kept"
         )
     return answer
 
@@ -100,8 +72,7 @@ def _checked(answer: CellResult | Exception, cell: Cell) -> CellResult:
 
 def _serve(line: Connection, subject: Subject, runs: Path) -> None:
     """Compute cells until the other end of the connection is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends this one
-    threading.Thread(target=_end_with_parent, name="starling-compare-parent", daemon=True).start()
+    be_a_worker()
     memory = Memory()
     with suppress(EOFError, OSError):
         while True:
@@ -110,14 +81,6 @@ def _serve(line: Connection, subject: Subject, runs: Path) -> None:
             if isinstance(answer, Exception) and not isinstance(answer, StarlingError):  # which may not be picklable
                 answer = StarlingError("".join(format_exception(answer)))
             line.send(answer)
-
-
-def _end_with_parent() -> None:
-    """End this process, in the middle of a cell, when its parent is gone."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _answer(subject: Subject, cell: Cell, digest: str, runs: Path, memory: Memory) -> CellResult | Exception:

@@ -1,0 +1,94 @@
+"""The gradient of one mini-batch, the same on all engines: a function of the weights and of what is claimed."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from starling.chance import derive_seed
+from starling.training.flat import NO_GRADIENT, FlatModel
+from starling.training.job import Job
+from starling.workload import Examples, Ticket
+
+
+@dataclass(frozen=True)
+class GradientTask:
+    """What a gradient depends on besides weights, buffers and the mini-batch of its ticket."""
+
+    ticket: Ticket
+    factor: float = 1.0
+    """What the gradient is multiplied by: see the job's weighting."""
+    is_spoilt: bool = False
+    """A fault makes loss and gradient not finite."""
+
+
+class Computed(NamedTuple):
+    """What a gradient leaves besides itself."""
+
+    loss: float
+    unused: frozenset[int] = frozenset()
+    """The numbers of the parameters that had no gradient."""
+
+
+def compute_gradient(
+    job: Job,
+    task: GradientTask,
+    batch: Sequence[Examples],
+    model: nn.Module,
+    flat: FlatModel,
+    before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    must_reach_all: bool = False,
+) -> Computed:
+    """Compute the gradient of a mini-batch in `flat.gradients`.
+
+    Loss and gradient are weighted means over all micro-batches; those of weight 0 are not computed. Parameters without
+    a gradient get NO_GRADIENT. All micro-batches except the last are computed inside `before_last()`. With
+    `must_reach_all` the last backward reaches every parameter, because DDP waits for all of them.
+    """
+    device, ticket = flat.weights.device, task.ticket
+    flat.gradients.zero_()
+    weights = [job.workload.weight(examples) for examples in batch]
+    parts = [place for place, weight in enumerate(weights) if weight > 0.0] or [0]
+    shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
+    total, whole = 0.0, math.nan if task.is_spoilt else sum(shares)
+    flat.reached()
+    used: set[int] = set()
+    unused: frozenset[int] = frozenset()
+    for place, share in zip(parts, shares, strict=True):
+        is_last = place == parts[-1]
+        _seed(device, derive_seed(job.seed, "gradient", ticket.epoch, ticket.index, place))
+        with nullcontext() if is_last else before_last():
+            with torch.autocast(device.type, torch.bfloat16) if job.autocast else nullcontext():
+                loss = job.workload.loss(model, batch[place].to(device))
+            (loss / (whole / share / task.factor if task.factor else math.inf)).backward()  # type: ignore[no-untyped-call]
+            reached = flat.reached()
+            used |= reached
+            if is_last:
+                unused = _leave_out_unused(flat, used, reached, must_reach_all)
+        total += share * float(loss.detach())
+    return Computed(total / whole, unused)
+
+
+def _leave_out_unused(flat: FlatModel, used: set[int], reached: set[int], must_reach_all: bool) -> frozenset[int]:
+    """Mark unused parameters in the gradient, and return their numbers; the last backward has `reached` some."""
+    if len(reached) == len(flat.parameters):
+        return frozenset()
+    unused = frozenset(range(len(flat.parameters))) - used
+    for number in unused:
+        flat.gradients_of[number].fill_(NO_GRADIENT)
+    if must_reach_all:
+        left = [parameter for number, parameter in enumerate(flat.parameters) if number not in reached]
+        torch.autograd.backward(left, [each.new_full((), NO_GRADIENT).expand_as(each) for each in left])
+        flat.reached()
+    return unused
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed dropout's generator. `torch.manual_seed` takes a millisecond: it also handles devices that are absent."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
