@@ -27,8 +27,8 @@ STRATEGIES_SHOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 SPEEDS = ("equal", "random", "one 2 times slower", "one 10 times slower", "half 2 times slower")
 MODEL_BYTES = 4_000_000
-HALF_ROUNDS = 30
-"""Gradients of each learner in the first half of a simulation, which does not count."""
+FEWEST_ROUNDS, GRADIENTS = 30, 1600
+"""Of the first half of a simulation, which does not count: of each learner, and of all."""
 
 
 def main(counts: Sequence[int] = LEARNERS) -> None:
@@ -74,7 +74,8 @@ def share(shown: str, learners: int, speeds: str, send_time: float) -> float:
         )
         return outcome.seconds, outcome.num_gradients
 
-    (begun, first), (ended, last) = run(HALF_ROUNDS), run(2 * HALF_ROUNDS)
+    rounds = max(FEWEST_ROUNDS, GRADIENTS // learners)
+    (begun, first), (ended, last) = run(rounds), run(2 * rounds)
     alone = sum(1.0 / slow.get(rank, 1.0) for rank in range(learners))
     return (last - first) / (ended - begun) / alone
 
