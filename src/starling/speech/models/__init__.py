@@ -59,6 +59,11 @@ class ModelConfig(Config):
         default=None,
         description="sinusoidal: absolute, added to the frames; rotary: relative, rotates queries and keys",
     )
+    span: int | None = Field(
+        default=None,
+        ge=0,
+        description="encoder frames that a transformer's frame attends to on either side; 0: all of its utterance",
+    )
     channels: int | None = Field(default=None, ge=1, description="channels of the subsampling convolutions")
     context: int | None = Field(default=None, ge=0, description="feature frames heard on either side in deep-speech")
     subsampling: Literal[1, 2, 4] | None = Field(default=None, description="feature frames per encoder frame")

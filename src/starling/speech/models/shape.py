@@ -81,6 +81,7 @@ class TransformerShape(ModelShape):
     feed_forward: int  # units inside a block's feed-forward half
     positions: Positions
     channels: int  # output channels of every subsampling layer
+    span: int = 0  # encoder frames that a frame attends to on either side; 0: all of its utterance
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
