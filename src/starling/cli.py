@@ -393,6 +393,9 @@ def compare(
         str | None, typer.Option("--rates", help="Learning rates to tune over, 1e-3,3e-3, or multiples: 0.5x,1x,2x.")
     ] = None,
     seeds: Annotated[str | None, typer.Option("--seeds", help="Seeds: 1,2,3.")] = None,
+    bracket: Annotated[
+        bool | None, typer.Option("--bracket", help="Grow a grid of rates while its best is at an end.")
+    ] = None,
     baseline: Annotated[str | None, typer.Option("--baseline", help="The arm to compare with, not a learner.")] = None,
     target: Annotated[
         float | None, typer.Option("--target", help="A training loss, to measure the time to it.")
@@ -406,7 +409,7 @@ def compare(
     What to compare may also stand in the recipe, as its section `compare`.
     """
     options = {"learners": _listed(learners), "rates": _listed(rates), "seeds": _listed(seeds)}
-    given = {**options, "baseline": baseline, "target": target, "engine": engine, "jobs": jobs}
+    given = {**options, "baseline": baseline, "target": target, "engine": engine, "jobs": jobs, "bracket": bracket}
     with _errors(debug):
         _compare(recipe, overrides or (), strategies.split(",") if strategies else (), **given)
 

@@ -104,6 +104,24 @@ def test_sigterm_is_told_with_its_number_and_what_is_kept(tmp_path: Path) -> Non
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_grid_grows_until_it_brackets_the_best_rate(tmp_path: Path) -> None:
+    """By its own factor, at the end where the best rate lies; a grid that has its best inside stays as it is."""
+    grids = {"low": [0.01, 0.03], "wide": [0.001, 3.0, 3000.0]}
+    arms = {label: {"strategy": "allreduce", "rates": rates} for label, rates in grids.items()}
+    options = {"validate": accuracy, "higher_is_better": True, "tuning_seeds": 1, "bracket": True}
+    said = io.StringIO()
+    table = starling.compare(JOB, arms, exp=tmp_path, console=Console(file=said, width=200), seeds=[1, 2], **options)
+    rates = {label: sorted({each.cell.rate for each in table.results if each.cell.arm == label}) for label in grids}
+    assert rates["low"] == [float(f"{0.01 * 3**power:.6g}") for power in range(len(rates["low"]))]
+    assert rates["low"][1] < table.rows()[1]["rate"] < rates["low"][-1]
+    assert rates["wide"] == grids["wide"]
+    assert not any(row["edge"] for row in table.rows())
+    total = len(table.results)
+    assert f"{total}/{total} " in said.getvalue()
+    with pytest.raises(ConfigError, match="bracket: low has one rate, from which no grid can grow; give two or none"):
+        starling.compare(JOB, {"low": {"strategy": "allreduce", "rates": [0.1]}}, exp=tmp_path, **options)
+
+
 def test_any_job_is_tuned_on_its_validation_result_and_the_edge_of_the_grid_is_told(tmp_path: Path) -> None:
     """A test result that prefers the lowest rate changes nothing; with one tuning seed, the other has one rate only."""
     table = compare(

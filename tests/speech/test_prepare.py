@@ -399,6 +399,41 @@ def test_the_data_sections_of_our_recipes_are_valid(name: str) -> None:
     assert set(config.used_sets) <= set(config.corpus.sets)
 
 
+def test_a_part_is_held_out(tmp_path: Path) -> None:
+    """A set and the part held out of it are the whole set; the folds of a cross-validation are disjoint."""
+    table = write_table(tmp_path / "corpus", count=60)
+    whole, held_out = {f"u{i}" for i in range(60) if i % 3 != 2}, []
+    for fold in range(3):
+        folder, wanted = tmp_path / f"fold-{fold}", {"folds": 3, "fold": fold}
+        prepare(_config(folder, table, hold_out=wanted, valid="dev"))
+        parts = {name: SpeechSet.open(folder / name) for name in ("train", "dev")}
+        ids = {name: {part.id(index) for index in range(len(part))} for name, part in parts.items()}
+        assert ids["train"] | ids["dev"] == whole
+        assert not ids["train"] & ids["dev"]
+        held_out += sorted(ids["dev"])
+    assert sorted(held_out) == sorted(whole)
+    config = _config(tmp_path, table, hold_out={"by": "speaker", "folds": 2}, valid="dev")
+    speakers = [{each.speaker for each in config.utterances(name)} for name in ("train", "dev")]
+    assert all(speakers)
+    assert not speakers[0] & speakers[1]
+    with pytest.raises(ConfigError, match=r"data.hold_out=.*\(now None\)"):
+        prepare(_config(tmp_path / "fold-0", table))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"of": "trian"}, r"data.hold_out.of: 'trian' is not in data.corpus.sets \(train, test\)"),
+        ({"set": "test"}, r"data.hold_out.set: data.corpus.sets has a set 'test' already"),
+        ({"folds": 5, "fold": 5}, r"data.hold_out.fold: 5 of 5 folds; the last is 4"),
+    ],
+)
+def test_what_cannot_be_held_out(wrong: dict[str, object], message: str, tmp_path: Path) -> None:
+    """The message names the key."""
+    with pytest.raises(ValidationError, match=message):
+        _config(tmp_path, tmp_path / "table.tsv", hold_out=wrong)
+
+
 def test_the_two_digit_recipes_share_their_folder(tmp_path: Path) -> None:
     """Sets of the same name mean the same in both, so that one preparation serves both."""
     configs = [

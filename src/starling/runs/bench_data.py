@@ -42,7 +42,7 @@ def bench_data(data: Path, overrides: Sequence[str], tell: Say, output: Console,
 
 def _recipe(path: Path, overrides: Sequence[str]) -> tuple[str, list[Audio], int, Path]:
     data = load_recipe(path, overrides).data
-    readers: list[Audio] = [each.read for each in data.corpus.utterances(data.train)]
+    readers: list[Audio] = [each.read for each in data.utterances(data.train)]
     place = next(folder for folder in (data.folder.absolute(), *data.folder.absolute().parents) if folder.is_dir())
     return data.train, readers, data.sampling_rate, place
 

@@ -95,7 +95,7 @@ def sources_of(data: DataConfig) -> list[Source]:
     return [
         Source(
             name,
-            partial(data.corpus.utterances, name),
+            partial(data.utterances, name),
             data.sampling_rate,
             data.text,
             limits,

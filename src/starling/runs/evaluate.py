@@ -87,7 +87,7 @@ def _open(experiment: Path) -> tuple[ExperimentFolder, Recipe]:
 
 
 def _check_set(recipe: Recipe, name: str) -> None:
-    known = list(recipe.data.corpus.sets)
+    known = recipe.data.sets
     if name not in known:
         hint = did_you_mean(name, known)
         raise ConfigError(f"set {name!r} is not in data.corpus.sets; {hint}its sets: {', '.join(known)}")

@@ -27,7 +27,7 @@ def prepare_all(
     DataError as `prepare` does."""
     lines = [describe(prepare(recipe.data, progress, executor, overwrite))]
     for name in recipe.mixture.sets if recipe.mixture else ():
-        if name in recipe.data.corpus.sets and name not in recipe.data.used_sets:
+        if name in recipe.data.sets and name not in recipe.data.used_sets:
             alone = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
             lines.append(describe(prepare(alone, progress, executor, overwrite)))
     return "\n".join(lines)

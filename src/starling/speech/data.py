@@ -1,6 +1,7 @@
 """The `data:` section of a recipe, and what a prepared set depends on."""
 
 import json
+from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
@@ -10,7 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from starling.configuration import Config, differing, digest
 from starling.errors import did_you_mean
 from starling.speech.check.config import CheckConfig
-from starling.speech.corpora import CorpusConfig
+from starling.speech.corpora import CorpusConfig, Utterance
+from starling.speech.hold_out import HoldOutConfig
 from starling.speech.left_out import left_out_of
 from starling.speech.object_store import address_problem
 from starling.speech.set_summary import FORMAT
@@ -30,6 +32,8 @@ class DataConfig(Config):
     """fsspec's options for the store of `remote`, e.g. {anon: true}. Secrets are an error here: they are read from the
     environment or the store's credentials file."""
     corpus: CorpusConfig
+    hold_out: HoldOutConfig | None = None
+    """Make a development set of a random part of another set."""
     sampling_rate: int = Field(default=16000, ge=1000, le=192000)
     """Hz; audio with another rate is resampled."""
     text: TextStyle = "upper"
@@ -53,7 +57,9 @@ class DataConfig(Config):
     @model_validator(mode="after")
     def _sets_exist(self) -> Self:
         problems = []
-        known: list[str] = list(self.corpus.sets)
+        known = self.sets
+        if self.hold_out is not None and (problem := self.hold_out.problem(self.corpus.sets)):
+            problems.append(problem)
         for name in self.used_sets:
             if name not in known:
                 hint = did_you_mean(name, known)
@@ -83,6 +89,23 @@ class DataConfig(Config):
         """The sets for training, validation and test, each once."""
         return tuple(dict.fromkeys([self.train, *([self.valid] if self.valid else []), *self.test]))
 
+    @property
+    def sets(self) -> list[str]:
+        """The names of all sets: those of the corpus, and the one that is held out."""
+        held_out = [self.hold_out.set] if self.hold_out is not None else []
+        return list(dict.fromkeys([*self.corpus.sets, *held_out]))
+
+    def utterances(self, name: str) -> Iterable[Utterance]:
+        """The utterances of a set, as the corpus has them."""
+        found = self.corpus.utterances(self.source(name))
+        if self.hold_out is not None and self.source(name) == self.hold_out.of:
+            return self.hold_out.utterances(found, name)
+        return found
+
+    def source(self, name: str) -> str:
+        """The corpus's name of the set that a set is, or is a part of."""
+        return self.hold_out.of if self.hold_out is not None and name == self.hold_out.set else name
+
     def set_folder(self, name: str) -> Path:
         """The folder of a prepared set."""
         return self.folder / name
@@ -106,7 +129,10 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
     if left_out := left_out_of(config.filter.leave_out, name):
         settings["left_out"] = sorted(left_out)
     corpus = config.corpus.model_dump(mode="json")
-    corpus["sets"] = corpus["sets"][name]
+    source = config.source(name)
+    corpus["sets"] = corpus["sets"][source]
+    if config.hold_out is not None and source == config.hold_out.of:
+        settings["hold_out"] = config.hold_out.model_dump(mode="json")
     strings = config.strings.model_dump(mode="json") if config.strings else None
     if strings is not None and config.strings is not None:
         strings["copies"] = config.strings.copies_of(name)
@@ -114,7 +140,7 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
         "format": FORMAT,
         "set": name,
         "corpus": corpus,
-        "maker": config.corpus.maker(name),
+        "maker": config.corpus.maker(source),
         "strings": strings,
         **settings,
     }

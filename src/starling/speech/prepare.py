@@ -166,7 +166,7 @@ def _prepare_set(config: DataConfig, name: str, executor: Executor, report: Prog
         name,
         set_digest(config, name),
         set_settings(config, name),
-        partial(config.corpus.utterances, name),
+        partial(config.utterances, name),
         Checking(name, config.sampling_rate, config.text, config.filter, left_out),
         config.strings,
         config.shard_size,

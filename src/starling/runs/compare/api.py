@@ -85,7 +85,7 @@ def compare(
         exp: Where experiments are.
         key: What else results depend on, for changes that a job's settings, first losses and scores do not show.
         console: Where progress goes; None: standard error.
-        options: `baseline`, `target`, `engine`, `jobs`, `tuning_seeds`, as in a recipe's section `compare`.
+        options: `baseline`, `target`, `engine`, `jobs`, `tuning_seeds`, `bracket`, as in a recipe's section `compare`.
 
     Raises:
         ConfigError: for all settings that cannot work, before anything is computed.

@@ -3,7 +3,7 @@
 import json
 import signal
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -12,13 +12,16 @@ from rich.console import Console
 
 from starling.errors import StarlingError, Stopped
 from starling.report.progress import Bars, Say, say_on
-from starling.runs.compare.grid import Cell, Row
+from starling.runs.compare.grid import Cell, Row, beyond
 from starling.runs.compare.picture import draw_curves
-from starling.runs.compare.results import CellResult, ResultFolder
+from starling.runs.compare.results import CellResult, Metric, ResultFolder
 from starling.runs.compare.subject import Subject
-from starling.runs.compare.table import Comparison, choose
+from starling.runs.compare.table import Best, Comparison, choose
 from starling.runs.compare.workers import compute
 from starling.runs.experiment.claim import describe_environment, unwritable
+
+_LONGEST_GRID = 12
+"""Rates of a row at which its grid stops growing."""
 
 
 def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, console: Console) -> Comparison:
@@ -44,7 +47,12 @@ def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, 
         ]
         others = sum(len(section.seeds_of(row, False)) for row in rates)
         results = cells.complete(tuning, others)
-        best = {row: choose(found, rates[row], subject.metric) for row, found in _by_row(results).items()}
+        best = _best(results, rates, subject.metric)
+        while section.bracket and (grown := _grown(rates, best)):
+            rates |= {row: tuple(sorted([*rates[row], rate])) for row, rate in grown.items()}
+            tuning = [_cell(row, rate, seed) for row, rate in grown.items() for seed in section.seeds_of(row, True)]
+            results += cells.complete(tuning, others)
+            best = _best(results, rates, subject.metric)
         chosen = [_cell(row, best[row].rate, seed) for row in rates for seed in section.seeds_of(row, False)]
         results += cells.complete(chosen)
     comparison = Comparison(folder, section, subject.metric, best, results)
@@ -57,6 +65,19 @@ def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, 
 
 def _cell(row: Row, rate: float, seed: int) -> Cell:
     return Cell(setting=row.setting, arm=row.arm, learners=row.learners, rate=rate, seed=seed)
+
+
+def _best(results: Sequence[CellResult], rates: Mapping[Row, Sequence[float]], metric: Metric) -> dict[Row, Best]:
+    return {row: choose(found, rates[row], metric) for row, found in _by_row(results).items()}
+
+
+def _grown(rates: Mapping[Row, Sequence[float]], best: Mapping[Row, Best]) -> dict[Row, float]:
+    """The next rate of each row whose best lies at an end of its grid; none for grids that have grown long."""
+    return {
+        row: beyond(rates[row], found.edge)
+        for row, found in best.items()
+        if found.edge and len(rates[row]) < _LONGEST_GRID
+    }
 
 
 def _by_row(results: Iterable[CellResult]) -> dict[Row, list[CellResult]]:
@@ -81,8 +102,8 @@ class _Cells:
         found = {cell: self._results.read(cell, digest) for cell, digest in digests.items()}
         results = {cell: result for cell, result in found.items() if result is not None}
         missing = self._ordered([cell for cell in cells if cell not in results])
+        self._total = max(self._total, self._num_done + len(cells) + num_more)
         self._num_done += len(results)
-        self._total = self._total or len(cells) + num_more
         if cells:
             self._say(f"{self._folder.name}: {len(cells)} cells, {len(results)} of them done already")
         if missing:

@@ -111,6 +111,8 @@ class CompareConfig(Config):
     learners: Counts = (4,)
     rates: Rates = ()
     """The grid that each arm is tuned over: learning rates, or multiples of the arm's own (`0.5x`); empty: its own."""
+    bracket: bool = False
+    """Whether a row's grid grows, by the factor between its last two rates, while its best rate lies at an end."""
     seeds: Seeds = (1, 2, 3)
     """Of the first weights, the order of the data and the times of the cluster."""
     tuning_seeds: int | None = Field(default=None, ge=1)
@@ -139,6 +141,11 @@ class CompareConfig(Config):
             raise ValueError(f"baseline: {self.baseline!r} is no arm; {hint}arms are {', '.join(self.arms)}")
         if self.engine == "processes" and self.jobs > 1:
             raise ValueError("jobs: real learners need the machine to themselves; leave it out with engine: processes")
+        single = [label for label, arm in self.arms.items() if len(self.rates if arm.rates is None else arm.rates) == 1]
+        if self.bracket and single:
+            raise ValueError(
+                f"bracket: {', '.join(single)} has one rate, from which no grid can grow; give two or none"
+            )
         return self
 
     @cached_property
@@ -183,6 +190,12 @@ class CompareConfig(Config):
         seeds = self.all_arms[row.arm].seeds or self.seeds
         count = self.tuning_seeds or len(seeds)
         return seeds[:count] if is_tuning else seeds[count:]
+
+
+def beyond(rates: Sequence[float], edge: str) -> float:
+    """The rate that continues a grid of ascending rates at its `lowest` or `highest` end."""
+    near, inner = (rates[0], rates[1]) if edge == "lowest" else (rates[-1], rates[-2])
+    return rate_of(near * near / inner, 0.0)
 
 
 def parse_section(section: Any) -> tuple[list[str], CompareConfig | None]:

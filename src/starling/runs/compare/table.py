@@ -40,14 +40,22 @@ class Best:
 
 
 def choose(results: Sequence[CellResult], rates: Sequence[float], metric: Metric) -> Best:
-    """The rate whose mean validation result is best; a rate with a run that diverged is worse than any other."""
+    """The rate whose mean validation result is best; a rate with a run that diverged is worse than any other.
+
+    Of equal validation results, that with the lower training loss is better.
+    """
     if len(rates) == 1:
         return Best(rates[0])
     sign = -1.0 if metric.higher_is_better else 1.0
 
-    def cost(rate: float) -> float:
-        own = [result.valid for result in results if result.cell.rate == rate]
-        return math.inf if None in own else sign * _mean([value for value in own if value is not None])
+    def cost(rate: float) -> tuple[float, float]:
+        own = [result for result in results if result.cell.rate == rate]
+        valid = [result.valid for result in own if result.valid is not None]
+        losses = [result.loss for result in own if result.loss is not None]
+        return (
+            sign * _mean(valid) if len(valid) == len(own) else math.inf,
+            _mean(losses) if len(losses) == len(own) else math.inf,
+        )
 
     best = min(rates, key=cost)
     return Best(best, {rates[0]: "lowest", rates[-1]: "highest"}.get(best, ""))

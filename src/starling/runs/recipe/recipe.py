@@ -113,7 +113,7 @@ class Recipe(RunConfig):
 
     @model_validator(mode="after")
     def _mixed_sets_exist(self) -> Self:
-        known = self.data.corpus.sets
+        known = self.data.sets
         for name in self.mixture.sets if self.mixture is not None else ():
             if name not in known and not Path(name).is_dir():
                 raise ValueError(
@@ -136,7 +136,7 @@ class Recipe(RunConfig):
 
     def set_folder(self, name: str) -> Path:
         """The folder of a prepared set of the corpus or the mixture, whether it exists yet or not."""
-        return self.data.set_folder(name) if name in self.data.corpus.sets else Path(name)
+        return self.data.set_folder(name) if name in self.data.sets else Path(name)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), learners: int | None = None) -> Recipe:
@@ -214,7 +214,7 @@ def _data_settings(recipe: Recipe) -> Any:
     """The settings of the training set; for a mixture, the digests of its sets."""
     if recipe.mixture is None:
         return set_settings(recipe.data, recipe.data.train)
-    corpus = recipe.data.corpus.sets
+    corpus = recipe.data.sets
     return [
         set_digest(recipe.data, name) if name in corpus else read_summary(Path(name)).digest
         for name in recipe.mixture.sets
