@@ -234,6 +234,7 @@ def test_utterances_with_fewer_frames_than_states_are_an_error_or_left_out(tree:
         ({"tokens": {"kind": "sentencepiece"}}, r"tokens\.kind: loss: frames has states of characters"),
         ({"model": {"preset": "tiny"}}, r"model\.subsampling: loss: frames has an output for each frame, .* not 4"),
         ({"model": {"name": "blstm-hybrid", "subsampling": 2}}, r"blstm-hybrid has an output for each feature frame"),
+        ({"model": {"name": "dnn-hybrid", "subsampling": 2}}, r"dnn-hybrid has an output for each feature frame"),
         ({"augment": {"speed": [1.0]}}, r"augment: loss: frames trains on stored features"),
         ({"batches": {"max_duration": 5}}, r"batches\.max_duration: groups whole utterances"),
         ({"states": {"nummber": 5}}, r"states\.nummber: unknown key; did you mean states\.number"),

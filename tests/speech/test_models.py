@@ -286,6 +286,7 @@ PARAMETERS = {
     "transformer": {"tiny": 115_220, "small": 837_908, "medium": 4_885_524},
     "deep-speech": {"tiny": 95_764, "small": 823_700, "original": 47_759_380},
     "blstm-hybrid": {"tiny": 20_244, "small": 236_180, "ibm": 34_034_964},
+    "dnn-hybrid": {"tiny": 3_924, "small": 213_012, "seide": 25_303_060},
 }
 
 
