@@ -87,6 +87,19 @@ def test_the_staleness_recipes_ask_the_whole_question(
         assert study.section.baseline_of(row) == Row(row.setting, "one", 1)
 
 
+def test_the_study_of_divided_data_compares_each_strategy_with_itself() -> None:
+    """Six learners with one speaker each, against six with parts alike; nothing else differs."""
+    study = load_comparison(Path("non_iid"))
+    for row in study.section.rows:
+        recipe, base = study.recipe(row), study.section.baseline_of(row)
+        assert recipe.learners == 6
+        assert (base.setting, base.arm) == (row.setting, "mixed")
+        assert study.recipe(base).model_copy(update={"partition": recipe.partition}) == recipe
+        assert (recipe.partition == "speaker") == (row.arm == "speakers")
+    strategies = {study.recipe(row).strategy.name for row in study.section.rows}
+    assert strategies == {"allreduce", "delay-by-one", "dpsgd", "adpsgd", "parameter-server"}
+
+
 def test_the_grid_has_every_cell_once_and_each_is_what_it_says(compared: Tree) -> None:
     """An arm's own keys win over the setting's, and those over the recipe's; rates may be multiples of the arm's."""
     subject = check_comparison(compared, "c.yaml")
