@@ -48,17 +48,27 @@ def cells(subject: RecipeSubject) -> list[Cell]:
     ]
 
 
-def test_the_staleness_recipe_asks_the_whole_question() -> None:
-    """Every arm for two models, two optimizers, two warm-ups and two numbers of workers, at the same budget."""
-    study = load_comparison(Path("staleness"))
+@pytest.mark.parametrize(
+    ("name", "models", "warmups", "num_seeds"),
+    [
+        ("staleness", ("blstm-hybrid", "transformer"), (0.1,), 3),
+        ("staleness_ctc", ("blstm", "transformer"), (0.0, 0.1), 3),
+    ],
+)
+def test_the_staleness_recipes_ask_the_whole_question(
+    name: str, models: tuple[str, ...], warmups: tuple[float, ...], num_seeds: int
+) -> None:
+    """Every arm for two models, two optimizers, all warm-ups and two numbers of workers, at the same budget."""
+    study = load_comparison(Path(name))
     recipes = {row: study.recipe(row) for row in study.section.rows}
     assert {(each.model.name, each.optimizer.name, each.optimizer.schedule.warmup) for each in recipes.values()} == {
-        (model, optimizer, warmup)
-        for model in ("blstm", "transformer")
-        for optimizer in ("adam", "sgd")
-        for warmup in (0.0, 0.1)
+        (model, optimizer, warmup) for model in models for optimizer in ("adam", "sgd") for warmup in warmups
     }
-    assert len(recipes) == len({cell.name for cell in cells(study)}) - 8 * 5 * 2 == 8 * 9  # five arms have three seeds
+    assert len(recipes) == 4 * len(warmups) * 9
+    assert {len(study.section.arms[arm].seeds or study.section.seeds) for arm in ("one", "batch", "delay")} == {
+        num_seeds
+    }
+    assert len({cell.name for cell in cells(study)}) == len(cells(study))
     assert study.base.budget.epochs is None
     for row, recipe in recipes.items():
         arm, workers = row.arm.removesuffix("-16"), 16 if row.arm.endswith("-16") else 4
@@ -75,6 +85,19 @@ def test_the_staleness_recipe_asks_the_whole_question() -> None:
             }[arm]
         )
         assert study.section.baseline_of(row) == Row(row.setting, "one", 1)
+
+
+def test_the_study_of_divided_data_compares_each_strategy_with_itself() -> None:
+    """Six learners with one speaker each, against six with parts alike; nothing else differs."""
+    study = load_comparison(Path("non_iid"))
+    for row in study.section.rows:
+        recipe, base = study.recipe(row), study.section.baseline_of(row)
+        assert recipe.learners == 6
+        assert (base.setting, base.arm) == (row.setting, "mixed")
+        assert study.recipe(base).model_copy(update={"partition": recipe.partition}) == recipe
+        assert (recipe.partition == "speaker") == (row.arm == "speakers")
+    strategies = {study.recipe(row).strategy.name for row in study.section.rows}
+    assert strategies == {"allreduce", "delay-by-one", "dpsgd", "adpsgd", "parameter-server"}
 
 
 def test_the_grid_has_every_cell_once_and_each_is_what_it_says(compared: Tree) -> None:

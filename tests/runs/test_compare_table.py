@@ -171,6 +171,27 @@ def test_the_rate_is_chosen_by_the_validation_result_alone() -> None:
     assert found({0.1: [20.0, 30.0]}) == (0.1, "")
 
 
+def test_the_training_loss_can_decide() -> None:
+    """Then it chooses the rate and is compared, whatever the score says, and the score stands beside it."""
+    by_loss = Metric(name="training loss", of_loss=True, beside="WER %")
+    cells = [Cell(arm="one", learners=1, rate=rate, seed=1) for rate in (0.1, 0.2, 0.4)]
+    losses, scores = (0.3, 0.2, 0.1), (30.0, 20.0, None)  # the last diverged after a low loss
+    results = [result(cell, score, loss=loss) for cell, score, loss in zip(cells, scores, losses, strict=True)]
+    assert choose(results, [0.1, 0.2, 0.4], by_loss).rate == 0.2
+    table = made_up({("", "one", 1): [10.0, 11.0, 12.0], ("", "adpsgd", 4): [30.0, 31.0, 32.5]}, metric=by_loss)
+    one, adpsgd = table.rows()
+    assert (one["value"], one["score"]) == pytest.approx((11.0 / 50, 11.0))
+    assert adpsgd["difference"] == pytest.approx(20.1667 / 50, abs=1e-6)
+    assert adpsgd["verdict"] == "worse"
+    assert adpsgd["score_half"] == pytest.approx(estimate([30.0, 31.0, 32.5]).half)
+    titles, _, shown, _ = table.markdown()
+    columns = [each.strip() for each in titles.split("|")]
+    assert columns[4:7] == ["training loss", "WER %", "difference"]
+    assert shown.split("|")[5].strip() == "11.0 ± 2.5"
+    diverged = made_up({("", "one", 1): [10.0, 11.0], ("", "adpsgd", 4): [30.0, None]}, metric=by_loss).rows()[1]
+    assert (diverged["verdict"], diverged["score"]) == ("diverged", None)
+
+
 def test_rows_are_what_pandas_reads() -> None:
     """Flat records with the same columns; `to_pandas` is a frame of them."""
     pandas = pytest.importorskip("pandas")

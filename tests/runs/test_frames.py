@@ -12,9 +12,13 @@ import torch
 from rich.console import Console
 
 from starling.errors import CheckpointError, ConfigError, DataError
+from starling.runs import frames
 from starling.runs.audit import audit
+from starling.runs.compare.api import compare_recipe
+from starling.runs.compare.subject import check_comparison
 from starling.runs.evaluate import evaluate, load_recogniser, transcribe
 from starling.runs.experiment.claim import claim_folder
+from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.frames import FrameWorkload
 from starling.runs.recipe.recipe import Recipe, check_recipe, dump_recipe
 from starling.runs.setup import load_workload, set_up
@@ -193,6 +197,28 @@ def test_two_simulations_are_the_same(tree: Tree) -> None:
     assert simulated(tree)[1] == simulated(tree)[1]
 
 
+def test_a_comparison_of_models_aligns_once(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model and each seed has its own weights, and the labels of the one alignment."""
+    aligned: list[str] = []
+
+    def counted(recipe: Recipe, *given: Any) -> Any:
+        aligned.append(recipe.name)
+        return align(recipe, *given)
+
+    align = frames._align
+    monkeypatch.setattr(frames, "_align", counted)
+    settings = {"blstm": {}, "dnn": {"model": {"name": "dnn-hybrid"}}}
+    section = {"arms": {"one": {"strategy": "allreduce", "learners": 1}}, "settings": settings, "seeds": [1, 2]}
+    given = {"budget": {"steps": 2}, "compare": section, "data": tree["data"] | {"valid": "test"}}
+    compare_recipe(check_comparison(tree | given, "c.yaml"), print, Console(file=io.StringIO()))
+    assert len(aligned) == 1
+    folders = [ExperimentFolder(each) for each in (Path(tree["exp"]) / tree["name"] / "ready").iterdir()]
+    assert len(folders) == 4
+    assert len({next(each.initial.glob("*.safetensors")).read_bytes() for each in folders}) == 4
+    for path in folders[0].frames.iterdir():
+        assert {(each.frames / path.name).read_bytes() for each in folders} == {path.read_bytes()}
+
+
 def test_a_partition_gives_each_learner_its_own_utterances(tree: Tree) -> None:
     """Every mini-batch of a part is drawn from that part."""
     _, workload, _ = ready(tree | {"learners": 2, "partition": {"kind": "dirichlet", "alpha": 100.0}})
@@ -234,6 +260,7 @@ def test_utterances_with_fewer_frames_than_states_are_an_error_or_left_out(tree:
         ({"tokens": {"kind": "sentencepiece"}}, r"tokens\.kind: loss: frames has states of characters"),
         ({"model": {"preset": "tiny"}}, r"model\.subsampling: loss: frames has an output for each frame, .* not 4"),
         ({"model": {"name": "blstm-hybrid", "subsampling": 2}}, r"blstm-hybrid has an output for each feature frame"),
+        ({"model": {"name": "dnn-hybrid", "subsampling": 2}}, r"dnn-hybrid has an output for each feature frame"),
         ({"augment": {"speed": [1.0]}}, r"augment: loss: frames trains on stored features"),
         ({"batches": {"max_duration": 5}}, r"batches\.max_duration: groups whole utterances"),
         ({"states": {"nummber": 5}}, r"states\.nummber: unknown key; did you mean states\.number"),

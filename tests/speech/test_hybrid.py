@@ -131,6 +131,59 @@ def test_the_loss_is_the_cross_entropy_of_the_frames_without_padding() -> None:
     assert (batch.num_frames, batch.num_examples) == (8, 2)
 
 
+def test_the_feed_forward_network_hears_one_frame_at_a_time() -> None:
+    """Rectified dense layers, a bottleneck and a softmax, against the same sums in numpy in float64."""
+    config = ModelConfig(name="dnn-hybrid", preset="tiny", layers=2, hidden=7, bottleneck=3)
+    model = build_model(config, 4, 5, seed=1)
+    features = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1))
+    log_posteriors, lengths = model(features, torch.tensor([6, 2]))
+    weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
+    hidden = features.double().numpy()
+    for layer in ("layers.0", "layers.1", "bottleneck", "output"):
+        hidden = hidden @ weights[f"{layer}.weight"].T + weights[f"{layer}.bias"]
+        hidden = np.maximum(hidden, 0.0) if layer.startswith("layers") else hidden
+    expected = hidden - np.log(np.exp(hidden).sum(2, keepdims=True))
+    np.testing.assert_allclose(log_posteriors.detach().numpy(), expected, atol=1e-5)
+    assert lengths.tolist() == [6, 2]
+
+
+def test_gradients_of_feed_forward_learners_are_computed_in_one_call() -> None:
+    """`vmap` over stacked weights gives the gradients of one learner after another, on padded sub-sequences."""
+    config = ModelConfig(name="dnn-hybrid", preset="tiny")
+    models = [build_model(config, 4, 5, seed=seed) for seed in (1, 2, 3)]
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(3, 2, 6, 4, generator=generator)
+    states = torch.randint(5, (3, 2, 6), generator=generator)
+    states[0, 1, 2:] = PADDING
+    lengths = torch.tensor([[6, 2], [6, 6], [6, 6]])
+
+    def loss(model: dict[str, torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        network = _Functional(models[0], model)
+        return frame_loss(network, FrameBatch(*tensors, seconds=0.0, ids=()))
+
+    stacked = {
+        name: torch.stack([dict(model.named_parameters())[name].detach() for model in models])
+        for name, _ in models[0].named_parameters()
+    }
+    together = torch.func.vmap(torch.func.grad(loss))(stacked, features, lengths, states)
+    for learner, model in enumerate(models):
+        frame_loss(model, FrameBatch(features[learner], lengths[learner], states[learner], 0.0, ())).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(together[name][learner], parameter.grad, atol=1e-6, rtol=1e-4)
+            assert parameter.grad.abs().max() > 0
+
+
+class _Functional(torch.nn.Module):
+    """A model with other weights."""
+
+    def __init__(self, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._call = lambda *inputs: torch.func.functional_call(model, weights, inputs)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._call(*inputs)
+
+
 def test_the_published_network_has_the_published_number_of_parameters() -> None:
     """6 bidirectional layers of 512 units a direction, 260 inputs, a bottleneck of 256, 32,000 states: 43.15 M."""
     model = build_model(ModelConfig(name="blstm-hybrid", preset="ibm"), 260, 32_000, seed=1)

@@ -25,7 +25,7 @@ SMALL_CONFIGS = [
         "deep-speech": ({}, {"context": 3}),
     }.items()
     for subsampling, sizes in ((1, variants[0]), (2, variants[1]), (4, variants[0]))
-]
+] + [ModelConfig(name="transformer", preset="tiny", subsampling=2, span=3)]
 
 
 def names(config: ModelConfig) -> str:
@@ -183,6 +183,26 @@ def test_positions_are_heard(positions):
     assert (onward - backward.flip(1)).abs().max() > 1e-2
 
 
+def test_a_frame_hears_no_further_than_its_span_in_each_block():
+    """With two blocks and a span of 3, the gradient of frame 25's outputs is 0 beyond 6 frames on either side."""
+    config = ModelConfig(name="transformer", preset="tiny", subsampling=1, span=3)
+    model = build_model(config, 40, 20, seed=1).eval()
+    model.subsampling = NoConvolutions()
+    frames = utterances([50], config.shape.channels)[0][None].requires_grad_()
+    model(frames, torch.tensor([50]))[0][0, 25, 0].backward()
+    heard = frames.grad[0].abs().sum(1).nonzero().flatten().tolist()
+    assert heard == list(range(25 - 6, 25 + 7))
+
+
+def test_a_span_over_the_whole_utterance_changes_nothing():
+    everywhere, near = (
+        build_model(ModelConfig(name="transformer", preset="tiny", subsampling=1, span=span), 40, 20, seed=1).eval()
+        for span in (0, 50)
+    )
+    frames, lengths = torch.stack(utterances([50])), torch.tensor([50])
+    torch.testing.assert_close(near(frames, lengths)[0], everywhere(frames, lengths)[0], atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
 def test_memory_of_a_transformer_grows_with_an_utterance_and_not_with_its_square(positions):
     """What is kept for the backward pass doubles from 20 s to 40 s, with dropout: no `[T, T]` matrix is among it."""
@@ -266,6 +286,7 @@ PARAMETERS = {
     "transformer": {"tiny": 115_220, "small": 837_908, "medium": 4_885_524},
     "deep-speech": {"tiny": 95_764, "small": 823_700, "original": 47_759_380},
     "blstm-hybrid": {"tiny": 20_244, "small": 236_180, "ibm": 34_034_964},
+    "dnn-hybrid": {"tiny": 3_924, "small": 213_012, "seide": 25_303_060},
 }
 
 

@@ -119,7 +119,8 @@ def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: 
 
 
 def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFolder) -> None:
-    """Leave in `folder` what `set_up` would, by what it left in `before` for a recipe with another seed alone."""
+    """Leave in `folder` what `set_up` would, by what it left in `before` for a recipe with another seed alone,
+    or with `loss: frames` another model."""
     initial = Recogniser.load(before.initial)
     seed = derive_seed(recipe.seed, "model")
     recogniser = Recogniser.create(recipe.model, initial.features, initial.tokenizer, seed, initial.states)

@@ -14,7 +14,7 @@ from starling.report.progress import Say
 from starling.runs.compare.compare import run_comparison
 from starling.runs.compare.grid import CompareConfig, Rate, chosen_arms, parse_section
 from starling.runs.compare.results import Metric
-from starling.runs.compare.subject import JobSubject, RecipeSubject, Scorer, check_comparison, refused
+from starling.runs.compare.subject import JobSubject, RecipeSubject, Scorer, check_comparison, compared_by, refused
 from starling.runs.compare.table import Comparison
 from starling.runs.packing import is_importing_script
 from starling.runs.recipe.file import Tree, read_recipe
@@ -85,7 +85,8 @@ def compare(
         exp: Where experiments are.
         key: What else results depend on, for changes that a job's settings, first losses and scores do not show.
         console: Where progress goes; None: standard error.
-        options: `baseline`, `target`, `engine`, `jobs`, `tuning_seeds`, `bracket`, as in a recipe's section `compare`.
+        options: `baseline`, `target`, `engine`, `jobs`, `tuning_seeds`, `bracket`, `by`, as in a recipe's section
+            `compare`.
 
     Raises:
         ConfigError: for all settings that cannot work, before anything is computed.
@@ -99,6 +100,7 @@ def compare(
     scored = "test" if test is not None else "validation" if validate is not None else "training loss"
     metric = Metric(name=scored, higher_is_better=higher_is_better, all_right=limits[0], all_wrong=limits[1])
     section = _section({"learners": learners, "rates": rates, "seeds": seeds, "arms": _arms(strategies), **options})
+    metric = compared_by(section, metric)
     subject = JobSubject(job, section, metric, validate, test, cluster or Cluster(), threads, key)
     subject.check()
     description = yaml.safe_dump({"compare": section.model_dump(mode="json", fallback=str)}, sort_keys=False)

@@ -122,6 +122,9 @@ class CompareConfig(Config):
     """How many seeds the best rate is chosen with; the others are run at that rate alone. None: all."""
     baseline: str | None = None
     """The arm that others are compared with, at their number of learners if it has that; None: a lone learner."""
+    by: Literal["score", "loss"] = "score"
+    """What rates are chosen and arms compared by: the score, or the training loss of the last tenth of the budget. The
+    loss shows what training suffers where scores are too coarse to; scores are reported beside it."""
     target: float | None = None
     """A training loss; the time and the samples until it is reached are measured, and speed-ups are those."""
     engine: Literal["virtual", "processes"] = "virtual"

@@ -25,6 +25,10 @@ class Metric(Config):
     """Values at or beyond this say that everything is wrong."""
     diverged: float | None = None
     """What a run counts whose numbers stopped being finite; None: it cannot be compared."""
+    of_loss: bool = False
+    """Whether it is the training loss, in place of what is scored."""
+    beside: str = ""
+    """With `of_loss`: the name of the score that is reported beside it."""
 
     def limit(self, value: float) -> str:
         """At which end of the scale a value is; empty inside."""

@@ -45,6 +45,8 @@ class RecipeSubject:
     base: Recipe
     metric: Metric = _WORD_ERRORS
     _recipes: dict[Row | Cell, Recipe] = field(default_factory=dict, repr=False, compare=False)
+    _prepared: dict[str, list[Path]] = field(default_factory=dict, repr=False, compare=False)
+    """The folders that this process has made ready, by what they share."""
 
     @property
     def threads(self) -> int:
@@ -86,22 +88,32 @@ class RecipeSubject:
         """Make ready what cells share: data, and the model before training."""
         from starling.runs.setup import set_up, set_up_like
 
-        done: dict[str, ExperimentFolder] = {}
         seeded: dict[Path, list[Cell]] = {}
         for cell in cells:
             seeded.setdefault(self._ready(cell).path, []).append(cell)
         for path, own in seeded.items():
-            path.mkdir(parents=True, exist_ok=True)
             folder, recipe = ExperimentFolder(path), self.recipe(max(own, key=lambda cell: cell.learners))
-            before = done.setdefault(self._shared(own[0]), folder)
-            if before is folder:
-                set_up(recipe, folder, say if len(done) == 1 else lambda line: None, bars)
+            done = self._prepared.setdefault(self._alike(own[0]), [])
+            if path in done:
+                continue
+            path.mkdir(parents=True, exist_ok=True)
+            if done:
+                set_up_like(recipe, ExperimentFolder(done[0]), folder)
             else:
-                set_up_like(recipe, before, folder)
+                set_up(recipe, folder, say if len(self._prepared) == 1 else lambda line: None, bars)
+            done.append(path)
 
     def _shared(self, cell: Cell) -> str:
         """Equal for cells whose models before training differ in the seed alone."""
-        sections = {"data", "mixture", "tokens", "features", "augment", "model", "warm_start"}
+        return self._digest(cell, {"model"})
+
+    def _alike(self, cell: Cell) -> str:
+        """Equal for cells whose folders `set_up_like` makes from one another: CTC leaves out other utterances for
+        another model; an alignment serves them all."""
+        return self._digest(cell, set() if self.recipe(cell).loss == "frames" else {"model"})
+
+    def _digest(self, cell: Cell, more: set[str]) -> str:
+        sections = {"data", "mixture", "tokens", "features", "augment", "warm_start", *more}
         sections |= {"loss", "states", "alignment", "decoding"}
         return digest(self.recipe(cell).model_dump(mode="json", include=sections))[:12]
 
@@ -154,6 +166,11 @@ class RecipeSubject:
         return found
 
 
+def compared_by(section: CompareConfig, score: Metric) -> Metric:
+    """What a comparison is by, where models are scored by `score`."""
+    return Metric(name="training loss", of_loss=True, beside=score.name) if section.by == "loss" else score
+
+
 def check_comparison(tree: Tree, where: str) -> RecipeSubject:
     """The comparison of a recipe's tree; `where` names it in the ConfigError that lists all problems."""
     tree = dict(tree)
@@ -164,7 +181,7 @@ def check_comparison(tree: Tree, where: str) -> RecipeSubject:
     except ConfigError as error:
         problems += _lines(error)
     if base is not None and section is not None:
-        subject = RecipeSubject(tree, section, where, base)
+        subject = RecipeSubject(tree, section, where, base, compared_by(section, _WORD_ERRORS))
         problems += _row_problems(subject)
         if not problems:
             return subject
@@ -181,7 +198,7 @@ def _row_problems(subject: RecipeSubject) -> list[str]:
         except ConfigError as error:
             found |= {f"compare.arms.{row.arm}: {line}": None for line in _lines(error)}
             continue
-        if len(rates) > 1 and data.valid is None:
+        if len(rates) > 1 and data.valid is None and not subject.metric.of_loss:
             found["data.valid: rates are chosen on a validation set, and this recipe names none"] = None
     if not data.test and data.valid is None:
         found["data.test: a comparison needs a test set or a validation set, and this recipe names none"] = None
@@ -250,7 +267,11 @@ class JobSubject:
                     self._job(self.section.seeds[0]).validate(row.learners)
                 except ConfigError as error:
                     found[f"{where}: {error}"] = None
-            if self.validate is None and len(self.section.rates_of(arm, self.own_rate(row))) > 1:
+            if (
+                self.validate is None
+                and not self.metric.of_loss
+                and len(self.section.rates_of(arm, self.own_rate(row))) > 1
+            ):
                 found["validate: rates are chosen by a validation result; give a function or a workload"] = None
         if found:
             raise refused(list(found), "starling.compare")

@@ -42,7 +42,7 @@ class Best:
 def choose(results: Sequence[CellResult], rates: Sequence[float], metric: Metric) -> Best:
     """The rate whose mean validation result is best; a rate with a run that diverged is worse than any other.
 
-    Of equal validation results, that with the lower training loss is better.
+    Of equal validation results, that with the lower training loss is better; it alone counts with `metric.of_loss`.
     """
     if len(rates) == 1:
         return Best(rates[0])
@@ -50,8 +50,10 @@ def choose(results: Sequence[CellResult], rates: Sequence[float], metric: Metric
 
     def cost(rate: float) -> tuple[float, float]:
         own = [result for result in results if result.cell.rate == rate]
+        losses = [result.loss for result in own if result.loss is not None and not result.diverged]
+        if metric.of_loss:
+            return 0.0, _mean(losses) if len(losses) == len(own) else math.inf
         valid = [result.valid for result in own if result.valid is not None]
-        losses = [result.loss for result in own if result.loss is not None]
         return (
             sign * _mean(valid) if len(valid) == len(own) else math.inf,
             _mean(losses) if len(losses) == len(own) else math.inf,
@@ -136,9 +138,12 @@ class Comparison:
         return pandas.DataFrame(self.rows())
 
     def value(self, result: CellResult) -> float | None:
-        """What a run is compared by: its test result, else that of the validation, else its training loss."""
+        """What a run is compared by: its test result, else that of the validation, else its training loss; with
+        `metric.of_loss` the last."""
         if result.diverged:
             return self.metric.diverged
+        if self.metric.of_loss:
+            return result.loss
         return next((each for each in (result.test, result.valid, result.loss) if each is not None), None)
 
     def _values(self, row: Row) -> dict[int, float]:
@@ -165,6 +170,7 @@ class Comparison:
             "diverged": sum(result.diverged for result in found),
             "value": own and own.mean,
             "value_half": own and own.half,
+            **self._beside(found),
             "valid": _mean_of([each.valid for each in found]),
             "baseline": base.arm,
             "difference": difference and difference.mean,
@@ -174,6 +180,15 @@ class Comparison:
             "loss": _mean_of([each.loss for each in found]),
             **self._costs(found, self.at_best(base)),
         }
+
+    def _beside(self, found: list[CellResult]) -> dict[str, Any]:
+        """The score where arms are compared by the training loss."""
+        if not self.metric.of_loss:
+            return {}
+        scores = [each.valid if each.test is None else each.test for each in found]
+        values = [score for score in scores if score is not None]
+        score = estimate(values) if len(values) == len(scores) else None
+        return {"score": score and score.mean, "score_half": score and score.half}
 
     def _limit(self, own: dict[int, float], base: dict[int, float]) -> str:
         """Why a row is not compared with the baseline; empty if it is."""
@@ -251,12 +266,15 @@ class Comparison:
         has_settings = bool(self.section.settings)
         time = "seconds" if self.section.target is None else f"seconds to loss {self.section.target:g}"
         titles = ["arm", "learners", "rate", self.metric.name, "difference", "p", "verdict", time, "speed-up"]
+        beside = [self.metric.beside] if self.metric.of_loss and self.metric.beside else []
+        titles[4:4] = beside
         lines = []
         for row in self.rows():
             edge = "" if not row["edge"] else " !"
             own = row["seconds" if self.section.target is None else "target_seconds"]
             difference = _text(row["difference"], row["difference_half"], "+")
-            shown = [str(row["arm"]), str(row["learners"]), f"{row['rate']:g}{edge}", _scored(row), difference]
+            shown = [str(row["arm"]), str(row["learners"]), f"{row['rate']:g}{edge}", _scored(row)]
+            shown += [*(_text(row["score"], row["score_half"]) for _ in beside), difference]
             shown += [_p(row["p"]), str(row["verdict"]), _text(own), _text(row["speedup"], digits=2)]
             lines.append([str(row["setting"]), *shown] if has_settings else shown)
         return _table(["setting", *titles] if has_settings else titles, lines)
@@ -278,10 +296,10 @@ class Comparison:
             for rate in sorted({each.cell.rate for each in own}):
                 found = [each for each in own if each.cell.rate == rate]
                 chosen = "chosen" if rate == self.best[row].rate else ""
-                valid = _mean_of([each.valid for each in found])
+                valid = _mean_of([each.loss if self.metric.of_loss else each.valid for each in found])
                 num_diverged = sum(each.diverged for each in found)
                 lines.append([_named(row), f"{rate:g}", _short(valid), str(num_diverged), str(len(found)), chosen])
-        titles = ["row", "rate", "validation", "diverged", "seeds", ""]
+        titles = ["row", "rate", "training loss" if self.metric.of_loss else "validation", "diverged", "seeds", ""]
         return ["## Learning rates", "", *_table(titles, lines)]
 
 
@@ -289,10 +307,13 @@ _COSTS = (
     *("seconds", "num_samples", "consensus_distance", "mean_staleness", "largest_staleness", "bytes_sent"),
     *("computing", "waiting_for_data", "waiting_for_peers"),
 )
-_IN_SHORT = {"arm", "learners", "value", "value_half", "difference", "difference_half", "p", "verdict", "speedup"}
+_IN_SHORT = {
+    *("arm", "learners", "value", "value_half", "score", "score_half", "difference", "difference_half", "p", "verdict"),
+    "speedup",
+}
 _LEGEND = [
-    "Means over seeds with 95 % intervals by Student's t (none for one seed), each row at the learning rate that did "
-    "best in validation; `!` marks a rate at an end of its grid. † counts runs whose numbers stopped being finite. "
+    "Means over seeds with 95 % intervals by Student's t (none for one seed), each row at its best learning rate; "
+    "`!` marks a rate at an end of its grid. † counts runs whose numbers stopped being finite. "
     "The difference is that from the baseline, paired by seed; p is that of a paired t-test, corrected for all "
     "comparisons in the table (Benjamini & Hochberg). Differences with p of 0.05 or more are inconclusive; rows with "
     "everything wrong or right are not compared.",

@@ -202,6 +202,8 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
     )
     if not recipe.features.splice:
         del fixed["features"]["splice"]
+    if recipe.model.span is None:
+        del fixed["model"]["span"]
     if recipe.loss == "frames":
         of_frames = recipe.model_dump(mode="json", include={"sequences", "states", "alignment"})
         fixed |= {"loss": of_frames, "model": fixed["model"] | {"loss": "frames"}}

@@ -44,12 +44,12 @@ class ModelConfig(Config):
 
     name: str = Field(
         default="blstm",
-        description="the architecture: blstm, blstm-hybrid, lstm, transformer, deep-speech, or module:name",
+        description="the architecture: blstm, blstm-hybrid, dnn-hybrid, lstm, transformer, deep-speech, or module:name",
     )
     preset: str = Field(default="small", description="tiny, small, or a larger one of the architecture")
-    layers: int | None = Field(default=None, ge=1, description="LSTM layers, or blocks of a transformer")
+    layers: int | None = Field(default=None, ge=1, description="LSTM or dense layers, or blocks of a transformer")
     hidden: int | None = Field(
-        default=None, ge=1, description="units of an LSTM layer, per direction; of all layers in deep-speech"
+        default=None, ge=1, description="units of an LSTM layer, per direction; of each dense layer"
     )
     bottleneck: int | None = Field(default=None, ge=0, description="units before the outputs; 0: none")
     width: int | None = Field(default=None, ge=1, description="units of a frame between a transformer's blocks")
@@ -58,6 +58,11 @@ class ModelConfig(Config):
     positions: Positions | None = Field(
         default=None,
         description="sinusoidal: absolute, added to the frames; rotary: relative, rotates queries and keys",
+    )
+    span: int | None = Field(
+        default=None,
+        ge=0,
+        description="encoder frames that a transformer's frame attends to on either side; 0: all of its utterance",
     )
     channels: int | None = Field(default=None, ge=1, description="channels of the subsampling convolutions")
     context: int | None = Field(default=None, ge=0, description="feature frames heard on either side in deep-speech")

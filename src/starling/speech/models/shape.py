@@ -50,6 +50,24 @@ class HybridShape(ModelShape):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DnnHybridShape(ModelShape):
+    """Every size of the feed-forward hybrid network; dropout is behind every hidden layer.
+
+    Raises ValueError for subsampling, which it has not.
+    """
+
+    layers: int  # hidden layers
+    hidden: int  # units of a layer
+    bottleneck: int  # units between the last layer and the outputs; 0: none
+
+    def __post_init__(self) -> None:
+        if self.subsampling != 1:
+            raise ValueError(
+                f"dnn-hybrid has an output for each feature frame: leave out subsampling {self.subsampling}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeepSpeechShape(ModelShape):
     """Every size of Deep Speech; dropout is behind every dense layer.
 
@@ -81,6 +99,7 @@ class TransformerShape(ModelShape):
     feed_forward: int  # units inside a block's feed-forward half
     positions: Positions
     channels: int  # output channels of every subsampling layer
+    span: int = 0  # encoder frames that a frame attends to on either side; 0: all of its utterance
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
@@ -100,6 +119,11 @@ _HYBRID = {
     "tiny": HybridShape(layers=1, hidden=32, bottleneck=0, subsampling=1, dropout=0.0),
     "small": HybridShape(layers=2, hidden=80, bottleneck=0, subsampling=1, dropout=0.1),
     "ibm": HybridShape(layers=6, hidden=512, bottleneck=256, subsampling=1, dropout=0.0),
+}
+_DNN_HYBRID = {
+    "tiny": DnnHybridShape(layers=1, hidden=64, bottleneck=0, subsampling=1, dropout=0.0),
+    "small": DnnHybridShape(layers=4, hidden=256, bottleneck=0, subsampling=1, dropout=0.0),
+    "seide": DnnHybridShape(layers=7, hidden=2048, bottleneck=0, subsampling=1, dropout=0.0),
 }
 _DEEP_SPEECH = {
     "tiny": DeepSpeechShape(hidden=64, context=9, subsampling=4, dropout=0.0),
@@ -149,6 +173,7 @@ MODELS = {
     "transformer": Architecture(f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER),
     "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
     "blstm-hybrid": Architecture(f"{_HERE}.blstm_hybrid:BlstmHybrid", _HYBRID),
+    "dnn-hybrid": Architecture(f"{_HERE}.dnn_hybrid:DnnHybrid", _DNN_HYBRID),
 }
 
 

@@ -23,13 +23,14 @@ class SelfAttention(nn.Module):
         self.outputs = nn.Linear(width, width)
 
     def forward(self, frames: torch.Tensor, visible: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
-        """`visible` `[B, T, 1]` says which frames are attended to, `angles` `[T, D / 2]` how far each is rotated."""
+        """`visible` (`[B, 1, 1, T]`, or `[B, 1, T, T]` for each frame) says which frames are attended to, `angles`
+        `[T, D / 2]` how far each is rotated."""
         parts = self.inputs(frames).unflatten(2, (3, self.heads, -1))
         queries, keys, values = parts.unbind(2)
         if angles is not None:
             queries, keys = rotate(parts[:, :, :2], angles).unbind(2)
         attended = F.scaled_dot_product_attention(
-            queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), visible[:, None, None, :, 0]
+            queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), visible
         )
         outputs: torch.Tensor = self.outputs(attended.transpose(1, 2).flatten(2))
         return outputs
@@ -62,12 +63,19 @@ class Block(nn.Module):
         return frames + added
 
 
+def _near(num_frames: int, span: int, device: torch.device) -> torch.Tensor:
+    """`[num_frames, num_frames]`: true for pairs of frames that are at most `span` apart."""
+    place = torch.arange(num_frames, device=device)
+    return (place[:, None] - place).abs() <= span
+
+
 class TransformerCtc(nn.Module):
     """Convolutional subsampling, a projection to the width, positions, pre-norm blocks, LayerNorm, CTC outputs."""
 
     def __init__(self, shape: TransformerShape, num_features: int, vocab_size: int) -> None:
         super().__init__()
         self.rotary = shape.positions == "rotary"
+        self.span = shape.span
         self.head_size = shape.width // shape.heads
         self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
         self.projection = nn.Linear(shape.channels, shape.width)
@@ -87,7 +95,9 @@ class TransformerCtc(nn.Module):
         if not self.rotary:
             frames = frames + sinusoids(num_frames, width, frames.device).to(frames.dtype)
         frames = self.dropout(frames)
-        visible = frame_mask(lengths, num_frames)
+        visible = frame_mask(lengths, num_frames)[:, None, None, :, 0]
+        if self.span:
+            visible = visible & _near(num_frames, self.span, frames.device) | ~visible.mT
         for block in self.blocks:
             frames = block(frames, visible, angles)
         return self.output(self.norm(frames)).float().log_softmax(dim=2), lengths
