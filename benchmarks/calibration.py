@@ -25,7 +25,7 @@ from benchmarks.starting import (
 from starling.runs.planning.costs import JobFacts, Profile
 from starling.runs.planning.measure import MEASURE, Figures
 from starling.runs.planning.predict import Arm, Machines, simulate
-from starling.runs.planning.profile import profile_of
+from starling.runs.profiling.profile import profile_of
 from starling.runs.recipe.run import StrategyChoice
 
 WORLD, ROUNDS = 4, 2

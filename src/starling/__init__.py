@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from starling.runs.compare.table import Comparison
     from starling.runs.planning.costs import Profile
     from starling.runs.planning.plan import Plan, plan
-    from starling.runs.planning.profile import profile
+    from starling.runs.profiling.profile import profile
     from starling.runs.recipe.recipe import Recipe, load_recipe
     from starling.runs.report import report
     from starling.runs.train_job import Simulated, Trained, simulate, train
@@ -96,7 +96,7 @@ _HOMES = {
     "load_recipe": "runs.recipe.recipe",
     "report": "runs.report",
     "plan": "runs.planning.plan",
-    "profile": "runs.planning.profile",
+    "profile": "runs.profiling.profile",
     "simulate": "runs.train_job",
     "train": "runs.train_job",
 }

@@ -210,7 +210,7 @@ def measure(
     """Measure what a recipe costs on this machine: gradients, exchanges, means, memory. `starling plan` reads it."""
     with _errors(debug):
         require("speech", "starling profile")
-        from starling.runs.planning import commands
+        from starling.runs.profiling import commands
         from starling.runs.recipe.recipe import load_recipe
 
         commands.profile_recipe(load_recipe(recipe, overrides or ()), output, typer.echo, _console())
@@ -243,7 +243,7 @@ def plan(
         if recipe is None:
             raise ConfigError("plan: name a recipe, such as demo, or ask for --published")
         require("speech", "starling plan")
-        from starling.runs.planning import commands
+        from starling.runs.profiling import commands
         from starling.runs.recipe.recipe import load_recipe
 
         commands.plan_recipe(

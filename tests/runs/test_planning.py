@@ -18,9 +18,10 @@ from starling.errors import ConfigError
 from starling.runs.planning import published
 from starling.runs.planning.costs import Costs, JobFacts, Profile, Validation, dump, find_preset, read_profile
 from starling.runs.planning.facts import facts_of
+from starling.runs.planning.fits import fit_compute, fit_link, gradient_times
 from starling.runs.planning.plan import Row, plan, read_cluster, recommend
 from starling.runs.planning.predict import Arm, Machines, bisect, simulate
-from starling.runs.planning.profile import fit_compute, fit_link, gradient_times, profile
+from starling.runs.profiling.profile import profile
 from starling.training.stragglers import Stragglers
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "published-hours.md"

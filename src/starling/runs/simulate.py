@@ -26,6 +26,7 @@ from starling.runs.experiment.timeline import Timeline
 from starling.runs.following import tell_end, tell_start, unusable
 from starling.runs.job import ModelWriter, make_job, max_skipped
 from starling.runs.observers import CurvesByRank, Log, Metered, Together
+from starling.runs.planning.auto import choose_simulated, kept, with_choice
 from starling.runs.recipe.recipe import Recipe, fingerprints
 from starling.runs.regrouping import VirtualRegrouping
 from starling.runs.setup import set_up_and_claim
@@ -40,12 +41,16 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
     `<name>-virtual`. Its checkpoint has only the final consensus model, so that it cannot be resumed.
     """
     recipe = resolve_resume(recipe.model_copy(update={"name": f"{recipe.name}-virtual"}))
+    recipe = kept(recipe, say_on(console))
     say_on(console)(
         f"{recipe.learners} virtual learners in {recipe.folder}, on a cluster of {_described(recipe.cluster)}; change "
         "it with cluster.KEY=VALUE"
     )
     with Bars(console) as bars:
         folder = set_up_and_claim(recipe, say_on(console), bars)
+    if recipe.strategy.is_auto:
+        choice = choose_simulated(recipe, make_job(recipe, folder), recipe.cluster, folder, say_on(console))
+        recipe = with_choice(recipe, choice, folder)
     torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on the number of cores
     folder.log.mkdir(exist_ok=True)
     with _recorded(recipe, folder, say_on(console)) as events:

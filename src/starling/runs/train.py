@@ -21,6 +21,7 @@ from starling.runs.following import Following
 from starling.runs.job import ModelWriter, make_job, max_skipped
 from starling.runs.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners
 from starling.runs.learning import Task, learn
+from starling.runs.planning.auto import choose_before, choose_together, kept, with_choice
 from starling.runs.recipe.recipe import Recipe, fingerprints, recipe_digest
 from starling.runs.setup import set_up_and_claim
 from starling.runs.validate import Validation
@@ -32,12 +33,15 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
 
     Scores go to `tell`, everything else to `console`.
     """
-    recipe = resolve_resume(recipe)
+    recipe = kept(resolve_resume(recipe), say_on(console))
     check_engine(recipe)
     check_not_running(recipe)
     if line := crowding_warning(recipe.learners, cores_here()):
         say_on(console)(line)
     folder = _ready(recipe, console)
+    if recipe.strategy.is_auto:
+        job = make_job(recipe, folder, recipe.learners)
+        recipe = with_choice(recipe, choose_before(recipe, job, folder, say_on(console)), folder)
     title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
     command = [sys.executable, "-m", "starling", "train", str(folder.config)]
     with (
@@ -67,6 +71,10 @@ def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Cons
         check_engine(recipe)
         recipe = _agree_on_set_up(recipe, place, console)
     folder = ExperimentFolder(recipe.folder)
+    if recipe.strategy.is_auto:
+        job = make_job(recipe, folder, place.local_world)
+        choice = choose_together(recipe, job, place, folder, say_on(console))
+        recipe = with_choice(recipe, choice, folder, writes=place.rank == 0)
     stopped_by = _learn(recipe, folder, place, link)
     if link is None and stopped_by is not None:
         stopped = Stopped(f"stopped by {signal_name(stopped_by)}", stopped_by, has_saved=True)
@@ -85,13 +93,13 @@ def _agree_on_set_up(recipe: Recipe, place: Place, console: Console) -> Recipe:
     """Let learner 0 set up the run; return the recipe with the checkpoint that it resumes from."""
     key = "set up"
     if place.rank == 0:
-        recipe = resolve_resume(recipe)
+        recipe = kept(resolve_resume(recipe), say_on(console))
         _ready(recipe, console)
         place.store.set(key, str(recipe.resume or ""))
         return recipe
     place.store.wait([key], timedelta(seconds=SET_UP))
     resume = place.store.get(key).decode()
-    return recipe.model_copy(update={"resume": Path(resume) if resume else None})
+    return kept(recipe.model_copy(update={"resume": Path(resume) if resume else None}), lambda line: None)
 
 
 def how_to_resume(folder: ExperimentFolder) -> str:

@@ -33,6 +33,7 @@ from starling.runs.following import Following
 from starling.runs.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners
 from starling.runs.learning import Task, learn
 from starling.runs.packing import JobConfig, is_importing_script, pack
+from starling.runs.planning.auto import choose_before, choose_together, kept, with_choice
 from starling.runs.recipe.run import EngineConfig, RunConfig, check_run
 from starling.timeouts import SET_UP
 from starling.training.flat import split, trainable
@@ -106,8 +107,8 @@ def train(
     Args:
         job: What to train, how, and for how long.
         learners: The number of processes.
-        strategy: A name that `starling strategies` lists, `module:name`, or a mapping with `name` and options; None:
-            the job's strategy.
+        strategy: A name that `starling strategies` lists, `module:name`, or a mapping with `name` and options; `auto`:
+            chosen by measuring this machine first; None: the job's strategy.
         name: The experiment's folder inside `exp`. An earlier run there is moved aside.
         exp: The folder of all experiments.
         resume: An experiment or a checkpoint to resume from.
@@ -171,13 +172,18 @@ def _run(job: Job, run: JobConfig, console: Console) -> Trained:
     """Start the learners of a job, or train as one that torchrun or Slurm started."""
     if is_learner():
         return _train_under_another_launcher(job, run, console)
-    run = _resolved(job, run)
+    run = kept(_resolved(job, run), say_on(console))
+    job = job_of(job, run)
     check_engine(run)
     check_not_running(run)
     packed = pack(job, run)
     if line := crowding_warning(run.learners, cores_here()):
         say_on(console)(line)
     folder = claim_folder(run, say_on(console))
+    if run.strategy.is_auto:
+        run = with_choice(run, choose_before(run, job, folder, say_on(console)), folder)
+        job = job_of(job, run)
+        packed = pack(job, run)
     title = f"{run.name}: {run.learners} learners, {run.strategy.name}"
     with (
         tempfile.TemporaryDirectory(prefix="starling-job-") as scratch,
@@ -286,15 +292,19 @@ def _train_under_another_launcher(job: Job, run: JobConfig, console: Console) ->
     job = job_of(job, run)
     key = "set up"
     if place.rank == 0:
-        run = _resolved(job, run)
+        run = kept(_resolved(job, run), say_on(console))
         check_engine(run)
         claim_folder(run, say_on(console))
         place.store.set(key, str(run.resume or ""))
     else:
         place.store.wait([key], timedelta(seconds=SET_UP))
         resume = place.store.get(key).decode()
-        run = run.model_copy(update={"resume": Path(resume) if resume else None})
+        run = kept(run.model_copy(update={"resume": Path(resume) if resume else None}), lambda line: None)
     folder = ExperimentFolder(run.folder)
+    if run.strategy.is_auto:
+        choice = choose_together(run, job, place, folder, say_on(console))
+        run = with_choice(run, choice, folder, writes=place.rank == 0)
+    job = job_of(job, run)
     stopped_by = learn_job(job, run, place, None)
     if stopped_by is not None:
         stopped = Stopped(f"stopped by {signal_name(stopped_by)}", stopped_by, has_saved=True)

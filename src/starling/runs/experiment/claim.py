@@ -27,7 +27,7 @@ _OWN_FOLDERS = (
     *("initial", "frames", "log", "tensorboard", "checkpoints", "best", "validation", "decode", "seen"),
     "joins",
 )
-_OWN_FILES = ("config.yaml", "env.txt", "too_short.tsv", "status.json", "report.html")
+_OWN_FILES = ("config.yaml", "env.txt", "auto.yaml", "too_short.tsv", "status.json", "report.html")
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
 

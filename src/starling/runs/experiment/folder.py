@@ -1,6 +1,7 @@
 """The folder of an experiment.
 
 exp/<name>/config.yaml, env.txt     the resolved recipe; versions and machine
+exp/<name>/auto.yaml                what `strategy: auto` measured, predicted and chose
 exp/<name>/initial/                 tokens, features, and the untrained model
 exp/<name>/frames/                  features and alignment of a run whose loss is `frames`
 exp/<name>/too_short.tsv            the utterances that CTC cannot align
@@ -28,6 +29,7 @@ class ExperimentFolder:
         self.path = path
         self.config = path / "config.yaml"
         self.environment = path / "env.txt"
+        self.auto = path / "auto.yaml"
         self.initial = path / "initial"
         self.too_short = path / "too_short.tsv"
         self.frames = path / "frames"

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from starling.budget import Budget
 from starling.configuration import Config
 from starling.errors import ConfigError
+from starling.runs.recipe.auto import AUTO, AUTO_STRATEGY
 from starling.runs.recipe.file import Tree
 from starling.runs.recipe.problems import describe
 from starling.strategies import Strategy, find_strategy
@@ -33,9 +34,14 @@ class StrategyChoice(BaseModel):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of that name: one of Starling or of an installed package, or `module:name`. Raises ConfigError
-        if there is none."""
-        return find_strategy(self.name)
+        """The strategy of that name: one of Starling or of an installed package, `module:name`, or the placeholder of
+        `auto`. Raises ConfigError if there is none."""
+        return AUTO_STRATEGY if self.is_auto else find_strategy(self.name)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the strategy is still to be chosen."""
+        return self.name == AUTO
 
     @property
     def options(self) -> Config:
@@ -199,5 +205,6 @@ def strategy_problems(choice: Any, learners: int | None) -> list[str]:
         if not isinstance(choice, dict) or "name" not in choice:
             return []  # validation of the tree reports it
         options = {key: value for key, value in choice.items() if key != "name"}
-        return describe(error, find_strategy(choice["name"]).options, options, prefix="strategy.")
+        options_type = StrategyChoice(name=choice["name"]).strategy.options
+        return describe(error, options_type, options, prefix="strategy.")
     return []

@@ -16,8 +16,8 @@ from starling.runs.job import make_job
 from starling.runs.planning.costs import Profile, dump
 from starling.runs.planning.facts import facts_of
 from starling.runs.planning.plan import NOT_PLANNED, plan
-from starling.runs.planning.profile import profile
 from starling.runs.planning.show import lines, table
+from starling.runs.profiling.profile import profile
 from starling.runs.recipe.recipe import Recipe
 from starling.runs.setup import set_up
 from starling.strategies import STRATEGIES

@@ -1,0 +1,298 @@
+"""Which strategy `auto` chooses: the planner's predictions, and what a gradient is worth under each strategy."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import log2
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from starling.configuration import Config
+from starling.engines.virtual.cluster import ComputeModel, LinkModel
+from starling.errors import ConfigError
+from starling.runs.planning.at_hand import ACROSS, INSIDE, AtHand, has_nodes, topologies
+from starling.runs.planning.costs import Costs, JobFacts
+from starling.runs.planning.fits import fit_compute
+from starling.runs.planning.predict import Arm, Machines, simulate_briefly
+from starling.runs.recipe.auto import CANDIDATES, AutoOptions
+from starling.runs.recipe.run import StrategyChoice
+from starling.training.stragglers import Stragglers
+from starling.workload import Weighting
+
+Seconds = float
+WORTH: Mapping[str, float] = {"allreduce": 1.0, "delay-by-one": 0.95, "dpsgd": 0.95, "hadpsgd": 0.92, "adpsgd": 0.9}
+"""What a gradient is taken to be worth for the loss, relative to one of `allreduce`.
+
+These are margins of caution, not measurements: a strategy must be predicted to be that much faster to be chosen,
+because stale gradients, and models that differ between learners, may cost progress. Measured values belong here
+(decision 0040).
+"""
+WORTH_OF_A_DOUBLING = 0.98
+"""The factor of `WORTH` for each doubling of the averaging period."""
+PERIODS = (2, 4, 8, 16)
+"""Tried, one after the other, where averaging every gradient makes learners wait."""
+WAITS, FASTER = 0.05, 0.03
+"""The share of waiting from which longer periods are tried, and how much faster each must be for the next one."""
+LIKE = 1.05
+"""Learners whose gradients take less than this many times those of the fastest count as equally fast."""
+NEARLY = 0.1
+"""Patterns whose rounds differ by less than this share count as equally fast."""
+SIMULATED, MOST_ROUNDS, FEWEST_ROUNDS = 480, 40, 4
+"""Gradients in a simulation, and the most and the fewest of each learner."""
+SEEDS = 3
+"""Simulations of each prediction, where times are drawn at random."""
+RESAMPLES = 1000
+SHORTEST: Seconds = 1e-6
+
+
+class Predicted(Config):
+    """What is predicted for one strategy."""
+
+    strategy: dict[str, Any]
+    """Its name and options, as in a recipe."""
+    gradients_per_second: float
+    """Of all learners together."""
+    worth: float
+    """Of each gradient, relative to one of `allreduce`."""
+    waiting: float
+    """The share of the learners' time."""
+    staleness: float
+    """The mean."""
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        return str(self.strategy["name"])
+
+    @property
+    def progress(self) -> float:
+        """Gradients per second, counted by their worth: what is compared."""
+        return self.gradients_per_second * self.worth
+
+    def __str__(self) -> str:
+        return in_words(self.strategy)
+
+
+class Choice(Config):
+    """What `auto` chose, and why."""
+
+    learners: int
+    predicted: tuple[Predicted, ...]
+    """The best first."""
+    because: str = ""
+    measured: dict[str, Any] = Field(default_factory=dict)
+    """The figures behind the predictions, for people."""
+
+    @property
+    def chosen(self) -> Predicted:
+        """The choice."""
+        return self.predicted[0]
+
+    @property
+    def strategy(self) -> StrategyChoice:
+        """The choice, for a recipe."""
+        return StrategyChoice.model_validate(self.chosen.strategy)
+
+    @property
+    def second(self) -> Predicted | None:
+        """The best of the other strategies."""
+        return next((each for each in self.predicted if each.name != self.chosen.name), None)
+
+    def lines(self, took: str = "") -> list[str]:
+        """What and why, and how far the second choice is behind; `took` says what measuring cost."""
+        chosen, second = self.chosen, self.second
+        if self.learners == 1:
+            return ["strategy auto: allreduce, because a single learner has no other to agree with"]
+        if second is None:
+            behind = "no other strategy was compared"
+        else:
+            behind = (
+                f"{second} is the second choice: {second.gradients_per_second:.3g} mini-batches/s, "
+                f"{1.0 - second.progress / chosen.progress:.0%} behind by what a mini-batch is worth "
+                f"({second.worth:.2f} against {chosen.worth:.2f})"
+            )
+        return [
+            f"strategy auto: {chosen} for {self.learners} learners, {chosen.gradients_per_second:.3g} mini-batches/s "
+            f"predicted, {chosen.waiting:.0%} of the time waiting",
+            f"  because {self.because}",
+            f"  {behind}" + (f"; {took}" if took else ""),
+        ]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The machines of a run, as the planner needs them."""
+
+    learners: int
+    per_node: int
+    stragglers: Stragglers
+    costs: Costs
+    exchanges: Mapping[str, LinkModel]
+    """The links that averaging rounds of a pattern meet. Those not named meet the costs' own."""
+    given: Mapping[str, Config]
+    """Sections of a simulated cluster, which take the place of measured ones."""
+    because: str
+    measured: dict[str, Any]
+
+    def machines(self, arm: Arm) -> Machines:
+        """Those that a strategy meets."""
+        costs, pattern = self.costs, getattr(arm.options, "pattern", None)
+        if arm.name == "hadpsgd" and ACROSS in self.exchanges:
+            across, inside = self.exchanges[ACROSS], self.exchanges[INSIDE]
+            nodes = {"messages": across, "inside": inside, "inside_means": inside, "devices_per_node": self.per_node}
+            costs = costs.model_copy(update=nodes)
+        elif pattern is not None:
+            fallback = self.exchanges.get("ring", costs.messages)
+            costs = costs.model_copy(update={"messages": self.exchanges.get(pattern, fallback)})
+        return Machines(costs, self.stragglers, self.given)
+
+
+def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the run's model") -> Surroundings:
+    """The machines of a run from what its learners measured, by rank."""
+    world, num_bytes = len(figures), figures[0].num_bytes
+    means = [fmean(each.gradients) for each in figures]
+    base = min(means)
+    slow = {rank: mean / base for rank, mean in enumerate(means) if mean > LIKE * base}
+    relative = np.concatenate([np.asarray(each.gradients) / mean for each, mean in zip(figures, means, strict=True)])
+    step = median(seconds for each in figures for seconds in each.steps)
+    fitted = fit_compute(base * relative) if len(relative) > 2 * world else ComputeModel(seconds=base)
+    total = base + step
+    compute = fitted.model_copy(update={"seconds": total, "spread": fitted.spread * base / total})
+    mean = max(SHORTEST, fmean(each.mean for each in figures))
+    longer = mean
+    if all(each.synchronous for each in figures):
+        synchronous = fmean(median(each.synchronous) for each in figures)
+        longer = max(SHORTEST, synchronous - _slowest_of_each_round(figures))
+    whole = {name: fmean(each.exchanges[name] for each in figures) for name in figures[0].exchanges}
+    links = {name: LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, whole[name])) for name in whole}
+    if ACROSS in links:  # each learner sent its share to every node that it averages with, all over one uplink
+        num_targets = len(topologies(world, per_node, 0)[ACROSS].targets(0, 0))
+        links[ACROSS] = links[ACROSS].model_copy(update={"bandwidth": num_targets * links[ACROSS].bandwidth})
+    costs = Costs(
+        job=JobFacts(trains=trains, model_bytes=num_bytes, batches_per_epoch=1),
+        compute=compute,
+        messages=links["ring"] if "ring" in links else next(iter(links.values())),
+        means=_ring(mean, num_bytes, world),
+        gradient_means=_ring(longer, num_bytes, world),
+        source="what the learners of this run measured",
+    )
+    slowest = max(range(world), key=means.__getitem__)
+    of_slowest = f" ({_seconds(means[slowest])} on learner {slowest})" if slow else ""
+    because = (
+        f"a gradient takes {_seconds(base)}{of_slowest}, averaging all gradients {_seconds(longer)} more, and "
+        f"averaging {num_bytes / 1e6:.3g} MB of weights with neighbours {_seconds(whole.get('ring', mean))}"
+    )
+    measured = {
+        "gradient_seconds": [round(each, 6) for each in means],
+        "gradients_measured": [len(each.gradients) for each in figures],
+        "step_seconds": round(step, 6),
+        "mean_seconds": round(mean, 6),
+        "mean_of_gradients_seconds": round(longer, 6),
+        "exchange_seconds": {name: round(seconds, 6) for name, seconds in whole.items()},
+        "model_bytes": num_bytes,
+    }
+    return Surroundings(world, per_node, Stragglers(slow=slow), costs, links, {}, because, measured)
+
+
+def _slowest_of_each_round(figures: Sequence[AtHand]) -> Seconds:
+    """How long the slowest gradient of a round takes, expected from the distributions of all learners."""
+    generator = np.random.default_rng(0)
+    drawn = [generator.choice(np.asarray(each.gradients), RESAMPLES) for each in figures]
+    return float(np.max(drawn, axis=0).mean())
+
+
+def _ring(seconds: Seconds, num_bytes: int, world: int) -> LinkModel:
+    """The link on which a ring all-reduce of so many learners takes this long."""
+    messages = 2 * (world - 1)
+    return LinkModel(latency=0.0, bandwidth=messages * -(-num_bytes // world) / seconds)
+
+
+def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "batches") -> Choice:
+    """The strategy that makes the most progress per second, and the others that were compared.
+
+    Raises:
+        ConfigError: None of `options.among` fits.
+    """
+    world = around.learners
+    found: list[Predicted] = []
+    notes: list[str] = []
+    for name in (each for each in CANDIDATES if each in options.among):
+        try:
+            found += _predictions(name, around, weighting)
+        except ConfigError as error:
+            notes.append(str(error))
+    if not found:
+        raise ConfigError(
+            f"strategy auto: none of {', '.join(options.among)} fits {world} learners\n  " + "\n  ".join(notes)
+        )
+    order = sorted(found, key=lambda each: -each.progress)  # of equals, the plainest stays first
+    return Choice(learners=world, predicted=tuple(order), because=around.because, measured=around.measured)
+
+
+def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Iterator[Predicted]:
+    """A strategy with each set of options that is worth a try. ConfigError if it does not fit."""
+    sets: list[dict[str, Any]] = [{}]
+    if name == "hadpsgd":
+        if not has_nodes(around.learners, around.per_node):
+            raise ConfigError("hadpsgd: needs several nodes, each with the same number of learners, at least 2")
+        sets = [{"per_node": around.per_node}]
+    if name == "adpsgd":
+        sets = [{"pattern": pattern} for pattern in _patterns(around)]
+    for options in sets:
+        last = first = _predict({"name": name, **options}, around, weighting)
+        yield first
+        if "period" not in StrategyChoice(name=name).strategy.options.model_fields or first.waiting < WAITS:
+            continue
+        for period in PERIODS:
+            longer = _predict({"name": name, **options, "period": period}, around, weighting)
+            yield longer
+            if longer.gradients_per_second < (1.0 + FASTER) * last.gradients_per_second:
+                break
+            last = longer
+
+
+def _patterns(around: Surroundings) -> list[str]:
+    """The patterns worth a try: a fixed ring only where its rounds are faster than those of a random one."""
+    patterns = sorted(topologies(around.learners, 1, 0), key=["random", "pairs", "ring"].index)
+    ring, random = around.exchanges.get("ring"), around.exchanges.get("random")
+    has_faster_ring = ring is None or random is None or ring.bandwidth > (1.0 + NEARLY) * random.bandwidth
+    return [each for each in patterns if each != "ring" or has_faster_ring or len(patterns) == 1]
+
+
+def _predict(tree: Mapping[str, Any], around: Surroundings, weighting: Weighting) -> Predicted:
+    choice = StrategyChoice.model_validate(tree)
+    choice.check_for(around.learners)
+    if problem := choice.strategy.weighting_problem(choice.options, weighting):
+        raise ConfigError(problem)
+    arm = Arm(choice.strategy, choice.options)
+    rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, SIMULATED // around.learners))
+    machines = around.machines(arm)
+    seeds = range(SEEDS if machines.is_random else 1)
+    speeds = [simulate_briefly(arm, around.learners, machines, seed, rounds) for seed in seeds]
+    staleness = sum((speed.staleness for speed in speeds), Counter[int]())
+    return Predicted(
+        strategy=dict(tree),
+        gradients_per_second=1.0 / fmean(speed.seconds_per_gradient for speed in speeds),
+        worth=worth(arm),
+        waiting=fmean(speed.waiting for speed in speeds),
+        staleness=sum(value * count for value, count in staleness.items()) / max(1, staleness.total()),
+    )
+
+
+def worth(arm: Arm) -> float:
+    """What a gradient under a strategy with these options is worth, relative to one of `allreduce`."""
+    period = float(getattr(arm.options, "period", 1.0))
+    return WORTH[arm.name] * float(WORTH_OF_A_DOUBLING ** max(0.0, log2(period)))
+
+
+def in_words(strategy: Mapping[str, Any]) -> str:
+    """A strategy with its options, as `adpsgd (pattern: ring, period: 4)`."""
+    options = ", ".join(f"{key}: {value}" for key, value in strategy.items() if key != "name")
+    return f"{strategy['name']} ({options})" if options else str(strategy["name"])
+
+
+def _seconds(seconds: Seconds) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1.0 else f"{1000 * seconds:.3g} ms"

@@ -1,0 +1,261 @@
+"""`strategy: auto`: the choice follows from what was measured, is said and noted, and stays."""
+
+import io
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+import starling
+from benchmarks.workloads import EmulatedDevice
+from starling.errors import ConfigError
+from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.planning.at_hand import ACROSS, INSIDE, Allowance, AtHand
+from starling.runs.planning.auto import kept
+from starling.runs.planning.choosing import WORTH, Choice, choose, surroundings_of, worth
+from starling.runs.planning.predict import Arm
+from starling.runs.recipe.auto import CANDIDATES, AutoOptions
+from starling.runs.recipe.recipe import check_recipe
+from starling.runs.simulate import simulate
+from starling.training.stragglers import Stragglers
+from tests.warm_start import run_learners
+
+Tree = dict[str, Any]
+MEGABYTE, GRADIENT = 1 << 20, 0.05
+FAST, SLOW_LINK = 0.001, 0.3
+
+
+def figures(slowest: float = 1.0, link: float = FAST, world: int = 4, per_node: int = 1) -> list[AtHand]:
+    """What learners measure whose last one's gradients take `slowest` times as long; a mean of the model takes `link`
+    seconds."""
+    exchanges = {"ring": link, "random": link, "pairs": link / 2}
+    if per_node > 1:
+        exchanges |= {INSIDE: FAST, ACROSS: link / per_node}
+    return [
+        AtHand(
+            gradients=[GRADIENT * (slowest if rank == world - 1 else 1.0)] * 4,
+            steps=[0.0005] * 3,
+            synchronous=[GRADIENT * slowest + link] * 3,
+            mean=link,
+            exchanges=exchanges,
+            num_bytes=MEGABYTE,
+        )
+        for rank in range(world)
+    ]
+
+
+def chosen(measured: list[AtHand], per_node: int = 1, **options: Any) -> Choice:
+    return choose(surroundings_of(measured, per_node), AutoOptions(**options))
+
+
+def test_equal_learners_on_a_fast_link_choose_allreduce() -> None:
+    """No strategy can be much faster than learners that compute all the time."""
+    found = chosen(figures())
+    assert found.chosen.strategy == {"name": "allreduce"}
+    assert found.chosen.gradients_per_second == pytest.approx(4 / (GRADIENT + 0.0005 + FAST), rel=0.01)
+
+
+@pytest.mark.parametrize("link", [FAST, SLOW_LINK])
+def test_a_slow_learner_makes_the_choice_asynchronous(link: float) -> None:
+    """Nearly as many mini-batches as the learners compute alone, 3.1 times those of a fast one; `allreduce` takes turns
+    with the slowest."""
+    found = chosen(figures(slowest=10.0, link=link))
+    assert found.chosen.name == "adpsgd"
+    assert found.chosen.gradients_per_second == pytest.approx(3.1 / GRADIENT, rel=0.1)
+    (synchronous,) = [each for each in found.predicted if each.name == "allreduce"]
+    assert synchronous.gradients_per_second == pytest.approx(4 / (10 * GRADIENT + link), rel=0.02)
+
+
+def test_a_slow_link_makes_learners_average_in_the_background_and_rarely() -> None:
+    """A round of averaging takes six gradients, so that averaging each of them would make learners wait."""
+    found = chosen(figures(link=SLOW_LINK))
+    assert found.chosen.name == "adpsgd"
+    assert found.chosen.strategy["period"] >= 2
+    assert found.chosen.waiting < 0.05
+    assert found.chosen.gradients_per_second > 5 * 4 / (GRADIENT + SLOW_LINK)
+
+
+def test_nodes_are_tried_as_super_learners() -> None:
+    """Two nodes of two; `hadpsgd` is not tried where there are none, nor where learners cannot be divided."""
+    names = {each.name for each in chosen(figures(link=SLOW_LINK, per_node=2), per_node=2).predicted}
+    assert names == set(CANDIDATES)
+    only = chosen(figures(link=SLOW_LINK, per_node=2), per_node=2, among=("hadpsgd",))
+    assert (only.chosen.strategy["per_node"], only.second) == (2, None)
+    assert "hadpsgd" not in {each.name for each in chosen(figures(link=SLOW_LINK)).predicted}
+
+
+@pytest.mark.parametrize(("saved", "name"), [(0.02, "allreduce"), (0.15, "delay-by-one")])
+def test_a_stale_strategy_is_chosen_only_if_it_is_faster_by_its_margin(saved: float, name: str) -> None:
+    """`delay-by-one` hides the mean, a share `saved` of the gradient; the margin is 5 %."""
+    assert 1 / (1 + 0.15) < WORTH["delay-by-one"] < 1 / (1 + 0.02)
+    found = chosen(figures(link=saved * GRADIENT), among=("allreduce", "delay-by-one"))
+    assert found.chosen.name == name
+
+
+def test_longer_periods_are_worth_less() -> None:
+    """The margins, and their order."""
+    strategy = starling.STRATEGIES["adpsgd"]
+    values = [worth(Arm(strategy, strategy.options(period=period))) for period in (0.5, 1.0, 2.0, 8.0)]
+    assert values[0] == values[1] == WORTH["adpsgd"]
+    assert values[1] > values[2] > values[3] > 0.8
+    assert set(WORTH) == set(CANDIDATES)
+
+
+def test_a_weighting_leaves_only_what_averages_gradients() -> None:
+    """The others would ignore it."""
+    found = choose(surroundings_of(figures(slowest=10.0), 1), AutoOptions(), "utterances")
+    assert {each.name for each in found.predicted} == {"allreduce"}
+
+
+def test_three_lines_say_what_and_why_and_how_far_the_second_choice_is_behind() -> None:
+    """The second choice is another strategy, not the same with other options."""
+    found = chosen(figures(slowest=10.0))
+    what, why, behind = found.lines("choosing took 2.5 s")
+    assert what.startswith("strategy auto: adpsgd (pattern: random) for 4 learners, ")
+    assert "a gradient takes 50 ms (500 ms on learner 3)" in why
+    second = found.second
+    assert second is not None and second.name == "allreduce"
+    assert f"{1 - second.progress / found.chosen.progress:.0%} behind" in behind
+    assert behind.endswith("choosing took 2.5 s")
+
+
+def test_jitter_is_not_counted_twice() -> None:
+    """What `allreduce` takes beyond the slowest gradient of each round is the mean, not the spread of the gradients."""
+    generator = torch.Generator().manual_seed(1)
+    times = (0.05 + 0.05 * torch.rand(4, 200, generator=generator)).tolist()
+    rounds = [max(each) + 0.01 for each in zip(*times, strict=True)]
+    measured = [AtHand(each, [0.0], rounds, 0.01, {"ring": 0.01}, MEGABYTE) for each in times]
+    assert surroundings_of(measured, 1).measured["mean_of_gradients_seconds"] == pytest.approx(0.01, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "minutes", "seconds"),
+    [(1000, None, 0.03 * 1000 * 0.05 / 4), (10**9, None, 60.0), (None, 10.0, 18.0), (1000, 1e-3, 0.03 * 0.06)],
+)
+def test_measuring_takes_a_small_share_of_the_run(gradients: int | None, minutes: float | None, seconds: float) -> None:
+    """3 % of its expected time, and at most a minute."""
+    assert Allowance(gradients, minutes, 60.0).seconds([0.05] * 4) == pytest.approx(seconds)
+
+
+def test_what_auto_cannot_do_is_one_clear_problem_of_the_recipe(tree: Tree) -> None:
+    """Before anything is measured."""
+    with pytest.raises(ConfigError, match=r"strategy.among: auto cannot choose hogwild; it chooses among allreduce, "):
+        check_recipe(tree | {"strategy": {"name": "auto", "among": ["hogwild"]}}, "r.yaml")
+    with pytest.raises(ConfigError, match=r"strategy\.secnds"):
+        check_recipe(tree | {"strategy": {"name": "auto", "secnds": 3}}, "r.yaml")
+    with pytest.raises(ConfigError, match="none of hadpsgd fits 4 learners"):
+        chosen(figures(), among=("hadpsgd",))
+
+
+def test_a_job_is_not_run_before_a_strategy_has_been_chosen(tree: Tree) -> None:
+    """The placeholder says where `auto` works."""
+    placeholder = check_recipe(tree | {"strategy": "auto"}, "r.yaml").strategy
+    job = starling.Job(
+        EmulatedDevice(8, 0.0), placeholder.strategy, starling.Budget(steps=1), partial(torch.optim.SGD, lr=0.1)
+    )
+    with pytest.raises(ConfigError, match="strategy: auto is chosen by `starling train` and `starling simulate`"):
+        starling.simulate(job, learners=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "does not tell it"),
+        ({"strategy": {"name": "auto"}}, "was written before a strategy was chosen"),
+        ({"strategy": {"name": "hadpsgd", "per_node": 3}}, "hadpsgd, which does not fit 2 learners"),
+    ],
+)
+def test_a_resume_that_cannot_keep_its_strategy_says_why(tree: Tree, tmp_path: Path, config: Any, message: str) -> None:
+    """It never chooses again."""
+    if config is not None:
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    run = check_recipe(tree | {"strategy": "auto", "resume": str(tmp_path / "checkpoints" / "step-1")}, "r.yaml")
+    with pytest.raises(ConfigError, match=message):
+        kept(run, lambda line: None)
+
+
+def test_a_simulation_with_auto_is_that_of_the_strategy_it_chooses(tree: Tree) -> None:
+    """To the event hash; without measuring, from the simulated cluster."""
+    tree |= {
+        "learners": 3,
+        "overwrite": True,
+        "budget": {"steps": 9},
+        "cluster": {"compute": {"seconds": 0.1}},
+        "stragglers": {"slow": {2: 10.0}},
+    }
+    said = io.StringIO()
+
+    def hash_with(strategy: Any) -> str:
+        lines: list[str] = []
+        simulate(check_recipe(tree | {"strategy": strategy}, "r.yaml"), lines.append, Console(file=said))
+        return lines[-1]
+
+    found = hash_with("auto")
+    folder = ExperimentFolder(Path(tree["exp"]) / "songs-virtual")
+    recorded = yaml.safe_load(folder.config.read_text())["strategy"]
+    assert recorded["name"] == "adpsgd"
+    assert "because a gradient takes 100 ms (10 times as long on the slowest learner)" in said.getvalue()
+    assert found == hash_with(recorded)
+
+
+def emulated(**changes: Any) -> starling.Job:
+    """Gradients of 20 ms that need no processor, of a model of 16 KiB."""
+    given = {"budget": starling.Budget(steps=60), "stragglers": Stragglers(slow={2: 10.0})} | changes
+    return starling.Job(
+        EmulatedDevice(1 << 12, 0.02),
+        starling.STRATEGIES["allreduce"],
+        make_optimizer=partial(torch.optim.SGD, lr=0.1),
+        **given,
+    )
+
+
+def test_real_learners_measure_choose_train_and_resume_with_the_same_choice(tmp_path: Path) -> None:
+    """Three processes, one ten times slower: it is found, `adpsgd` is chosen, noted and run; a resume keeps it."""
+    said = io.StringIO()
+    how: dict[str, Any] = {"strategy": "auto", "exp": tmp_path, "console": Console(file=said), "engine": {"threads": 1}}
+    trained = starling.train(emulated(), learners=3, name="slow", **how)
+    assert trained.job.strategy.name == "adpsgd"
+    lines = [line for line in said.getvalue().splitlines() if "auto" in line]
+    assert lines[1].startswith("strategy auto: adpsgd (")
+    note = yaml.safe_load((trained.folder / "auto.yaml").read_text())
+    first, _, slowest = note["measured"]["gradient_seconds"]
+    assert first >= 0.02
+    assert slowest >= max(0.2, 3.0 * first)
+    config = yaml.safe_load((trained.folder / "config.yaml").read_text())
+    assert config["strategy"]["name"] == "adpsgd"
+    assert config["strategy"] == note["predicted"][0]["strategy"]
+
+    said.truncate(0)
+    again = starling.train(
+        emulated(budget=starling.Budget(steps=90)), learners=3, name="slow", resume=trained.folder, **how
+    )
+    assert "strategy auto: the run resumes with adpsgd (" in said.getvalue()
+    assert "learners measure" not in said.getvalue()
+    assert again.job.strategy.name == "adpsgd"
+    assert yaml.safe_load((again.folder / "auto.yaml").read_text()) == note
+
+
+def test_one_learner_needs_no_measuring(tmp_path: Path) -> None:
+    """One line says so."""
+    said = io.StringIO()
+    job = emulated(budget=starling.Budget(steps=3), stragglers=Stragglers())
+    trained = starling.train(job, strategy="auto", exp=tmp_path, console=Console(file=said))
+    assert "strategy auto: allreduce, because a single learner" in said.getvalue()
+    assert trained.job.strategy.name == "allreduce"
+
+
+def test_learners_of_another_launcher_agree_on_the_choice(tree: Tree, tmp_path: Path) -> None:
+    """As under torchrun: they measure, learner 0 chooses and notes it, and all train with it."""
+    (tmp_path / "songs.yaml").write_text(yaml.safe_dump(tree | {"strategy": "auto"}))
+    run_learners([sys.executable, "-m", "starling", "train", str(tmp_path / "songs.yaml")], 2, tmp_path)
+    folder = ExperimentFolder(Path(tree["exp"]) / "songs")
+    note, config = (yaml.safe_load(path.read_text()) for path in (folder.auto, folder.config))
+    assert config["strategy"] == note["predicted"][0]["strategy"]
+    assert note["learners"] == 2
+    assert "strategy auto: " in (tmp_path / "learner-0.log").read_text()
+    assert "strategy auto: " not in (tmp_path / "learner-1.log").read_text()
