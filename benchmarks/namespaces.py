@@ -34,6 +34,8 @@ class Throttle:
     rate: str
     burst: str
     latency: str
+    congestion_control: str | None = None
+    """Of TCP; None: what this machine has as its default."""
 
 
 def execute(command: Sequence[str]) -> None:
@@ -69,6 +71,9 @@ def joined_namespaces(throttle: Throttle, run: Execute = execute) -> Generator[l
             run(["ip", "-n", end.name, "link", "set", INTERFACE, "up"])
             bucket = ["rate", throttle.rate, "burst", throttle.burst, "latency", throttle.latency]
             run(["tc", "-n", end.name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *bucket])
+            if throttle.congestion_control is not None:
+                route = ["10.77.0.0/24", "dev", INTERFACE, "src", end.address, "congctl", throttle.congestion_control]
+                run(["ip", "-n", end.name, "route", "replace", *route, "proto", "kernel", "scope", "link"])
         yield ends
     finally:
         _remove(made, run)

@@ -89,6 +89,30 @@ def test_a_pace_far_below_its_period_is_complained_of_with_the_remedy() -> None:
     assert "max_lag" in complaint
 
 
+def test_a_background_that_opens_a_round_need_not_ask_whether_it_is_open() -> None:
+    """One round trip to the store, not two; after the end the answer is that the round never opens."""
+
+    class Counting(StoreBoard):
+        num_asked = 0
+
+        def await_open(self, number: int) -> bool:
+            self.num_asked += 1
+            return super().await_open(number)
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    board, other = Counting(store, 0, 2), StoreBoard(store, 1, 2)
+    rounds = Rounds(board)
+    rounds.gradient_made()
+    assert rounds.next(1.0) == 0
+    assert other.await_open(0)
+    assert board.num_asked == 0
+    rounds.gradient_made()
+    rounds.gradient_made()
+    other.end(1)
+    assert rounds.next(1.0) is None
+    assert board.num_asked == 0
+
+
 def test_who_waits_for_its_own_round_is_woken_by_its_completion() -> None:
     """On the store of real processes: two gradients open a round and wait, until the background asks for the next."""
     rounds = Rounds(StoreBoard(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0, 1))

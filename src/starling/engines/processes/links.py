@@ -376,9 +376,10 @@ class LinkBoard(Board):
         self._words = links.words()
         self._has_left = False
 
-    def open(self, number: int, is_behind: bool) -> None:
+    def open(self, number: int, is_behind: bool) -> bool:
         self._words[0][_OPENED] = max(self._words[0][_OPENED], number + 1)
         self._links.ring()
+        return not self._has_left
 
     def await_open(self, number: int) -> bool:
         while not self._has_left:

@@ -21,9 +21,9 @@ class Board(ABC):
     """Shared state: which rounds have opened, and which is the last."""
 
     @abstractmethod
-    def open(self, number: int, is_behind: bool) -> None:
+    def open(self, number: int, is_behind: bool) -> bool:
         """Open a round for all learners. `is_behind` is true if the background calls. Several learners may open the
-        same round."""
+        same round. False if it never will: the rounds have ended."""
 
     @abstractmethod
     def await_open(self, number: int) -> bool:
@@ -43,7 +43,11 @@ class Board(ABC):
 
 
 class StoreBoard(Board):
-    """A board in the store: each round is a key, for which all backgrounds wait without polling."""
+    """A board in the store: each round is a key, for which all backgrounds wait without polling.
+
+    A background that opens a round learns from the answer that it is open, and need not ask: a round trip to the store
+    can take long where the link is full of weights.
+    """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._store = store
@@ -51,11 +55,16 @@ class StoreBoard(Board):
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world = rank, world
 
-    def open(self, number: int, is_behind: bool) -> None:
-        (self._own if is_behind else self._store).add(_key(number), 1)
+    def open(self, number: int, is_behind: bool) -> bool:
+        if not is_behind:
+            return int(self._store.add(_key(number), 1)) < ENDED
+        return self._enter(number, int(self._own.add(_key(number), 1)))
 
     def await_open(self, number: int) -> bool:
-        has_opened = int(self._own.get(_key(number))) < ENDED
+        return self._enter(number, int(self._own.get(_key(number))))
+
+    def _enter(self, number: int, value: int) -> bool:
+        has_opened = value < ENDED
         if has_opened and number >= DRIFT and number % self._world == self._rank:
             self._own.delete_key(_key(number - DRIFT))
         return has_opened
@@ -108,12 +117,14 @@ class Rounds:
                 return None
             number, self._next = self._next, self._next + 1
             self._pace.period = period
-            if self._pace.may_open and not self._is_finished:
-                self._board.open(number, is_behind=True)
+            opens = self._pace.may_open and not self._is_finished
+            if opens:
+                has_opened = self._board.open(number, is_behind=True)
                 self._pace.opened()
             else:
                 self._waiting = number
-        has_opened = self._board.await_open(number)
+        if not opens:
+            has_opened = self._board.await_open(number)
         with self._lock:
             self._waiting = None
             if not has_opened:

@@ -25,6 +25,12 @@ class Computing(Protocol):
     course: Course
     replica: Replica
     buffers: Buffers
+    now: Callable[[], float]
+    """Simulated seconds."""
+
+    @property
+    def rank(self) -> int:
+        """Its number among the learners."""
 
 
 class Computation(Protocol):

@@ -8,7 +8,7 @@ every gradient of that run is finite.
 
 import gc
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,8 @@ class LearnerTiming:
     num_gradients: int
     spent: Spent
     averaging: Averaging
+    gradients_at: tuple[float, ...]
+    """Simulated seconds, when each of its gradients was complete."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,9 @@ def simulate_timing(
     counting = _Counting(num_bytes // BYTES_OF_A_WEIGHT, optimizer_vectors)
     with _without_collections():
         outcome = VirtualEngine(job, world, cluster, totals, computation=counting).run()
-    return TimingOutcome(outcome.seconds, outcome.num_events, outcome.event_hash, totals.learners())
+    return TimingOutcome(
+        outcome.seconds, outcome.num_events, outcome.event_hash, totals.learners(counting.gradients_at)
+    )
 
 
 @contextmanager
@@ -158,9 +162,12 @@ class Totals:
         total.averaging.bytes_sent += averaging.bytes_sent
         total.averaging.staleness += averaging.staleness
 
-    def learners(self) -> tuple[LearnerTiming, ...]:
-        """What each learner did, by rank."""
-        return tuple(LearnerTiming(total.num_gradients, total.spent, total.averaging) for total in self._of)
+    def learners(self, gradients_at: Mapping[int, Sequence[float]]) -> tuple[LearnerTiming, ...]:
+        """What each learner did, by rank, with the times of its gradients."""
+        return tuple(
+            LearnerTiming(total.num_gradients, total.spent, total.averaging, tuple(gradients_at.get(rank, ())))
+            for rank, total in enumerate(self._of)
+        )
 
 
 @dataclass
@@ -196,6 +203,8 @@ class _Counting:
 
     def __init__(self, num_weights: int, optimizer_vectors: int) -> None:
         self._num_weights, self._optimizer_vectors = num_weights, optimizer_vectors
+        self.gradients_at: dict[int, list[float]] = {}
+        """By learner: when its gradients were complete."""
 
     def new_replica(self) -> Replica:
         return _CountingReplica(self._num_weights, self._optimizer_vectors)
@@ -209,11 +218,8 @@ class _Counting:
     def close(self) -> None: ...
 
     def gradient(self, learner: Computing, at: Tensor) -> Loss:
-        return _no_loss
-
-
-def _no_loss() -> None:
-    return None
+        times = self.gradients_at.setdefault(learner.rank, [])
+        return lambda: times.append(learner.now())  # returns None, as there is no loss
 
 
 class _NoOptimizer(Optimizer):
