@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 RECIPES = {"demo", "demo_frames", "fsdd", "fsdd_frames", "ibm_frames", "fsdd_speakers", "speechocean", "staleness"}
 
+MODULES = {"flashlight-text": "flashlight"}
+"""Packages that are imported by another name."""
+
 
 def packages(requirements: list[str]) -> set[str]:
     """The names in a list of requirements, those of extras of our own written out."""
@@ -29,7 +32,7 @@ def packages(requirements: list[str]) -> set[str]:
             for extra in match[2].split(","):
                 found |= packages(PROJECT["optional-dependencies"][extra])
         else:
-            found.add(match[1].replace("-", "_"))
+            found.add(MODULES.get(match[1], match[1].replace("-", "_")))
     return found
 
 

@@ -22,7 +22,8 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.config import DecodingConfig, SequencesConfig
+from starling.speech.decoding.config import DecodingConfig
+from starling.speech.hybrid.config import SequencesConfig
 from starling.speech.hybrid.lexicon import TiedStates, check_words, load_states, read_words
 from starling.speech.hybrid.losses import PADDING, FrameBatch, frame_loss
 from starling.speech.hybrid.sequences import SequencePlanner

@@ -29,7 +29,8 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.config import AlignmentConfig, DecodingConfig, StatesConfig
+from starling.speech.decoding.config import DecodingConfig
+from starling.speech.hybrid.config import AlignmentConfig, StatesConfig
 from starling.speech.hybrid.lexicon import TiedStates, check_words, read_words, words_of
 from starling.speech.hybrid.losses import PADDING, FrameBatch, frame_loss
 from starling.speech.hybrid.store import Frames, FrameWriter, save_states
