@@ -15,9 +15,11 @@ SENTENCES = [line.split() for line in (LMPLZ / "text.txt").read_text(encoding="u
 WORDS = st.lists(st.lists(st.sampled_from("abcd"), max_size=5), min_size=1, max_size=12)
 
 
-@pytest.mark.parametrize(("name", "order", "sentences"), [("order-3", 3, SENTENCES), ("order-4-fallback", 4, SENTENCES[:6])])
+@pytest.mark.parametrize(
+    ("name", "order", "sentences"), [("order-3", 3, SENTENCES), ("order-4-fallback", 4, SENTENCES[:6])]
+)
 def test_probabilities_and_weights_are_those_of_lmplz(name: str, order: int, sentences: list[list[str]]) -> None:
-    """With discounts estimated, and with its fallback where the data are too few: the same n-grams, to 1e-6 in log10."""
+    """With discounts estimated, and with its fallback where the data are too few: the same n-grams, to 1e-6."""
     theirs, ours = NgramModel.read(LMPLZ / f"{name}.arpa"), estimate(sentences, order)
     assert ours.order == theirs.order == order
     for number in range(order):
@@ -63,7 +65,9 @@ def test_a_file_gives_the_same_model_back(tmp_path: Path) -> None:
     assert again.words == model.words
     for before, after in zip(model.probabilities, again.probabilities, strict=True):
         assert dict(after) == pytest.approx(dict(before), abs=1e-6)
-    assert again.perplexity(["one two"]).with_unknown == pytest.approx(model.perplexity(["one two"]).with_unknown, rel=1e-5)
+    assert again.perplexity(["one two"]).with_unknown == pytest.approx(
+        model.perplexity(["one two"]).with_unknown, rel=1e-5
+    )
 
 
 def test_the_order_is_no_higher_than_the_longest_sentence() -> None:

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +30,7 @@ from starling.runs.training_plan import open_training_set
 from starling.runs.training_set import prepare_all
 from starling.speech.data import set_digest
 from starling.speech.decoding.beam import BeamSearch, Hypothesis, SearchPool, Weights
-from starling.speech.decoding.config import DecodingConfig
+from starling.speech.decoding.config import DecodingConfig, Vocabulary
 from starling.speech.decoding.ngram import NgramModel, estimate
 from starling.speech.decoding.tuning import Trial, given, tune
 from starling.speech.hybrid.lexicon import read_words, words_of
@@ -39,7 +38,6 @@ from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import Tokenizer
 
-Vocabulary = Literal["closed", "open"]
 MOST_TUNED = 500
 """Utterances of the validation set to tune on, spread evenly over it."""
 RARE = 0.01
@@ -70,8 +68,8 @@ class TunedSearch(Config):
         penalty = f", word penalty {self.weights.word_penalty:g}" if self.vocabulary == "closed" else ""
         tuned = f"tuned on {self.num_utterances} utterances of {self.tuned_on}" if self.tuned_on else "not tuned"
         return (
-            f"beam search: {known}, {self.order}-grams of {grams} with weight {self.weights.lm_weight:g}{penalty}, beam "
-            f"{self.weights.beam}; {tuned}"
+            f"beam search: {known}, {self.order}-grams of {grams} with weight {self.weights.lm_weight:g}{penalty}, "
+            f"beam {self.weights.beam}; {tuned}"
         )
 
 
@@ -132,9 +130,7 @@ def best_search(
     with ExitStack() as stack:
         pools = {
             kind: stack.enter_context(
-                SearchPool(
-                    BeamSearch(recogniser.tokenizer, each.file, each.words, recogniser.output_seconds), jobs
-                )
+                SearchPool(BeamSearch(recogniser.tokenizer, each.file, each.words, recogniser.output_seconds), jobs)
             )
             for kind, each in languages.items()
         }
@@ -170,7 +166,7 @@ def _tuned(
         references = {speech_set.id(index): speech_set.text(index) for index in among}
         ordered = {each: utterances[each] for each in references}
         best, trials = tune(pools, ordered, references, config)
-        vocabulary, weights = best.vocabulary, best.weights  # type: ignore[assignment]
+        vocabulary, weights = best.vocabulary, best.weights
     language = languages[vocabulary]
     return TunedSearch(
         of=of,
@@ -202,9 +198,7 @@ def _languages(
         found["closed"] = Language(file, model.order, _spelled(words, tokenizer, config))
     if config.vocabulary == "open" or (config.vocabulary is None and not is_limited):
         names = tokenizer.names
-        model = estimate(
-            [[names[token] for token in tokenizer.encode(each)] for each in texts], _order(config, "open")
-        )
+        model = estimate([[names[token] for token in tokenizer.encode(each)] for each in texts], _order(config, "open"))
         model.write(home / _FILES["open"])
         found["open"] = Language(home / _FILES["open"], model.order, None)
     return found

@@ -41,8 +41,8 @@ def evaluate(
     """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
 
     The model is the newest one, or with `is_best` the one that scored best on the validation set. Files that list every
-    error go to the experiment's `decode` folder. `with_beam` adds the score of a beam search, by `jobs` processes, for a
-    model with CTC (None: if the recipe has a section `decoding`). Raises CheckpointError if there is no model,
+    error go to the experiment's `decode` folder. `with_beam` adds the score of a beam search, by `jobs` processes, for
+    a model with CTC (None: if the recipe has a section `decoding`). Raises CheckpointError if there is no model,
     ConfigError for a set that the recipe does not define.
     """
     folder, recipe = _open(experiment)

@@ -152,8 +152,8 @@ class Recogniser:
         progress: Callable[[int, int], None] | None = None,
         among: Sequence[int] | None = None,
     ) -> Iterator[tuple[list[str], torch.Tensor, torch.Tensor]]:
-        """Ids, log-probabilities `[B, T', V]` and lengths `[B]` of the utterances of a set, batch by batch, longest first;
-        of those numbered in `among`, if that is given. The other arguments are those of `recognise`."""
+        """Ids, log-probabilities `[B, T', V]` and lengths `[B]` of the utterances of a set, batch by batch, longest
+        first; of those numbered in `among`, if that is given. The other arguments are those of `recognise`."""
         chosen = np.arange(len(speech_set)) if among is None else np.asarray(among)
         done = 0
         for places in _by_duration(speech_set.durations[chosen], max_duration):
@@ -189,8 +189,8 @@ class Recogniser:
         return self.texts(*self.log_probs(matrices))
 
     def texts(self, log_probs: torch.Tensor, frames: torch.Tensor) -> list[str]:
-        """The text of each utterance, from log-probabilities `[B, T', V]` and lengths `[B]`: greedy, or the best words of
-        tied states."""
+        """The text of each utterance, from log-probabilities `[B, T', V]` and lengths `[B]`: greedy, or the best words
+        of tied states."""
         if self._decoder is not None:
             return self._decoder(log_probs, frames)
         return greedy_decode(log_probs, frames, self.tokenizer)

@@ -16,8 +16,8 @@ from starling.runs.recipe.overrides import apply_overrides
 from starling.runs.recipe.run import DEFAULT_STRATEGY, RunConfig, StrategyChoice, check_run
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.data import DataConfig, set_digest, set_settings
-from starling.speech.features import FeatureConfig
 from starling.speech.decoding.config import OF_CTC, OF_FRAMES, DecodingConfig
+from starling.speech.features import FeatureConfig
 from starling.speech.hybrid.config import AlignmentConfig, SequencesConfig, StatesConfig
 from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig

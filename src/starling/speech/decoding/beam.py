@@ -163,7 +163,7 @@ class BeamSearch:
         from flashlight.lib.text.decoder.kenlm import KenLM
         from flashlight.lib.text.dictionary import Dictionary
 
-        entries = self._names[:-1] + [END] if self.words is None else [*self.words, UNKNOWN]
+        entries = [*self._names[:-1], END] if self.words is None else [*self.words, UNKNOWN]
         try:
             with _quiet():
                 return KenLM(str(self.lm), Dictionary(entries))

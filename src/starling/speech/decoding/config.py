@@ -7,6 +7,7 @@ from pydantic import Field
 
 from starling.configuration import Config
 
+Vocabulary = Literal["closed", "open"]
 OF_FRAMES = ("words", "prior_scale")
 """Keys for `loss: frames` alone."""
 OF_CTC = ("vocabulary", "lm", "order", "lm_weight", "beam", "num_best")
@@ -21,8 +22,8 @@ class DecodingConfig(Config):
     )
     word_penalty: float | None = Field(
         default=None,
-        description="what each word costs, in natural-log likelihood; more words below 0. null: 0, and for ctc tuned on "
-        "the validation set",
+        description="what each word costs, in natural-log likelihood; more words below 0. null: 0, and for loss: ctc "
+        "tuned on the validation set",
     )
 
     words: Literal["loop", "one"] = Field(
@@ -34,7 +35,7 @@ class DecodingConfig(Config):
         description="how much of a state's log prior is taken from its log posterior; for loss: frames",
     )
 
-    vocabulary: Literal["closed", "open"] | None = Field(
+    vocabulary: Vocabulary | None = Field(
         default=None,
         description="closed: only known words, with n-grams of words. open: any word, with n-grams of tokens. null: "
         "closed with a word_list or lm, otherwise what scores better on the validation set; for loss: ctc",

@@ -1,7 +1,7 @@
 """N-gram language models: interpolated modified Kneser-Ney, read from and written to ARPA files."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +166,7 @@ def estimate(sentences: Iterable[Sequence[str]], order: int) -> NgramModel:
     lower: dict[Gram, float] = {(): 1.0 / (len(counts[0]) + 1)}
     for number, grams in enumerate(counts, 1):
         discounts = _discounts(grams.values())
-        totals, left = Counter[Gram](), Counter[Gram]()
+        totals, left = Counter[Gram](), defaultdict[Gram, float](float)
         for gram, count in grams.items():
             totals[gram[:-1]] += count
             left[gram[:-1]] += discounts[min(count, 3) - 1]
@@ -206,10 +206,10 @@ def _discounts(counts: Iterable[int]) -> tuple[float, float, float]:
     if not all(n[count] for count in (1, 2, 3)):
         return _FALLBACK
     y = n[1] / (n[1] + 2 * n[2])
-    found = tuple(count - (count + 1) * y * n[count + 1] / n[count] for count in (1, 2, 3))
-    if not all(0 <= value <= count for count, value in enumerate(found, 1)):
+    one, two, more = (count - (count + 1) * y * n[count + 1] / n[count] for count in (1, 2, 3))
+    if not (0 <= one <= 1 and 0 <= two <= 2 and 0 <= more <= 3):
         return _FALLBACK
-    return found[0], found[1], found[2]
+    return one, two, more
 
 
 def _size(text: str, order: int, where: str) -> int:

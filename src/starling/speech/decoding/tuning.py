@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from starling.configuration import Config
 from starling.speech.decoding.beam import SearchPool, Weights
-from starling.speech.decoding.config import DecodingConfig
+from starling.speech.decoding.config import DecodingConfig, Vocabulary
 from starling.speech.scoring import count_errors
 
 LM_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
@@ -21,7 +21,7 @@ USUAL = Weights(lm_weight=0.5, word_penalty=0.0, beam=64)
 class Trial(Config):
     """Weights, and the errors that a search with them made."""
 
-    vocabulary: str
+    vocabulary: Vocabulary
     weights: Weights
     word_errors: int
     character_errors: int
@@ -39,7 +39,7 @@ def given(config: DecodingConfig) -> Weights:
 
 
 def tune(
-    pools: Mapping[str, SearchPool],
+    pools: Mapping[Vocabulary, SearchPool],
     utterances: Mapping[str, NDArray[np.float32]],
     references: Mapping[str, str],
     config: DecodingConfig,
@@ -48,13 +48,13 @@ def tune(
     """The best trial, and all of them, of the searches in `pools`, by vocabulary.
 
     One weight after another is varied, for each vocabulary: the language model's, the word penalty, and again the
-    language model's, in finer steps. At the end comes the beam: the narrowest one that makes as few errors as any. Among
-    equally good values, the one in the middle is taken. What the recipe sets is not varied. `progress` is called after
-    each trial.
+    language model's, in finer steps. At the end comes the beam: the narrowest one that makes as few errors as any.
+    Among equally good values, the one in the middle is taken. What the recipe sets is not varied. `progress` is called
+    after each trial.
     """
     trials: list[Trial] = []
 
-    def attempt(vocabulary: str, weights: Weights) -> Trial:
+    def attempt(vocabulary: Vocabulary, weights: Weights) -> Trial:
         known = (each for each in trials if (each.vocabulary, each.weights) == (vocabulary, weights))
         if (found := next(known, None)) is not None:
             return found
