@@ -29,6 +29,7 @@ PICKLES_AMONG_OWN_PROCESSES = {
     "starling/training/loading.py": "a learner's loading processes",
     "starling/runs/compare/workers.py": "the processes of `jobs`",
     "starling/speech/preparing/executors.py": "the processes of `jobs=N`",
+    "starling/speech/decoding/beam.py": "the processes of `evaluate --jobs`",
 }
 """Modules that start processes of their own, with which Python talks in pickles through inherited pipes."""
 PICKLES_ITSELF = {"starling/runs/packing.py": "a job, for the learners of `starling.train`; see decision 0033"}

@@ -22,6 +22,9 @@ RECIPES = {
 }
 COMPARISONS = {"non_iid", "staleness", "staleness_ctc"}
 
+MODULES = {"flashlight-text": "flashlight"}
+"""Packages that are imported by another name."""
+
 
 def packages(requirements: list[str]) -> set[str]:
     """The names in a list of requirements, those of extras of our own written out."""
@@ -33,7 +36,7 @@ def packages(requirements: list[str]) -> set[str]:
             for extra in match[2].split(","):
                 found |= packages(PROJECT["optional-dependencies"][extra])
         else:
-            found.add(match[1].replace("-", "_"))
+            found.add(MODULES.get(match[1], match[1].replace("-", "_")))
     return found
 
 

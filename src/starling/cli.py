@@ -268,14 +268,20 @@ def evaluate(
         list[str] | None, typer.Option("--set", help="A set to score; may be repeated. Default: the test sets.")
     ] = None,
     best: Best = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Without the beam search.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes for the beam search.")] = 1,
     debug: Debug = False,
 ) -> None:
-    """Score sets with the newest model of an experiment, and list every error in its decode folder."""
+    """Score sets with the newest model of an experiment, and list every error in its decode folder.
+
+    A model with CTC is scored twice: by greedy decoding, and by a beam search with a language model, tuned on the
+    validation set.
+    """
     with _errors(debug):
         require("speech", "starling evaluate")
         from starling.runs import evaluate
 
-        evaluate.evaluate(experiment, sets, typer.echo, _console(), best)
+        evaluate.evaluate(experiment, sets, typer.echo, _console(), best, not greedy, jobs)
 
 
 @app.command(epilog="Example: [bold]starling audit exp/demo[/bold]")

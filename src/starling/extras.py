@@ -14,6 +14,7 @@ EXTRAS = {
     "demo": (*SPEECH, "espeakng_loader"),
     "dask": (*SPEECH, "distributed"),
     "cloud": (*SPEECH, "s3fs"),
+    "decoding": ("flashlight",),
     "report": ("jinja2", "plotly"),
 }
 """The modules that each extra in pyproject.toml installs."""

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.speech.decoding import greedy_decode, greedy_tokens
+from starling.speech.decoding.greedy import greedy_decode, greedy_tokens
 from starling.speech.tokens import CharacterTokenizer
 
 

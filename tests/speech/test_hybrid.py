@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starling.errors import CheckpointError, ConfigError, DataError
+from starling.speech.decoding.config import DecodingConfig
 from starling.speech.features import spliced
 from starling.speech.hybrid.alignment import (
     SPLICE,
@@ -22,7 +23,7 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.config import DecodingConfig, SequencesConfig
+from starling.speech.hybrid.config import SequencesConfig
 from starling.speech.hybrid.lexicon import TiedStates, check_words, load_states, read_words
 from starling.speech.hybrid.losses import PADDING, FrameBatch, frame_loss
 from starling.speech.hybrid.sequences import SequencePlanner

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from starling.speech.hybrid.config import DecodingConfig
+from starling.speech.decoding.config import DecodingConfig
 from starling.speech.hybrid.decoder import WordDecoder
 from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.hybrid.tying import Node, StateTree

@@ -1,6 +1,7 @@
 """Scores sets and transcribes files with the newest or the best model of an experiment."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from starling.checkpoint.reader import latest, load
-from starling.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from starling.errors import CheckpointError, ConfigError, DataError, MissingExtraError, did_you_mean
+from starling.extras import require
 from starling.report.progress import Bars, Say
+from starling.runs.beam_search import BestSearch, best_search
 from starling.runs.cores import use_threads
 from starling.runs.experiment.folder import ExperimentFolder, existing
 from starling.runs.recipe.recipe import Recipe, load_resolved
@@ -26,28 +29,77 @@ from starling.speech.scoring import line_of_unseen, write_score_files
 from starling.speech.store import SpeechSet
 
 
-def evaluate(experiment: Path, sets: Sequence[str] | None, tell: Say, console: Console, is_best: bool = False) -> None:
+def evaluate(
+    experiment: Path,
+    sets: Sequence[str] | None,
+    tell: Say,
+    console: Console,
+    is_best: bool = False,
+    with_beam: bool | None = None,
+    jobs: int = 1,
+) -> None:
     """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
 
     The model is the newest one, or with `is_best` the one that scored best on the validation set. Files that list every
-    error go to the experiment's `decode` folder. Raises CheckpointError if there is no model, ConfigError for a set
-    that the recipe does not define.
+    error go to the experiment's `decode` folder. `with_beam` adds the score of a beam search, by `jobs` processes, for
+    a model with CTC (None: if the recipe has a section `decoding`). Raises CheckpointError if there is no model,
+    ConfigError for a set that the recipe does not define.
     """
     folder, recipe = _open(experiment)
     names = list(sets or recipe.data.test)
     for name in names:
         _check_set(recipe, name)
     recogniser = load_recogniser(experiment, recipe, is_best)
-    for name in names:
-        with Bars(console) as bars:
-            data = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
-            prepare(data, bars)
-            speech_set = SpeechSet.open(recipe.data.set_folder(name))
-            hypotheses = recogniser.recognise(speech_set, progress=partial(bars, f"decoding {name}"))
-        references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
-        remarks = _unseen(recipe.data, name, references, hypotheses)
-        score = write_score_files(folder.decode, name, references, hypotheses, recipe.data.text, remarks)
-        for line in (name, *score.lines(), *remarks):
+    if with_beam is None:
+        with_beam = recipe.decoding is not None
+    with ExitStack() as stack:
+        search: BestSearch | None = None
+        if with_beam and recipe.loss == "ctc":
+            try:
+                require("decoding", "the beam search")
+            except MissingExtraError as error:
+                tell(f"only greedy decoding: {error}")
+            else:
+                with Bars(console) as bars:
+                    search = stack.enter_context(best_search(recipe, folder, recogniser, bars, jobs))
+        for name in names:
+            _score_set(recipe, folder, recogniser, name, search, tell, console)
+
+
+def _score_set(
+    recipe: Recipe,
+    folder: ExperimentFolder,
+    recogniser: Recogniser,
+    name: str,
+    search: BestSearch | None,
+    tell: Say,
+    console: Console,
+) -> None:
+    """Score one set by greedy decoding or the words of tied states, and by `search` if there is one."""
+    with Bars(console) as bars:
+        data = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
+        prepare(data, bars)
+        speech_set = SpeechSet.open(recipe.data.set_folder(name))
+        progress = partial(bars, f"decoding {name}")
+        if search is None:
+            hypotheses = recogniser.recognise(speech_set, progress=progress)
+        else:
+            hypotheses = {}
+            search.found.clear()
+            for ids, log_probs, frames in recogniser.outputs(speech_set, progress=progress):
+                hypotheses.update(zip(ids, recogniser.texts(log_probs, frames), strict=True))
+                search.take(ids, log_probs, frames)
+    references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
+    remarks = _unseen(recipe.data, name, references, hypotheses)
+    score = write_score_files(folder.decode, name, references, hypotheses, recipe.data.text, remarks)
+    for line in (name, *score.lines(), *remarks):
+        tell(line)
+    if search is not None:
+        beam = folder.decode / "beam"
+        search.write(beam / f"nbest-{name}.jsonl")
+        remarks = [search.tuned.line, *_unseen(recipe.data, name, references, search.texts)]
+        score = write_score_files(beam, name, references, search.texts, recipe.data.text, remarks)
+        for line in (f"{name}, {remarks[0]}", *score.lines(), *remarks[1:]):
             tell(line)
 
 

@@ -18,6 +18,7 @@ from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.frame_plan import FramePlan
 from starling.runs.recipe.recipe import Recipe
 from starling.runs.training_plan import kept_utterances
+from starling.speech.decoding.config import DecodingConfig
 from starling.speech.features import LogMel
 from starling.speech.hybrid.alignment import (
     Labels,
@@ -29,7 +30,7 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.config import AlignmentConfig, DecodingConfig, StatesConfig
+from starling.speech.hybrid.config import AlignmentConfig, StatesConfig
 from starling.speech.hybrid.lexicon import TiedStates, check_words, read_words, words_of
 from starling.speech.hybrid.losses import PADDING, FrameBatch, frame_loss
 from starling.speech.hybrid.store import Frames, FrameWriter, save_states

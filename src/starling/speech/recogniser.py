@@ -1,7 +1,7 @@
 """A recogniser: network, tokens, perhaps tied states, and features, which are saved, loaded and used together."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +15,7 @@ from torch import nn
 from starling.configuration import Config
 from starling.errors import CheckpointError, DataError
 from starling.files import sha256
-from starling.speech.decoding import greedy_decode
+from starling.speech.decoding.greedy import greedy_decode
 from starling.speech.features import FeatureConfig, LogMel, UtteranceSource, resample
 from starling.speech.hybrid.decoder import WordDecoder
 from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, load_states
@@ -141,14 +141,35 @@ class Recogniser:
         `progress` is called with the number of utterances done and the total.
         """
         texts: dict[str, str] = {}
-        for indices in _by_duration(speech_set.durations, max_duration):
+        for names, log_probs, frames in self.outputs(speech_set, max_duration, progress):
+            texts.update(zip(names, self.texts(log_probs, frames), strict=True))
+        return texts
+
+    def outputs(
+        self,
+        speech_set: UtteranceSource,
+        max_duration: float = 120.0,
+        progress: Callable[[int, int], None] | None = None,
+        among: Sequence[int] | None = None,
+    ) -> Iterator[tuple[list[str], torch.Tensor, torch.Tensor]]:
+        """Ids, log-probabilities `[B, T', V]` and lengths `[B]` of the utterances of a set, batch by batch, longest
+        first; of those numbered in `among`, if that is given. The other arguments are those of `recognise`."""
+        chosen = np.arange(len(speech_set)) if among is None else np.asarray(among)
+        done = 0
+        for places in _by_duration(speech_set.durations[chosen], max_duration):
+            indices = chosen[places].tolist()
             names = [speech_set.id(index) for index in indices]
             audios = zip(speech_set.audios(indices), names, strict=True)
             matrices = self.features.batch([self.features.checked(audio, name) for audio, name in audios])
-            texts.update(zip(names, self._decode(matrices), strict=True))
+            yield names, *self.log_probs(matrices)
+            done += len(names)
             if progress is not None:
-                progress(len(texts), len(speech_set))
-        return texts
+                progress(done, len(chosen))
+
+    @property
+    def output_seconds(self) -> float:
+        """Seconds between two rows of log-probabilities."""
+        return self.features.config.frame_shift * self.model_config.shape.subsampling
 
     def log_probs(self, matrices: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The network's log-probabilities `[B, T', V]` for features `[T, F]` of each utterance, and lengths `[B]`."""
@@ -165,7 +186,11 @@ class Recogniser:
         return found
 
     def _decode(self, matrices: list[torch.Tensor]) -> list[str]:
-        log_probs, frames = self.log_probs(matrices)
+        return self.texts(*self.log_probs(matrices))
+
+    def texts(self, log_probs: torch.Tensor, frames: torch.Tensor) -> list[str]:
+        """The text of each utterance, from log-probabilities `[B, T', V]` and lengths `[B]`: greedy, or the best words
+        of tied states."""
         if self._decoder is not None:
             return self._decoder(log_probs, frames)
         return greedy_decode(log_probs, frames, self.tokenizer)

@@ -12,6 +12,9 @@ from starling.configuration import Config
 from starling.errors import CheckpointError, DataError
 
 BLANK = 0
+WORD_START = "\u2581"
+"""Where a word begins, in the names of tokens; sentencepiece's sign."""
+_NAMES = {" ": WORD_START, WORD_START: "\\u2581"}
 _CHARACTERS_FILE = "tokens.json"
 _PIECES_FILE = "tokens.model"
 
@@ -47,6 +50,11 @@ class Tokenizer(Protocol):
         """The number of outputs of the network: all tokens and the blank."""
         ...
 
+    @property
+    def names(self) -> list[str]:
+        """The written form of each token, by id; `WORD_START` stands for a space. The blank is empty."""
+        ...
+
     def encode(self, text: str, utterance: str = "") -> list[int]:
         """The token ids of `text`.
 
@@ -73,6 +81,10 @@ class CharacterTokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self.alphabet) + 1
+
+    @property
+    def names(self) -> list[str]:
+        return ["", *(_NAMES.get(character, character) for character in self.alphabet)]
 
     def encode(self, text: str, utterance: str = "") -> list[int]:
         _refuse_empty(text, utterance)
@@ -106,6 +118,10 @@ class PieceTokenizer:
     @property
     def vocab_size(self) -> int:
         return int(self._pieces.get_piece_size()) + 1
+
+    @property
+    def names(self) -> list[str]:
+        return ["", *(str(self._pieces.id_to_piece(piece)) for piece in range(self.vocab_size - 1))]
 
     def encode(self, text: str, utterance: str = "") -> list[int]:
         _refuse_empty(text, utterance)

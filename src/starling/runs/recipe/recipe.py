@@ -16,8 +16,9 @@ from starling.runs.recipe.overrides import apply_overrides
 from starling.runs.recipe.run import DEFAULT_STRATEGY, RunConfig, StrategyChoice, check_run
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.data import DataConfig, set_digest, set_settings
+from starling.speech.decoding.config import OF_CTC, OF_FRAMES, DecodingConfig
 from starling.speech.features import FeatureConfig
-from starling.speech.hybrid.config import AlignmentConfig, DecodingConfig, SequencesConfig, StatesConfig
+from starling.speech.hybrid.config import AlignmentConfig, SequencesConfig, StatesConfig
 from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
 from starling.speech.partition import PartitionConfig, labels_are_domains
@@ -27,7 +28,7 @@ from starling.speech.tokens import TokenConfig
 
 _WHOLE_UTTERANCES = ("max_duration", "num_buckets", "window", "similar")
 """Keys of `batches` that say how whole utterances are grouped."""
-_OF_FRAMES = ("sequences", "states", "alignment", "decoding")
+_OF_FRAMES = ("sequences", "states", "alignment")
 """Sections that only `loss: frames` has."""
 
 FORMAT = 2
@@ -52,11 +53,13 @@ class Recipe(RunConfig):
     model: ModelConfig = ModelConfig()
     loss: Literal["ctc", "frames"] = "ctc"
     """ctc: of whole utterances, which needs no alignment. frames: cross-entropy of the tied state of every frame, over
-    sub-sequences; the training set is aligned first. The next four sections belong to it."""
+    sub-sequences; the training set is aligned first. The next three sections belong to it."""
     sequences: SequencesConfig | None = None
     states: StatesConfig | None = None
     alignment: AlignmentConfig | None = None
     decoding: DecodingConfig | None = None
+    """How `starling evaluate` searches for words. Of a ctc recipe that has this section, `train` and `simulate` also
+    score the beam search at their end; without it, only greedy decoding."""
     optimizer: OptimizerConfig = OptimizerConfig()
     cluster: Cluster = Cluster()
     """The cluster that `starling simulate` simulates."""
@@ -73,7 +76,7 @@ class Recipe(RunConfig):
         """The sections of `loss: frames` where they are left out, and no augmentation: it trains on stored features."""
         if not isinstance(tree, dict) or tree.get("loss") != "frames":
             return tree
-        defaults: dict[str, Any] = {section: {} for section in _OF_FRAMES}
+        defaults: dict[str, Any] = {section: {} for section in (*_OF_FRAMES, "decoding")}
         defaults["augment"] = AugmentConfig.none().model_dump()
         given = {key: value for key, value in tree.items() if value is not None or key not in defaults}
         return defaults | given
@@ -89,7 +92,23 @@ class Recipe(RunConfig):
         given = [f"{section}: only for loss: frames; leave it out" for section in _OF_FRAMES if getattr(self, section)]
         if self.features.splice:
             given.append("features.splice: only for loss: frames; leave it out")
+        given += self._decoding_problems(OF_FRAMES, "frames")
+        if self.decoding is not None and self.decoding.vocabulary == "open":
+            given += [
+                f"decoding.{key}: known words, for vocabulary: closed; leave one of them out"
+                for key in ("word_list", "lm")
+                if getattr(self.decoding, key) is not None
+            ]
         return given
+
+    def _decoding_problems(self, keys: Sequence[str], loss: str) -> list[str]:
+        """A problem for each of `keys`, which are for another loss, that is set."""
+        usual = DecodingConfig()
+        return [
+            f"decoding.{key}: only for loss: {loss}; leave it out"
+            for key in keys
+            if self.decoding is not None and getattr(self.decoding, key) != getattr(usual, key)
+        ]
 
     def _frames_problems(self) -> list[str]:
         problems = []
@@ -103,6 +122,7 @@ class Recipe(RunConfig):
             problems.append("augment: loss: frames trains on stored features, which are not augmented; leave it out")
         if self.mixture is not None:
             problems.append("mixture: only for loss: ctc; name one set in data.train")
+        problems += self._decoding_problems(OF_CTC, "ctc")
         usual = BatchConfig()
         problems += [
             f"batches.{key}: groups whole utterances, for loss: ctc; loss: frames has sequences.batch"

@@ -41,18 +41,3 @@ class AlignmentConfig(Config):
         description="rounds of estimating a Gaussian for each state and aligning with it; null: 20 after a flat start, "
         "5 after CTC, 0 after a model with tied states",
     )
-
-
-class DecodingConfig(Config):
-    """How states become words; the `decoding:` section of a recipe."""
-
-    words: Literal["loop", "one"] = Field(default="loop", description="words of an utterance: any number, or one")
-    word_list: Path | None = Field(
-        default=None, description="a text file, one word a line; null: the words of the training texts"
-    )
-    word_penalty: float = Field(
-        default=0.0, description="what each word costs, in natural-log likelihood; more words below 0"
-    )
-    prior_scale: float = Field(
-        default=1.0, ge=0.0, description="how much of a state's log prior is taken from its log posterior"
-    )

@@ -51,7 +51,7 @@ class WordDecoder:
         self._begin = torch.full((int(ends[-1]),), NEVER)
         self._begin[first] = 0.0
         self._cost = torch.zeros(int(ends[-1]))
-        self._cost[word_starts] = states.decoding.word_penalty
+        self._cost[word_starts] = states.decoding.word_penalty or 0.0
         self._begin[word_starts] = -self._cost[word_starts]
 
     def __call__(self, log_posteriors: Tensor, lengths: Tensor) -> list[str]:

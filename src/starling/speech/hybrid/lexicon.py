@@ -13,7 +13,7 @@ from torch import Tensor
 
 from starling.configuration import Config
 from starling.errors import CheckpointError, ConfigError, DataError
-from starling.speech.hybrid.config import DecodingConfig
+from starling.speech.decoding.config import DecodingConfig
 from starling.speech.hybrid.tying import Node, StateTree
 from starling.speech.hybrid.units import Transcriber
 from starling.speech.tokens import Tokenizer

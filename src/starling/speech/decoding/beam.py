@@ -1,0 +1,243 @@
+"""CTC prefix beam search with an n-gram language model, by flashlight-text."""
+
+import contextlib
+import math
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from starling.configuration import Config
+from starling.errors import DataError
+from starling.speech.decoding.ngram import END, UNKNOWN
+from starling.speech.tokens import BLANK, WORD_START, Tokenizer
+
+_MOST_TOKENS = 50
+"""The tokens of a frame that are looked at, best first."""
+_BEAM_LOSS = 50.0
+"""In natural logarithms; hypotheses that are this much worse than the best of their frame are dropped."""
+_NEVER = -1e9  # the log probability of what cannot be; infinities would become NaN
+_LN10 = math.log(10)
+
+
+class Weights(Config):
+    """What a search weighs.
+
+        log p_ctc(text | audio) + lm_weight log p_lm(text) - word_penalty * words
+
+    p_ctc is summed over all alignments within the beam. The penalty is that of a closed vocabulary; an open one has
+    none.
+    """
+
+    lm_weight: float = 0.5
+    word_penalty: float = 0.0
+    beam: int = 50
+
+
+@dataclass(frozen=True)
+class TimedWord:
+    """A word, and the seconds from its first token's first frame to its last token's last frame."""
+
+    word: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One reading of an utterance."""
+
+    text: str
+    score: float  # what the search maximises, in natural logarithms
+    lm: float  # log probability of the language model, unweighted, with the end of the sentence
+    words: tuple[TimedWord, ...]
+
+
+class BeamSearch:
+    """Log-probabilities of CTC in, the best hypotheses out.
+
+    Args:
+        tokenizer: What the network's outputs mean.
+        lm: An ARPA file, of words for a closed vocabulary and of tokens (`Tokenizer.names`) for an open one.
+        words: The closed vocabulary; None: any sequence of tokens is possible.
+        frame_seconds: Seconds between two rows of log-probabilities.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, lm: Path, words: Sequence[str] | None = None, frame_seconds: float = 0.01
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.lm = lm
+        self.words = None if words is None else list(words)
+        self.frame_seconds = frame_seconds
+        self._names = [*tokenizer.names, WORD_START]  # the last one ends the utterance if no token separates words
+        spaces = [token for token, name in enumerate(tokenizer.names) if name == WORD_START]
+        is_pieces = any(len(name) > 1 and name.startswith(WORD_START) for name in tokenizer.names)
+        self._ends_words = not is_pieces
+        self._separator = len(self._names) - 1 if is_pieces or not spaces else spaces[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.tokenizer, self.lm, self.words, self.frame_seconds)
+
+    def __call__(self, log_probs: NDArray[np.float32], weights: Weights, num_best: int = 1) -> list[Hypothesis]:
+        """At most `num_best` different texts of one utterance, best first, from log-probabilities `[T, V]`; none if no
+        word fits."""
+        emissions = self._emissions(log_probs)
+        found: dict[str, Hypothesis] = {}
+        for each in self._decoder(weights).decode(emissions.ctypes.data, *emissions.shape):
+            if each.score > _NEVER / 2:
+                hypothesis = self._hypothesis(each, len(log_probs))
+                found.setdefault(hypothesis.text, hypothesis)
+                if len(found) == num_best:
+                    break
+        return list(found.values())
+
+    def _emissions(self, log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """With a column for the end of the utterance and, if words end with a separator, a frame of it."""
+        frames, tokens = log_probs.shape
+        extra = int(self.words is not None and self._ends_words)
+        emissions = np.full((frames + extra, tokens + 1), _NEVER, dtype=np.float32)
+        emissions[:frames, :tokens] = np.maximum(log_probs, _NEVER)
+        if extra:
+            emissions[-1, self._separator] = 0.0
+        return emissions
+
+    def _hypothesis(self, result: Any, num_frames: int) -> Hypothesis:
+        """Flashlight's result begins and ends with a frame of its own."""
+        path = result.tokens[1 : num_frames + 1]
+        spans: list[tuple[list[int], int, int]] = []  # the tokens of a word, its first and its last frame
+        before, is_open = BLANK, False
+        for frame, token in enumerate(path):
+            name = self._names[token]
+            if token not in (before, BLANK):
+                is_open = is_open and not name.startswith(WORD_START)
+                if name != WORD_START:
+                    if not is_open:
+                        spans.append(([], frame, frame))
+                        is_open = True
+                    spans[-1][0].append(token)
+            if token != BLANK and is_open:
+                spans[-1] = (*spans[-1][:2], frame)
+            before = token
+        timed = tuple(
+            TimedWord(
+                self.tokenizer.decode(tokens).strip(),
+                round(first * self.frame_seconds, 4),
+                round((last + 1) * self.frame_seconds, 4),
+            )
+            for tokens, first, last in spans
+        )
+        return Hypothesis(" ".join(each.word for each in timed), result.score, result.lmScore * _LN10, timed)
+
+    def _decoder(self, weights: Weights) -> Any:
+        from flashlight.lib.text import decoder
+
+        common = {
+            "beam_size": weights.beam,
+            "beam_size_token": min(len(self._names), _MOST_TOKENS),
+            "beam_threshold": _BEAM_LOSS,
+            "lm_weight": weights.lm_weight * _LN10,  # flashlight's language model has logarithms to base 10
+            "sil_score": 0.0,
+            "log_add": True,
+            "criterion_type": decoder.CriterionType.CTC,
+        }
+        if self.words is None:
+            free = decoder.LexiconFreeDecoderOptions(**common)
+            # what it calls silence counts as emitted before the first frame: a token that the network does not have
+            return decoder.LexiconFreeDecoder(free, self._language_model, len(self._names) - 1, BLANK, [])
+        options = decoder.LexiconDecoderOptions(**common, word_score=-weights.word_penalty, unk_score=-math.inf)
+        return decoder.LexiconDecoder(
+            options, self._trie, self._language_model, self._separator, BLANK, len(self.words), [], False
+        )
+
+    @cached_property
+    def _language_model(self) -> Any:
+        from flashlight.lib.text.decoder.kenlm import KenLM
+        from flashlight.lib.text.dictionary import Dictionary
+
+        entries = [*self._names[:-1], END] if self.words is None else [*self.words, UNKNOWN]
+        try:
+            with _quiet():
+                return KenLM(str(self.lm), Dictionary(entries))
+        except (RuntimeError, ValueError) as error:
+            raise DataError(f"{self.lm}: KenLM cannot read this language model: {error}") from error
+
+    @cached_property
+    def _trie(self) -> Any:
+        """The closed vocabulary, spelled in tokens."""
+        from flashlight.lib.text import decoder
+
+        trie = decoder.Trie(len(self._names), self._separator)
+        start = self._language_model.start(False)
+        for number, word in enumerate(self.words or ()):
+            spelling = [*self.tokenizer.encode(word, word), *([self._separator] if self._ends_words else [])]
+            trie.insert(spelling, number, self._language_model.score(start, number)[1])
+        trie.smear(decoder.SmearingMode.MAX)
+        return trie
+
+
+class SearchPool:
+    """Searches in several processes, or for one job in this one. A context manager."""
+
+    def __init__(self, search: BeamSearch, jobs: int = 1) -> None:
+        self._search = search
+        self._jobs = jobs
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        if self._jobs > 1:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._jobs, context, _begin, (self._search,))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __call__(
+        self, utterances: Sequence[NDArray[np.float32]], weights: Weights, num_best: int = 1
+    ) -> list[list[Hypothesis]]:
+        """The hypotheses of each utterance; the same ones for any number of jobs."""
+        if self._pool is None:
+            return [self._search(each, weights, num_best) for each in utterances]
+        chunk = max(1, len(utterances) // (4 * self._jobs))
+        search = partial(_search, weights=weights, num_best=num_best)
+        return list(self._pool.map(search, utterances, chunksize=chunk))
+
+
+_searching: BeamSearch | None = None
+"""In a worker process: its search."""
+
+
+def _begin(search: BeamSearch) -> None:
+    global _searching
+    _searching = search
+
+
+def _search(utterance: NDArray[np.float32], weights: Weights, num_best: int) -> list[Hypothesis]:
+    if _searching is None:
+        raise RuntimeError("this process has no search")
+    return _searching(utterance, weights, num_best)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without KenLM's progress bar, which it writes to file descriptor 2."""
+    kept = os.dup(2)
+    try:
+        with Path(os.devnull).open("w") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

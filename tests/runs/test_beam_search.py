@@ -1,0 +1,143 @@
+"""`starling evaluate` with a beam search: tuned on the validation set, written down, and read again."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from starling import extras
+from starling.cli import app
+from starling.errors import ConfigError
+from starling.runs.evaluate import evaluate
+from starling.runs.recipe.recipe import check_recipe
+from starling.runs.scored import read_texts
+from starling.runs.simulate import simulate
+from tests.runs.conftest import Tree
+from tests.speech.tones import WORDS
+
+pytest.importorskip("flashlight.lib.text.decoder.kenlm", reason="the extra `decoding` is not installed")
+
+
+@pytest.fixture
+def songs_tree(tree: Tree) -> Tree:
+    """A recipe that simulates, with a validation set."""
+    tree["data"]["corpus"]["sets"]["dev"] = {"split": "test"}
+    tree["data"]["valid"] = "dev"
+    return tree | {
+        "budget": {"epochs": 12},
+        "learners": 1,
+        "batches": {"max_duration": 2},
+        "augment": {"speed": [1.0], "spec_augment": None},
+        "optimizer": {"lr": 0.02},
+    }
+
+
+def simulated(tree: Tree) -> tuple[Path, list[str]]:
+    lines: list[str] = []
+    recipe = check_recipe(tree, "songs")
+    simulate(recipe, lines.append, Console(file=io.StringIO()))
+    return recipe.exp / f"{recipe.name}-virtual", lines
+
+
+def scored(experiment: Path, **options: object) -> list[str]:
+    lines: list[str] = []
+    evaluate(experiment, ["test"], lines.append, Console(file=io.StringIO()), **options)  # type: ignore[arg-type]
+    return lines
+
+
+def test_both_decodings_are_scored_tuned_on_the_validation_set_alone(songs_tree: Tree) -> None:
+    """The weights are written down, and read again as long as nothing they depend on changes."""
+    experiment, at_end = simulated(songs_tree)
+    assert [line.split()[0] for line in at_end] == ["test", "%WER", "%SER", "%CER", "simulated", "event"]
+    lines = scored(experiment, with_beam=True)
+    assert lines[:4] == at_end[:4]
+    assert [line.split()[0] for line in lines[4:]] == ["test,", "%WER", "%SER", "%CER"]
+    assert "tuned on 6 utterances of dev" in lines[4]
+    greedy, searched = (float(lines[place].split()[1]) for place in (1, 5))
+    assert searched < greedy
+
+    home = experiment / "decode" / "beam"
+    stored = json.loads((home / "search.json").read_text())
+    fewest = min((each["word_errors"], each["character_errors"]) for each in stored["trials"])
+    chosen = [
+        each
+        for each in stored["trials"]
+        if (each["vocabulary"], each["weights"]) == (stored["vocabulary"], stored["weights"])
+    ]
+    assert [(each["word_errors"], each["character_errors"]) for each in chosen] == [fewest]
+    _, texts = read_texts(home / "recogs-test.txt")
+    best = [json.loads(line) for line in (home / "nbest-test.jsonl").read_text(encoding="utf-8").splitlines()]
+    firsts = {each["id"]: each for each in best if each["rank"] == 1}
+    assert {name: each["text"] for name, each in firsts.items()} == texts
+    for each in firsts.values():
+        assert [word["word"] for word in each["words"]] == each["text"].split()
+        assert 0 <= each["words"][0]["start"] < each["words"][-1]["end"] < 3
+    assert {each["rank"] for each in best} > {1, 2}
+
+    written = (home / "search.json").stat().st_mtime_ns
+    assert scored(experiment, with_beam=True, jobs=2) == lines
+    assert (home / "search.json").stat().st_mtime_ns == written
+    change(experiment, beam=3)
+    assert ", beam 3; tuned" in scored(experiment)[4]
+
+
+def change(experiment: Path, **decoding: object) -> None:
+    """Set keys of `decoding` in the experiment's own recipe."""
+    path = experiment / "config.yaml"
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    path.write_text(yaml.safe_dump({**tree, "decoding": decoding}), encoding="utf-8")
+
+
+def test_a_recipe_chooses_words_model_and_weights(songs_tree: Tree, tmp_path: Path) -> None:
+    """A list of words, a language model of one's own, fixed weights; without a validation set, nothing is tuned."""
+    songs_tree["data"]["valid"] = None
+    songs_tree["budget"] = {"epochs": 1}
+    (tmp_path / "words.txt").write_text("DO\nRE\nNAÏVE\n", encoding="utf-8")
+    songs_tree["decoding"] = {"word_list": str(tmp_path / "words.txt"), "lm_weight": 0.25, "word_penalty": -3}
+    experiment, lines = simulated(songs_tree)
+    assert lines[4] == (
+        "test, beam search: closed vocabulary of 2 words, 3-grams of words with weight 0.25, word penalty -3, beam 64; "
+        "not tuned"
+    )
+    _, texts = read_texts(experiment / "decode" / "beam" / "recogs-test.txt")
+    assert {word for text in texts.values() for word in text.split()} <= {"DO", "RE"}
+    change(experiment, lm=str(experiment / "decode" / "beam" / "words.arpa"))
+    assert f"closed vocabulary of {len(WORDS)} words" in scored(experiment)[4]
+    change(experiment, vocabulary="open", order=4)
+    assert "open vocabulary, 4-grams of tokens with weight 0.5, beam 64; not tuned" in scored(experiment)[4]
+    change(experiment)
+    assert "closed vocabulary of" in scored(experiment, with_beam=True)[4]  # no word is rare
+    (tmp_path / "words.txt").write_text("naïve\n", encoding="utf-8")
+    change(experiment, word_list=str(tmp_path / "words.txt"))
+    with pytest.raises(ConfigError, match=r"no word that the recogniser's tokens can spell, such as 'naïve'"):
+        scored(experiment)
+
+
+def test_keys_of_another_loss_and_contradictions_are_refused(tree: Tree) -> None:
+    """All at once, with their names."""
+    wrong = tree | {"decoding": {"words": "one", "vocabulary": "open", "lm": "x.arpa"}}
+    with pytest.raises(ConfigError, match=r"decoding\.words: only for loss: frames.*decoding\.lm: known words"):
+        check_recipe(wrong, "r")
+    frames = tree | {"loss": "frames", "model": {"name": "blstm-hybrid", "preset": "tiny"}, "decoding": {"beam": 3}}
+    with pytest.raises(ConfigError, match=r"decoding\.beam: only for loss: ctc"):
+        check_recipe(frames, "r")
+
+
+def test_without_the_extra_greedy_decoding_is_left_and_the_reason_is_told(
+    songs_tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command still scores; with `--greedy` it does not mention the search."""
+    songs_tree["budget"] = {"epochs": 1}
+    experiment, _ = simulated(songs_tree)
+    find = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "flashlight" else find(name))
+    found = CliRunner().invoke(app, ["evaluate", str(experiment)])
+    assert found.exit_code == 0, found.output
+    first, *rest = found.stdout.splitlines()
+    assert first == "only greedy decoding: the beam search needs flashlight: pip install 'starling-asr[decoding]'"
+    alone = CliRunner().invoke(app, ["evaluate", str(experiment), "--greedy"])
+    assert alone.stdout.splitlines() == rest
