@@ -102,7 +102,7 @@ class RecipeSubject:
     def _shared(self, cell: Cell) -> str:
         """Equal for cells whose models before training differ in the seed alone."""
         sections = {"data", "mixture", "tokens", "features", "augment", "model", "warm_start"}
-        sections |= {"loss", "sequences", "states", "alignment", "decoding"}
+        sections |= {"loss", "states", "alignment", "decoding"}
         return digest(self.recipe(cell).model_dump(mode="json", include=sections))[:12]
 
     def _ready(self, cell: Cell) -> ExperimentFolder:
