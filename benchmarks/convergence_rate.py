@@ -1,0 +1,299 @@
+"""The rate of ADPSGD against steps and learners on a smooth problem with known constants, beside the bound of Lian et
+al. 2018 (arXiv 1710.06952). `python -m benchmarks.convergence_rate FOLDER` writes rate.md, rate.json and rate.svg.
+
+The problem has the constants that the bound needs::
+
+    f(x) = sum_i x_i^2 / (1 + x_i^2)   of x in R^20, from x = (1, ..., 1)
+
+is smooth and not convex; its gradient has the Lipschitz constant L = 2, its minimum is 0, and f(x_0) = 10. Gradients
+are those of f plus independent normal noise of variance sigma^2 = 4. All learners have the same f (varsigma = 0).
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from starling.budget import Budget
+from starling.chance import derive_seed
+from starling.engines.virtual.cluster import Cluster, ComputeModel
+from starling.engines.virtual.engine import VirtualEngine
+from starling.learner import Learner
+from starling.runs.compare.table import Estimate, estimate
+from starling.strategies.adpsgd import ADPSGD
+from starling.training.job import Job, Silence, StepReport
+from starling.workload import Ticket, Workload
+
+DIMENSIONS = 20
+LIPSCHITZ = 2.0
+"""L: the second derivative of t^2 / (1 + t^2) is (2 - 6 t^2) / (1 + t^2)^3, from -1/2 at t = 1 to 2 at t = 0."""
+BEGIN = 0.5 * DIMENSIONS
+"""f(x_0) - f*."""
+VARIANCE = 4.0
+"""sigma^2: E |g - grad f|^2."""
+SECONDS = 0.1
+"""Mean of a gradient, on the simulated clock."""
+STEPS, LEARNERS, SEEDS = (256, 1024, 4096), (1, 2, 4, 8, 16, 32, 64), (1, 2, 3)
+
+
+def objective(x: Tensor) -> Tensor:
+    """f, of x `[..., P]`."""
+    return (x.square() / (1.0 + x.square())).sum(-1)
+
+
+def gradient(x: Tensor) -> Tensor:
+    """The gradient of f, of x `[..., P]`."""
+    return 2.0 * x / (1.0 + x.square()).square()
+
+
+def step_size(steps: int, learners: int) -> float:
+    """The corollary's step size, n / (10 L + sigma sqrt(K)): with M = 1 gradient at a time, and varsigma = 0."""
+    return learners / (10.0 * LIPSCHITZ + math.sqrt(VARIANCE * steps))
+
+
+def bound(steps: int) -> float:
+    """The corollary's bound of (1/K) sum_k E |grad f(mean of the learners)|^2, for any number of learners.
+
+    Equation::
+
+        20 (f(x_0) - f*) L / K  +  2 (f(x_0) - f* + L) sigma / sqrt(K)
+
+    which is the theorem's 2 n (f(x_0) - f*) / (a K) + 2 a L sigma^2 / n at the corollary's step size a.
+    """
+    return 20.0 * BEGIN * LIPSCHITZ / steps + 2.0 * (BEGIN + LIPSCHITZ) * math.sqrt(VARIANCE / steps)
+
+
+class Point(nn.Module):
+    """The weights x `[P]`; the model is f."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.ones(DIMENSIONS))
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """f(x) + <noise, x>, whose gradient is that of f plus the noise `[P]`."""
+        return objective(self.x) + noise @ self.x
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A mini-batch: the noise of one gradient."""
+
+    noise: Tensor  # [P]
+    num_examples: int = 1
+    num_frames: int = 1
+    seconds: float = 0.0
+
+    def to(self, device: torch.device) -> "Noise":
+        """The same on `device`."""
+        return replace(self, noise=self.noise.to(device))
+
+
+class Noisy(Workload[Noise]):
+    """f with noise that depends on the seed and the ticket."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def make_model(self) -> nn.Module:
+        return Point()
+
+    def num_batches(self, epoch: int) -> int:
+        return max(STEPS)
+
+    def load(self, ticket: Ticket) -> Sequence[Noise]:
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, "noise", ticket.step))
+        return [Noise(math.sqrt(VARIANCE / DIMENSIONS) * torch.randn(DIMENSIONS, generator=generator))]
+
+    def loss(self, model: nn.Module, examples: Noise) -> Tensor:
+        loss: Tensor = model(examples.noise)
+        return loss
+
+
+class Watch(Silence):
+    """Sums |grad f|^2 at the mean of the learners' weights before each gradient's step, and their distance from it."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.gradients, self.distances, self.steps, self.seconds = 0.0, 0.0, 0, 0.0
+
+    def before_step(self) -> None:
+        """Note where the learners are."""
+        every = torch.stack(self.weights)
+        mean = every.mean(0)
+        self.gradients += float(gradient(mean).square().sum())
+        self.distances += float((every - mean).square().sum(1).mean())
+        self.steps += 1
+
+    def on_step(self, report: StepReport) -> None:
+        self.seconds = 60.0 * report.minutes
+
+
+class _Watched:
+    """A learner whose steps are watched."""
+
+    def __init__(self, me: Learner, watch: Watch) -> None:
+        self._me, self._watch = me, watch
+        watch.weights.append(me.weights)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._me, name)
+
+    def step(self, gradient: Tensor | None) -> None:
+        """Take a step, after noting where all learners are."""
+        self._watch.before_step()
+        self._me.step(gradient)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run measured."""
+
+    steps: int
+    """K: gradients of all learners together."""
+    learners: int
+    seed: int
+    gradients: float
+    """(1/K) sum_k |grad f(mean)|^2."""
+    distance: float
+    """Mean consensus distance, (1/L) sum_l |w_l - mean|^2."""
+    seconds: float
+    """On the simulated clock."""
+
+
+def measure(steps: int, learners: int, seed: int) -> Run:
+    """A run of ADPSGD with random pairs, at the corollary's step size."""
+    watch = Watch()
+
+    async def watched(me: Learner, options: Any) -> None:
+        await ADPSGD.run(_Watched(me, watch), options)
+
+    job = Job(
+        Noisy(seed),
+        strategy=replace(ADPSGD, run=watched),
+        options=ADPSGD.options(pattern="pairs"),
+        budget=Budget(steps=steps),
+        make_optimizer=partial(torch.optim.SGD, lr=step_size(steps, learners)),
+        seed=seed,
+    )
+    compute = ComputeModel(distribution="log-normal", seconds=SECONDS, spread=0.1, batched=True)
+    VirtualEngine(job, learners, Cluster(compute=compute), watch).run()
+    if watch.steps != steps:
+        raise RuntimeError(f"{watch.steps} steps were watched, of {steps}")
+    return Run(steps, learners, seed, watch.gradients / steps, watch.distances / steps, watch.seconds)
+
+
+def summarised(runs: Sequence[Run]) -> dict[tuple[int, int], Estimate]:
+    """Means over seeds with intervals, by steps and learners."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for run in runs:
+        found.setdefault((run.steps, run.learners), []).append(run.gradients)
+    return {key: estimate(values) for key, values in found.items()}
+
+
+def increases(runs: Sequence[Run]) -> dict[tuple[int, int], Estimate]:
+    """By how much more, in per cent, the mean squared gradient norm is than one learner's of the same steps and seed,
+    whose gradients have the same noise."""
+    alone = {(run.steps, run.seed): run.gradients for run in runs if run.learners == 1}
+    found: dict[tuple[int, int], list[float]] = {}
+    for run in runs:
+        if run.learners > 1 and (run.steps, run.seed) in alone:
+            increase = 100.0 * (run.gradients / alone[run.steps, run.seed] - 1.0)
+            found.setdefault((run.steps, run.learners), []).append(increase)
+    return {key: estimate(values) for key, values in found.items()}
+
+
+def table(runs: Sequence[Run]) -> list[str]:
+    """In Markdown: mean squared gradient norms, the bound, and how many times as large it is."""
+    found = summarised(runs)
+    lines = [*_head(found, "bound", "bound / measured")]
+    for steps in sorted({steps for steps, _ in found}):
+        most = max(value.mean for (own, _), value in found.items() if own == steps)
+        least = min(value.mean for (own, _), value in found.items() if own == steps)
+        loose = f"{bound(steps) / most:.1f} to {bound(steps) / least:.1f}"
+        lines.append(f"| {steps:,} | {_cells(found, steps, 4)} | {bound(steps):.3f} | {loose} |")
+    return lines
+
+
+def table_of_increases(runs: Sequence[Run]) -> list[str]:
+    """In Markdown: `increases`, in per cent."""
+    found = increases(runs)
+    steps = sorted({steps for steps, _ in found})
+    return [*_head(found), *(f"| {each:,} | {_cells(found, each, 1, '+')} |" for each in steps)]
+
+
+def _head(found: Collection[tuple[int, int]], *more: str) -> list[str]:
+    counts = sorted({learners for _, learners in found})
+    titles = ["K", *(f"L = {count}" for count in counts), *more]
+    return [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+
+
+def _cells(found: Mapping[tuple[int, int], Estimate], steps: int, digits: int, sign: str = "") -> str:
+    counts = sorted({learners for _, learners in found})
+    return " | ".join(found[steps, each].text(digits, sign) if (steps, each) in found else "—" for each in counts)
+
+
+def draw(runs: Sequence[Run], file: Path) -> None:
+    """Mean squared gradient norm against steps, and against simulated seconds, a line for each number of learners."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    found = summarised(runs)
+    counts = sorted({learners for _, learners in found})
+    with mpl.rc_context({"svg.hashsalt": "starling", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(7.4, 3.6), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for index, count in enumerate(counts):
+            colour = mpl.colormaps["viridis"](0.9 * index / max(1, len(counts) - 1))
+            steps = sorted(steps for steps, learners in found if learners == count)
+            values = [found[each, count].mean for each in steps]
+            panels[0].loglog(steps, values, "o-", color=colour, markersize=3, label=f"L = {count}")
+            panels[1].loglog([each * SECONDS / count for each in steps], values, "o-", color=colour, markersize=3)
+        steps = sorted({steps for steps, _ in found})
+        panels[0].loglog(steps, [bound(each) for each in steps], "k--", label="bound, any L")
+        panels[0].set_xlabel("gradients of all learners, K")
+        panels[1].set_xlabel("simulated seconds, K / L gradients of 0.1 s")
+        panels[0].set_ylabel("mean squared gradient norm")
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def main() -> None:
+    """Measure everything, or what the arguments choose."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, nargs="+", default=STEPS)
+    parser.add_argument("--learners", type=int, nargs="+", default=LEARNERS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    runs, began = [], time.process_time()
+    for steps in chosen.steps:
+        for learners in chosen.learners:
+            runs += [measure(steps, learners, seed) for seed in chosen.seeds]
+            print(f"{steps} steps, {learners} learners: {runs[-1].gradients:.4f}", file=sys.stderr, flush=True)
+    lines = [
+        *table(runs),
+        "",
+        *table_of_increases(runs),
+        "",
+        f"{len(runs)} runs, {time.process_time() - began:.0f} s of CPU",
+    ]
+    (chosen.folder / "rate.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (chosen.folder / "rate.json").write_text(json.dumps([vars(run) for run in runs], indent=1) + "\n", encoding="utf-8")
+    draw(runs, chosen.folder / "rate.svg")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
