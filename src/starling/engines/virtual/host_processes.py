@@ -61,9 +61,9 @@ class HostProcesses:
             )
         self._real = RealGradients(job, device)
         first = self._real.new_replica()
-        self._memory = first.weights.new_zeros(
-            count * _SLOTS, 2, len(first.weights)
-        ).share_memory_()  # weights, gradient
+        self._memory = first.weights.new_zeros(count * _SLOTS, 2, len(first.weights))
+        """Weights and gradient of each slot."""
+        self._memory.share_memory_()  # type: ignore[no-untyped-call]
         self._begun: OrderedDict[int, _Begun] = OrderedDict()  # by the learner's identity
         self._exits = ExitStack()
 
