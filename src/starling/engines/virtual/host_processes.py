@@ -5,14 +5,14 @@ simulation continues. A process gets the weights in shared memory, and leaves th
 when the simulated gradient is complete: events and numbers are those of one process with one thread.
 """
 
-import pickle
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import current_process
 from multiprocessing.connection import Connection, wait
 from traceback import format_exception
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,11 +37,12 @@ class _Place(NamedTuple):
 
 @dataclass
 class _Begun:
-    """A gradient that is under way; `task` is pickled, with its mini-batch and buffers."""
+    """A gradient that is under way."""
 
     learner: Computing
     at: Tensor
-    task: bytes
+    task: GradientTask
+    batch: Sequence[Any]
     place: _Place | None = None
     loss: float | None = None
 
@@ -94,8 +95,7 @@ class HostProcesses:
         if before is not None:  # it was not awaited
             self._wait_for(before)
         _, batch = learner.course.claimed()
-        task = pickle.dumps((learner.course.gradient_task(), batch, learner.buffers))
-        begun = self._begun[id(learner)] = _Begun(learner, at, task)
+        begun = self._begun[id(learner)] = _Begun(learner, at, learner.course.gradient_task(), batch)
         self._receive(timeout=0.0)
         self._hand_out()
 
@@ -118,8 +118,9 @@ class HostProcesses:
                 begun.place = self._free.pop(0)
                 self._memory[begun.place.slot, 0].copy_(begun.at)
                 self._computing[begun.place] = begun
+                buffers = [None if buffer is None else buffer.clone() for buffer in begun.learner.buffers]
                 with suppress(OSError):  # the process has died, which `_receive` reports
-                    begun.place.line.send_bytes(pickle.dumps((begun.place.slot, begun.task)))
+                    begun.place.line.send((begun.place.slot, begun.task, begun.batch, buffers))
 
     def _wait_for(self, begun: _Begun) -> None:
         """Receive gradients until one is there."""
@@ -130,10 +131,10 @@ class HostProcesses:
 
     def _receive(self, timeout: float | None) -> None:
         """Take what processes have computed."""
-        for line in wait({place.line for place in self._computing}, timeout):
-            assert isinstance(line, Connection)
+        ready = wait({place.line for place in self._computing}, timeout)
+        for line in [line for line in self._workers if line in ready]:
             try:
-                slot, computed, buffers = pickle.loads(line.recv_bytes())  # noqa: S301 - from a process of ours
+                slot, computed, buffers = line.recv()
             except (EOFError, OSError):
                 code = exit_code_of(self._workers[line])
                 raise StarlingError(
@@ -159,22 +160,17 @@ def _serve(line: Connection, job: Job, memory: Tensor) -> None:
     models: list[FlatModel] = []
     with suppress(EOFError, OSError):
         while True:
-            slot, packed = pickle.loads(line.recv_bytes())  # noqa: S301 - from the process that started this one
+            slot, task, batch, buffers = line.recv()
             try:
                 models = models or [FlatModel(job.workload.make_model(), memory.device)]
-                answer: tuple[Computed | Exception, Buffers] = _compute(job, models[0], packed, memory[slot])
+                flat = models[0]
+                flat.use_weights(memory[slot, 0])
+                flat.use_gradients(memory[slot, 1])
+                flat.use_buffers(buffers)
+                computed: Computed | Exception = compute_gradient(job, task, batch, flat.model, flat)
+                buffers = flat.own_buffers()
             except Exception as error:
+                computed = error
                 if not isinstance(error, StarlingError):  # it may not be picklable
-                    error = StarlingError("".join(format_exception(error)))
-                answer = error, []
-            line.send_bytes(pickle.dumps((slot, *answer)))
-
-
-def _compute(job: Job, flat: FlatModel, packed: bytes, memory: Tensor) -> tuple[Computed, Buffers]:
-    """Leave a gradient in `memory[1]`, at the weights in `memory[0]`; what else it leaves, and the buffers after it."""
-    task: GradientTask
-    task, batch, buffers = pickle.loads(packed)  # noqa: S301 - from the process that started this one
-    flat.use_weights(memory[0])
-    flat.use_gradients(memory[1])
-    flat.use_buffers(buffers)
-    return compute_gradient(job, task, batch, flat.model, flat), flat.own_buffers()
+                    computed = StarlingError("".join(format_exception(error)))
+            line.send((slot, computed, buffers))
