@@ -1,7 +1,7 @@
 """Predictions held against four real learners on emulated devices, calibrated with one and with two learners alone.
 
 A run of some 24 gradients a learner is a small sample of random gradient times and of random rings, of which some cross
-a link twice as often as others. So the prediction simulates that very run, with its seed, and counts the same ones.
+a link twice as often as others. So the prediction simulates that very run, with its seed, and the same gradients count.
 
 Four settings: equal learners, one of them three times slower, jitter, and a throttled link between two namespaces
 with two learners in each. For each strategy, the bar is a prediction within 10 % of the measured gradients per second.
@@ -89,7 +89,7 @@ class Calibration:
             seed=job.seed,
             stragglers=run.stragglers,
         )
-        return total_rate([Outcome(list(each.gradients_at)) for each in found.learners if each.gradients_at])
+        return total_rate([Outcome(list(stamps)) for stamps in found.gradients_at.values()])
 
 
 def measure(folder: Path) -> list[Bar]:

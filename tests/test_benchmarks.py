@@ -42,7 +42,7 @@ from benchmarks.starting import (
 from benchmarks.workloads import EmulatedDevice
 from starling.workload import Ticket
 
-THROTTLE = Throttle(rate="100mbit", burst="256kb", latency="20ms")
+THROTTLE = Throttle(rate="100mbit", burst="256kb", latency="20ms", congestion_control="reno")
 
 
 def test_who_is_measured_first_does_not_matter() -> None:
@@ -230,6 +230,8 @@ def test_no_namespace_outlives_an_error_among_the_learners() -> None:
             assert mine <= namespaces_here()
             seen = run(first.inside(["ip", "route", "get", second.address]), capture_output=True, text=True, check=True)
             assert f"dev bench0 src {first.address}" in seen.stdout
+            routes = run(first.inside(["ip", "route"]), capture_output=True, text=True, check=True)
+            assert "congctl reno" in routes.stdout
             raise ZeroDivisionError
     except (ZeroDivisionError, NoNamespacesError):
         pass

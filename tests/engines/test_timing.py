@@ -89,6 +89,8 @@ def test_a_timing_only_run_has_the_events_of_a_run_with_real_gradients(
     assert (outcome.seconds, outcome.num_events) == (seconds, len(events))
     assert outcome.learners == learners
     assert outcome.num_gradients >= 30
+    for rank, times in outcome.gradients_at.items():
+        assert list(times) == [now for now, name, kind, _ in events if (name, kind) == (rank, "gradient")]
 
 
 def test_epochs_of_the_data_change_no_event(recorded: Recorded) -> None:

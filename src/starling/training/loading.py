@@ -55,12 +55,13 @@ class Lookahead:
         if not self._draws or fraction > self._draws[-1][1]:  # it has drawn another mini-batch
             self._draws.append((now, fraction))
 
-    def num(self, now: float, load_seconds: float) -> int:
-        """The number of mini-batches to draw ahead, if loading one takes `load_seconds`."""
+    def num(self, now: float, load_seconds: float, least: int = 1) -> int:
+        """The number of mini-batches to draw ahead, if loading one takes `load_seconds`: at least `least`, except near
+        the end."""
         if not self._steps:
             return 0
         step = max(median(self._steps), 1e-6)
-        in_time, before_end = 1 + math.ceil(2.0 * load_seconds / step), self._seconds_left(now) / step
+        in_time, before_end = least + math.ceil(2.0 * load_seconds / step), self._seconds_left(now) / step
         return int(min(in_time, max(0.0, before_end - 0.5)))  # half a step less, because these are estimates
 
     def _seconds_left(self, now: float) -> float:

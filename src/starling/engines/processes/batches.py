@@ -10,6 +10,7 @@ from itertools import count
 from starling.engines.processes.checkpoint_barrier import AGREEING, CheckpointBarrier
 from starling.engines.processes.communicator import Communicator
 from starling.engines.processes.done_notes import DoneNotes
+from starling.engines.processes.draws import CLAIMING, Draws
 from starling.engines.processes.handshake import await_keys
 from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import Waits
@@ -17,9 +18,6 @@ from starling.training.job import Job, Statistics
 from starling.training.loading import Loaded, Loader, Lookahead
 from starling.training.tickets import SyncGroupTickets
 from starling.workload import Ticket
-
-KEPT_CLAIMS = 1024
-"""Claims of a sync group kept in the store. Its members differ only by the mini-batches they have loaded ahead."""
 
 
 class ProcessBatches:
@@ -51,7 +49,7 @@ class ProcessBatches:
         self._statistics, self._waits, self._now = statistics, waits, clock
         self._drawn_ahead: set[int] = set()  # portions that this sync group has drawn and not yet claimed
         self._newest_drawn = 0
-        self._num_draws = 0  # counted unless all learners are one sync group
+        self._draws = Draws(place.store, self._sync_group.start, self._member == 0, len(self._sync_group) == 1)
         self._resumed_at: float | None = None  # when the last mini-batch was given out
         is_counted = job.budget.steps is not None or job.budget.epochs is not None
         self._loader, self._lookahead = loader, Lookahead(is_counted)
@@ -69,6 +67,7 @@ class ProcessBatches:
         self._resumed_at = now
         if loaded is not None:
             self._drawn_ahead.discard(self._tickets.number_of(loaded[0]))
+            self._draw_ahead(now)
         return loaded
 
     def agreed_seconds(self, claim: int) -> float:
@@ -101,7 +100,7 @@ class ProcessBatches:
         if len(self._sync_group) == self._world:
             return self._statistics.num_claimed, []
         store, ranks = self._store, range(self._world)
-        undone = self._drawn_ahead if self._is_worker and self._member == 0 else ()
+        undone = self._undone() if self._is_worker and self._member == 0 else ()
         store.set(f"claimed/{self._rank}", json.dumps(sorted(undone)))
         keys = [f"claimed/{rank}" for rank in ranks]
         with self._communicator.naming_the_lost("collecting the last claims"):
@@ -110,7 +109,7 @@ class ProcessBatches:
 
     def _drawn(self) -> Iterator[Ticket]:
         """Draw this learner's tickets."""
-        for number in self._draws() if self._is_worker else ():
+        for number in self._numbers() if self._is_worker else ():
             self.reach(number)
             if self._tickets.is_beyond(number):
                 return
@@ -118,25 +117,37 @@ class ProcessBatches:
             self._newest_drawn = number
             yield replace(self._tickets.ticket(number, self._member), part=self._part)
 
-    def _draws(self) -> Iterator[int]:
+    def _numbers(self) -> Iterator[int]:
         """Draw portions for this sync group: their numbers."""
         if len(self._sync_group) == self._world:
             yield from count()
-        store, key = self._store, self._claim_key
-        for claim in count():
-            self._num_draws = claim + 1
-            if len(self._sync_group) == 1:
-                yield store.add("claims", 1) - 1
-                continue
-            if self._member == 0:
-                number = store.add("claims", 1) - 1
-                store.set(key(claim), str(number))
-                store.delete_key(key(claim - KEPT_CLAIMS))
-            yield int(self._value_of_first(key(claim), "claiming"))
+        while True:
+            yield self._take()
 
-    def _claim_key(self, claim: int) -> str:
-        """The key under which the first member of a sync group writes the portion of a claim."""
-        return f"claims/{self._sync_group.start}/{claim}"
+    def _take(self) -> int:
+        with self._communicator.naming_the_lost(CLAIMING):
+            return self._draws.take(self._communicator.release.check, self._timeout_seconds, self._waits)
+
+    def _draw_ahead(self, now: float) -> None:
+        """Begin to draw what will be wanted after the mini-batch that begins, so that nothing waits for the store."""
+        if len(self._sync_group) == self._world:
+            return
+        num_more = 1 + self._loader.is_ahead
+        if self._member == 0:
+            num_more = self._lookahead.num(now, self._loader.load_seconds, 1 + self._loader.is_ahead)
+            num_more -= len(self._drawn_ahead)
+        for _ in range(num_more - self._draws.num_under_way):
+            self._draws.begin()
+
+    def _undone(self) -> set[int]:
+        """The portions that were drawn ahead and will not be claimed; draws that are under way are completed."""
+        undone = set(self._drawn_ahead)
+        for _ in range(self._draws.num_under_way):
+            number = self._take()
+            self.reach(number)
+            if not self._tickets.is_beyond(number):
+                undone.add(number)
+        return undone
 
     def _num_ahead(self) -> int:
         """The number of portions that may be drawn ahead of the one that is about to begin."""
@@ -145,9 +156,11 @@ class ProcessBatches:
         if self._member == 0:
             return self._lookahead.num(self._now(), self._loader.load_seconds)
         # only what the first has drawn: waiting for more would keep the group from the step that the first is in
-        following = [self._claim_key(self._num_draws), self._claim_key(self._num_draws + 1)]
-        num_known = next((num for num in (2, 1) if self._store.check(following[:num])), 0)
-        return len(self._drawn_ahead) - 1 + num_known
+        return len(self._drawn_ahead) - 1 + self._draws.num_known
+
+    def close(self) -> None:
+        """End the thread that draws."""
+        self._draws.close()
 
     def _value_of_first(self, key: str, what: str) -> str:
         """The value that the first member of the sync group writes under `key`."""

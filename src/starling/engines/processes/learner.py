@@ -149,6 +149,7 @@ class ProcessLearner(Learner):
             self._batches.settle()
             return self.course.finish(self.course.tickets.handed_out(num_drawn), undone)
         finally:
+            self._batches.close()
             self.communicator.close_foreground_mean()
 
     @contextmanager

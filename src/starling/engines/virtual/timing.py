@@ -40,8 +40,6 @@ class LearnerTiming:
     num_gradients: int
     spent: Spent
     averaging: Averaging
-    gradients_at: tuple[float, ...]
-    """Simulated seconds, when each of its gradients was complete."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,8 @@ class TimingOutcome:
     """SHA-256 over every event: time, learner and kind. That of a run with real gradients also covers the losses."""
     learners: tuple[LearnerTiming, ...]
     """By rank."""
+    gradients_at: Mapping[int, Sequence[float]]
+    """By rank of those that computed any: simulated seconds when each gradient was complete."""
 
     @property
     def num_gradients(self) -> int:
@@ -125,7 +125,7 @@ def simulate_timing(
     with _without_collections():
         outcome = VirtualEngine(job, world, cluster, totals, computation=counting).run()
     return TimingOutcome(
-        outcome.seconds, outcome.num_events, outcome.event_hash, totals.learners(counting.gradients_at)
+        outcome.seconds, outcome.num_events, outcome.event_hash, totals.learners(), counting.gradients_at
     )
 
 
@@ -162,12 +162,9 @@ class Totals:
         total.averaging.bytes_sent += averaging.bytes_sent
         total.averaging.staleness += averaging.staleness
 
-    def learners(self, gradients_at: Mapping[int, Sequence[float]]) -> tuple[LearnerTiming, ...]:
-        """What each learner did, by rank, with the times of its gradients."""
-        return tuple(
-            LearnerTiming(total.num_gradients, total.spent, total.averaging, tuple(gradients_at.get(rank, ())))
-            for rank, total in enumerate(self._of)
-        )
+    def learners(self) -> tuple[LearnerTiming, ...]:
+        """What each learner did, by rank."""
+        return tuple(LearnerTiming(total.num_gradients, total.spent, total.averaging) for total in self._of)
 
 
 @dataclass

@@ -1,0 +1,116 @@
+"""The portions of tickets that a sync group draws through the store: the next one while a gradient is computed.
+
+A draw takes one or several round trips to the store. Where the link to it is full of weights, or long, a round trip
+takes as long as many packets, and the learner would spend it idle before every gradient.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+from starling.engines.processes.handshake import await_keys
+from starling.engines.processes.stalls import Waits
+
+CLAIMING = "claiming"
+KEPT_CLAIMS = 1024
+"""Claims of a sync group kept in the store. Its members differ only by the mini-batches they have loaded ahead."""
+POLL_SECONDS = 0.5
+CLOSE_SECONDS = 10.0
+
+
+class _Closed(Exception):  # noqa: N818 - not an error
+    """Ends the thread after `close`."""
+
+
+class Draws(threading.Thread):
+    """The portions of one member of a sync group, drawn by a thread with its own connection to the store.
+
+    The group's `first` learner draws for all members and writes what it drew; the others read that. Without others
+    (`is_alone`) nothing is written.
+    """
+
+    def __init__(self, store: Store, first: int, is_first: bool, is_alone: bool) -> None:
+        super().__init__(name="starling-draws", daemon=True)  # it must not keep a failed learner alive
+        self._store = store
+        self._first, self._is_first, self._is_alone = first, is_first, is_alone
+        self._asked: SimpleQueue[bool] = SimpleQueue()
+        self._drawn: SimpleQueue[int | Exception] = SimpleQueue()
+        self._is_closed = threading.Event()
+        self.num_under_way = 0
+        """Draws that have begun and were not taken."""
+
+    @property
+    def num_known(self) -> int:
+        """How many can be taken without waiting."""
+        return self._drawn.qsize()
+
+    def begin(self) -> None:
+        """Begin one more draw."""
+        if self.ident is None:
+            self._store = self._store.clone()  # type: ignore[attr-defined]  # a store serves one request at a time
+            self.start()
+        self.num_under_way += 1
+        self._asked.put(True)
+
+    def take(self, look_around: Callable[[], None], timeout_seconds: float, waits: Waits) -> int:
+        """The next portion, in the order of the draws; waits for it if need be.
+
+        While waiting, `look_around` is called repeatedly and may raise. `DistStoreError` after `timeout_seconds`.
+        """
+        if self.num_under_way == 0:
+            self.begin()
+        begin = time.monotonic()
+        with waits.waiting(CLAIMING, () if self._is_first else [self._first]):
+            while True:
+                try:
+                    drawn = self._drawn.get(timeout=POLL_SECONDS)
+                    break
+                except Empty:
+                    look_around()
+                    if time.monotonic() - begin > timeout_seconds:
+                        raise DistStoreError(f"Timed out: no draw for {timeout_seconds:g} s") from None
+        if isinstance(drawn, Exception):
+            raise drawn
+        self.num_under_way -= 1
+        return drawn
+
+    def close(self) -> None:
+        """End the thread. The store has counted the draws that were not taken."""
+        self._is_closed.set()
+        self._asked.put(False)
+        if self.is_alive():
+            self.join(CLOSE_SECONDS)
+
+    def run(self) -> None:
+        number = 0
+        try:
+            while self._asked.get():
+                self._drawn.put(self._draw(number))
+                number += 1
+        except _Closed:
+            pass
+        except Exception as error:  # raised by `take`
+            self._drawn.put(error)
+
+    def _draw(self, claim: int) -> int:
+        if not self._is_first:
+            await_keys(self._store, [self._key(claim)], float("inf"), self._check_closed)
+            return int(self._store.get(self._key(claim)))
+        drawn = int(self._store.add("claims", 1)) - 1
+        if not self._is_alone:
+            self._store.set(self._key(claim), str(drawn))
+            if claim >= KEPT_CLAIMS:
+                self._store.delete_key(self._key(claim - KEPT_CLAIMS))
+        return drawn
+
+    def _key(self, claim: int) -> str:
+        """The key under which the first member of a sync group writes the portion of a claim."""
+        return f"claims/{self._first}/{claim}"
+
+    def _check_closed(self) -> None:
+        if self._is_closed.is_set():
+            raise _Closed

@@ -1,0 +1,84 @@
+"""Portions are drawn while a learner computes, and each is drawn once."""
+
+import threading
+from typing import Any
+
+import pytest
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+from starling.engines.processes.draws import KEPT_CLAIMS, Draws
+from starling.engines.processes.handshake import do_nothing
+from starling.engines.processes.stalls import Waits
+
+
+class GatedStore:
+    """A store whose answers wait for `gate`, or are errors."""
+
+    def __init__(self, store: Any, error: Exception | None = None) -> None:
+        self._store, self._error = store, error
+        self.gate = threading.Event()
+
+    def clone(self) -> "GatedStore":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*given: Any) -> Any:
+            assert self.gate.wait(timeout=30.0)
+            if self._error is not None:
+                raise self._error
+            return getattr(self._store, name)(*given)
+
+        return ask
+
+
+@pytest.fixture
+def store() -> Any:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def take(draws: Draws, timeout_seconds: float = 30.0) -> int:
+    return draws.take(do_nothing, timeout_seconds, Waits())
+
+
+def test_groups_share_the_portions_and_members_of_a_group_have_the_same(store: Any) -> None:
+    first, second, alone = Draws(store, 0, True, False), Draws(store, 0, False, False), Draws(store, 2, True, True)
+    number = KEPT_CLAIMS + 8  # so that old claims are deleted meanwhile
+    found: list[list[int]] = [[], [], []]
+    for _ in range(number):
+        for mine, draws in zip(found, (first, second, alone), strict=True):
+            mine.append(take(draws))
+    assert found[0] == found[1]
+    assert sorted(found[0] + found[2]) == list(range(2 * number))
+    for draws in (first, second, alone):
+        draws.close()
+
+
+def test_a_learner_does_not_wait_for_the_store_until_it_takes_what_it_drew(store: Any) -> None:
+    """Here the store answers only after the learner has continued."""
+    gated = GatedStore(store)
+    draws = Draws(gated, 0, True, True)  # type: ignore[arg-type]
+    draws.begin()
+    draws.begin()
+    assert draws.num_known == 0
+    gated.gate.set()
+    assert [take(draws), take(draws)] == [0, 1]
+    assert draws.num_under_way == 0
+    draws.close()
+
+
+def test_who_waits_for_a_first_that_never_draws_gives_up_or_is_closed(store: Any) -> None:
+    draws = Draws(store, 0, False, False)
+    with pytest.raises(DistError, match="no draw for 0 s"):
+        take(draws, timeout_seconds=0.0)
+    draws.close()
+    assert not draws.is_alive()
+
+
+def test_an_error_of_the_store_is_raised_where_the_draw_is_taken(store: Any) -> None:
+    gated = GatedStore(store, DistError("the store is gone"))
+    gated.gate.set()
+    draws = Draws(gated, 0, True, True)  # type: ignore[arg-type]
+    draws.begin()
+    with pytest.raises(DistError, match="the store is gone"):
+        take(draws)
+    draws.close()
