@@ -26,6 +26,7 @@ from starling.speech.data import DataConfig, set_digest
 from starling.speech.prepare import prepare
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring import line_of_unseen, write_score_files
+from starling.speech.significance import in_words, matched_pairs
 from starling.speech.store import SpeechSet
 
 
@@ -56,7 +57,7 @@ def evaluate(
         search: BestSearch | None = None
         if with_beam and recipe.loss == "ctc":
             try:
-                require("decoding", "the beam search")
+                require("decoding", "the beam search", ("flashlight",))
             except MissingExtraError as error:
                 tell(f"only greedy decoding: {error}")
             else:
@@ -97,7 +98,8 @@ def _score_set(
     if search is not None:
         beam = folder.decode / "beam"
         search.write(beam / f"nbest-{name}.jsonl")
-        remarks = [search.tuned.line, *_unseen(recipe.data, name, references, search.texts)]
+        difference = f"greedy decoding - beam search: {in_words(matched_pairs(references, hypotheses, search.texts))}"
+        remarks = [search.tuned.line, *_unseen(recipe.data, name, references, search.texts), difference]
         score = write_score_files(beam, name, references, search.texts, recipe.data.text, remarks)
         for line in (f"{name}, {remarks[0]}", *score.lines(), *remarks[1:]):
             tell(line)
