@@ -119,3 +119,17 @@ def test_an_experiment_knows_its_speakers_and_columns(tree: Tree) -> None:
     code, lines = run(experiment, "--by", "split")
     assert code == 0
     assert any(line.startswith("│ test ") for line in lines)
+
+
+def test_utterances_that_preparation_dropped_are_told(tree: Tree, tmp_path: Path) -> None:
+    """A score without them looks better than it is: songs of three words are too long here, those of two are not."""
+    tree["data"] |= {"folder": str(tmp_path / "short"), "filter": {"max_seconds": 0.9}}
+    lines: list[str] = []
+    simulate(check_recipe(tree, "songs"), lines.append, Console(file=io.StringIO()))
+    (told,) = [line for line in lines if "dropped" in line]
+    count, total = int(told.split()[0]), int(told.split()[2])
+    assert 0 < count < total == 6
+    assert told.endswith(
+        f"were dropped in preparation and are not scored: {tmp_path / 'short' / 'test' / 'dropped.tsv'}"
+    )
+    assert len((tmp_path / "short" / "test" / "dropped.tsv").read_text().splitlines()) == count + 1
