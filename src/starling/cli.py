@@ -284,6 +284,39 @@ def evaluate(
         evaluate.evaluate(experiment, sets, typer.echo, _console(), best, not greedy, jobs)
 
 
+@app.command(epilog="Example: [bold]starling score exp/demo exp/demo-adpsgd --by speaker[/bold]")
+def score(
+    experiment: Annotated[
+        Path,
+        typer.Argument(metavar="A", help="An experiment that `starling evaluate` has scored.", show_default=False),
+    ],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="B", help="Another one, to compare with.", show_default=False)
+    ] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="A set; may be repeated. Default: all.")] = None,
+    by: Annotated[str | None, typer.Option("--by", help="A table by speaker, or by this column of a TSV.")] = None,
+    table: Annotated[Path | None, typer.Option("--table", help="A TSV with a header; ids come first.")] = None,
+    normalise: Annotated[
+        list[str] | None,
+        typer.Option("--normalise", help="numbers, punctuation or case; may be repeated. Default: none."),
+    ] = None,
+    language: Annotated[str, typer.Option("--language", help="In which numbers are written.")] = "en",
+    debug: Debug = False,
+) -> None:
+    """Score decoded texts again, by speaker or column, normalised; test whether two experiments differ."""
+    with _errors(debug):
+        require("speech", "starling score")
+        from rich.console import Console
+
+        from starling.runs.score import Grouping, score_texts
+
+        if table is not None and by is None:
+            raise ConfigError("score: --table needs --by, the column to group by")
+        grouping = None if by is None else Grouping(by, table)
+        experiments = [each for each in (experiment, other) if each is not None]
+        score_texts(experiments, typer.echo, Console(), sets or (), grouping, normalise or (), language)
+
+
 @app.command(epilog="Example: [bold]starling audit exp/demo[/bold]")
 def audit(experiment: Experiment, debug: Debug = False) -> None:
     """Show how much of each epoch each learner saw, and whether every utterance was seen exactly once."""

@@ -1,5 +1,6 @@
 """The extras of the package, and the error for one that is not installed."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from starling.errors import MissingExtraError
@@ -14,19 +15,19 @@ EXTRAS = {
     "demo": (*SPEECH, "espeakng_loader"),
     "dask": (*SPEECH, "distributed"),
     "cloud": (*SPEECH, "s3fs"),
-    "decoding": ("flashlight",),
+    "decoding": ("flashlight", "num2words"),
     "report": ("jinja2", "plotly"),
 }
 """The modules that each extra in pyproject.toml installs."""
 
 
-def require(extra: str, what: str) -> None:
+def require(extra: str, what: str, modules: Sequence[str] = ()) -> None:
     """Check that an extra is installed, without importing its modules. `what` names the command or function that needs
-    it.
+    it, `modules` those of its modules that are needed (default: all).
 
     Raises:
         MissingExtraError: A module is missing; the message contains the command that installs it.
     """
-    missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
+    missing = [module for module in modules or EXTRAS[extra] if find_spec(module) is None]
     if missing:
         raise MissingExtraError(f"{what} needs {', '.join(missing)}: pip install 'starling-asr[{extra}]'")

@@ -55,7 +55,7 @@ def test_both_decodings_are_scored_tuned_on_the_validation_set_alone(songs_tree:
     assert [line.split()[0] for line in at_end] == ["test", "%WER", "%SER", "%CER", "simulated", "event"]
     lines = scored(experiment, with_beam=True)
     assert lines[:4] == at_end[:4]
-    assert [line.split()[0] for line in lines[4:]] == ["test,", "%WER", "%SER", "%CER"]
+    assert [line.split()[0] for line in lines[4:]] == ["test,", "%WER", "%SER", "%CER", "greedy"]
     assert "tuned on 6 utterances of dev" in lines[4]
     greedy, searched = (float(lines[place].split()[1]) for place in (1, 5))
     assert searched < greedy

@@ -244,9 +244,10 @@ def test_utterances_with_fewer_frames_than_states_are_an_error_or_left_out(tree:
     """As the filter says; they are listed."""
     tree["states"] |= {"per_unit": 10}
     tree["features"] |= {"frame_shift": 0.04}
+    tree["data"] |= {"filter": {"on_bad": "fail"}}
     with pytest.raises(DataError, match=r"fewer frames than states, such as song-.*lower states\.per_unit"):
         ready(tree)
-    tree["data"] |= {"filter": {"on_bad": "skip", "max_skipped": 1.0}}
+    tree["data"] |= {"filter": {"max_skipped": 1.0}}
     recipe = check_recipe(tree, "r.yaml")
     with pytest.raises(DataError, match="there are no frames to train on"):
         set_up(recipe, claim_folder(recipe, print), lambda line: None)

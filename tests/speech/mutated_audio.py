@@ -63,7 +63,7 @@ def main(folder: Path, count: int) -> None:
         path = folder / f"{form}.{form[:4].rstrip('-')}"
         soundfile.write(path, sound(0.25) / 32768, RATE, subtype=subtype)
         whole.append((path, path.read_bytes()))
-    limits = FilterConfig(min_seconds=0.0, max_seconds=3600.0)
+    limits = FilterConfig(min_seconds=0.0, max_seconds=3600.0, on_bad="fail")
     for path, _ in whole:  # the resampler and the codecs are loaded
         list(Checker("set", 16_000, "upper", limits).usable([_utterance(path)]))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

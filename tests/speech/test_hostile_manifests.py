@@ -81,7 +81,7 @@ def _mutated(text: str, random: np.random.Generator) -> bytes:
 
 def _read(settings: dict[str, Any]) -> int:
     corpus = TypeAdapter(CorpusConfig).validate_python(settings)
-    checker = Checker("train", 8000, "upper", FilterConfig(min_seconds=0.0))
+    checker = Checker("train", 8000, "upper", FilterConfig(min_seconds=0.0, on_bad="fail"))
     return len(list(checker.usable(corpus.utterances("train"))))
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -199,27 +200,28 @@ _FAULTS = {
 
 @pytest.mark.parametrize("how", _FAULTS)
 def test_an_unusable_utterance_ends_the_preparation_with_its_id_and_place(tmp_path: Path, how: str) -> None:
-    """By default nothing is skipped: the message has id, line and reason, and no folder remains."""
+    """With `on_bad: fail`: the message has id, line and reason, and no folder remains."""
     table = write_table(tmp_path / "corpus")
     _spoil(table, "u4", how)
     name = {"duplicate": "u1", "id": r"\.\./u4"}.get(how, "u4")
     with pytest.raises(DataError, match=rf"set train: utterance '{name}' \(.*corpus.tsv:6\): .*{_FAULTS[how]}.*on_bad"):
-        prepare(_config(tmp_path / "data", table))
+        prepare(_config(tmp_path / "data", table, filter={"on_bad": "fail"}))
     assert _leftovers(tmp_path / "data") == []
 
 
 @pytest.mark.parametrize("how", _FAULTS)
 def test_skipped_utterances_are_counted_and_listed(tmp_path: Path, how: str) -> None:
-    """With `on_bad: skip` the rest is prepared; the one is in the summary and in dropped.tsv with the reason."""
+    """By default, the rest is prepared; the one is in the summary and in dropped.tsv with the reason."""
     table = write_table(tmp_path / "corpus")
     _spoil(table, "u4", how)
-    config = _config(tmp_path / "data", table, filter={"on_bad": "skip", "max_skipped": 0.2})
+    config = _config(tmp_path / "data", table, filter={"max_skipped": 0.2})
     summary = prepare(config)
     assert (summary.sets[0].utterances, summary.sets[0].dropped) == (7, 1)
     header, row = (tmp_path / "data" / "train" / "dropped.tsv").read_text().splitlines()
     assert header == "id\tseconds\treason"
     assert row.startswith({"duplicate": "u1", "id": "../u4"}.get(how, "u4") + "\t")
-    assert "dropped 1 (0.00 h), listed in" in describe(summary)
+    assert re.search(rf"dropped 1 \(0\.00 h\), listed in .*dropped\.tsv: \S+ \(.*{_FAULTS[how]}.*\)", describe(summary))
+    assert describe(prepare(config)).splitlines()[0].endswith("dropped.tsv")  # told by name when it is written
 
 
 def test_more_than_one_percent_skipped_fails(tmp_path: Path) -> None:
@@ -229,8 +231,19 @@ def test_more_than_one_percent_skipped_fails(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"1 of 8 utterances are unusable, more than .*1\.00%.*'u4': the audio is silent"
     ):
-        prepare(_config(tmp_path / "data", table, filter={"on_bad": "skip"}))
+        prepare(_config(tmp_path / "data", table))
     assert _leftovers(tmp_path / "data") == []
+
+
+def test_one_percent_is_left_out_by_default(tmp_path: Path) -> None:
+    """One of 104 utterances, with its name."""
+    table = write_table(tmp_path / "corpus", count=155)
+    _spoil(table, "u4", "silent")
+    summary = prepare(_config(tmp_path / "data", table))
+    assert (summary.sets[0].utterances, summary.sets[0].dropped) == (103, 1)
+    assert re.search(
+        r"dropped\.tsv: u4 \(the audio is silent: all \d+ samples are 0\)$", describe(summary), re.MULTILINE
+    )
 
 
 def test_utterances_outside_the_limits_of_duration_are_dropped_and_their_hours_counted(tmp_path: Path) -> None:

@@ -243,9 +243,10 @@ def test_an_error_of_another_process_is_the_one_that_this_process_would_tell(
     _silence(table, "u7", "u11")
     with table.open("a") as file:
         file.write("a row of one column\n")
-    here = _problem(_config(tmp_path / "one", table), None)
-    assert here == _problem(_config(tmp_path / "pool", table), pool)
-    assert here == _problem(_config(tmp_path / "dask", table), dask)
+    strict = {"on_bad": "fail"}
+    here = _problem(_config(tmp_path / "one", table, filter=strict), None)
+    assert here == _problem(_config(tmp_path / "pool", table, filter=strict), pool)
+    assert here == _problem(_config(tmp_path / "dask", table, filter=strict), dask)
     assert "utterance 'u7'" in here
     assert "corpus.tsv:9): the audio is silent" in here
 
@@ -290,7 +291,7 @@ def test_an_id_that_comes_twice_is_told_whichever_shards_have_it(tmp_path: Path,
     for row, other in (("u6", "u1"), ("u16", "u1"), ("u17", "u1"), ("u25", "u9")):
         replace_row(table, row, id=other)
     executor = pool if away else None
-    message = _problem(_config(tmp_path / "data", table), executor)
+    message = _problem(_config(tmp_path / "data", table, filter={"on_bad": "fail"}), executor)
     assert "utterance 'u1'" in message
     assert "corpus.tsv:8): an earlier utterance has the same id" in message
     _silence(table, "u9")

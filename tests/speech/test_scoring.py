@@ -28,6 +28,32 @@ def test_rates_are_those_of_jiwer(pairs):
     assert result.ser == pytest.approx(100 * wrong / len(pairs))
 
 
+def counted(reference: list[str], hypothesis: list[str], substitution: int, other: int) -> tuple[int, int]:
+    """Errors of the alignment with the lowest weight, and insertions minus deletions; of equal ones, the fewest."""
+    row = [(other * column, column) for column in range(len(hypothesis) + 1)]
+    for place, word in enumerate(reference, 1):
+        before, row = row, [(other * place, place)]
+        for column, found in enumerate(hypothesis, 1):
+            wrong = int(word != found)
+            weight, errors = before[column - 1]
+            ways = [(weight + substitution * wrong, errors + wrong)]
+            ways += [(cost + other, number + 1) for cost, number in (before[column], row[-1])]
+            row.append(min(ways))
+    return row[-1][1], len(hypothesis) - len(reference)
+
+
+@given(REFERENCE, HYPOTHESIS)
+def test_errors_are_counted_as_by_sclite(reference, hypothesis):
+    """With weights of 1, the number is the same; sclite's weights (4, 3 and 3) never find fewer. Words add up."""
+    counts = score({"a": reference}, {"a": hypothesis}).words
+    words = reference.split(), hypothesis.split()
+    errors, surplus = counted(*words, substitution=1, other=1)
+    assert (counts.errors, counts.insertions - counts.deletions) == (errors, surplus)
+    assert counts.errors <= counted(*words, substitution=4, other=3)[0]
+    correct = counts.reference - counts.substitutions - counts.deletions
+    assert correct + counts.substitutions + counts.insertions == len(words[1])
+
+
 def test_the_lines_are_those_of_kaldi():
     """`%WER rate [ errors / words, ins, del, sub ]`, then %SER and %CER."""
     references = {"a": "ONE TWO", "b": "THREE"}

@@ -26,6 +26,7 @@ from starling.speech.data import DataConfig, set_digest
 from starling.speech.prepare import prepare
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring import line_of_unseen, write_score_files
+from starling.speech.significance import in_words, matched_pairs
 from starling.speech.store import SpeechSet
 
 
@@ -56,7 +57,7 @@ def evaluate(
         search: BestSearch | None = None
         if with_beam and recipe.loss == "ctc":
             try:
-                require("decoding", "the beam search")
+                require("decoding", "the beam search", ("flashlight",))
             except MissingExtraError as error:
                 tell(f"only greedy decoding: {error}")
             else:
@@ -90,14 +91,16 @@ def _score_set(
                 hypotheses.update(zip(ids, recogniser.texts(log_probs, frames), strict=True))
                 search.take(ids, log_probs, frames)
     references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
-    remarks = _unseen(recipe.data, name, references, hypotheses)
+    dropped = _dropped(speech_set)
+    remarks = [*dropped, *_unseen(recipe.data, name, references, hypotheses)]
     score = write_score_files(folder.decode, name, references, hypotheses, recipe.data.text, remarks)
     for line in (name, *score.lines(), *remarks):
         tell(line)
     if search is not None:
         beam = folder.decode / "beam"
         search.write(beam / f"nbest-{name}.jsonl")
-        remarks = [search.tuned.line, *_unseen(recipe.data, name, references, search.texts)]
+        difference = f"greedy decoding - beam search: {in_words(matched_pairs(references, hypotheses, search.texts))}"
+        remarks = [search.tuned.line, *dropped, *_unseen(recipe.data, name, references, search.texts), difference]
         score = write_score_files(beam, name, references, search.texts, recipe.data.text, remarks)
         for line in (f"{name}, {remarks[0]}", *score.lines(), *remarks[1:]):
             tell(line)
@@ -143,6 +146,14 @@ def _check_set(recipe: Recipe, name: str) -> None:
     if name not in known:
         hint = did_you_mean(name, known)
         raise ConfigError(f"set {name!r} is not in data.corpus.sets; {hint}its sets: {', '.join(known)}")
+
+
+def _dropped(speech_set: SpeechSet) -> list[str]:
+    """A line about the utterances that preparation dropped, if there are any: they are not scored."""
+    if not (count := speech_set.summary.dropped):
+        return []
+    listed = speech_set.folder / "dropped.tsv"
+    return [f"{count} of {count + len(speech_set)} utterances were dropped in preparation and are not scored: {listed}"]
 
 
 def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypotheses: Mapping[str, str]) -> list[str]:

@@ -199,7 +199,7 @@ def _leave_out_too_short(
     skip = recipe.data.filter.on_bad == "skip"
     found: list[TooShort]
     if recipe.loss == "frames":
-        whom, remedy = "their states", "lower states.per_unit"
+        whom, remedy = "their states", "lower states.per_unit, or raise that limit"
         found = too_few_frames(recipe, train, tokenizer, features)
         if found and not skip:
             raise DataError(
@@ -208,7 +208,7 @@ def _leave_out_too_short(
                 "data.filter.min_seconds, or leave them out with data.filter.on_bad=skip"
             )
     else:
-        whom, remedy = "CTC", "lower model.subsampling, or use longer tokens"
+        whom, remedy = "CTC", "lower model.subsampling, use longer tokens, or raise that limit"
         on_too_short: Literal["list", "fail"] = "list" if skip else "fail"
         found = check_ctc_fits(train, tokenizer, recipe.model, features, recipe.augment, on_too_short)
     if not found:
@@ -221,4 +221,8 @@ def _leave_out_too_short(
         )
     list_too_short(found, train, path)
     listed = recipe.folder / path.name  # the list is moved there later
-    say(f"{train.name}: {len(found)} utterances are too short for {whom} and are left out; they are listed in {listed}")
+    names = ", ".join(each.id for each in found[:3]) + (", …" if len(found) > 3 else "")
+    say(
+        f"{train.name}: {len(found)} of {len(train)} utterances are too short for {whom} and are left out: {names}; "
+        f"they are listed in {listed}"
+    )

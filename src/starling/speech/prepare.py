@@ -23,6 +23,7 @@ from starling.speech.store import SpeechSet
 from starling.speech.usable import NO_SPEAKER
 
 _MAX_SHOWN = 5  # changed settings
+_MAX_NAMED = 3  # dropped utterances
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def describe(summary: Summary) -> str:
         if each.dropped:
             listed = summary.folder / each.name / "dropped.tsv"
             line += f"; dropped {each.dropped} ({each.dropped_seconds / 3600:.2f} h), listed in {listed}"
+            if each.name in summary.written:
+                line += f": {_first_dropped(listed)}"
         lines.append(line)
     if summary.without_speakers:
         lines.append(
@@ -97,6 +100,13 @@ def describe(summary: Summary) -> str:
             "(in utt2spk of a Kaldi folder, in `speaker` of other manifests)"
         )
     return "\n".join(lines)
+
+
+def _first_dropped(path: Path) -> str:
+    """The first utterances of a `dropped.tsv`, with the reasons."""
+    _, *rows = path.read_text(encoding="utf-8").splitlines()
+    fields = [row.split("\t", 2) for row in rows[:_MAX_NAMED]]
+    return "; ".join(f"{each[0]} ({each[-1]})" for each in fields) + ("; …" if len(rows) > _MAX_NAMED else "")
 
 
 def _has_no_speakers(folder: Path) -> bool:

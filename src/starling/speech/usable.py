@@ -34,10 +34,11 @@ class FilterConfig(Config):
 
     min_seconds: float = Field(default=0.1, ge=0)
     max_seconds: float = Field(default=20.0, gt=0)
-    on_bad: Literal["fail", "skip"] = "fail"
-    """Whether an unusable utterance ends the preparation, or is skipped and counted."""
+    on_bad: Literal["fail", "skip"] = "skip"
+    """Whether unusable utterances are left out, counted, named and listed, or the first one ends the command: in
+    preparation, when training is set up (too short for CTC), and during training."""
     max_skipped: float = Field(default=0.01, ge=0, le=1)
-    """The maximum fraction of a set that may be skipped as unusable."""
+    """The maximum fraction of a set that may be left out as unusable."""
     leave_out: Path | None = None
     """A list of utterances to leave out, as `starling check --drop` writes it."""
 
@@ -130,7 +131,8 @@ class Checker:
         if len(bad) > self._limits.max_skipped * self._total:
             raise DataError(
                 f"set {self._name}: {len(bad)} of {self._total} utterances are unusable, more than "
-                f"data.filter.max_skipped = {self._limits.max_skipped:.2%}; the first: {examples}"
+                f"data.filter.max_skipped = {self._limits.max_skipped:.2%}; the first: {examples}; correct them, or "
+                "raise that limit"
             )
         if self._total == 0:
             raise DataError(
