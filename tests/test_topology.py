@@ -20,6 +20,7 @@ from starling.topology import (
     complete,
     complete_graph,
     custom,
+    distance_of_noise,
     expected_contraction,
     exponential,
     find_topology,
@@ -288,6 +289,33 @@ def test_a_simulated_consensus_distance_shrinks_by_the_expected_factor(name: str
     start = np.linspace(-1, 1, world) ** 3
     kept = [np.sum((start @ PATTERNS[name](world, seed).matrix(0)) ** 2) for seed in range(1500)]
     assert np.mean(kept) / np.sum(start**2) == pytest.approx(closed, rel=0.05)
+
+
+@pytest.mark.parametrize("world", [4, 16])
+def test_the_distance_that_noise_keeps_up_has_its_closed_forms(world: int) -> None:
+    """A ring has it by its eigenvalues, at any time; the exponential graph forgets after log2 L rounds."""
+    squares = ring_eigenvalues(world)[1:] ** 2
+    for rounds in (1, 7, 400):
+        closed = np.sum((1 - squares**rounds) / (1 - squares)) / world
+        assert distance_of_noise(ring(world), rounds) == pytest.approx(closed, rel=1e-9)
+    hops = world.bit_length() - 1
+    assert distance_of_noise(exponential(world), 50) == pytest.approx(2 * (1 - 1 / world) - hops / world, rel=1e-9)
+    assert distance_of_noise(complete_graph(world), 9) == pytest.approx((world - 1) / world, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["random", "pairs"])
+def test_noise_keeps_random_patterns_apart_by_their_expected_contraction(name: str) -> None:
+    """(L - 1) / L / (1 - c) on average over seeds; and learners that add noise are that far apart."""
+    world, rounds = 12, 15
+    contraction = {"random": random_ring_contraction(world), "pairs": pairs_contraction(world)}[name]
+    found = [distance_of_noise(PATTERNS[name](world, seed), rounds) for seed in range(100)]
+    assert np.mean(found) == pytest.approx((world - 1) / world / (1 - contraction), rel=0.02)
+    topology, noise = PATTERNS[name](world, 3), np.random.default_rng(1)
+    weights = np.zeros((3000, world))
+    for k in range(rounds):
+        weights = weights @ topology.matrix(k) + noise.normal(size=weights.shape)
+    distance = ((weights - weights.mean(1, keepdims=True)) ** 2).mean()
+    assert distance == pytest.approx(distance_of_noise(topology, rounds), rel=0.05)
 
 
 def test_the_numbers_of_64_learners() -> None:

@@ -118,6 +118,14 @@ def test_the_grid_has_every_cell_once_and_each_is_what_it_says(compared: Tree) -
         assert recipe.budget == subject.base.budget
 
 
+def test_an_arm_is_compared_in_its_own_settings_alone(compared: Tree) -> None:
+    """Where it names some; the others are in all."""
+    compared["compare"]["arms"]["adpsgd"]["settings"] = "fast"
+    subject = check_comparison(compared, "c.yaml")
+    found = [(row.setting, row.arm) for row in subject.section.rows if row.learners != 4]
+    assert found == [("lstm", "one"), ("lstm", "batch"), ("fast", "one"), ("fast", "batch"), ("fast", "adpsgd")]
+
+
 def test_a_lone_learner_is_added_where_there_is_no_baseline(compared: Tree) -> None:
     """Unless an arm is one, or another is named."""
 
@@ -217,6 +225,11 @@ def test_all_problems_of_a_comparison_are_listed_at_once(compared: Tree) -> None
         ),
         ({"arms": {"a": {"optimizer": {"name": "adm"}}}}, r"compare\.arms\.a: optimizer: name: 'adm' is not in torch"),
         ({"arms": {"a": {"lerners": 3}}}, r"compare\.arms\.a: lerners: unknown key; did you mean learners\?"),
+        ({"arms": {"a": {"settings": ["slow"]}}}, r"arms\.a\.settings: 'slow' is none of lstm, fast"),
+        (
+            {"arms": {"a": {"learners": 1, "settings": ["fast"]}}},
+            r"arms\.a\.settings: others are compared with it in every setting; leave them out",
+        ),
         ({"baseline": "batsh"}, r"compare: baseline: 'batsh' is no arm; did you mean 'batch'\?"),
         ({"engine": "processes", "jobs": 2}, r"jobs: real learners need the machine to themselves"),
     ],

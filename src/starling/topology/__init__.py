@@ -7,6 +7,7 @@ columns sum to 1. A `Topology` gives each learner its part of T_k, for every rou
 
 from starling.topology.analysis import (
     complete,
+    distance_of_noise,
     expected_contraction,
     identity,
     is_connected,
@@ -29,6 +30,7 @@ __all__ = [
     "complete",
     "complete_graph",
     "custom",
+    "distance_of_noise",
     "expected_contraction",
     "exponential",
     "find_topology",

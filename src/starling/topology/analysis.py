@@ -101,6 +101,29 @@ def expected_contraction(topology: Topology, rounds: int | None = None) -> float
     return float(max(0.0, np.linalg.eigvalsh(total / count - complete(topology.world)).max()))
 
 
+def distance_of_noise(topology: Topology, rounds: int) -> float:
+    """The consensus distance after `rounds` steps from equal weights, if each step adds other noise to each learner.
+
+    Equation, for W <- W T_k + U_k with U_k `[P, L]` independent, of variance s^2 in each column's norm::
+
+        E (1/L) sum_l |w_l - mean|^2  =  s^2 trace(C) / L,    C <- T_k^T C T_k + (I - 1 1^T / L)
+
+    With `complete` it is (L - 1) / L. A pattern that repeats one matrix with eigenvalues lambda_j has
+    (1/L) sum_j 1 / (1 - lambda_j^2) after many rounds, so that it grows as its spectral gap closes. In SGD the noise is
+    the learning rate times that of a mini-batch's gradient.
+
+    Args:
+        topology: The pattern.
+        rounds: The number of steps, with a round in each.
+    """
+    apart = identity(topology.world) - complete(topology.world)
+    covariance = np.zeros_like(apart)
+    for k in range(rounds):
+        mixing = topology.matrix(k)
+        covariance = mixing.T @ covariance @ mixing + apart
+    return float(np.trace(covariance)) / topology.world
+
+
 def ring_eigenvalues(world: int) -> NDArray[np.float64]:
     """Eigenvalues of `ring`'s matrix, `[L]`: (1 + 2 cos(2 pi j / L)) / 3 for L >= 3; 1 and 0 for L = 2.
 

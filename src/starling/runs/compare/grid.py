@@ -62,6 +62,8 @@ class Arm(BaseModel):
     """None: those of the comparison; so with `rates` and `seeds`."""
     rates: Rates | None = None
     seeds: Seeds | None = None
+    settings: Annotated[tuple[str, ...], BeforeValidator(_listed)] | None = None
+    """Those of the comparison's settings in which it is compared; None: all."""
 
     @property
     def keys(self) -> Tree:
@@ -145,6 +147,14 @@ class CompareConfig(Config):
         if self.baseline is not None and self.baseline not in self.arms:
             hint = did_you_mean(self.baseline, self.arms)
             raise ValueError(f"baseline: {self.baseline!r} is no arm; {hint}arms are {', '.join(self.arms)}")
+        for label, arm in self.arms.items():
+            if unknown := sorted(set(arm.settings or ()) - self.settings.keys()):
+                raise ValueError(
+                    f"arms.{label}.settings: {unknown[0]!r} is none of {', '.join(self.settings) or 'none'}"
+                )
+        base = self.baseline or self._lone or ONE
+        if base in self.arms and self.arms[base].settings is not None:
+            raise ValueError(f"arms.{base}.settings: others are compared with it in every setting; leave them out")
         if self.engine == "processes" and self.jobs > 1:
             raise ValueError("jobs: real learners need the machine to themselves; leave it out with engine: processes")
         if self.bracket and all(len(self.rates if arm.rates is None else arm.rates) < 2 for arm in self.arms.values()):
@@ -185,6 +195,7 @@ class CompareConfig(Config):
             Row(setting, label, learners)
             for setting in self.settings or ("",)
             for label, arm in self.all_arms.items()
+            if arm.settings is None or setting in arm.settings
             for learners in self.learners_of(arm)
         ]
 
