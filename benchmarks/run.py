@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import (
+    auto,
     averaging_cost,
     calibration,
     checkpointing,
@@ -59,6 +60,7 @@ BENCHMARKS: dict[str, Measure] = {
     "scale": lambda folder, device: scale.measure(folder),
     "waiting": lambda folder, device: waiting.measure(folder),
     "calibration": lambda folder, device: calibration.measure(folder),
+    "auto": lambda folder, device: auto.measure(folder),
 }
 """By the name that `--only` knows them by."""
 ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster", "surviving", "checkpointing"}

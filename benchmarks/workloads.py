@@ -96,7 +96,7 @@ class _Model(nn.Module):
         return found
 
 
-class _Watched(Workload[Batch]):
+class Watched(Workload[Batch]):
     """A workload that keeps hold of the first model it made, which is the learner's own."""
 
     model: nn.Module | None = None
@@ -106,7 +106,7 @@ class _Watched(Workload[Batch]):
         return made
 
 
-class EmulatedDevice(_Watched):
+class EmulatedDevice(Watched):
     """Gradients of `num_parameters` that take `seconds`, in blocks one after the other: what follows a block's backward
     can overlap with that of the blocks before it."""
 
@@ -128,7 +128,7 @@ class EmulatedDevice(_Watched):
         return found
 
 
-class Computing(_Watched):
+class Computing(Watched):
     """A perceptron on random points, computed for real; each loss takes `seconds` more."""
 
     def __init__(self, widths: Sequence[int], seconds: float = 0.0, batch_size: int = BATCH_SIZE) -> None:

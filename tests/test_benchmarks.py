@@ -1,6 +1,7 @@
 """The arithmetic and the tidiness of the benchmarks; the measurements themselves are `make bench`."""
 
 import io
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.nn.utils import parameters_to_vector
 
+from benchmarks import auto
+from benchmarks.auto_task import Imitation
 from benchmarks.fairness import spread
 from benchmarks.measuring import Bar, median_speed_up
 from benchmarks.namespaces import NoNamespacesError, Throttle, joined_namespaces
@@ -284,3 +288,20 @@ def test_outcomes_leave_out_who_had_no_part(tmp_path: Path) -> None:
     (tmp_path / "outcomes-1.json").write_text('[null, {"stamps": [3.0]}]')
     found = read_outcomes([Run("allreduce", 1), Run("adpsgd", 2)], tmp_path)
     assert [[outcome.stamps for outcome in outcomes] for outcomes in found] == [[[1.0]], [[2.0], [3.0]]]
+
+
+@pytest.mark.parametrize(("target", "seconds", "has_reached"), [(3.0, 0.2, True), (0.1, 1.0, False)])
+def test_a_loss_is_reached_when_the_consensus_of_all_learners_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: float, seconds: float, has_reached: bool
+) -> None:
+    """From the moment at which each learner has kept a copy; a run that never has it counts to its end. The untrained
+    model's loss is about 2.3."""
+    monkeypatch.setattr(auto, "TARGET", target)
+    untrained = parameters_to_vector(Imitation(0.0).make_model().parameters()).detach()
+    for rank in range(auto.WORLD):
+        (tmp_path / f"run-1-{rank}.times").write_text(json.dumps([0.05 * (rank + 1), 1.0]))
+        torch.stack([untrained, untrained]).numpy().tofile(tmp_path / f"run-1-{rank}.weights")
+    (tmp_path / "said-1.json").write_text(json.dumps({"strategy": {"name": "allreduce"}, "choosing": 0.0}))
+    found = auto._reached(tmp_path, 1)
+    assert (found.seconds, found.has_reached) == (pytest.approx(seconds), has_reached)
+    assert auto._ratio(found, found) == (1.0 if has_reached else float("inf"))

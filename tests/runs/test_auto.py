@@ -18,11 +18,14 @@ from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.planning.at_hand import ACROSS, INSIDE, Allowance, AtHand
 from starling.runs.planning.auto import kept
 from starling.runs.planning.choosing import WORTH, Choice, choose, surroundings_of, worth
+from starling.runs.planning.costs import dump
 from starling.runs.planning.predict import Arm
+from starling.runs.profiling.commands import plan_recipe
 from starling.runs.recipe.auto import CANDIDATES, AutoOptions
 from starling.runs.recipe.recipe import check_recipe
 from starling.runs.simulate import simulate
 from starling.training.stragglers import Stragglers
+from tests.runs.test_planning import measured_profile
 from tests.warm_start import run_learners
 
 Tree = dict[str, Any]
@@ -116,7 +119,7 @@ def test_three_lines_say_what_and_why_and_how_far_the_second_choice_is_behind() 
     """The second choice is another strategy, not the same with other options."""
     found = chosen(figures(slowest=10.0))
     what, why, behind = found.lines("choosing took 2.5 s")
-    assert what.startswith("strategy auto: adpsgd (pattern: random) for 4 learners, ")
+    assert what.startswith("strategy auto: adpsgd (pattern: pairs) for 4 learners, ")
     assert "a gradient takes 50 ms (500 ms on learner 3)" in why
     second = found.second
     assert second is not None and second.name == "allreduce"
@@ -201,6 +204,27 @@ def test_a_simulation_with_auto_is_that_of_the_strategy_it_chooses(tree: Tree) -
     assert recorded["name"] == "adpsgd"
     assert "because a gradient takes 100 ms (10 times as long on the slowest learner)" in said.getvalue()
     assert found == hash_with(recorded)
+
+
+def test_a_plan_of_a_recipe_with_auto_compares_the_strategies_that_there_are(tree: Tree, tmp_path: Path) -> None:
+    """The placeholder is none of them."""
+    (tmp_path / "profile.yaml").write_text(dump(measured_profile()))
+    lines: list[str] = []
+    plan_recipe(
+        check_recipe(tree | {"strategy": "auto"}, "r.yaml"),
+        lines.append,
+        Console(file=io.StringIO()),
+        profile_file=tmp_path / "profile.yaml",
+        preset=None,
+        cluster=None,
+        learners="2",
+        strategies=None,
+        price=None,
+        explain=False,
+        output=tmp_path / "plan.csv",
+    )
+    assert lines[0].startswith("recommended: ")
+    assert "auto" not in (tmp_path / "plan.csv").read_text()
 
 
 def emulated(**changes: Any) -> starling.Job:

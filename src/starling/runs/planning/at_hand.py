@@ -21,7 +21,12 @@ Seconds = float
 SHARE = 0.03
 """Of the expected time of the run: what measuring may take, unless the least that it needs takes longer."""
 MOST_GRADIENTS, FEWEST_GRADIENTS = 40, 2
-MOST_REPEATS, FEWEST_REPEATS = 8, 2
+MOST_REPEATS = 8
+DRAWS = 3
+"""Rounds of a random pattern, at least: they cross a slow link more or less often."""
+CLEARLY = 0.5
+"""Steps of `allreduce` are not measured where it would make less than this share of the gradients that the learners
+make without waiting, even if a mean took no time."""
 PROBE = 16
 """The probe of a message is this part of the model. Where the model would take too long, the probe is scaled up."""
 SMALLEST = 256
@@ -39,7 +44,8 @@ class AtHand:
     steps: list[Seconds] = field(default_factory=list)
     """The copy of the weights, and the optimizer's step."""
     synchronous: list[Seconds] = field(default_factory=list)
-    """Steps of `allreduce`: from the claim until the mean of all gradients is there. Empty where one takes too long."""
+    """Steps of `allreduce`: from the claim until the mean of all gradients is there. Empty where one takes too long, or
+    `allreduce` would be slow anyway."""
     mean: Seconds = 0.0
     """Of all models."""
     exchanges: dict[str, Seconds] = field(default_factory=dict)
@@ -76,27 +82,32 @@ async def measure_at_hand(me: Learner, per_node: int, allowance: Allowance, foun
         found: Is filled in.
     """
     found.num_bytes = me.weights.nbytes
-    first = await _gradient(me)
-    every = await gather(me, first)
+    await _gradient(me, found)
+    every = await gather(me, found.gradients[0])
     box = allowance.seconds(every) / 3.0
-    enough = max(box, FEWEST_GRADIENTS * max(every))  # fast learners keep a shared machine busy until the slow end
-    for _ in range(max(FEWEST_GRADIENTS, min(MOST_GRADIENTS, int(enough / first)))):
-        found.gradients.append(await _gradient(me))
+    enough = max(
+        box, (FEWEST_GRADIENTS - 1) * max(every)
+    )  # fast learners keep a shared machine busy until the slow end
+    for _ in range(max(FEWEST_GRADIENTS - 1, min(MOST_GRADIENTS, int(enough / every[me.rank])))):
+        await _gradient(me, found)
+    if len(found.gradients) > MOST_GRADIENTS // 4:
+        del found.gradients[0], found.steps[0]  # the first one prepares
     patterns = topologies(me.world, per_node, me.seed)
     longest = box / (len(patterns) + 1), allowance.most / 3.0 / (len(patterns) + 1)
     tags = iter(range(1 << 30))
     for name, topology in patterns.items():
-        share = per_node if name == ACROSS else 1
-        found.exchanges[name] = await _timed(me, partial(_exchange, me, topology, tags), share, *longest)
-    found.mean = await _timed(me, partial(_mean, me), 1, *longest)
-    slowest = max(await gather(me, median(found.gradients)))
-    expected = slowest + found.mean
-    if 2 * expected <= max(box, allowance.most / 3.0):
-        for _ in range(1 + max(FEWEST_REPEATS, min(MOST_REPEATS, int(box / expected)))):
+        fewest = DRAWS if name in ("random", "pairs") else 1
+        exchange = partial(_exchange, me, topology, tags)
+        found.exchanges[name] = await _timed(me, exchange, per_node if name == ACROSS else 1, fewest, *longest)
+    found.mean = await _timed(me, partial(_mean, me), 1, 1, *longest)
+    every = await gather(me, median(found.gradients))
+    expected = max(every) + found.mean
+    may_be_chosen = me.world / max(every) > CLEARLY * sum(1.0 / max(each, 1e-9) for each in every)
+    if may_be_chosen and 2 * expected <= max(box, allowance.most / 3.0):
+        await _synchronous_step(me, found)
+        found.synchronous.clear()  # the first one prepares
+        for _ in range(max(1, min(MOST_REPEATS, int(box / expected)))):
             await _synchronous_step(me, found)
-        del found.synchronous[0], found.steps[0]  # the first one prepares
-    else:
-        found.steps.append(0.0)
 
 
 def topologies(world: int, per_node: int, seed: int) -> Mapping[str, Topology]:
@@ -144,21 +155,22 @@ async def gather(me: Learner, value: float) -> list[float]:
     return [float(each) * me.world for each in await me.mean(own)]
 
 
-async def _gradient(me: Learner) -> Seconds:
+async def _gradient(me: Learner, found: AtHand) -> None:
     begin = _now(me)
     me.claim()
-    await me.gradient(me.weights)
-    return _now(me) - begin
+    gradient = await me.gradient(me.weights)
+    found.gradients.append((computed := _now(me)) - begin)
+    me.snapshot()
+    me.step(gradient)
+    found.steps.append(_now(me) - computed)
 
 
 async def _synchronous_step(me: Learner, found: AtHand) -> None:
     begin = _now(me)
     me.claim()
     gradient = await me.mean(me.gradient(me.weights))
-    found.synchronous.append((computed := _now(me)) - begin)
-    me.snapshot()
+    found.synchronous.append(_now(me) - begin)
     me.step(gradient)
-    found.steps.append(_now(me) - computed)
 
 
 async def _exchange(me: Learner, topology: Topology, tags: Iterator[int], size: int) -> None:
@@ -172,11 +184,12 @@ async def _mean(me: Learner, size: int) -> None:
 
 
 async def _timed(
-    me: Learner, work: Callable[[int], Awaitable[None]], share: int, box: Seconds, most: Seconds
+    me: Learner, work: Callable[[int], Awaitable[None]], share: int, fewest: int, box: Seconds, most: Seconds
 ) -> Seconds:
-    """Seconds that `work` takes on 1 / `share` of the model, the mean over learners of their medians.
+    """Seconds that `work` takes on 1 / `share` of the model, the mean over learners.
 
-    It is repeated for about `box` seconds. A probe tells how often, and whether the whole would take more than `most`.
+    It is repeated for about `box` seconds, and at least `fewest` times. A probe tells how often, and whether that would
+    take more than `most`.
     """
 
     async def once(size: int) -> Seconds:
@@ -188,11 +201,10 @@ async def _timed(
     probe = min(size, max(SMALLEST, size // PROBE))
     await once(probe)  # connects
     expected = max(await gather(me, await once(probe))) * size / probe
-    if FEWEST_REPEATS * expected > most:
+    if fewest * expected > most:
         return expected
-    slowest = max(await gather(me, await once(size)))
-    repeats = max(FEWEST_REPEATS, min(MOST_REPEATS, int(box / max(slowest, 1e-9))))
-    return fmean(await gather(me, median([await once(size) for _ in range(repeats)])))
+    repeats = max(fewest, min(MOST_REPEATS, int(box / max(expected, 1e-9))))
+    return fmean(await gather(me, fmean([await once(size) for _ in range(repeats)])))
 
 
 def _now(me: Learner) -> Seconds:

@@ -156,8 +156,8 @@ def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
         weighting="batches",
     )
     store = place.store
-    device = choose_device(run.engine.device, place)
-    seconds = run.engine.timeout_seconds
+    device, seconds = choose_device(run.engine.device, place), run.engine.timeout_seconds
+    begin = time.monotonic()
     with torch.random.fork_rng():
         own = replace(place, store=PrefixStore(_PREFIX, store))
         run_learner(bare, own, device, _PREFIX, _Unobserved(), timeout_seconds=seconds)
@@ -166,7 +166,13 @@ def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
         keys = [_FIGURES.format(rank) for rank in range(place.world)]
         store.wait(keys, timedelta(seconds=seconds))
         figures = [TypeAdapter(AtHand).validate_json(store.get(key)) for key in keys]
+        measured = time.monotonic()
         choice = choose(surroundings_of(figures, per_node), options, job.weighting)
+        spent = {
+            "measuring_seconds": round(measured - begin, 2),
+            "planning_seconds": round(time.monotonic() - measured, 2),
+        }
+        choice = choice.model_copy(update={"measured": {**choice.measured, **spent}})
         store.set(_CHOICE, choice.model_dump_json())
         return choice
     store.wait([_CHOICE], timedelta(seconds=SET_UP))

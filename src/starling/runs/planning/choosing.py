@@ -38,12 +38,16 @@ WAITS, FASTER = 0.05, 0.03
 """The share of waiting from which longer periods are tried, and how much faster each must be for the next one."""
 LIKE = 1.05
 """Learners whose gradients take less than this many times those of the fastest count as equally fast."""
+TIE = 0.02
+"""Candidates within this share of the best count as equally good: the first in the order of `CANDIDATES` is chosen."""
 NEARLY = 0.1
 """Patterns whose rounds differ by less than this share count as equally fast."""
-SIMULATED, MOST_ROUNDS, FEWEST_ROUNDS = 480, 40, 4
+SIMULATED, MOST_ROUNDS, FEWEST_ROUNDS = 480, 32, 4
 """Gradients in a simulation, and the most and the fewest of each learner."""
 SEEDS = 3
 """Simulations of each prediction, where times are drawn at random."""
+STEADY = 0.1
+"""Standard deviation / mean up to which gradient times count as constant, for which one simulation is enough."""
 RESAMPLES = 1000
 SHORTEST: Seconds = 1e-6
 
@@ -81,7 +85,7 @@ class Choice(Config):
 
     learners: int
     predicted: tuple[Predicted, ...]
-    """The best first."""
+    """The choice first, then the others, the best first."""
     because: str = ""
     measured: dict[str, Any] = Field(default_factory=dict)
     """The figures behind the predictions, for people."""
@@ -111,7 +115,7 @@ class Choice(Config):
         else:
             behind = (
                 f"{second} is the second choice: {second.gradients_per_second:.3g} mini-batches/s, "
-                f"{1.0 - second.progress / chosen.progress:.0%} behind by what a mini-batch is worth "
+                f"{max(0.0, 1.0 - second.progress / chosen.progress):.0%} behind by what a mini-batch is worth "
                 f"({second.worth:.2f} against {chosen.worth:.2f})"
             )
         return [
@@ -158,7 +162,8 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the
     slow = {rank: mean / base for rank, mean in enumerate(means) if mean > LIKE * base}
     relative = np.concatenate([np.asarray(each.gradients) / mean for each, mean in zip(figures, means, strict=True)])
     step = median(seconds for each in figures for seconds in each.steps)
-    fitted = fit_compute(base * relative) if len(relative) > 2 * world else ComputeModel(seconds=base)
+    varies = len(relative) > 2 * world and float(relative.std()) > STEADY
+    fitted = fit_compute(base * relative) if varies else ComputeModel(seconds=base)
     total = base + step
     compute = fitted.model_copy(update={"seconds": total, "spread": fitted.spread * base / total})
     mean = max(SHORTEST, fmean(each.mean for each in figures))
@@ -228,8 +233,10 @@ def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "b
         raise ConfigError(
             f"strategy auto: none of {', '.join(options.among)} fits {world} learners\n  " + "\n  ".join(notes)
         )
-    order = sorted(found, key=lambda each: -each.progress)  # of equals, the plainest stays first
-    return Choice(learners=world, predicted=tuple(order), because=around.because, measured=around.measured)
+    most = max(each.progress for each in found)
+    best = next(each for each in found if each.progress >= (1.0 - TIE) * most)  # the plainest is tried first
+    others = sorted((each for each in found if each is not best), key=lambda each: -each.progress)
+    return Choice(learners=world, predicted=(best, *others), because=around.because, measured=around.measured)
 
 
 def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Iterator[Predicted]:
@@ -255,8 +262,9 @@ def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Itera
 
 
 def _patterns(around: Surroundings) -> list[str]:
-    """The patterns worth a try: a fixed ring only where its rounds are faster than those of a random one."""
-    patterns = sorted(topologies(around.learners, 1, 0), key=["random", "pairs", "ring"].index)
+    """The patterns worth a try, that with the fewest messages first. A fixed ring is one only where its rounds are
+    faster than those of a random one."""
+    patterns = sorted(topologies(around.learners, 1, 0), key=["pairs", "random", "ring"].index)
     ring, random = around.exchanges.get("ring"), around.exchanges.get("random")
     has_faster_ring = ring is None or random is None or ring.bandwidth > (1.0 + NEARLY) * random.bandwidth
     return [each for each in patterns if each != "ring" or has_faster_ring or len(patterns) == 1]

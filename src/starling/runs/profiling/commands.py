@@ -104,7 +104,7 @@ def _choices(recipe: Recipe, strategies: str | None) -> list[str | Mapping[str, 
     names = [name.strip() for name in strategies.split(",")] if strategies is not None else None
     names = names or [name for name in STRATEGIES if name not in NOT_PLANNED]
     own = recipe.strategy
-    if strategies is None and own.name not in names:
+    if strategies is None and not own.is_auto and own.name not in names:
         names.append(own.name)
     return [own.model_dump() if name == own.name and own.model_extra else name for name in names]
 

@@ -1,0 +1,130 @@
+"""The program of a learner that trains under several strategies, one run after the other: `auto_learner RUNS FOLDER`.
+
+With `auto`, the learners measure and choose first, as those of torchrun do; that is part of the time.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.nn.utils import parameters_to_vector
+
+from benchmarks.auto_task import Imitation
+from starling.budget import Budget
+from starling.checkpoint.state import LearnerState
+from starling.engines.processes.handshake import part
+from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import Place
+from starling.launch.link import Link, reported_errors
+from starling.launch.rendezvous import find_place
+from starling.runs.packing import JobConfig
+from starling.runs.planning.auto import measured_choice
+from starling.runs.recipe.run import StrategyChoice
+from starling.training.job import EpochReport, Job, StepReport
+from starling.training.stragglers import Stragglers
+
+TIMEOUT_SECONDS = 120.0
+LEARNING_RATE = 0.03
+EVERY = 0.5
+"""Seconds between two copies of a learner's weights."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run that is timed."""
+
+    strategy: dict[str, Any]
+    gradient_seconds: float
+    slowest: float
+    """How many times longer the last learner's gradients take."""
+    steps: int
+    minutes: float
+
+    def job(self, world: int) -> Job:
+        """For an engine; under `auto`, with a placeholder for the strategy."""
+        choice = StrategyChoice.model_validate(self.strategy)
+        return Job(
+            Imitation(self.gradient_seconds),
+            choice.strategy,
+            Budget(steps=self.steps, minutes=self.minutes),
+            partial(torch.optim.SGD, lr=LEARNING_RATE),
+            options=choice.options,
+            stragglers=Stragglers(slow={world - 1: self.slowest} if self.slowest > 1.0 else {}),
+        )
+
+
+@dataclass
+class Copies:
+    """An observer that copies the weights of its learner now and then."""
+
+    workload: Imitation
+    begin: float
+    times: list[float] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+    def on_step(self, report: StepReport) -> None:
+        now = time.monotonic() - self.begin
+        if not self.times or now - self.times[-1] >= EVERY:
+            self.copy(now)
+
+    def copy(self, now: float) -> None:
+        """At `now`, in seconds since the run's beginning."""
+        if self.workload.model is not None:
+            self.times.append(now)
+            self.weights.append(parameters_to_vector(self.workload.model.parameters()).detach().clone())
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
+
+    def on_barrier(self, state: LearnerState) -> None: ...
+
+
+def main(runs: list[Training], folder: Path) -> None:
+    torch.set_num_threads(1)
+    place = find_place()
+    for number, run in enumerate(runs):
+        own = replace(place, store=PrefixStore(f"run{number}", place.store))
+        part(own.store, own.rank, own.world, TIMEOUT_SECONDS)  # all begin at one moment
+        said = train(run, own, folder / f"run-{number}-{place.rank}")
+        if place.rank == 0:
+            (folder / f"said-{number}.json").write_text(json.dumps(said))
+    part(place.store, place.rank, place.world, TIMEOUT_SECONDS)
+
+
+def train(run: Training, place: Place, files: Path) -> dict[str, Any]:
+    """Train, and write the copies; what was chosen, and the seconds that it took."""
+    begin, job = time.monotonic(), run.job(place.world)
+    said: dict[str, Any] = {"strategy": run.strategy, "lines": [], "choosing": 0.0}
+    if run.strategy["name"] == "auto":
+        settings = JobConfig.model_validate(
+            {
+                "name": "bench",
+                "learners": place.world,
+                "strategy": run.strategy,
+                "budget": job.budget,
+                "engine": {"threads": 1, "device": "cpu"},
+                "trains": "bench",
+            }
+        )
+        found = measured_choice(settings, job, replace(place, store=PrefixStore("choosing", place.store)))
+        choosing = time.monotonic() - begin
+        said = {"strategy": found.chosen.strategy, "lines": found.lines(), "choosing": choosing, **found.measured}
+        job = replace(run.job(place.world), strategy=found.strategy.strategy, options=found.strategy.options)
+    assert isinstance(job.workload, Imitation)
+    copies = Copies(job.workload, begin)
+    run_learner(job, place, torch.device("cpu"), "bench", copies, timeout_seconds=TIMEOUT_SECONDS)
+    copies.copy(time.monotonic() - begin)
+    torch.stack(copies.weights).numpy().tofile(files.with_suffix(".weights"))
+    files.with_suffix(".times").write_text(json.dumps(copies.times))
+    return said
+
+
+if __name__ == "__main__":
+    with reported_errors(Link.from_environment()):
+        main([Training(**each) for each in json.loads(sys.argv[1])], Path(sys.argv[2]))
