@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from starling import extras
 from starling.cli import app
-from starling.errors import ConfigError
+from starling.errors import ConfigError, DataError
 from starling.runs.evaluate import evaluate
 from starling.runs.recipe.recipe import check_recipe
 from starling.runs.scored import read_texts
@@ -125,6 +126,21 @@ def test_keys_of_another_loss_and_contradictions_are_refused(tree: Tree) -> None
     frames = tree | {"loss": "frames", "model": {"name": "blstm-hybrid", "preset": "tiny"}, "decoding": {"beam": 3}}
     with pytest.raises(ConfigError, match=r"decoding\.beam: only for loss: ctc"):
         check_recipe(frames, "r")
+
+
+def test_without_the_training_set_greedy_decoding_is_left_unless_the_recipe_asks_for_more(songs_tree: Tree) -> None:
+    """A model may be scored where only the test set is."""
+    songs_tree["data"]["folder"] += "-some"
+    songs_tree["budget"] = {"epochs": 1}
+    experiment, at_end = simulated(songs_tree)
+    shutil.rmtree(Path(songs_tree["data"]["folder"]) / "train")
+    lines = scored(experiment, with_beam=True)
+    assert lines[0].startswith("only greedy decoding: ")
+    assert "starling prepare" in lines[0]
+    assert lines[1:] == at_end[:4]
+    change(experiment, beam=8)
+    with pytest.raises(DataError, match="starling prepare"):
+        scored(experiment)
 
 
 def test_without_the_extra_greedy_decoding_is_left_and_the_reason_is_told(

@@ -27,7 +27,6 @@ from starling.report.progress import Bars
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.recipe import Recipe
 from starling.runs.training_plan import open_training_set
-from starling.runs.training_set import prepare_all
 from starling.speech.data import set_digest
 from starling.speech.decoding.beam import BeamSearch, Hypothesis, SearchPool, Weights
 from starling.speech.decoding.config import DecodingConfig, Vocabulary
@@ -119,11 +118,11 @@ def best_search(
     """The search of an experiment, with weights from `search.json` if that is of this model, these data and settings;
     otherwise they are tuned, and written there.
 
-    Raises ConfigError and DataError for a language model, words or data that cannot be used.
+    Raises ConfigError and DataError for a language model or words that cannot be used, and for a training or validation
+    set that is not prepared.
     """
     config = recipe.decoding or DecodingConfig()
     home = folder.decode / "beam"
-    prepare_all(recipe, bars)
     texts = _training_texts(recipe)
     languages = _languages(config, texts, recogniser.tokenizer, home)
     of = _digest(recipe, config, recogniser, texts)

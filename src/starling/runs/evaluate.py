@@ -58,11 +58,12 @@ def evaluate(
         if with_beam and recipe.loss == "ctc":
             try:
                 require("decoding", "the beam search", ("flashlight",))
-            except MissingExtraError as error:
-                tell(f"only greedy decoding: {error}")
-            else:
                 with Bars(console) as bars:
                     search = stack.enter_context(best_search(recipe, folder, recogniser, bars, jobs))
+            except (MissingExtraError, DataError) as error:
+                if recipe.decoding is not None and isinstance(error, DataError):
+                    raise
+                tell(f"only greedy decoding: {error}")
         for name in names:
             _score_set(recipe, folder, recogniser, name, search, tell, console)
 
