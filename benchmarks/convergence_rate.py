@@ -30,6 +30,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Learner
 from starling.runs.compare.table import Estimate, estimate
 from starling.strategies.adpsgd import ADPSGD
+from starling.strategies.base import Strategy
 from starling.training.job import Job, Silence, StepReport
 from starling.workload import Ticket, Workload
 
@@ -170,17 +171,17 @@ class Run:
     """On the simulated clock."""
 
 
-def measure(steps: int, learners: int, seed: int) -> Run:
-    """A run of ADPSGD with random pairs, at the corollary's step size."""
+def measure(steps: int, learners: int, seed: int, strategy: Strategy = ADPSGD, pattern: str | None = "pairs") -> Run:
+    """A run of ADPSGD with random pairs, or of another strategy, at the corollary's step size."""
     watch = Watch()
 
-    async def watched(me: Learner, options: Any) -> None:
-        await ADPSGD.run(_Watched(me, watch), options)
+    async def watched(me: Learner, *options: Any) -> None:
+        await strategy.run(_Watched(me, watch), *options)
 
     job = Job(
         Noisy(seed),
-        strategy=replace(ADPSGD, run=watched),
-        options=ADPSGD.options(pattern="pairs"),
+        strategy=replace(strategy, run=watched),
+        options=strategy.options(**({} if pattern is None else {"pattern": pattern})),
         budget=Budget(steps=steps),
         make_optimizer=partial(torch.optim.SGD, lr=step_size(steps, learners)),
         seed=seed,

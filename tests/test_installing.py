@@ -16,14 +16,14 @@ from starling.runs.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-RECIPES = {
-    *("demo", "demo_frames", "fsdd", "fsdd_frames", "fsdd_frames_dev", "fsdd_speakers", "ibm_frames", "speechocean"),
-    *("non_iid", "staleness", "staleness_ctc"),
-}
-COMPARISONS = {"non_iid", "staleness", "staleness_ctc"}
-
 MODULES = {"flashlight-text": "flashlight"}
 """Packages that are imported by another name."""
+STUDIES = {"large_batches", "non_iid", "staleness", "staleness_ctc", "stragglers", "stragglers_rates", "topology"}
+"""Recipes with a section `compare`."""
+RECIPES = STUDIES | {
+    *("demo", "demo_frames", "fsdd", "fsdd_dnn", "fsdd_frames", "fsdd_frames_dev", "fsdd_speakers", "ibm_frames"),
+    "speechocean",
+}
 
 
 def packages(requirements: list[str]) -> set[str]:
@@ -137,7 +137,7 @@ def test_a_copied_recipe_is_complete(name: str, tmp_path: Path) -> None:
     copies = [Path(line) for line in result.stdout.splitlines()]
     assert copies[0] == tmp_path / "mine" / f"{name}.yaml"
     assert all(copy.is_file() for copy in copies)
-    if name not in COMPARISONS:  # a comparison is more than a recipe
+    if name not in STUDIES:  # a comparison is more than a recipe
         assert load_recipe(copies[0]) == load_recipe(Path(name))
 
 
