@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 RECIPES = {
     *("demo", "demo_frames", "fsdd", "fsdd_frames", "fsdd_frames_dev", "fsdd_speakers", "ibm_frames", "speechocean"),
-    *("non_iid", "staleness", "staleness_ctc"),
+    *("large_batches", "non_iid", "staleness", "staleness_ctc"),
 }
-COMPARISONS = {"non_iid", "staleness", "staleness_ctc"}
+COMPARISONS = {"large_batches", "non_iid", "staleness", "staleness_ctc"}
 
 
 def packages(requirements: list[str]) -> set[str]:

@@ -118,7 +118,7 @@ def test_a_grid_grows_until_it_brackets_the_best_rate(tmp_path: Path) -> None:
     assert not any(row["edge"] for row in table.rows())
     total = len(table.results)
     assert f"{total}/{total} " in said.getvalue()
-    with pytest.raises(ConfigError, match="bracket: low has one rate, from which no grid can grow; give two or none"):
+    with pytest.raises(ConfigError, match="bracket: no arm has two rates, from which a grid could grow; give `rates`"):
         starling.compare(JOB, {"low": {"strategy": "allreduce", "rates": [0.1]}}, exp=tmp_path, **options)
 
 

@@ -112,7 +112,10 @@ class CompareConfig(Config):
     rates: Rates = ()
     """The grid that each arm is tuned over: learning rates, or multiples of the arm's own (`0.5x`); empty: its own."""
     bracket: bool = False
-    """Whether a row's grid grows, by the factor between its last two rates, while its best rate lies at an end."""
+    """Whether a row's grid grows, by the factor between its last two rates, while its best rate lies at an end.
+
+    An arm with one rate keeps it.
+    """
     seeds: Seeds = (1, 2, 3)
     """Of the first weights, the order of the data and the times of the cluster."""
     tuning_seeds: int | None = Field(default=None, ge=1)
@@ -144,11 +147,8 @@ class CompareConfig(Config):
             raise ValueError(f"baseline: {self.baseline!r} is no arm; {hint}arms are {', '.join(self.arms)}")
         if self.engine == "processes" and self.jobs > 1:
             raise ValueError("jobs: real learners need the machine to themselves; leave it out with engine: processes")
-        single = [label for label, arm in self.arms.items() if len(self.rates if arm.rates is None else arm.rates) == 1]
-        if self.bracket and single:
-            raise ValueError(
-                f"bracket: {', '.join(single)} has one rate, from which no grid can grow; give two or none"
-            )
+        if self.bracket and all(len(self.rates if arm.rates is None else arm.rates) < 2 for arm in self.arms.values()):
+            raise ValueError("bracket: no arm has two rates, from which a grid could grow; give `rates`")
         return self
 
     @cached_property

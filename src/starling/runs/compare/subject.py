@@ -114,7 +114,7 @@ class RecipeSubject:
 
     def _digest(self, cell: Cell, more: set[str]) -> str:
         sections = {"data", "mixture", "tokens", "features", "augment", "warm_start", *more}
-        sections |= {"loss", "sequences", "states", "alignment", "decoding"}
+        sections |= {"loss", "states", "alignment", "decoding"}
         return digest(self.recipe(cell).model_dump(mode="json", include=sections))[:12]
 
     def _ready(self, cell: Cell) -> ExperimentFolder:
