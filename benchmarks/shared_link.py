@@ -1,6 +1,6 @@
 """What messages between two nodes of two learners take on a throttled link that they share: nothing but exchanges.
 
-Run as `python -m benchmarks.shared_link [CONGESTION_CONTROL]`. It is no bar: it explains what `calibration` finds.
+Run as `python -m benchmarks.shared_link [CONGESTION_CONTROL]`. It has no bar; it explains what `calibration` finds.
 """
 
 import os
