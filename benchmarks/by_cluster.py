@@ -27,7 +27,7 @@ STRATEGIES_SHOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 SPEEDS = ("equal", "random", "one 2 times slower", "one 10 times slower", "half 2 times slower")
 MODEL_BYTES = 4_000_000
-FEWEST_ROUNDS, GRADIENTS = 30, 1600
+FEWEST_ROUNDS, GRADIENTS = 30, 800
 """Of the first half of a simulation, which does not count: of each learner, and of all."""
 
 

@@ -1,6 +1,6 @@
-"""Pictures of the studies of stragglers and of topologies, from what `starling compare` kept of them.
+"""Pictures of studies, from what `starling compare` kept of them.
 
-`python docs/pictures/studies.py stragglers exp/stragglers FILE.svg`, and the same with `topology`.
+`python docs/pictures/studies.py stragglers exp/stragglers FILE.svg`, and so with `topology` and `large-batches`.
 """
 
 import json
@@ -24,6 +24,7 @@ COLOURS = {
     "random": "#0072b2",
     "pairs": "#009e73",
     "exponential": "#cc79a7",
+    "hadpsgd": "#e69f00",
 }
 STEPS = 100
 """Of each learner in the study of topologies."""
@@ -78,7 +79,38 @@ def topology(rows: Rows) -> Figure:
     return figure
 
 
-DRAWINGS: dict[str, Callable[[Rows], Figure]] = {"stragglers": stragglers, "topology": topology}
+def large_batches(rows: Rows) -> Figure:
+    """Word error rate against global batch, each arm at its best rate; in a panel, rates against the global batch."""
+    figure = Figure(figsize=(7.4, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    arms = [arm for arm in dict.fromkeys(row["arm"] for row in rows) if not arm.endswith("-rule")]
+    for number, arm in enumerate(arms):
+        own = [row for row in rows if row["arm"] == arm]
+        batches = [int(row["setting"].removeprefix("batch-")) * 1.03 ** (number - len(arms) / 2) for row in own]
+        colour = COLOURS.get(arm, "#999999")
+        wer, half = ([row[key] for row in own] for key in ("value", "value_half"))
+        left.errorbar(batches, wer, half, fmt="o-", color=colour, markersize=3, capsize=2, linewidth=1.0, label=arm)
+        right.plot(batches, [row["rate"] for row in own], "o-", color=colour, markersize=3, linewidth=1.0)
+    sizes = sorted({int(row["setting"].removeprefix("batch-")) for row in rows})
+    right.plot(sizes, [3 * size / 64 for size in sizes], ":", color="#666666", label="linear scaling from 3 at 64")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set_xlabel("global batch, sub-sequences")
+    right.set_yscale("log", base=2)
+    left.set_ylabel("word error rate, %")
+    right.set_ylabel("best learning rate")
+    right.legend(frameon=False, fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    return figure
+
+
+DRAWINGS: dict[str, Callable[[Rows], Figure]] = {
+    "stragglers": stragglers,
+    "topology": topology,
+    "large-batches": large_batches,
+}
 
 
 def main() -> None:
