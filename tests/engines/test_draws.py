@@ -66,6 +66,18 @@ def test_a_learner_does_not_wait_for_the_store_until_it_takes_what_it_drew(store
     draws.close()
 
 
+def test_a_draw_is_dated_when_it_begins_not_when_it_is_taken(store: Any) -> None:
+    """Otherwise a slow learner would underestimate how soon the budget is spent."""
+    clock = iter([1.0, 2.0, 3.0])
+    draws = Draws(store, 0, True, True, clock.__next__)
+    draws.begin()
+    draws.begin()
+    assert (take(draws), draws.drawn_at) == (0, 1.0)
+    assert (take(draws), draws.drawn_at) == (1, 2.0)
+    assert (take(draws), draws.drawn_at) == (2, 3.0)
+    draws.close()
+
+
 def test_who_waits_for_a_first_that_never_draws_gives_up_or_is_closed(store: Any) -> None:
     draws = Draws(store, 0, False, False)
     with pytest.raises(DistError, match="no draw for 0 s"):

@@ -1,6 +1,10 @@
-"""The program of learners that are unequally fast and have loading processes: learner 0 takes ten times as long."""
+"""The program of learners that are unequally fast: learner 0 takes ten times as long. `unequal_process.py WORKERS`
+
+WORKERS is the number of loading processes of each learner.
+"""
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +60,7 @@ class ReadyLoader(Loader):
 
     def __init__(self, *what: Any) -> None:
         super().__init__(*what)
-        while not self.is_ahead:
+        while self._processes is not None and not self.is_ahead:
             time.sleep(0.01)
 
 
@@ -77,7 +81,7 @@ class Reporter:
         pass
 
 
-def main(link: Link) -> None:
+def main(num_workers: int, link: Link) -> None:
     torch.set_num_threads(1)
     place = find_place(timeout_seconds=60)
     member.Loader = ReadyLoader  # type: ignore[misc]
@@ -87,7 +91,7 @@ def main(link: Link) -> None:
         options=STRATEGIES["adpsgd"].options(),
         budget=Budget(steps=STEPS),
         make_optimizer=sgd(0.01),
-        num_workers=1,
+        num_workers=num_workers,
     )
     member.run_learner(job, place, torch.device("cpu"), "same", Reporter(link), timeout_seconds=60.0)
 
@@ -98,4 +102,4 @@ if __name__ == "__main__":
     line = Link.from_environment()
     with reported_errors(line):
         if line is not None:
-            unequal_process.main(line)
+            unequal_process.main(int(sys.argv[1]), line)

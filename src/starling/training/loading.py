@@ -48,12 +48,12 @@ class Lookahead:
         self._steps: deque[float] = deque(maxlen=_WINDOW)
         self._draws: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
 
-    def began(self, now: float, step_seconds: float, fraction: float) -> None:
-        """Record that a mini-batch begins: the previous one took `step_seconds`, and the last one this learner drew is
-        at `fraction` of the budget."""
+    def began(self, drawn_at: float, step_seconds: float, fraction: float) -> None:
+        """Record that a mini-batch begins: the previous one took `step_seconds`, and the last one this learner drew,
+        at the time `drawn_at`, is at `fraction` of the budget."""
         self._steps.append(step_seconds)
         if not self._draws or fraction > self._draws[-1][1]:  # it has drawn another mini-batch
-            self._draws.append((now, fraction))
+            self._draws.append((drawn_at, fraction))
 
     def num(self, now: float, load_seconds: float, least: int = 1) -> int:
         """The number of mini-batches to draw ahead, if loading one takes `load_seconds`: at least `least`, except near

@@ -49,7 +49,8 @@ class ProcessBatches:
         self._statistics, self._waits, self._now = statistics, waits, clock
         self._drawn_ahead: set[int] = set()  # portions that this sync group has drawn and not yet claimed
         self._newest_drawn = 0
-        self._draws = Draws(place.store, self._sync_group.start, self._member == 0, len(self._sync_group) == 1)
+        is_first, is_alone = self._member == 0, len(self._sync_group) == 1
+        self._draws = Draws(place.store, self._sync_group.start, is_first, is_alone, clock)
         self._resumed_at: float | None = None  # when the last mini-batch was given out
         is_counted = job.budget.steps is not None or job.budget.epochs is not None
         self._loader, self._lookahead = loader, Lookahead(is_counted)
@@ -63,7 +64,7 @@ class ProcessBatches:
         self._statistics.spent.waiting_for_data += now - begin
         if self._resumed_at is not None:
             spent = self._budget.fraction(self._tickets.progress(self._newest_drawn, minutes=0.0))
-            self._lookahead.began(now, begin - self._resumed_at, spent)
+            self._lookahead.began(self._draws.drawn_at, begin - self._resumed_at, spent)
         self._resumed_at = now
         if loaded is not None:
             self._drawn_ahead.discard(self._tickets.number_of(loaded[0]))

@@ -6,6 +6,7 @@ takes as long as many packets, and the learner would spend it idle before every 
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
@@ -33,15 +34,24 @@ class Draws(threading.Thread):
     (`is_alone`) nothing is written.
     """
 
-    def __init__(self, store: Store, first: int, is_first: bool, is_alone: bool) -> None:
+    def __init__(
+        self, store: Store, first: int, is_first: bool, is_alone: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(name="starling-draws", daemon=True)  # it must not keep a failed learner alive
         self._store = store
         self._first, self._is_first, self._is_alone = first, is_first, is_alone
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._drawn: SimpleQueue[int | Exception] = SimpleQueue()
         self._is_closed = threading.Event()
-        self.num_under_way = 0
+        self._clock = clock
+        self._begun_at: deque[float] = deque()  # of the draws that were not taken
+        self.drawn_at = 0.0
+        """When the draw that was taken last had begun, on `clock`."""
+
+    @property
+    def num_under_way(self) -> int:
         """Draws that have begun and were not taken."""
+        return len(self._begun_at)
 
     @property
     def num_known(self) -> int:
@@ -53,7 +63,7 @@ class Draws(threading.Thread):
         if self.ident is None:
             self._store = self._store.clone()  # type: ignore[attr-defined]  # a store serves one request at a time
             self.start()
-        self.num_under_way += 1
+        self._begun_at.append(self._clock())
         self._asked.put(True)
 
     def take(self, look_around: Callable[[], None], timeout_seconds: float, waits: Waits) -> int:
@@ -75,7 +85,7 @@ class Draws(threading.Thread):
                         raise DistStoreError(f"Timed out: no draw for {timeout_seconds:g} s") from None
         if isinstance(drawn, Exception):
             raise drawn
-        self.num_under_way -= 1
+        self.drawn_at = self._begun_at.popleft()
         return drawn
 
     def close(self) -> None:
