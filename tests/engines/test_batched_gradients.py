@@ -148,6 +148,37 @@ def test_a_parameter_without_a_gradient_stays_where_it_is() -> None:
         torch.testing.assert_close(other.weights, one.weights, rtol=1e-4, atol=1e-6)
 
 
+def test_batched_learners_step_in_one_call_and_their_saved_states_do_not_show_it() -> None:
+    """Another engine continues from such a state as if it were its own."""
+    job = job_of(TinyRegression(), CHOICES["allreduce"], 4, adamw(0.01))
+    first, second, computation, _, _ = both(job, 4)
+    for one, other in zip(first.states, second.states, strict=True):
+        assert other.optimizer["param_groups"] == one.optimizer["param_groups"]
+        torch.testing.assert_close(other.weights, one.weights, rtol=1e-4, atol=1e-6)
+    optimizer = computation.new_replica().optimizer
+    assert [group["fused"] for group in optimizer.param_groups] == [True]
+    optimizer.load_state_dict(first.states[0].optimizer)
+    assert [group["fused"] for group in optimizer.param_groups] == [True]
+
+
+def test_what_cannot_be_batched_keeps_its_optimizer() -> None:
+    """Its steps are to the bit as without batching, also for AdamW, whose steps in one call are rounded otherwise."""
+    job = job_of(SkippingLayers(), CHOICES["adpsgd-ring"], 4, adamw(0.01))
+    first, second, computation, _, _ = both(job, 4)
+    assert computation.most_together == 0
+    assert first.event_hash == second.event_hash
+    assert [group["fused"] for group in computation.new_replica().optimizer.param_groups] == [None]
+
+
+def test_an_optimizer_whose_maker_chose_how_it_steps_keeps_that() -> None:
+    """Only what is left to torch is decided here."""
+    choose = lambda parameters: torch.optim.SGD(parameters, lr=0.05, foreach=False)  # noqa: E731
+    _, _, computation, _, _ = both(job_of(TinyRegression(), CHOICES["allreduce"], 4, choose), 4)
+    assert computation.most_together == 4
+    (group,) = computation.new_replica().optimizer.param_groups
+    assert (group["fused"], group["foreach"]) == (None, False)
+
+
 @dataclass(frozen=True)
 class Scaled(Points):
     """Points with what is no tensor: a number, and their names."""

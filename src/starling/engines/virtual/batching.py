@@ -11,9 +11,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.computation import Buffers, Computing, Loss, RealGradients
@@ -58,6 +60,7 @@ class BatchedGradients:
         self._begun: dict[int, _Begun] = {}  # by the learner's identity, in the order in which they began
         self.most_together = 0
         """The most learners whose gradients were computed in one call."""
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
         self.problem = self._problem()
         """Why gradients are computed one after another; None where they are computed together."""
 
@@ -71,7 +74,11 @@ class BatchedGradients:
         return None
 
     def new_replica(self) -> Replica:
-        return self._single.new_replica()
+        replica = self._single.new_replica()
+        self._optimizers.add(replica.optimizer)
+        if self.most_together:
+            _step_fused(replica.optimizer)
+        return replica
 
     def new_buffers(self, start: LearnerState | None) -> Buffers:
         return self._single.new_buffers(start)
@@ -140,11 +147,42 @@ class BatchedGradients:
                 leaf.detach().fill_(NO_GRADIENT)
             else:
                 torch.add(gradient, 0.0, out=leaf.detach())  # 0.0 + -0.0 is 0.0: see NO_GRADIENT
-        for each, gradient, loss in zip(group, stacked, losses.tolist(), strict=True):
-            each.learner.replica.gradients.copy_(gradient)
+        for number, (each, loss) in enumerate(zip(group, losses.tolist(), strict=True)):
+            each.learner.replica.gradients = stacked[number]
             each.learner.replica.sometimes_unused |= unused
             each.loss = loss
+        if not self.most_together:  # until then all is to the bit as without batching
+            for optimizer in self._optimizers:
+                _step_fused(optimizer)
         self.most_together = max(self.most_together, len(group))
+
+
+def _step_fused(optimizer: Optimizer) -> None:
+    """Let SGD, Adam and AdamW step all their parameters in one call, unless their maker chose otherwise.
+
+    Steps agree to rounding. Saved states do not show the choice: other engines continue from them as they like.
+    """
+    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        return
+    if any(
+        group["fused"] is not None or group["foreach"] is not None or group["differentiable"]
+        for group in optimizer.param_groups
+    ):
+        return
+    if any(parameter.device.type != "cpu" for group in optimizer.param_groups for parameter in group["params"]):
+        return  # there torch's own choice is one call
+
+    def use(optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["fused"] = True
+
+    def hide(_: Optimizer, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group["fused"] = None
+
+    use(optimizer)
+    optimizer.register_load_state_dict_post_hook(use)
+    optimizer.register_state_dict_post_hook(hide)
 
 
 class _LossOf(nn.Module):
