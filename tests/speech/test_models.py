@@ -123,7 +123,7 @@ def test_a_block_without_positions_is_the_pre_norm_layer_of_torch():
         torch.nn.init.normal_(norm.weight)
     oracle = pre_norm_oracle(block, 24, 3, 40)
     frames, visible = torch.randn(3, 9, 24), torch.arange(9) < torch.tensor([9, 4, 1])[:, None]
-    ours = block(frames, visible[:, :, None], None)[visible]
+    ours = block(frames, visible[:, None, None], None)[visible]
     theirs = oracle(frames, src_key_padding_mask=~visible)[visible]
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     ours.square().sum().backward()
@@ -158,7 +158,7 @@ def test_rotary_attention_hears_distances_only():
 
     def outputs(frames: torch.Tensor, unheard: int = 0) -> torch.Tensor:
         moved = torch.cat([torch.randn(1, unheard, 16, dtype=torch.float64), frames], dim=1)
-        visible = (torch.arange(moved.shape[1]) >= unheard)[None, :, None]
+        visible = (torch.arange(moved.shape[1]) >= unheard)[None, None, None]
         return block(moved, visible, phases(moved.shape[1], 8))[:, unheard:]
 
     torch.testing.assert_close(outputs(frames, unheard=70), outputs(frames), atol=1e-5, rtol=0)
