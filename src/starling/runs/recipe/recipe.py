@@ -28,6 +28,8 @@ from starling.speech.tokens import TokenConfig
 
 _WHOLE_UTTERANCES = ("max_duration", "num_buckets", "window", "similar")
 """Keys of `batches` that say how whole utterances are grouped."""
+_LATER_SIZES = ("span", "kernel", "stack_rates", "stack_layers", "stack_widths")
+"""Keys of `model` that fingerprints leave out where they are not set: earlier runs have none of them."""
 _OF_FRAMES = ("sequences", "states", "alignment")
 """Sections that only `loss: frames` has."""
 
@@ -222,8 +224,9 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
     )
     if not recipe.features.splice:
         del fixed["features"]["splice"]
-    if recipe.model.span is None:
-        del fixed["model"]["span"]
+    for key in _LATER_SIZES:
+        if fixed["model"][key] is None:
+            del fixed["model"][key]
     if recipe.loss == "frames":
         of_frames = recipe.model_dump(mode="json", include={"sequences", "states", "alignment"})
         fixed |= {"loss": of_frames, "model": fixed["model"] | {"loss": "frames"}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from starling.configuration import Config
 from starling.errors import ConfigError
@@ -44,20 +44,30 @@ class ModelConfig(Config):
 
     name: str = Field(
         default="blstm",
-        description="the architecture: blstm, blstm-hybrid, dnn-hybrid, lstm, transformer, deep-speech, or module:name",
+        description="the architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, "
+        "dnn-hybrid, or module:name",
     )
     preset: str = Field(default="small", description="tiny, small, or a larger one of the architecture")
-    layers: int | None = Field(default=None, ge=1, description="LSTM or dense layers, or blocks of a transformer")
+    layers: int | None = Field(default=None, ge=1, description="LSTM or dense layers, or blocks")
     hidden: int | None = Field(
         default=None, ge=1, description="units of an LSTM layer, per direction; of each dense layer"
     )
     bottleneck: int | None = Field(default=None, ge=0, description="units before the outputs; 0: none")
-    width: int | None = Field(default=None, ge=1, description="units of a frame between a transformer's blocks")
-    heads: int | None = Field(default=None, ge=1, description="heads of a transformer's attention")
-    feed_forward: int | None = Field(default=None, ge=1, description="units inside a transformer's feed-forward half")
+    width: int | None = Field(default=None, ge=1, description="units of a frame between blocks")
+    heads: int | None = Field(default=None, ge=1, description="heads of the attention")
+    feed_forward: int | None = Field(default=None, ge=1, description="units inside a block's feed-forward parts")
     positions: Positions | None = Field(
         default=None,
-        description="sinusoidal: absolute, added to the frames; rotary: relative, rotates queries and keys",
+        description="rotary: relative, rotates queries and keys; relative: of the Conformer's paper; sinusoidal: "
+        "absolute, added to a transformer's frames",
+    )
+    kernel: int | None = Field(default=None, ge=1, description="frames that a block's convolution hears; odd")
+    stack_rates: tuple[PositiveInt, ...] | None = Field(
+        default=None, description="for each stack of a zipformer, the encoder frames that it joins into one"
+    )
+    stack_layers: tuple[PositiveInt, ...] | None = Field(default=None, description="blocks of each stack")
+    stack_widths: tuple[PositiveInt, ...] | None = Field(
+        default=None, description="units of a frame in each stack; multiples of 4"
     )
     span: int | None = Field(
         default=None,
