@@ -10,12 +10,26 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.registry import Registry
+from starling.speech.models.decoders import AttentionConfig, DecoderConfig, TransducerConfig
 from starling.speech.models.shape import MODELS, Architecture, ModelShape, Positions, frames_after
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["MODELS", "Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters", "find_model"]
+    from starling.speech.models.network import Decoder
+
+__all__ = [
+    "MODELS",
+    "Architecture",
+    "AttentionConfig",
+    "DecoderConfig",
+    "ModelConfig",
+    "ModelShape",
+    "TransducerConfig",
+    "build_model",
+    "count_parameters",
+    "find_model",
+]
 
 
 def _is_architecture(found: object) -> TypeGuard[Architecture]:
@@ -34,6 +48,10 @@ def find_model(name: str) -> Architecture:
         ConfigError: there is none; the message suggests the nearest name.
     """
     return _REGISTRY.find(name)
+
+
+_NO_SIZES = ("name", "preset", "decoder")
+"""Keys of `ModelConfig` that are no sizes of the network."""
 
 
 class ModelConfig(Config):
@@ -78,6 +96,8 @@ class ModelConfig(Config):
     context: int | None = Field(default=None, ge=0, description="feature frames heard on either side in deep-speech")
     subsampling: Literal[1, 2, 4] | None = Field(default=None, description="feature frames per encoder frame")
     dropout: float | None = Field(default=None, ge=0, lt=1)
+    decoder: DecoderConfig | None = None
+    """A decoder beside CTC: `kind: attention` or `kind: transducer`, and its sizes. null: CTC alone."""
 
     @field_validator("name")
     @classmethod
@@ -100,7 +120,7 @@ class ModelConfig(Config):
     @classmethod
     def _size_is_one_of_the_architecture(cls, value: object, info: ValidationInfo) -> object:
         name, size = info.data.get("name"), info.field_name
-        if name is None or value is None or size in ("name", "preset") or size in (sizes := find_model(name).sizes):
+        if name is None or value is None or size in _NO_SIZES or size in (sizes := find_model(name).sizes):
             return value
         raise ValueError(f"{name} has no such size; known are {', '.join(sizes)}")
 
@@ -112,7 +132,7 @@ class ModelConfig(Config):
     @property
     def shape(self) -> ModelShape:
         """The preset with the sizes given here put in."""
-        given = self.model_dump(exclude={"name", "preset"}, exclude_none=True)
+        given = self.model_dump(exclude=set(_NO_SIZES), exclude_none=True)
         return replace(find_model(self.name).presets[self.preset], **given)
 
     def encoder_frames(self, num_frames: int) -> int:
@@ -125,11 +145,30 @@ def build_model(config: ModelConfig, num_features: int, vocab_size: int, seed: i
 
     `forward(features [B, T, F], lengths [B])` gives log-probabilities `[B, T', V]` and lengths `[B]`.
     The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).
+    Raises ConfigError for a decoder behind a network from outside that is no `starling.speech.models.network.Network`.
     """
     from starling.speech.chance import borrowed_generators
+    from starling.speech.models.network import Network
 
     with borrowed_generators(seed):
-        return find_model(config.name).load()(config.shape, num_features, vocab_size)
+        network = find_model(config.name).load()(config.shape, num_features, vocab_size)
+        if config.decoder is not None:
+            if not isinstance(network, Network):
+                raise ConfigError(
+                    f"model.decoder: {config.name} makes a {type(network).__name__}, which is no "
+                    "starling.speech.models.network.Network: a decoder needs its `encode`; leave the decoder out"
+                )
+            network.decoder = _build_decoder(config.decoder, network.output.in_features, vocab_size)
+    return network
+
+
+def _build_decoder(config: DecoderConfig, encoder_width: int, vocab_size: int) -> Decoder:
+    from starling.speech.models.attention import AttentionDecoder
+    from starling.speech.models.transducer import Transducer
+
+    if isinstance(config, AttentionConfig):
+        return AttentionDecoder(config, encoder_width, vocab_size)
+    return Transducer(config, encoder_width, vocab_size)
 
 
 def count_parameters(model: nn.Module) -> int:
