@@ -119,6 +119,20 @@ def test_the_loss_is_a_mean_of_both_by_the_ctc_weight(name: str) -> None:
     torch.testing.assert_close(speech_loss(model, batch, config), expected)
 
 
+@pytest.mark.parametrize("name", ["conformer-attention", "blstm-transducer"])
+def test_a_loss_in_bfloat16_is_near_that_in_float32(name: str) -> None:
+    """Sums over alignments and tokens stay exact; the loss is float32."""
+    config, batch = config_of(name), batch_of(1)
+    model = build_model(config, 10, 6, seed=1).eval()
+    exact = speech_loss(model, batch, config)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = speech_loss(model, batch, config)
+    assert rough.dtype == torch.float32
+    torch.testing.assert_close(rough, exact, rtol=0.03, atol=0)
+    rough.backward()
+    assert all(bool(each.grad.isfinite().all()) for each in model.parameters() if each.grad is not None)
+
+
 def songs_with(tree: Tree, model: dict[str, Any]) -> Tree:
     tree["data"]["corpus"]["sets"]["dev"] = {"split": "test"}
     tree["data"]["valid"] = "dev"

@@ -80,7 +80,7 @@ def test_the_loss_is_smoothed_cross_entropy_with_the_end(smoothing):
         log_probs = made.log_probs(torch.tensor([[END, *text]]), memory)[0][0].detach()
         for step, target in zip(log_probs, [*text, END], strict=True):
             expected -= (1 - smoothing) * float(step[target]) + smoothing * float(step.mean())
-    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def all_texts(vocab_size: int, longest: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from starling.speech.models.attention import END, AttentionDecoder, Memory
+from starling.speech.models.attention import END, AttentionDecoder
 
 Scored = tuple[list[int], float]
 """The tokens of a text, and the natural log of its probability, with the end of the text."""
@@ -45,8 +45,7 @@ def beam_search(
     past = None
     for length in range(limit + 1):
         last = torch.tensor([[each[-1] if each else END] for each in begun], device=frames.device)
-        memory = heard.of(torch.zeros(len(begun), dtype=torch.long, device=frames.device))
-        log_probs, past = decoder.log_probs(last, memory, past)
+        log_probs, past = decoder.log_probs(last, heard.times(len(begun)), past)
         totals = scores[:, None] + log_probs[:, 0]
         ended += [(tokens, score) for tokens, score in zip(begun, totals[:, END].tolist(), strict=True)]
         ended = sorted(ended, key=lambda each: -each[1])[:num_best]
@@ -65,9 +64,8 @@ def scores(decoder: AttentionDecoder, frames: torch.Tensor, texts: Sequence[Sequ
     if not texts:
         return []
     heard = decoder.hear(frames[None], torch.tensor([len(frames)], device=frames.device))
-    memory: Memory = heard.of(torch.zeros(len(texts), dtype=torch.long, device=frames.device))
     rows = [torch.tensor(each, dtype=torch.long, device=frames.device) for each in texts]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(each) for each in texts], device=frames.device)
-    found: list[float] = decoder.score(memory, tokens, lengths).tolist()
+    found: list[float] = decoder.score(heard.times(len(texts)), tokens, lengths).tolist()
     return found

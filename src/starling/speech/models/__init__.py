@@ -96,8 +96,9 @@ class ModelConfig(Config):
     context: int | None = Field(default=None, ge=0, description="feature frames heard on either side in deep-speech")
     subsampling: Literal[1, 2, 4] | None = Field(default=None, description="feature frames per encoder frame")
     dropout: float | None = Field(default=None, ge=0, lt=1)
-    decoder: DecoderConfig | None = None
-    """A decoder beside CTC: `kind: attention` or `kind: transducer`, and its sizes. null: CTC alone."""
+    decoder: DecoderConfig | None = Field(
+        default=None, description="a decoder beside CTC: kind: attention or transducer, and its sizes; null: CTC alone"
+    )
 
     @field_validator("name")
     @classmethod

@@ -25,9 +25,9 @@ class Memory:
     blocks: list[torch.Tensor]
     visible: torch.Tensor  # [B, 1, 1, T'], false in the padding
 
-    def of(self, rows: torch.Tensor) -> "Memory":
-        """That of some utterances, by their number in the batch."""
-        return Memory([each[:, rows] for each in self.blocks], self.visible[rows])
+    def times(self, count: int) -> "Memory":
+        """That of one utterance, for so many texts."""
+        return Memory([each.expand(-1, count, -1, -1, -1) for each in self.blocks], self.visible)
 
 
 Past = list[torch.Tensor]

@@ -17,10 +17,10 @@ class _Beside(Config):
 class AttentionConfig(_Beside):
     """A Transformer decoder, which attends to the encoder's frames and emits token after token."""
 
-    kind: Literal["attention"]
+    kind: Literal["attention"] = Field(description="attention, or transducer")
     layers: int = Field(default=2, ge=1, description="blocks")
     heads: int = Field(default=4, ge=1, description="heads of each attention; they share the width")
-    dropout: float = Field(default=0.1, ge=0, lt=1)
+    dropout: float = Field(default=0.1, ge=0, lt=1, description="share of units that are set to 0 in training")
     label_smoothing: float = Field(
         default=0.1, ge=0, lt=1, description="share of the target that is spread evenly over all tokens"
     )
@@ -37,7 +37,7 @@ class AttentionConfig(_Beside):
 class TransducerConfig(_Beside):
     """A transducer: a predictor, which knows the last tokens alone, and a joiner."""
 
-    kind: Literal["transducer"]
+    kind: Literal["transducer"] = Field(description="attention, or transducer")
     context: int = Field(default=2, ge=1, description="last tokens that the predictor knows")
 
 
