@@ -17,13 +17,14 @@ from starling.budget import Budget
 from starling.chance import derive_seed
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError
+from starling.runs.compare.api import load_comparison
 from starling.runs.evaluate import evaluate, transcribe
 from starling.runs.recipe.recipe import check_recipe, fixed_settings
 from starling.runs.scored import read_texts
 from starling.runs.simulate import simulate
 from starling.speech.batches import Batch
 from starling.speech.losses import ctc_loss, speech_loss
-from starling.speech.models import ModelConfig, build_model
+from starling.speech.models import ModelConfig, build_model, count_parameters
 from starling.training.job import Job
 from starling.workload import Ticket, Workload
 from tests.contract.cases import CHOICES, adam
@@ -185,6 +186,18 @@ def test_a_decoder_is_scored_in_all_its_ways(tree: Tree, songs: Path, kind: str)
     assert len(heard) == 7
     stored = json.loads((experiment / "decode" / "beam" / "search.json").read_text())
     assert stored["tuned_on"] == "dev"
+
+
+def test_the_recipe_of_decoders_compares_them_at_one_budget_of_parameters() -> None:
+    """Within 3 % of each other, with the outputs of the demo's 24 tokens."""
+    study = load_comparison(Path("decoders"))
+    counts = {}
+    for row in study.section.rows:
+        config = study.recipe(row).model
+        counts[row.arm] = count_parameters(build_model(config, 40, 24, seed=0))
+        assert config.shape.subsampling == 2
+    assert set(counts) == {"ctc", "attention", "transducer"}
+    assert max(counts.values()) < 1.03 * min(counts.values())
 
 
 def test_a_decoder_stands_beside_ctc_alone(tree: Tree) -> None:
