@@ -18,16 +18,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MODULES = {"flashlight-text": "flashlight"}
 """Packages that are imported by another name."""
-STUDIES = {
-    "decoders",
-    "large_batches",
-    "non_iid",
-    "staleness",
-    "staleness_ctc",
-    "stragglers",
-    "stragglers_rates",
-    "topology",
-}
+STUDIES = {"large_batches", "non_iid", "staleness", "staleness_ctc", "stragglers", "stragglers_rates", "topology"}
+STUDIES |= {"models"}
 """Recipes with a section `compare`."""
 RECIPES = STUDIES | {
     *("demo", "demo_frames", "fsdd", "fsdd_dnn", "fsdd_frames", "fsdd_frames_dev", "fsdd_speakers", "ibm_frames"),

@@ -188,9 +188,9 @@ def test_a_decoder_is_scored_in_all_its_ways(tree: Tree, songs: Path, kind: str)
     assert stored["tuned_on"] == "dev"
 
 
-def test_the_recipe_of_decoders_compares_them_at_one_budget_of_parameters() -> None:
+def test_the_recipe_of_models_compares_decoders_at_one_budget_of_parameters() -> None:
     """Within 3 % of each other, with the outputs of the demo's 24 tokens."""
-    study = load_comparison(Path("decoders"))
+    study = load_comparison(Path("models"))
     counts = {}
     for row in study.section.rows:
         config = study.recipe(row).model

@@ -206,8 +206,10 @@ def test_a_span_over_the_whole_utterance_changes_nothing():
     torch.testing.assert_close(near(frames, lengths)[0], everywhere(frames, lengths)[0], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
-def test_memory_of_a_transformer_grows_with_an_utterance_and_not_with_its_square(positions):
+@pytest.mark.parametrize(
+    ("name", "positions"), [("transformer", "sinusoidal"), ("transformer", "rotary"), ("conformer", "rotary")]
+)
+def test_memory_of_attention_grows_with_an_utterance_and_not_with_its_square(name, positions):
     """What is kept for the backward pass doubles from 20 s to 40 s, with dropout: no `[T, T]` matrix is among it."""
 
     def kept(num_frames: int) -> int:
@@ -217,7 +219,7 @@ def test_memory_of_a_transformer_grows_with_an_utterance_and_not_with_its_square
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        config = ModelConfig(name="transformer", preset="tiny", positions=positions, dropout=0.1)
+        config = ModelConfig(name=name, preset="tiny", positions=positions, dropout=0.1)
         model = build_model(config, 40, 20, seed=1)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             log_probs, _ = model(torch.randn(1, num_frames, 40), torch.tensor([num_frames]))
