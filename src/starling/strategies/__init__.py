@@ -1,7 +1,7 @@
 """The strategies by name. Each file holds one algorithm and ends with its `Strategy`."""
 
 import copyreg
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from starling.registry import Registry
@@ -46,10 +46,14 @@ def strategy_names() -> list[str]:
     return _REGISTRY.names()
 
 
-def find_strategy(name: str) -> Strategy:
+def find_strategy(name: str, also: Sequence[str] = ()) -> Strategy:
     """Find a strategy: a name in `STRATEGIES`, an entry point of the group `starling.strategies`, or `module:name`.
+
+    Args:
+        name: What to find.
+        also: Names that the caller accepts besides, for the message about an unknown name.
 
     Raises:
         ConfigError: No strategy has this name; the message suggests the nearest one.
     """
-    return _REGISTRY.find(name)
+    return _REGISTRY.find(name, also)
