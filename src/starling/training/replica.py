@@ -1,7 +1,7 @@
 """One learner's own weights and optimizer, the same on all engines."""
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,8 @@ class Replica:
         self.optimizer = make_optimizer(parameters)
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._memory: OptimizerMemory | None = None
+        self.strategy_state: dict[str, Tensor] = {}
+        """What the strategy keeps between its steps, by name."""
         self.sometimes_unused: set[int] = set()
         """The numbers of parameters that had no gradient in at least one of this learner's mini-batches. Only these can
         lack a gradient in a mean over learners."""
@@ -144,10 +146,19 @@ class Replica:
             for start in range(0, size, largest)
         ]
 
-    def restore(self, weights: Tensor, optimizer: dict[str, Any]) -> None:
-        """Continue from saved weights `[P]` and a saved `state_dict` of the optimizer."""
+    def restore(self, weights: Tensor, optimizer: dict[str, Any], strategy: Mapping[str, Tensor]) -> None:
+        """Continue from saved weights `[P]`, a saved `state_dict` of the optimizer and the strategy's saved state."""
         self.replace(weights)
         self.optimizer.load_state_dict(optimizer)
+        self.strategy_state = {name: each.clone() for name, each in strategy.items()}
+
+    def state_of_strategy(self, name: str, initial: Tensor) -> Tensor:
+        """See `Learner.strategy_state`."""
+        kept = self.strategy_state.get(name)
+        if kept is None or kept.shape != initial.shape:
+            kept = initial.detach().clone()
+        self.strategy_state[name] = kept = kept.to(initial.device)
+        return kept
 
     def _at(self, piece: slice) -> tuple[int, Tensor]:
         """The number of the vector that contains a piece (0: the weights), and a view of the piece."""

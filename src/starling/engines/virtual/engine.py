@@ -164,7 +164,8 @@ class VirtualEngine:
         self._changes.begin(following, plan.position, True)
 
     def _starts(self, membership: Membership, plan: Plan) -> list[LearnerState]:
-        """The states with which the members begin; the takers have that of another member."""
+        """The states with which the members begin; the takers have that of another member, whose strategy state all
+        have."""
         lives = [self._lives.by_name[name] for name in membership.members]
         found = [plan.state(rank, life.state) for rank, life in enumerate(lives)]
         if plan.source is not None:
@@ -174,6 +175,7 @@ class VirtualEngine:
                 found[rank] = replace(
                     found[rank], weights=theirs.weights, buffers=theirs.buffers, optimizer=theirs.optimizer
                 )
+            found = [state.with_strategy_of(source) for state in found]
         return found
 
 
