@@ -38,6 +38,8 @@ class Replica:
         self._clip_norm = clip_norm
         self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer(parameters)
+        self.step_optimizer: Callable[[], object] = lambda: self.optimizer.step()
+        """Makes a step with `param.grad`; an engine may put a faster equivalent in its place."""
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._memory: OptimizerMemory | None = None
         self.sometimes_unused: set[int] = set()
@@ -58,7 +60,7 @@ class Replica:
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor
             with self._as_parameter_gradients(gradient):
-                self.optimizer.step()
+                self.step_optimizer()
             self.version += 1
             return True
 

@@ -6,9 +6,11 @@ happen while a learner waits, that is a deadlock, and the error says which learn
 Learners may die, pause, be cut off or join at any event: the living continue in a new membership, as processes do.
 """
 
+import gc
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import simpy
@@ -100,12 +102,13 @@ class VirtualEngine:
         """Run all events. Raises what a learner raised, `Deadlock`, and `PeerLost` if the learners cannot continue."""
         self._faults.begin()
         try:
-            while True:
-                self._current.begin()
-                self._wait_for(self._current.over)
-                if not self._current.reasons:
-                    break
-                self._regroup()
+            with _only_new_garbage():
+                while True:
+                    self._current.begin()
+                    self._wait_for(self._current.over)
+                    if not self._current.reasons:
+                        break
+                    self._regroup()
             seconds = float(self._environment.now)
             states = self._current.finish()
         except Failed as failed:
@@ -175,6 +178,20 @@ class VirtualEngine:
                     found[rank], weights=theirs.weights, buffers=theirs.buffers, optimizer=theirs.optimizer
                 )
         return found
+
+
+@contextmanager
+def _only_new_garbage() -> Generator[None, None, None]:
+    """Let the garbage collector search only what is made within this context. It would search all that the process has
+    imported again and again, because events are many; one such search takes as long as hundreds of small gradients."""
+    if gc.get_freeze_count():  # the program has made its own choice
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _computation(job: Job, cluster: Cluster, device: torch.device) -> Computation:
