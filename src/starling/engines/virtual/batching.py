@@ -189,7 +189,7 @@ def _step_fast(replica: Replica) -> None:
     optimizer.register_load_state_dict_post_hook(use)
     optimizer.register_state_dict_post_hook(hide)
     if not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)):
-        replica.step_optimizer = torch.no_grad()(partial(unwrap(type(optimizer).step), optimizer))
+        replica.fast_step = torch.no_grad()(partial(unwrap(type(optimizer).step), optimizer))
 
 
 class _LossOf(nn.Module):

@@ -141,7 +141,7 @@ class VirtualEngine:
     def _wait_for(self, event: simpy.Event) -> None:
         step = self._environment.step
         try:
-            while not event.processed:
+            while event.callbacks is not None:  # it is not processed
                 step()
         except EmptySchedule:
             raise self._current.deadlock() from None
