@@ -18,6 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.computation import Buffers, Computing, Loss, RealGradients
@@ -188,8 +189,14 @@ def _step_fast(replica: Replica) -> None:
     use(optimizer)
     optimizer.register_load_state_dict_post_hook(use)
     optimizer.register_state_dict_post_hook(hide)
-    if not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)):
+    if not _has_hooks(optimizer):
         replica.fast_step = torch.no_grad()(partial(unwrap(type(optimizer).step), optimizer))
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether something else is called before or after a step, or in its place."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks, "step" in vars(optimizer)))
 
 
 class _LossOf(nn.Module):

@@ -182,8 +182,8 @@ class VirtualEngine:
 
 @contextmanager
 def _only_new_garbage() -> Generator[None, None, None]:
-    """Let the garbage collector search only what is made within this context. It would search all that the process has
-    imported again and again, because events are many; one such search takes as long as hundreds of small gradients."""
+    """Let the garbage collector search only what is made within this context: to search all that a process has imported
+    takes longer than many small gradients."""
     if gc.get_freeze_count():  # the program has made its own choice
         yield
         return
