@@ -41,7 +41,7 @@ def test_strategies_are_listed_with_a_line_each() -> None:
     """By name, with what they do."""
     result = CliRunner().invoke(app, ["strategies"])
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(STRATEGIES)
+    assert [line.split()[0] for line in lines] == [*STRATEGIES, "auto"]
     assert all(len(line.split()) > 3 for line in lines)
 
 
@@ -56,6 +56,7 @@ def test_help_does_not_load_torch() -> None:
     [
         (["train", "absent.yaml"], 2, "recipe absent.yaml: no such file"),
         (["train", "r.yaml", "learnrs=2"], 2, "learnrs: unknown key; did you mean learners?"),
+        (["train", "r.yaml", "strategy=aut"], 2, "did you mean 'auto'? known are allreduce, "),
         (["simulate", "r.yaml", "learners"], 2, "must have the form key=value"),
         (["prepare", "r.yaml"], 5, "corpus not found"),
         (["check", "r.yaml"], 5, "corpus not found"),

@@ -386,12 +386,14 @@ def transcribe(
 def strategies(debug: Debug = False) -> None:
     """List the strategies by which learners can agree, those of installed packages included."""
     with _errors(debug):
+        from starling.runs.recipe.auto import AUTO_STRATEGY
         from starling.strategies import find_strategy, strategy_names
 
-        names = strategy_names()
-        width = max(map(len, names))
-        for name in names:
-            typer.echo(f"{name:{width}}  {find_strategy(name).summary}")
+        summaries = {name: find_strategy(name).summary for name in strategy_names()}
+        summaries[AUTO_STRATEGY.name] = AUTO_STRATEGY.summary
+        width = max(map(len, summaries))
+        for name, summary in summaries.items():
+            typer.echo(f"{name:{width}}  {summary}")
 
 
 @shipped.callback(invoke_without_command=True)

@@ -1,6 +1,6 @@
 """Finds objects by name: parts of Starling, parts of installed packages, or `module:name`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -49,8 +49,12 @@ class Registry(Generic[T]):
         """Whether a name refers to an object that is not a part of Starling."""
         return name not in self._known and (":" in name or name in _installed(self._group))
 
-    def find(self, name: str) -> T:
+    def find(self, name: str, also: Sequence[str] = ()) -> T:
         """The object of that name.
+
+        Args:
+            name: What to find.
+            also: Names that the caller accepts besides, for the message about an unknown name.
 
         Raises:
             ConfigError: The name is unknown, cannot be imported, or refers to an object of another kind. The message
@@ -64,8 +68,8 @@ class Registry(Generic[T]):
         else:
             module, _, attribute = name.partition(":")
         if not module or not attribute:
-            known = ", ".join([*self.names(), f"or {self._outside}"])
-            raise ConfigError(f"{self._prefix}{name!r} is unknown; {self._hint(name)}known are {known}")
+            known = ", ".join([*self.names(), *also, f"or {self._outside}"])
+            raise ConfigError(f"{self._prefix}{name!r} is unknown; {self._hint(name, also)}known are {known}")
         found = self._load(name, module, attribute)
         if not self._accepts(found):
             raise ConfigError(f"{self._prefix}{name!r} is {_described(found)}, not {self._wanted}")
@@ -91,8 +95,8 @@ class Registry(Generic[T]):
                 f"{self._prefix}{name!r} cannot be imported: {module} has no {attribute!r}; {hint}".rstrip("; ")
             ) from None
 
-    def _hint(self, name: str) -> str:
-        return did_you_mean(name, self.names())
+    def _hint(self, name: str, also: Sequence[str] = ()) -> str:
+        return did_you_mean(name, [*self.names(), *also])
 
 
 @cache

@@ -58,6 +58,7 @@ class Checkpoint:
                     name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
                 },
                 optimizer=decode_state(scalars["optimizer"], tensors),
+                strategy=decode_state(scalars.get("strategy", {}), tensors),  # version 0.2 wrote none
                 is_worker=scalars["is_worker"],
                 shards=tuple(_decode_shard(shard, tensors) for shard in scalars["shards"]),
             )

@@ -165,6 +165,7 @@ def write_learner(folder: Path, state: LearnerState) -> None:
         "outstanding": [TicketRecord.of(ticket).model_dump() for ticket in position.outstanding],
         "minutes": state.minutes,
         "optimizer": encode_state(state.optimizer, "optimizer", tensors),
+        "strategy": encode_state(state.strategy, "strategy", tensors),
         "is_worker": state.is_worker,
         "shards": [_encode_shard(shard, tensors) for shard in state.shards],
         "is_finite": all_finite(state.tensors()),

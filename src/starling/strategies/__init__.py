@@ -1,7 +1,7 @@
 """The strategies by name. Each file holds one algorithm and ends with its `Strategy`."""
 
 import copyreg
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from starling.registry import Registry
@@ -13,11 +13,15 @@ from starling.strategies.delayed import DELAYED
 from starling.strategies.dpsgd import DPSGD
 from starling.strategies.hadpsgd import HADPSGD
 from starling.strategies.hogwild import HOGWILD
+from starling.strategies.local import BMUF, DILOCO, LOCAL_SGD, SLOWMO, STREAMING_DILOCO
 from starling.strategies.parameter_server import PARAMETER_SERVER
 
 __all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy", "strategy_names"]
 
-_OWN = (ALLREDUCE, DELAY_BY_ONE, DPSGD, ADPSGD, HADPSGD, PARAMETER_SERVER, HOGWILD, DELAYED)
+_OWN = (
+    *(ALLREDUCE, DELAY_BY_ONE, DPSGD, ADPSGD, HADPSGD, PARAMETER_SERVER, HOGWILD, DELAYED),
+    *(LOCAL_SGD, BMUF, SLOWMO, DILOCO, STREAMING_DILOCO),
+)
 STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _OWN}
 """Starling's own strategies by name."""
 
@@ -46,10 +50,14 @@ def strategy_names() -> list[str]:
     return _REGISTRY.names()
 
 
-def find_strategy(name: str) -> Strategy:
+def find_strategy(name: str, also: Sequence[str] = ()) -> Strategy:
     """Find a strategy: a name in `STRATEGIES`, an entry point of the group `starling.strategies`, or `module:name`.
+
+    Args:
+        name: What to find.
+        also: Names that the caller accepts besides, for the message about an unknown name.
 
     Raises:
         ConfigError: No strategy has this name; the message suggests the nearest one.
     """
-    return _REGISTRY.find(name)
+    return _REGISTRY.find(name, also)

@@ -64,7 +64,8 @@ class Plan:
     minutes: float
     """Training time so far, the same for all learners."""
     source: int | None = None
-    """The rank whose state the `takers` copy; None: each learner continues from its own."""
+    """The rank whose state the `takers` copy, and whose strategy state all copy; None: each learner continues from its
+    own."""
     takers: tuple[int, ...] = ()
     """The ranks that copy the state of `source`."""
 
@@ -128,7 +129,7 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callab
         world=len(members),
         position=position_after(before.position, job.workload, done),
         minutes=max(each.minutes for each in members),
-        source=newest if takers else None,
+        source=newest if takers or job.strategy.keeps_state else None,
         takers=takers,
     )
 

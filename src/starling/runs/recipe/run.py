@@ -36,7 +36,7 @@ class StrategyChoice(BaseModel):
     def strategy(self) -> Strategy:
         """The strategy of that name: one of Starling or of an installed package, `module:name`, or the placeholder of
         `auto`. Raises ConfigError if there is none."""
-        return AUTO_STRATEGY if self.is_auto else find_strategy(self.name)
+        return AUTO_STRATEGY if self.is_auto else find_strategy(self.name, also=[AUTO])
 
     @property
     def is_auto(self) -> bool:
