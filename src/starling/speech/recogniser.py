@@ -127,8 +127,11 @@ class Recogniser:
         """The texts of several recordings, in one batch; shapes and errors as for `transcribe`."""
         if not waveforms:
             return []
-        mono = [self._prepare(waveform, rate) for waveform in waveforms]
-        return self._decode([self.features(waveform) for waveform in mono])
+        return self.texts(*self.log_probs([self.matrix(waveform, rate) for waveform in waveforms]))
+
+    def matrix(self, waveform: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
+        """The features `[T, F]` of one recording; shapes and errors as for `transcribe`."""
+        return self.features(self._prepare(waveform, rate))
 
     def recognise(
         self,
@@ -184,9 +187,6 @@ class Recogniser:
         finally:
             self.model.train(was_training)
         return found
-
-    def _decode(self, matrices: list[torch.Tensor]) -> list[str]:
-        return self.texts(*self.log_probs(matrices))
 
     def texts(self, log_probs: torch.Tensor, frames: torch.Tensor) -> list[str]:
         """The text of each utterance, from log-probabilities `[B, T', V]` and lengths `[B]`: greedy, or the best words
