@@ -332,4 +332,6 @@ def test_every_kind_of_finding_is_planted(tmp_path: Path) -> None:
     corpus = Planted(tmp_path / "corpus")
     for plant in PLANTS:
         plant(corpus)
-    assert {kind for kind, _, _ in corpus.expected} == set(KINDS) - set(HEARD)  # those are planted in test_transcripts.py
+    assert {kind for kind, _, _ in corpus.expected} == set(KINDS) - set(
+        HEARD
+    )  # those are planted in test_transcripts.py
