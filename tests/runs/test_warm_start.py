@@ -6,8 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from starling.consensus import consensus
+from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import CheckpointError, ConfigError
-from starling.runs.recipe.recipe import Recipe, check_recipe
+from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.job import ModelWriter, make_job
+from starling.runs.recipe.recipe import Recipe, check_recipe, fingerprints
 from starling.runs.setup import load_workload, set_up_and_claim
 from starling.speech.recogniser import Recogniser
 
@@ -142,3 +146,40 @@ def test_a_strict_warm_start_is_written_as_its_path(tree: Tree) -> None:
     mapping = {"experiment": "exp/other", "sizes": "partial"}
     assert check_recipe({**tree, "warm_start": mapping}, "r.yaml").model_dump(mode="json")["warm_start"] == mapping
     assert check_recipe(tree, "r.yaml").model_dump(mode="json")["warm_start"] is None
+
+
+def test_a_recipe_freezes_for_the_whole_run_and_until_then(tree: Tree, tmp_path: Path) -> None:
+    """Three learners under `adpsgd`, whose means would round: what is frozen keeps its bits in the model that is saved,
+    and is no part of what learners exchange. The lines say what is frozen."""
+    freeze = ["subsampling", {"parameters": "layers", "until": {"epochs": 5}}]
+    changes = {"freeze": freeze, "learners": 3, "strategy": "adpsgd", "budget": {"steps": 9}}
+    recipe, before, said = ready(tree, name="frozen", **changes)
+    assert any(line.startswith("frozen for the whole run: subsampling, ") for line in said)
+    assert any(line.startswith("frozen until 5 epochs: layers, ") for line in said)
+    folder = ExperimentFolder(recipe.folder)
+    states = VirtualEngine(make_job(recipe, folder), 3).run().states
+    weights = consensus([state.weights for state in states], [state.kept for state in states])
+    frozen = sum(value.numel() for name, value in before.items() if name.startswith("subsampling."))
+    assert len(weights) == sum(value.numel() for value in before.values()) - frozen
+    ModelWriter(folder.initial, recipe.freeze)(tmp_path / "model", weights, {})
+    after = Recogniser.load(tmp_path / "model").model.state_dict()
+    for name, value in after.items():
+        if name.startswith("subsampling."):
+            assert torch.equal(value, before[name])
+        elif name.startswith("layers."):
+            torch.testing.assert_close(value, before[name], rtol=1e-6, atol=0.0)  # the mean of three rounds
+        else:
+            assert not torch.equal(value, before[name])
+
+
+def test_what_is_frozen_for_good_is_a_part_of_the_model_that_a_resume_keeps(tree: Tree) -> None:
+    """What is thawed later may be changed; one string is a list of one; unknown names are refused in set-up."""
+    plain, thawed, frozen = (
+        check_recipe({**tree, "freeze": each}, "r.yaml")
+        for each in ([], {"parameters": "layers", "until": {"fraction": 0.3}}, "layers")
+    )
+    ready(tree, name="prepared")
+    assert fingerprints(plain) == fingerprints(thawed)
+    assert fingerprints(plain)["model"] != fingerprints(frozen)["model"]
+    with pytest.raises(ConfigError, match=r"freeze: 'layer' fits no parameter; the model's modules: subsampling\."):
+        ready(tree, freeze="layer")
