@@ -181,7 +181,7 @@ def _findings(
         return
     median, high = float(np.median(usual)), float(np.quantile(usual, _USUAL_SHARE))
     least_gain = max(0.5, high - median)
-    most_gap = max(0.5, median + 1.5 * (high - median))  # a transcript with at most this gap fits as the others do
+    most_gap = max(0.5, median + 2.5 * (high - median))  # a transcript with at most this gap fits as the others do
     other_of = _swapped(gaps, least_gain, most_gap)
     for place, each in enumerate(suspects):
         if (other := other_of.get(place)) is not None:
