@@ -22,7 +22,7 @@ STUDIES = {"large_batches", "non_iid", "staleness", "staleness_ctc", "stragglers
 """Recipes with a section `compare`."""
 RECIPES = STUDIES | {
     *("demo", "demo_frames", "fsdd", "fsdd_dnn", "fsdd_frames", "fsdd_frames_dev", "fsdd_speakers", "ibm_frames"),
-    *("children", "reader", "speechocean"),
+    *("reader", "reader_children", "speechocean"),
 }
 
 
