@@ -379,14 +379,15 @@ def transcribe(
     experiment: Experiment,
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="WAV, FLAC, MP3, Opus.", show_default=False)],
     best: Best = False,
+    beam: Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Transcribe audio files with the newest model of an experiment."""
+    """Transcribe audio files with the newest model of an experiment. Files that are no audio are named at the end."""
     with _errors(debug):
         require("speech", "starling transcribe")
         from starling.runs import evaluate
 
-        evaluate.transcribe(experiment, files, typer.echo, best)
+        evaluate.transcribe(experiment, files, typer.echo, best, beam, _console())
 
 
 @app.command(epilog="Example: [bold]starling strategies[/bold]")
