@@ -23,7 +23,7 @@ STUDIES |= {"models"}
 """Recipes with a section `compare`."""
 RECIPES = STUDIES | {
     *("demo", "demo_frames", "fsdd", "fsdd_dnn", "fsdd_frames", "fsdd_frames_dev", "fsdd_speakers", "ibm_frames"),
-    "speechocean",
+    *("reader", "reader_children", "speechocean"),
 }
 
 

@@ -17,6 +17,7 @@ from starling.configuration import differing
 from starling.errors import ConfigError
 from starling.runs.audit import audit
 from starling.runs.recipe.recipe import check_recipe, load_recipe, load_resolved
+from starling.speech.check.config import HEARD, KINDS
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 
@@ -28,11 +29,15 @@ def starling(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_a_kept_recipe_loads(kept: Path) -> None:
-    """And is what the experiment was trained with, every key but the one whose default has changed since."""
+    """And is what the experiment was trained with, every key but those whose defaults have changed since."""
     recipe = load_recipe(kept / "kept.yaml")
     resolved = load_resolved(kept / "exp" / "kept" / "config.yaml")
-    changed = differing(recipe.model_dump(mode="json"), resolved.model_dump(mode="json"))
-    assert list(changed) == [("data.filter.on_bad", "skip", "fail")]
+    changed = list(differing(recipe.model_dump(mode="json"), resolved.model_dump(mode="json")))
+    before = tuple(each for each in KINDS if each not in HEARD)  # kinds that need a model are new
+    assert sorted(key for key, _, _ in changed) == ["data.check.drop", "data.check.kinds", "data.filter.on_bad"]
+    assert ("data.filter.on_bad", "skip", "fail") in changed
+    assert resolved.data.check.kinds == before
+    assert set(recipe.data.check.drop) - set(resolved.data.check.drop) == set(HEARD)
     assert (resolved.format, resolved.learners, resolved.strategy.name) == (2, 2, "adpsgd")
 
 

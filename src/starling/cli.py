@@ -116,16 +116,23 @@ def check(
     overrides: Overrides = None,
     drop: Annotated[bool, typer.Option("--drop", help="Also list what to leave out (data.filter.leave_out).")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 5 if anything is found.")] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="EXP", help="Also find transcripts that do not fit what this model hears."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Find faults, duplicates, and overlap between the sets of a corpus, and list them in check.tsv."""
+    """Find faults, duplicates, and overlap between the sets of a corpus, and list them in check.tsv.
+
+    With --model, an experiment, a checkpoint or a recogniser's folder, also swapped and wrong transcripts.
+    """
     with _errors(debug):
         require("speech", "starling check")
         from rich.console import Console
 
         from starling.runs import check
 
-        check.check(data, overrides or (), drop, strict, typer.echo, Console(), _console())
+        check.check(data, overrides or (), drop, strict, typer.echo, Console(), _console(), model)
 
 
 @app.command("bench-data", cls=TakesKeys, epilog="Example: [bold]starling bench-data demo[/bold]")
@@ -372,14 +379,15 @@ def transcribe(
     experiment: Experiment,
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="WAV, FLAC, MP3, Opus.", show_default=False)],
     best: Best = False,
+    beam: Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Transcribe audio files with the newest model of an experiment."""
+    """Transcribe audio files with the newest model of an experiment. Files that are no audio are named at the end."""
     with _errors(debug):
         require("speech", "starling transcribe")
         from starling.runs import evaluate
 
-        evaluate.transcribe(experiment, files, typer.echo, best)
+        evaluate.transcribe(experiment, files, typer.echo, best, beam, _console())
 
 
 @app.command(epilog="Example: [bold]starling strategies[/bold]")

@@ -20,6 +20,7 @@ from starling.strategies.mixing import MixingOptions
 from starling.strategies.server import ServerOptions
 from starling.topology import PATTERNS
 from starling.training.faults import Fault, NotFinite
+from starling.training.freezing import Freeze, Until
 from starling.training.job import Job
 from starling.training.stragglers import Stragglers
 from starling.workload import Weighting
@@ -162,6 +163,7 @@ class Case:
     stragglers: Stragglers = field(default_factory=Stragglers)
     faults: tuple[Fault, ...] = ()
     weighting: Weighting = "batches"
+    freeze: tuple[Freeze, ...] = ()
 
     def job(self, world: int) -> Job:
         return Job(
@@ -175,6 +177,7 @@ class Case:
             stragglers=self.stragglers,
             faults=self.faults,
             weighting=self.weighting,
+            freeze=self.freeze,
             seed=11,
         )
 
@@ -203,6 +206,14 @@ def skipping(world: int) -> SkippingLayers:
     return SkippingLayers(micro_batches=2)
 
 
+THAWED = Freeze(parameters=("0",), until=Until(fraction=0.5))
+"""The first layer of `TinyRegression`, for half of the budget."""
+FROZEN = Freeze(parameters=("0",), until=Until(epochs=1000))
+"""The same for longer than any case takes."""
+NUM_FROZEN = 24
+"""Weights of the first layer, which come first."""
+
+
 def cases() -> dict[str, Case]:
     """Every registered strategy in every way that the contract asks about."""
     made = {}
@@ -219,6 +230,8 @@ def cases() -> dict[str, Case]:
         slow_and_uneven = Stragglers(slow={1: 30.0}, jitter=2.0)
         made[f"{name}/last-is-slow"] = Case(choice, plain, sgd(0.1), 9, stragglers=slow_and_uneven)
         made[f"{name}/unused"] = Case(choice, skipping, adamw(0.01))
+        made[f"{name}/thawed"] = Case(choice, plain, adamw(0.01), freeze=(THAWED,))
+        made[f"{name}/frozen"] = Case(choice, plain, adamw(0.01), freeze=(FROZEN,))
         made[f"{name}/not-finite"] = Case(choice, plain, adamw(0.01), faults=NOT_FINITE)
     for name in ("allreduce", "server-hybrid"):
         made[f"{name}/weighted"] = Case(CHOICES[name], uneven, sgd(0.1), weighting="utterances")

@@ -17,9 +17,9 @@ from tests.warm_start import run_learners
 
 LARGER = ("hadpsgd/", "adpsgd-pairs/", "adpsgd-random/", "server-summed/", "hogwild/")
 """What four processes run, too: two super-learners of two, asynchronous learners with several neighbours or none."""
-ALONE = ("/sgd", "/adam", "/not-finite", "/unused")
+ALONE = ("/sgd", "/adam", "/not-finite", "/unused", "/thawed")
 """What one process runs."""
-IN_STEP = ("/sgd", "/adam", "/accumulated", "/same-data", "/not-finite", "/unused", "/weighted")
+IN_STEP = ("/sgd", "/adam", "/accumulated", "/same-data", "/not-finite", "/unused", "/thawed", "/weighted")
 """What only strategies run whose result does not depend on speeds."""
 MEMBERS = {3: (0, 1, 2), 2: (3, 4), 4: (0, 1, 2, 3), 1: (4,)}
 """Which processes run the cases of so many learners, in this order."""
@@ -56,6 +56,8 @@ def on_processes(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 def _is_asked_for(name: str, world: int) -> bool:
     """Whether a test asks for this case of so many processes."""
     choice, _, _ = name.partition("/")
+    if name.endswith("/frozen"):
+        return world == 2
     if world == 1:
         return name.endswith(ALONE)
     if world == 4 and not name.startswith(LARGER):

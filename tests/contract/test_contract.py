@@ -12,7 +12,7 @@ from starling.topology import complete, find_topology
 from starling.training.flat import trainable
 from starling.training.job import Job
 from starling.workload import Ticket
-from tests.contract.cases import CHOICES, NOT_FINITE, PERIODIC, cases, sgd
+from tests.contract.cases import CHOICES, NOT_FINITE, NUM_FROZEN, PERIODIC, cases, sgd
 from tests.contract.conftest import Runner
 from tests.contract.oracle import SYNCHRONOUS, gradient_of_regression
 from tests.contract.problems import NoisyQuadratic, TinyRegression
@@ -76,6 +76,43 @@ def test_a_parameter_without_a_gradient_is_left_alone_as_in_the_plain_loop(
 
 @every_engine
 @every_strategy
+def test_thawing_is_the_plain_loop_that_freezes_until_then(
+    strategy: str, engine: str, request: pytest.FixtureRequest
+) -> None:
+    """Without gradient, decay or state of AdamW for half of the budget; then as if the layer were new. To the bit."""
+    case = cases()[f"{strategy}/thawed"]
+    job = case.job(1)
+    model = job.workload.make_model()
+    optimizer = job.make_optimizer(list(model.parameters()))
+    start = flat(model)
+    for step in range(case.steps):
+        model[0].requires_grad_(step >= case.steps / 2)
+        (points,) = job.workload.load(Ticket(step // 12, step % 12, step))
+        optimizer.zero_grad()
+        job.workload.loss(model, points).backward()
+        optimizer.step()
+        is_frozen = torch.equal(torch.cat([each.flatten() for each in model[0].parameters()]), start[:NUM_FROZEN])
+        assert is_frozen == (step < case.steps / 2)
+    run: Runner = request.getfixturevalue(engine)
+    (weights,) = run(f"{strategy}/thawed", 1)
+    assert torch.equal(weights, torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+
+
+@every_engine
+@every_strategy
+def test_what_is_frozen_keeps_its_bits_with_two_learners(
+    strategy: str, engine: str, request: pytest.FixtureRequest
+) -> None:
+    """Gradients, weights, servers or memory may be shared: nothing moves it, and all the rest is trained."""
+    start = flat(TinyRegression().make_model())
+    run: Runner = request.getfixturevalue(engine)
+    for weights in run(f"{strategy}/frozen", 2):
+        assert torch.equal(weights[:NUM_FROZEN], start[:NUM_FROZEN])
+        assert not bool((weights[NUM_FROZEN:] == start[NUM_FROZEN:]).any())
+
+
+@every_engine
+@every_strategy
 def test_a_gradient_that_is_not_finite_is_a_mini_batch_that_the_plain_loop_leaves_out(
     strategy: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -123,7 +160,7 @@ def test_every_synchronous_strategy_follows_its_equation_in_matrix_form(
 
 @every_synchronous
 @pytest.mark.parametrize("learners", [2, 3])
-@pytest.mark.parametrize("variant", ["sgd", "adam", "accumulated", "same-data", "not-finite", "unused"])
+@pytest.mark.parametrize("variant", ["sgd", "adam", "accumulated", "same-data", "not-finite", "unused", "thawed"])
 def test_both_engines_agree(
     strategy: str, variant: str, learners: int, on_virtual: Runner, on_processes: Runner
 ) -> None:

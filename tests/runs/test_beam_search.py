@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from starling import extras
 from starling.cli import app
 from starling.errors import ConfigError, DataError
-from starling.runs.evaluate import evaluate
+from starling.runs.evaluate import evaluate, transcribe
 from starling.runs.recipe.recipe import check_recipe
 from starling.runs.scored import read_texts
 from starling.runs.simulate import simulate
@@ -91,6 +91,25 @@ def change(experiment: Path, **decoding: object) -> None:
     path = experiment / "config.yaml"
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     path.write_text(yaml.safe_dump({**tree, "decoding": decoding}), encoding="utf-8")
+
+
+def test_files_are_transcribed_by_the_search_that_evaluate_has_tuned(
+    songs_tree: Tree, songs: Path, tmp_path: Path
+) -> None:
+    """The text of each file is the one scored; a file that is no audio is named after all others are done."""
+    experiment, _ = simulated(songs_tree)
+    scored(experiment, with_beam=True)
+    home = experiment / "decode" / "beam"
+    written = (home / "search.json").read_bytes()
+    _, texts = read_texts(home / "recogs-test.txt")
+    broken = tmp_path / "noise.wav"
+    broken.write_bytes(b"RIFF of nothing")
+    files = [broken, *(songs.parent / f"{number}.flac" for number in range(24, 30))]
+    lines: list[str] = []
+    with pytest.raises(DataError, match=r"^1 of 7 files cannot be transcribed: .*noise\.wav"):
+        transcribe(experiment, files, lines.append, with_beam=True, console=Console(file=io.StringIO()))
+    assert lines == [f"{file}\t{texts[f'song-{number}']}" for number, file in enumerate(files[1:], start=24)]
+    assert (home / "search.json").read_bytes() == written
 
 
 def test_a_recipe_chooses_words_model_and_weights(songs_tree: Tree, tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from starling.cli import app
 from starling.runs import evaluate as evaluation
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.recipe import Recipe, check_recipe, dump_recipe
+from starling.runs.setup import set_up_and_claim
 from starling.speech.left_out import read_left_out
 from starling.speech.store import SpeechSet
+from tests.runs.conftest import Tree
 from tests.speech import planted as plants
 from tests.speech.planted import Planted
 
@@ -112,6 +114,29 @@ def test_a_prepared_folder_is_checked_by_its_own_sets(corpus: Planted, tmp_path:
         assert message in refused.stderr
     inside = _starling("check", tmp_path / "data" / "train")
     assert "give the folder above it" in inside.stderr
+
+
+def test_a_model_adds_what_it_hears_and_what_its_training_means(tree: Tree, tmp_path: Path) -> None:
+    """An experiment, a checkpoint's model or a recogniser's folder; a recipe and a folder prepared from it."""
+    recipe = tmp_path / "songs.yaml"
+    recipe.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    folder = set_up_and_claim(check_recipe(tree, "songs.yaml"), lambda line: None)
+    folder.config.write_text(dump_recipe(check_recipe(tree, "songs.yaml")), encoding="utf-8")
+    prepared = Path(tree["data"]["folder"])
+    for data in (recipe, prepared):
+        result = _starling("check", data, "data.check.kinds=[swapped,misfit]", "--model", folder.initial)
+        assert result.exit_code == 0, result.stderr
+        assert re.search(r"train: the model hears \d+\.\d% of the characters wrong; limit \d", result.stdout)
+        assert "train: with so many errors it finds hardly more than swaps; use a better model" in result.stdout
+        assert "train: the model was trained on these transcripts" in result.stdout
+        assert "test: the model was trained" not in result.stdout
+        assert (prepared / "check-heard.tsv").read_text(encoding="utf-8").count("\n") == 31
+    assert '"heard"' in (prepared / "check.json").read_text(encoding="utf-8")
+    _starling("check", recipe)
+    assert not (prepared / "check-heard.tsv").exists()
+    for path, message in (("absent", "absent: no config.yaml here"), (folder.path, "no complete checkpoint")):
+        refused = _starling("check", recipe, "--model", path)
+        assert (refused.exit_code != 0, message in refused.stderr) == (True, True), refused.stderr
 
 
 class _Recogniser:

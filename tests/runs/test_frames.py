@@ -101,6 +101,8 @@ def test_the_whole_chain_recognises_songs_that_it_never_heard(trained: Path, tmp
     assert float(lines[1].split()[1]) <= 5.0
     soundfile.write(tmp_path / "a.wav", sing(["DO", "FA", "MI"], np.random.default_rng(9)), RATE)
     transcribe(trained, [tmp_path / "a.wav"], lines.append)
+    with pytest.raises(ConfigError, match="the beam search is for CTC, but it was trained with frames"):
+        transcribe(trained, [tmp_path / "a.wav"], lines.append, with_beam=True)
     assert lines[-1] == f"{tmp_path / 'a.wav'}\tDO FA MI"
 
 

@@ -6,22 +6,25 @@ from pathlib import Path
 
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from starling.configuration import Config
 from starling.errors import ConfigError, DataError
 from starling.report.progress import Bars, Say
+from starling.runs.ear import Ear
 from starling.runs.recipe.overrides import apply_overrides
 from starling.runs.recipe.problems import describe
 from starling.runs.recipe.recipe import load_recipe
 from starling.speech.check.collect import Source, prepared_sources
-from starling.speech.check.config import KINDS, CheckConfig
+from starling.speech.check.config import HEARD, KINDS, CheckConfig
 from starling.speech.check.corpus import Training, check_corpus
-from starling.speech.check.findings import Report, to_drop, write_report
+from starling.speech.check.findings import Report, heard_path, to_drop, write_report
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.left_out import left_out_of, read_left_out, write_left_out
 
 _DROPPED = "check-dropped.tsv"
+_SHOWN = 20
 
 
 class PreparedConfig(Config):
@@ -45,25 +48,44 @@ class CheckTask(Config):
     train: str
     check: CheckConfig
     training: Training
+    data: DataConfig | None = None
+    """None: a prepared folder."""
     leave_out: Path | None = None
     """The list of utterances that are already left out."""
 
 
 def check(
-    data: Path, overrides: Sequence[str], drop: bool, strict: bool, tell: Say, output: Console, console: Console
+    data: Path,
+    overrides: Sequence[str],
+    drop: bool,
+    strict: bool,
+    tell: Say,
+    output: Console,
+    console: Console,
+    model: Path | None = None,
 ) -> None:
     """Check a recipe's corpus or a prepared folder, print the findings on `output`, and list them in check.tsv.
 
-    With `drop`, also write the list of utterances to leave out. Progress is shown on `console`. Raises ConfigError for
-    wrong keys, and DataError for a missing corpus; with `strict`, also if there are findings.
+    With `drop`, also write the list of utterances to leave out. With `model`, an experiment, a checkpoint or a
+    recogniser's folder, transcripts that do not fit their audio are findings, too. Progress is shown on `console`.
+    Raises ConfigError for wrong keys, CheckpointError for a model that cannot be loaded, and DataError for a missing
+    corpus; with `strict`, also if there are findings.
     """
+    ear = None if model is None else Ear.open(model)
     task, sources = _prepared(data, overrides) if data.is_dir() else _recipe(data, overrides)
     with Bars(console) as bars:
-        report = check_corpus(sources, task.train, task.check, task.training, bars)
+        report = check_corpus(
+            sources, task.train, task.check, task.training, bars, None if ear is None else ear.recogniser
+        )
     path = write_report(task.folder, report)
     total = sum(each.utterances for each in report.sets)
     if report.findings:
         output.print(_table(report))
+    if ear is not None:
+        _show_heard(report, output)
+        for line in ear.remarks(report, task.folder, task.data):
+            tell(line)
+        tell(f"what the model hears in each utterance, the worst fit first: {heard_path(task.folder)}")
     tell(f"{len(report.findings) or 'nothing'} found in {total} utterances, listed in {path}")
     if drop:
         _drop(task, report, tell)
@@ -84,6 +106,7 @@ def _recipe(path: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[Sourc
         train=data.train,
         check=data.check,
         training=training,
+        data=data,
         leave_out=data.filter.leave_out,
     )
     return task, sources_of(data)
@@ -139,6 +162,26 @@ def _drop(task: CheckTask, report: Report, tell: Say) -> None:
     write_left_out(path, items)
     hours = sum(item.seconds for item in items) / 3600
     tell(f"{len(items)} utterances ({hours:.2f} h) to leave out; use it with data.filter.leave_out={path}")
+
+
+def _show_heard(report: Report, output: Console) -> None:
+    """The transcripts that do not fit, and what was heard instead."""
+    found = [each for each in report.findings if each.kind in HEARD]
+    if not found:
+        return
+    table = Table(title="transcripts that do not fit", title_justify="left")
+    for column in ("set", "utterance", "transcript", "heard"):
+        table.add_column(column, overflow="fold")
+    table.add_column("score", justify="right")
+    table.add_column("fits")
+    texts = {(each.set, each.id): each for whole in report.heard for each in whole.heard}
+    for each in found[:_SHOWN]:
+        own = texts[each.set, each.id]
+        fits = f"that of {each.other_id}" if each.other_id else ""
+        table.add_row(each.set, each.id, escape(own.text), escape(own.heard), f"{own.score:.2f}", fits)
+    output.print(table)
+    if len(found) > _SHOWN:
+        output.print(f"and {len(found) - _SHOWN} more")
 
 
 def _table(report: Report) -> Table:

@@ -10,6 +10,7 @@ import soundfile
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
+from torch import Tensor
 
 from starling.checkpoint.reader import latest, load
 from starling.errors import CheckpointError, ConfigError, DataError, MissingExtraError, did_you_mean
@@ -123,18 +124,51 @@ def _score_set(
                 tell(line)
 
 
-def transcribe(experiment: Path, files: Sequence[Path], tell: Say, is_best: bool = False) -> None:
-    """Pass a line for each file to `tell`: its name, a tab, and the text. Raises DataError for a file that is not
-    audio."""
-    _, recipe = _open(experiment)
+def transcribe(
+    experiment: Path,
+    files: Sequence[Path],
+    tell: Say,
+    is_best: bool = False,
+    with_beam: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Pass a line for each file to `tell`: its name, a tab, and the text, greedy or by the beam search that `evaluate`
+    has tuned; without that it is tuned first.
+
+    Raises DataError that names the files which are not audio, after the text of all others; and ConfigError for a beam
+    search with a model that is not trained with CTC.
+    """
+    folder, recipe = _open(experiment)
     recogniser = load_recogniser(experiment, recipe, is_best)
-    for file in files:
-        samples, rate = _read_all_channels(file)
-        try:
-            text = recogniser.transcribe(samples, rate)
-        except DataError as error:
-            raise DataError(f"{file}: {error}") from error
-        tell(f"{file}\t{text}")
+    with ExitStack() as stack:
+        search: BestSearch | None = None
+        if with_beam:
+            if recipe.loss != "ctc":
+                raise ConfigError(f"{experiment}: the beam search is for CTC, but it was trained with {recipe.loss}")
+            require("decoding", "the beam search", ("flashlight",))
+            with Bars(console or Console(stderr=True)) as bars:
+                search = stack.enter_context(best_search(recipe, folder, recogniser, bars))
+        problems = []
+        for file in files:
+            try:
+                features = recogniser.matrix(*_read_all_channels(file))
+            except DataError as error:
+                message = str(error)
+                problems.append(message if str(file) in message else f"{file}: {message}")
+                continue
+            tell(f"{file}\t{_text(recogniser, features, search)}")
+    if problems:
+        several = f"{len(problems)} of {len(files)} files cannot be transcribed: " if len(files) > 1 else ""
+        raise DataError(several + "; ".join(problems))
+
+
+def _text(recogniser: Recogniser, features: Tensor, search: BestSearch | None) -> str:
+    """The text of one recording's features `[T, F]`."""
+    log_probs, frames = recogniser.log_probs([features])
+    if search is None:
+        return recogniser.texts(log_probs, frames)[0]
+    search.take([""], log_probs, frames)
+    return search.texts[""]
 
 
 def load_recogniser(experiment: Path, recipe: Recipe, is_best: bool = False) -> Recogniser:

@@ -39,6 +39,7 @@ from starling.speech.losses import TooShort, frames_needed
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
 from starling.speech.union import SpeechSets
+from starling.training.freezing import freeze
 from starling.workload import Ticket, Unit, Workload
 
 _READ_TOGETHER = 32
@@ -59,7 +60,9 @@ class FrameWorkload(Workload[FrameBatch]):
         self.num_parts = plan.num_parts
 
     def make_model(self) -> nn.Module:
-        return Recogniser.load(self.initial).model
+        model = Recogniser.load(self.initial).model
+        freeze(model, self.plan.recipe.freeze)
+        return model
 
     def num_batches(self, epoch: int) -> int:
         return self.plan.epoch(epoch).num_batches

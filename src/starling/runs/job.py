@@ -1,5 +1,6 @@
 """Makes the job of a recipe, and writes its models."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +16,7 @@ from starling.runs.setup import load_workload
 from starling.runs.workload import SpeechWorkload
 from starling.speech.recogniser import Recogniser
 from starling.training.flat import split, trainable
+from starling.training.freezing import Freeze, freeze
 from starling.training.job import Job
 
 Seconds = float
@@ -51,6 +53,7 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
         faults=recipe.faults,
         checkpoint_every=recipe.checkpoints.every,
         weighting=recipe.batches.weighting,
+        freeze=tuple(each for each in recipe.freeze if each.until is not None),
         seed=recipe.seed,
     )
 
@@ -86,8 +89,9 @@ class ModelWriter:
     uses. Between two calls its parameters occupy no memory.
     """
 
-    def __init__(self, initial: Path) -> None:
+    def __init__(self, initial: Path, frozen: Sequence[Freeze] = ()) -> None:
         self._recogniser = Recogniser.load(initial)
+        freeze(self._recogniser.model, frozen)
         self._parameters = trainable(self._recogniser.model)
         self._buffers = dict(self._recogniser.model.named_buffers())
         num_weights = sum(parameter.numel() for parameter in self._parameters)

@@ -30,6 +30,7 @@ from starling.speech.preparing.making import Progress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer, make_tokenizer
 from starling.speech.union import SpeechSets
+from starling.training.freezing import freeze, in_words
 from starling.training.tickets import TicketSequence
 
 
@@ -63,7 +64,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     are too short for CTC in `folder.too_short`.
 
     Raises:
-        ConfigError: The warm start does not fit the model, or the data cannot be divided among the learners.
+        ConfigError: The warm start or what is frozen does not fit the model, or the data cannot be divided among the
+            learners.
         DataError: The training set is unreadable, is too small for the number of learners, contains characters
             outside the alphabet, or contains too many utterances that are too short for CTC or for their states.
         CheckpointError: The warm start's experiment has no intact checkpoint.
@@ -78,8 +80,12 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     states = make_frames(recipe, train, tokenizer, features, folder, say) if recipe.loss == "frames" else None
     recogniser = Recogniser.create(recipe.model, features, tokenizer, derive_seed(recipe.seed, "model"), states)
     if recipe.warm_start is not None and recipe.resume is None:
-        say(warm_start(recogniser, recipe.warm_start))
+        for line in warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes):
+            say(line)
+    for line in in_words(recogniser.model, recipe.freeze):
+        say(line)
     recogniser.save(folder.initial)
+    freeze(recogniser.model, recipe.freeze)
     workload = load_workload(recipe, folder)
     _check_share(len(workload.plan.utterances), recipe.sync_group_size)
     for line in describe_shares(recipe, workload.plan.speech_set, workload.plan.utterances):
@@ -125,7 +131,7 @@ def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFold
     seed = derive_seed(recipe.seed, "model")
     recogniser = Recogniser.create(recipe.model, initial.features, initial.tokenizer, seed, initial.states)
     if recipe.warm_start is not None:
-        warm_start(recogniser, recipe.warm_start)
+        warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes)
     folder.too_short.unlink(missing_ok=True)
     if before.too_short.exists():
         shutil.copyfile(before.too_short, folder.too_short)

@@ -58,7 +58,7 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
         writer = CheckpointWriter(
             folder.checkpoints,
             lambda name: 1,
-            ModelWriter(folder.initial),
+            ModelWriter(folder.initial, recipe.freeze),
             fingerprints(recipe),
             recipe.checkpoints.keep,
             recipe.sync_group_size,

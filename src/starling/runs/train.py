@@ -110,7 +110,7 @@ def how_to_resume(folder: ExperimentFolder) -> str:
 def _learn(recipe: Recipe, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
     task = Task(
         make_job=lambda: make_job(recipe, folder, place.local_world),
-        write_model=ModelWriter(folder.initial),
+        write_model=ModelWriter(folder.initial, recipe.freeze),
         digest=recipe_digest(recipe),
         fingerprints=fingerprints(recipe),
         max_skipped=lambda job: max_skipped(recipe, job),

@@ -1,64 +1,176 @@
 """Initialises a recogniser with the weights of another experiment."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError
 from starling.speech.recogniser import Recogniser
-from starling.speech.tokens import Tokenizer
+from starling.training.freezing import OUTPUT
 
-OUTPUT = "output."
-"""The prefix of the output layer's parameters, in every network. Its size depends on the tokens."""
+_ROW_BLOCKS = {".weight_ih_l": 4, ".weight_hh_l": 4, ".bias_ih_l": 4, ".bias_hh_l": 4, ".attention.inputs.": 3}
+"""Parts of names, and the blocks of rows that such parameters have: the gates of an LSTM; queries, keys and values."""
+_OF_FEATURES = ("subsampling.convolutions.0.weight", "window.weight")
+"""Parameters with a column for each feature. Of other features, no column means the same."""
+_LISTED = 6
 
 
-def warm_start(recogniser: Recogniser, source: Path) -> str:
-    """Load the weights of an experiment's newest model, or of a recogniser's folder, into `recogniser`; return a
-    description.
+@dataclass
+class _Taken:
+    """What was taken over, by name."""
 
-    All shapes must match, except those of the output layer, which is not loaded if the tokens differ. Raises a
-    ConfigError that lists the mismatches, CheckpointError if `source` has no model.
+    whole: list[str] = field(default_factory=list)
+    in_part: dict[str, str] = field(default_factory=dict)
+    new: list[str] = field(default_factory=list)
+    num_values: int = 0
+
+
+def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "partial"] = "strict") -> list[str]:
+    """Load the weights of an experiment's newest model, a checkpoint or a recogniser's folder into `recogniser`; return
+    lines that say what was taken.
+
+    Rows of the output layer are taken for the tokens that both have, by what they stand for. With `partial` sizes,
+    parameters with the same name and another size take what overlaps: the gates of an LSTM and the two directions of a
+    bidirectional one each for themselves. Weights from new units to old ones begin at zero, so that added units change
+    no old one. Parameters of layers that the source does not have stay as they are.
+
+    Raises:
+        ConfigError: Sizes differ, which is listed, and are `strict`; or nothing fits.
+        CheckpointError: `source` has no model.
     """
     other = Recogniser.load(source if (source / "config.json").is_file() else load(latest(source)).model_folder)
     own, theirs = recogniser.model.state_dict(), other.model.state_dict()
-    has_same_tokens = _tokens(recogniser.tokenizer) == _tokens(other.tokenizer)
-    if recogniser.states is not None or other.states is not None:
-        has_same_tokens &= recogniser.states is not None and recogniser.states.means_the_same(other.states)
-    taken = {
-        name: theirs[name]
-        for name, value in own.items()
-        if name in theirs and theirs[name].shape == value.shape and (has_same_tokens or not name.startswith(OUTPUT))
-    }
     problems = [
         f"{name} is {_shape(own.get(name))} here, {_shape(theirs.get(name))} there"
         for name in sorted(own.keys() | theirs.keys())
-        if name not in taken and not name.startswith(OUTPUT)
+        if not name.startswith(OUTPUT)
+        and (name not in own or name not in theirs or own[name].shape != theirs[name].shape)
     ]
-    if problems:
+    if problems and sizes == "strict":
         raise ConfigError(
             f"warm_start: {source} does not fit this recipe's model: only the output layer may differ, but "
-            f"{len(problems)} other tensors do: {'; '.join(problems[:3])}; copy its model: and features: sections"
+            f"{len(problems)} other tensors do: {'; '.join(problems[:3])}; copy its model: and features: sections, or "
+            "take what fits with warm_start.sizes: partial"
         )
-    recogniser.model.load_state_dict(own | taken)
-    notes = ""
-    if not has_same_tokens:
-        states = recogniser.states
-        what = f"{recogniser.tokenizer.vocab_size} other tokens" if states is None else f"{states.num_states} states"
-        notes = f"; the output layer is new, for {what}"
-    if recogniser.features.sampling_rate != other.features.sampling_rate:
-        notes += (
-            f"; it was trained at {other.features.sampling_rate} Hz, this recipe has "
-            f"{recogniser.features.sampling_rate} Hz"
-        )
-    count = sum(value.numel() for value in taken.values())
-    return f"warm start from {source}: {count:,} of {sum(value.numel() for value in own.values()):,} numbers{notes}"
+    taken = _Taken()
+    has_other_features = recogniser.features.num_features != other.features.num_features
+    directions = 2 if all(each.model_config.name.startswith("blstm") for each in (recogniser, other)) else 1
+    for name, value in own.items():
+        if name.startswith(OUTPUT):
+            continue
+        if name not in theirs or (has_other_features and name in _OF_FEATURES):
+            taken.new.append(name)
+        elif value.shape == theirs[name].shape:
+            value.copy_(theirs[name])
+            taken.whole.append(name)
+            taken.num_values += value.numel()
+        else:
+            _overlap(name, value, theirs[name], directions, taken)
+    output = _output(recogniser, other, own, theirs, directions, taken)
+    if not taken.num_values:
+        raise ConfigError(f"warm_start: nothing of {source} fits this recipe's model; use the same model.name")
+    recogniser.model.load_state_dict(own)
+    return [
+        f"warm start from {source}: {taken.num_values:,} of {sum(value.numel() for value in own.values()):,} numbers"
+        f"{output}{_rates(recogniser, other)}",
+        *_in_part(taken, sorted(theirs.keys() - own.keys())),
+    ]
 
 
-def _tokens(tokenizer: Tokenizer) -> list[str]:
-    """The text of each token, without CTC's blank."""
-    return [tokenizer.decode([token]) for token in range(1, tokenizer.vocab_size)]
+def _output(
+    recogniser: Recogniser,
+    other: Recogniser,
+    own: dict[str, Tensor],
+    theirs: dict[str, Tensor],
+    directions: int,
+    taken: _Taken,
+) -> str:
+    """Take the rows of the output layer that mean the same, and describe that."""
+    if recogniser.states is not None or other.states is not None:
+        if recogniser.states is None or not recogniser.states.means_the_same(other.states):
+            states = recogniser.states
+            what = f"{recogniser.tokenizer.vocab_size} tokens" if states is None else f"{states.num_states} states"
+            return f"; the output layer is new, for {what}"
+        rows = [(row, row) for row in range(recogniser.states.num_states)]
+        names = []
+    else:
+        there = {name: row for row, name in enumerate(other.tokenizer.names)}
+        names = recogniser.tokenizer.names
+        rows = [(row, there[name]) for row, name in enumerate(names) if name in there]
+    mine, source = torch.tensor([row for row, _ in rows]), torch.tensor([row for _, row in rows])
+    for name in (each for each in own if each.startswith(OUTPUT)):
+        if name not in theirs or own[name].shape[1:].numel() == 0 or own[name].ndim != theirs[name].ndim:
+            taken.new.append(name)
+            continue
+        value, given = own[name][mine], theirs[name][source]
+        if value.shape == given.shape:
+            value = given
+            taken.num_values += value.numel()
+        else:
+            _overlap(name, value, given, directions, taken)
+        own[name][mine] = value
+    new = [repr(name) for row, name in enumerate(names) if row not in set(mine.tolist())]
+    if not new:
+        return ""
+    listed = ", ".join(new[:_LISTED]) + (", …" if len(new) > _LISTED else "")
+    return f"; in the output layer {len(rows) - 1} of {len(names) - 1} tokens keep their rows, new are {listed}"
 
 
-def _shape(value: torch.Tensor | None) -> str:
+def _overlap(name: str, value: Tensor, given: Tensor, directions: int, taken: _Taken) -> None:
+    """Copy what overlaps of `given` into `value`, and set the weights from new units to old ones to zero."""
+    if value.ndim != given.ndim or value.shape[2:] != given.shape[2:]:
+        taken.new.append(name)
+        return
+    rows = next((count for part, count in _ROW_BLOCKS.items() if part in name), 1)
+    columns = directions if value.ndim > 1 and ".weight_hh_l" not in name and _is_behind_lstm(name) else 1
+    mine, theirs = _blocks(value, rows, columns), _blocks(given, rows, columns)
+    if mine is None or theirs is None:
+        taken.new.append(name)
+        return
+    height, width = min(mine.shape[1], theirs.shape[1]), min(mine.shape[3], theirs.shape[3])
+    mine[:, :height, :, width:] = 0
+    mine[:, :height, :, :width] = theirs[:, :height, :, :width]
+    taken.in_part[name] = f"{_shape(given)} of {_shape(value)}"
+    taken.num_values += mine[:, :height, :, :width].numel()
+
+
+def _is_behind_lstm(name: str) -> bool:
+    """Whether the inputs of a BLSTM's parameter are the outputs of both directions."""
+    return not name.startswith(("subsampling.", "layers.0."))
+
+
+def _blocks(value: Tensor, rows: int, columns: int) -> Tensor | None:
+    """A view `[rows, R, columns, C, …]` of a tensor; None if its size is no multiple of the blocks."""
+    matrix = value if value.ndim > 1 else value[:, None]
+    if matrix.shape[0] % rows or (value.ndim > 1 and matrix.shape[1] % columns):
+        return None
+    columns = columns if value.ndim > 1 else 1
+    return matrix.view(rows, matrix.shape[0] // rows, columns, matrix.shape[1] // columns, *matrix.shape[2:])
+
+
+def _in_part(taken: _Taken, unused: list[str]) -> list[str]:
+    """Lines about what was not taken as it is."""
+    lines = []
+    for what, names in (
+        ("taken in part", [f"{name} {sizes}" for name, sizes in taken.in_part.items()]),
+        ("new", taken.new),
+        ("not used", unused),
+    ):
+        if names:
+            lines.append(
+                f"{what}: {', '.join(names[:_LISTED])}" + (f" and {len(names) - _LISTED} more" * (len(names) > _LISTED))
+            )
+    return lines
+
+
+def _rates(recogniser: Recogniser, other: Recogniser) -> str:
+    here, there = recogniser.features.sampling_rate, other.features.sampling_rate
+    return "" if here == there else f"; it was trained at {there} Hz, this recipe has {here} Hz"
+
+
+def _shape(value: Tensor | None) -> str:
     return "missing" if value is None else str(list(value.shape))

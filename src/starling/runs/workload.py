@@ -13,6 +13,7 @@ from starling.speech.features import LogMel
 from starling.speech.losses import speech_loss
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer
+from starling.training.freezing import freeze
 from starling.workload import Ticket, Unit, Workload
 
 
@@ -30,7 +31,9 @@ class SpeechWorkload(Workload[Batch]):
         self.num_parts = plan.num_parts
 
     def make_model(self) -> nn.Module:
-        return Recogniser.load(self.initial).model
+        model = Recogniser.load(self.initial).model
+        freeze(model, self.plan.recipe.freeze)
+        return model
 
     def num_batches(self, epoch: int) -> int:
         return self.plan.epoch(epoch).num_batches

@@ -141,8 +141,11 @@ class Recogniser:
         """The texts of several recordings, in one batch; shapes and errors as for `transcribe`."""
         if not waveforms:
             return []
-        mono = [self._prepare(waveform, rate) for waveform in waveforms]
-        return self.texts(*self.hear([self.features(waveform) for waveform in mono]))
+        return self.texts(*self.hear([self.matrix(waveform, rate) for waveform in waveforms]))
+
+    def matrix(self, waveform: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
+        """The features `[T, F]` of one recording; shapes and errors as for `transcribe`."""
+        return self.features(self._prepare(waveform, rate))
 
     def recognise(
         self,

@@ -16,6 +16,7 @@ from starling.checkpoint.state import LearnerState
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import FlatModel
+from starling.training.freezing import Freeze
 from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import Averaging, EpochReport, Job, Observer, Spent, Statistics, StepReport, Tally
 from starling.training.loading import Loaded
@@ -89,7 +90,7 @@ class Course:
         self._open: deque[Ticket] = deque()  # claimed and not done
         self._ticket: Ticket | None = None
         self._batch: Sequence[Examples] = ()
-        self._fraction = self._factor = 0.0
+        self._epochs = self._fraction = self._factor = 0.0
         self._portion = 0
         self._epoch_steps, self._epoch_begin = 0, 0.0
         self._last_end: int | None = None  # the portion before which an epoch ended last
@@ -178,7 +179,7 @@ class Course:
         self._pass_barriers(self._portion)
         self._epoch_steps += 1
         progress = self.tickets.progress(self._portion, minutes)
-        self._fraction = self.job.budget.fraction(progress)
+        self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
         following = self.tickets.progress(self._portion + 1, minutes)
         self._factor = self.job.schedule.at(progress, self.job.budget, following)
         return True
@@ -282,7 +283,8 @@ class Course:
         for fault in faults:
             if not isinstance(fault, NotFinite):
                 self._suffer(fault)
-        return GradientTask(ticket, self._factor_in_sync_group(), any(isinstance(each, NotFinite) for each in faults))
+        is_spoilt = any(isinstance(each, NotFinite) for each in faults)
+        return GradientTask(ticket, self._factor_in_sync_group(), is_spoilt, self._frozen())
 
     def compute_gradient(
         self,
@@ -301,6 +303,14 @@ class Course:
     def computed(self, computed: Computed) -> None:
         """Note what a gradient of this learner has left."""
         self._replica.sometimes_unused |= computed.unused
+
+    def _frozen(self) -> tuple[Freeze, ...]:
+        """What is not thawed yet when the claimed mini-batch begins."""
+        return tuple(
+            each
+            for each in self.job.freeze
+            if each.until is not None and not each.until.is_over(self._epochs, self._fraction)
+        )
 
     def _factor_in_sync_group(self) -> float:
         """The factor for this learner's gradient that makes the sync group's plain mean the weighted mean.

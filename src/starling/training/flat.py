@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from starling.errors import ConfigError
+from starling.training.freezing import Freeze
 
 CUDNN_ALIGNMENT = 256
 """Bytes. Every CUDA allocation begins at a multiple of it, so cuDNN may rely on it."""
@@ -113,6 +114,7 @@ class FlatModel:
         self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
+        self._frozen_numbers: dict[tuple[Freeze, ...], frozenset[int]] = {(): frozenset()}
         self._buffer_places = [(module, name) for module in self.model.modules() for name in module._buffers]
 
     def twin(self) -> "FlatModel":
@@ -137,6 +139,23 @@ class FlatModel:
         found = {self._numbers[id(parameter)] for parameter in self._reached}
         self._reached.clear()
         return found
+
+    def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
+        """The numbers of the parameters that are frozen.
+
+        Raises:
+            ConfigError: They are all of them.
+        """
+        if frozen not in self._frozen_numbers:
+            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+            self._frozen_numbers[frozen] = frozenset(
+                number
+                for number, parameter in enumerate(self.parameters)
+                if any(each.holds(names[id(parameter)]) for each in frozen)
+            )
+            if len(self._frozen_numbers[frozen]) == len(self.parameters):
+                raise ConfigError("freeze: it leaves no parameter to train; leave some out")
+        return self._frozen_numbers[frozen]
 
     def own_buffers(self) -> list[Tensor | None]:
         """The model's buffers themselves, in the order of its modules."""

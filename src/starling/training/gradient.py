@@ -1,8 +1,8 @@
 """The gradient of one mini-batch, the same on all engines: a function of the weights and of what is claimed."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from starling.chance import derive_seed
 from starling.training.flat import NO_GRADIENT, FlatModel
+from starling.training.freezing import Freeze
 from starling.training.job import Job
 from starling.workload import Examples, Ticket
 
@@ -24,6 +25,8 @@ class GradientTask:
     """What the gradient is multiplied by: see the job's weighting."""
     is_spoilt: bool = False
     """A fault makes loss and gradient not finite."""
+    frozen: tuple[Freeze, ...] = ()
+    """The parameters that are not thawed yet, which get no gradient."""
 
 
 class Computed(NamedTuple):
@@ -62,15 +65,29 @@ def compute_gradient(
         is_last = place == parts[-1]
         _seed(device, derive_seed(job.seed, "gradient", ticket.epoch, ticket.index, place))
         with nullcontext() if is_last else before_last():
-            with torch.autocast(device.type, torch.bfloat16) if job.autocast else nullcontext():
-                loss = job.workload.loss(model, batch[place].to(device))
-            (loss / (whole / share / task.factor if task.factor else math.inf)).backward()  # type: ignore[no-untyped-call]
+            with _without_gradients(flat, task.frozen):
+                with torch.autocast(device.type, torch.bfloat16) if job.autocast else nullcontext():
+                    loss = job.workload.loss(model, batch[place].to(device))
+                (loss / (whole / share / task.factor if task.factor else math.inf)).backward()  # type: ignore[no-untyped-call]
             reached = flat.reached()
             used |= reached
             if is_last:
                 unused = _leave_out_unused(flat, used, reached, must_reach_all)
         total += share * float(loss.detach())
     return Computed(total / whole, unused)
+
+
+@contextmanager
+def _without_gradients(flat: FlatModel, frozen: tuple[Freeze, ...]) -> Iterator[None]:
+    """Within this context, frozen parameters get no gradient, and none is computed for them."""
+    parameters = [flat.parameters[number] for number in flat.numbers_of(frozen)]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def _leave_out_unused(flat: FlatModel, used: set[int], reached: set[int], must_reach_all: bool) -> frozenset[int]:

@@ -15,6 +15,7 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.strategies import Strategy, SyncGroups, find_strategy
 from starling.training.faults import Fault
+from starling.training.freezing import Freeze
 from starling.training.stragglers import Stragglers
 from starling.workload import Ticket, Weighting, Workload
 
@@ -50,6 +51,8 @@ class Job:
     weighting: Weighting = "batches"
     """How mini-batches are weighted when learners average gradients: equally, or in proportion to their planned size.
     The latter raises ConfigError if the strategy averages no gradients."""
+    freeze: tuple[Freeze, ...] = ()
+    """Parameters that are frozen until they are thawed. Freeze those that never are in the workload's `make_model`."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -59,6 +62,12 @@ class Job:
             object.__setattr__(self, "options", self.strategy.options())
         if problem := self.strategy.weighting_problem(self.options, self.weighting):
             raise ConfigError(f"weighting: {problem}")
+        for each in self.freeze:
+            if each.until is None:
+                raise ConfigError(
+                    f"freeze: {', '.join(each.parameters)} have no `until`; freeze what is never thawed in make_model, "
+                    "with requires_grad_(False)"
+                )
 
     def validate(self, world: int) -> None:
         """Raise ConfigError if the strategy's options do not fit `world` learners."""

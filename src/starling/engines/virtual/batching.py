@@ -72,6 +72,8 @@ class BatchedGradients:
             return "the model has buffers"
         if self._job.faults:
             return "faults are injected"
+        if self._job.freeze:
+            return "parameters are thawed during the run"
         if self._job.weighting != "batches":
             return f"mini-batches are weighted by {self._job.weighting}"
         return None

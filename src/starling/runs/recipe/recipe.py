@@ -5,9 +5,16 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from starling.configuration import digest
+from starling.configuration import Config, digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.runs.recipe.file import Tree, read_recipe
@@ -25,6 +32,7 @@ from starling.speech.partition import PartitionConfig, labels_are_domains
 from starling.speech.planning import BatchConfig
 from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
+from starling.training.freezing import Freeze
 
 _WHOLE_UTTERANCES = ("max_duration", "num_buckets", "window", "similar")
 """Keys of `batches` that say how whole utterances are grouped."""
@@ -35,6 +43,26 @@ _OF_FRAMES = ("sequences", "states", "alignment")
 
 FORMAT = 2
 """The format of recipes of Starling 0.2, which later versions will read."""
+
+
+class WarmStart(Config):
+    """Another experiment whose weights a model begins with."""
+
+    experiment: Path
+    """Its newest model is taken, unless this is a checkpoint or a recogniser's folder."""
+    sizes: Literal["strict", "partial"] = "strict"
+    """strict: only the output layer may differ, of which the tokens that both have keep their rows. partial: layers may
+    be missing, or of other sizes: what overlaps is taken."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_path(cls, value: object) -> object:
+        return {"experiment": value} if isinstance(value, str | Path) else value
+
+    @model_serializer(mode="wrap")
+    def _as_path(self, serialise: SerializerFunctionWrapHandler) -> object:
+        tree = serialise(self)
+        return tree["experiment"] if self.sizes == "strict" else tree
 
 
 class Recipe(RunConfig):
@@ -69,9 +97,15 @@ class Recipe(RunConfig):
     validate_every: int | None = Field(default=1, ge=1)
     """Epochs between two scorings of the validation set during training; null: never. A scoring is skipped if scoring
     would otherwise take more than a twentieth of the time."""
-    warm_start: Path | None = None
-    """Initialise the model with the weights of this experiment's newest model, or of a recogniser's folder. Only the
-    output layer may differ."""
+    warm_start: WarmStart | None = None
+    """Initialise the model with the weights of another experiment: its folder, or a mapping with `sizes`."""
+    freeze: tuple[Freeze, ...] = ()
+    """Parameters that stay as they are, for the whole run or until they are thawed."""
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        return [value] if isinstance(value, str | dict) else value
 
     @model_validator(mode="before")
     @classmethod
@@ -230,6 +264,8 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
     for key in _LATER_SIZES:
         if fixed["model"][key] is None:
             del fixed["model"][key]
+    if never := [each.parameters for each in recipe.freeze if each.until is None]:
+        fixed["model"] = fixed["model"] | {"freeze": [list(each) for each in never]}
     if recipe.loss == "frames":
         of_frames = recipe.model_dump(mode="json", include={"sequences", "states", "alignment"})
         fixed |= {"loss": of_frames, "model": fixed["model"] | {"loss": "frames"}}

@@ -13,6 +13,8 @@ Kind = Literal[
     "clipping",
     "too-short",
     "seconds-per-character",
+    "swapped",
+    "misfit",
     "same-audio",
     "same-text-and-length",
     "near-text",
@@ -22,6 +24,8 @@ Kind = Literal[
     "overlap-speaker",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+HEARD: tuple[Kind, ...] = ("swapped", "misfit")
+"""Kinds that need a recogniser."""
 OVERLAPS = tuple(kind for kind in KINDS if kind.startswith("overlap-"))
 """Kinds of overlap between a training and a held-out set. Affected utterances of both sets are listed."""
 SEEN_IN_TRAINING: tuple[Kind, ...] = ("overlap-audio", "overlap-text", "overlap-near-text")
@@ -39,6 +43,12 @@ class CheckConfig(Config):
     """An utterance with at least this fraction of its samples at full scale is clipped."""
     seconds_per_character: tuple[float, float] = (0.03, 1.0)
     """Minimum and maximum seconds of audio per character of the transcript, including spaces."""
+    misfit: float = Field(default=0.5, gt=0)
+    """With a model: a transcript fits if it scores less than this, in nats per token (starling.speech.check.transcripts
+    defines the score). 0: it is as likely as what the model hears."""
+    outlier: float = Field(default=8.0, gt=0)
+    """With a model: a transcript also fits if its score is within this many times the distance from the median of its
+    set's scores to their 90th percentile."""
     length_tolerance: float = Field(default=0.01, ge=0, le=1)
     """The maximum difference in seconds between the lengths of two copies of a recording."""
     alike: float = Field(default=0.95, gt=0, le=1)
@@ -52,6 +62,8 @@ class CheckConfig(Config):
         "silence",
         "too-short",
         "seconds-per-character",
+        "swapped",
+        "misfit",
         "same-audio",
         "same-text-and-length",
         "overlap-audio",

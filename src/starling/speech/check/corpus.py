@@ -1,6 +1,7 @@
 """Checks a whole corpus: all kinds of findings, in the order of the kinds."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,12 +10,14 @@ from starling.configuration import Config
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.check.collect import Line, Record, Source, collect, lines_of
 from starling.speech.check.compare import shared_audio, shared_speakers, shared_texts
-from starling.speech.check.config import KINDS, CheckConfig
+from starling.speech.check.config import HEARD, KINDS, CheckConfig
 from starling.speech.check.findings import Finding, Report, SetSize
+from starling.speech.check.transcripts import misfits
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import check_ctc_fits
 from starling.speech.models import ModelConfig
 from starling.speech.preparing.making import Progress
+from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import TokenConfig, make_tokenizer
 
 
@@ -28,9 +31,16 @@ class Training(Config):
 
 
 def check_corpus(
-    sources: Sequence[Source], train: str, config: CheckConfig, training: Training, progress: Progress
+    sources: Sequence[Source],
+    train: str,
+    config: CheckConfig,
+    training: Training,
+    progress: Progress,
+    recogniser: Recogniser | None = None,
 ) -> Report:
     """Check sets for everything in `config`; `train` names the training set, the others are held out.
+
+    Whether transcripts fit is checked only with a `recogniser`.
 
     Raises:
         DataError: The corpus is missing or its manifest is invalid.
@@ -38,12 +48,16 @@ def check_corpus(
     records: list[Record] = []
     lines: list[Line] = []
     findings: list[Finding] = []
-    sizes = []
+    sizes, heard = [], []
     for source in sources:
         own, faults = collect(source, config, progress)
         records += own
         lines += lines_of(source, own)
         findings += faults
+        if recogniser is not None and set(HEARD) & set(config.kinds):
+            whole, faults = misfits(source.name, own, recogniser, config, partial(progress, f"hearing {source.name}"))
+            heard.append(whole)
+            findings += faults
         sizes.append(SetSize(source.name, len(own), sum(each.sound.seconds for each in own), source.digest))
     if "too-short" in config.kinds:
         findings += _too_short(sources, lines, train, training)
@@ -54,7 +68,7 @@ def check_corpus(
     findings += shared_speakers(records, train)
     places = {kind: place for place, kind in enumerate(KINDS)}
     wanted = sorted((each for each in findings if each.kind in config.kinds), key=lambda each: places[each.kind])
-    return Report(train, tuple(sizes), tuple(wanted))
+    return Report(train, tuple(sizes), tuple(wanted), tuple(heard))
 
 
 def _too_short(sources: Sequence[Source], lines: Sequence[Line], train: str, training: Training) -> Iterator[Finding]:

@@ -1,16 +1,18 @@
 """Findings of a check, and the files in which they are listed."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from starling.errors import DataError
 from starling.speech.check.config import OVERLAPS, SEEN_IN_TRAINING, CheckConfig, Kind
+from starling.speech.check.heard import SetHeard
 from starling.speech.left_out import LeftOut
 from starling.speech.tables import read_table, replace_file, write_table
 
 FORMAT = 1
+_HEARD_HEADER = ("set", "id", "score", "gap", "fit", "errors", "text", "heard")
 _HEADER = ("kind", "set", "id", "other_set", "other_id", "value", "limit", "detail")
 
 
@@ -52,6 +54,8 @@ class Report:
     train: str
     sets: tuple[SetSize, ...]
     findings: tuple[Finding, ...]
+    heard: tuple[SetHeard, ...] = ()
+    """What a recogniser heard, if there was one."""
 
     def count(self, kind: Kind, set_name: str) -> int:
         """The number of findings of a kind in a set."""
@@ -63,15 +67,33 @@ def list_path(folder: Path) -> Path:
     return folder / "check.tsv"
 
 
+def heard_path(folder: Path) -> Path:
+    """The list of what a recogniser heard in the data in `folder`."""
+    return folder / "check-heard.tsv"
+
+
 def write_report(folder: Path, report: Report) -> Path:
-    """Write the list of findings and then a file that identifies the checked data; returns the list's path."""
+    """Write the lists of findings and of what was heard, and then a file that identifies the checked data; returns the
+    path of the first."""
     path, data_file = list_path(folder), _data_path(folder)
     try:
         data_file.unlink(missing_ok=True)
+        heard_path(folder).unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"{data_file}: cannot be replaced: {error}") from error
     write_table(path, _HEADER, map(_row, report.findings))
-    content = {"format": FORMAT, "train": report.train, "sets": {each.name: each.digest for each in report.sets}}
+    if report.heard:
+        write_table(heard_path(folder), _HEARD_HEADER, _heard_rows(report.heard))
+    content: dict[str, object] = {
+        "format": FORMAT,
+        "train": report.train,
+        "sets": {each.name: each.digest for each in report.sets},
+    }
+    if report.heard:
+        content["heard"] = {
+            each.name: {"character_errors": each.errors, "limit": each.limit, "skipped": len(each.skipped)}
+            for each in report.heard
+        }
     replace_file(data_file, json.dumps(content, indent=2) + "\n")
     return path
 
@@ -109,10 +131,24 @@ def to_drop(report: Report, config: CheckConfig, earlier: Iterable[LeftOut] = ()
     for each in report.findings:
         only_train = config.drop_from == "train" or each.kind in OVERLAPS
         if each.kind in config.drop and each.droppable and (each.set == report.train or not only_train):
-            like = f" of {each.other_id} in {each.other_set}" if each.other_id else ""
-            item = LeftOut(each.set, each.id, each.seconds, f"{each.kind}{like}")
+            item = LeftOut(each.set, each.id, each.seconds, f"{each.kind}{_other(each)}")
             items.setdefault((item.set, item.id), item)
     return list(items.values())
+
+
+def _other(each: Finding) -> str:
+    """The other utterance of a finding, in words."""
+    if not each.other_id:
+        return ""
+    relation = {"swapped": "with", "misfit": "but fits"}.get(each.kind, "of")
+    return f" {relation} {each.other_id} in {each.other_set}"
+
+
+def _heard_rows(heard: Iterable[SetHeard]) -> Iterator[Sequence[str]]:
+    for whole in heard:
+        for each in whole.heard:
+            numbers = (f"{number:.4g}" for number in (each.score, each.gap, each.fit, each.errors))
+            yield (each.set, each.id, *numbers, each.text, each.heard)
 
 
 def _data_path(folder: Path) -> Path:

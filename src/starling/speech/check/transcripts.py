@@ -1,0 +1,220 @@
+"""Finds transcripts that do not fit their audio, by what a recogniser with CTC hears."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import kaldialign
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from starling.chance import derive_seed
+from starling.errors import DataError
+from starling.speech.chance import one_thread
+from starling.speech.check.collect import Record
+from starling.speech.check.config import CheckConfig
+from starling.speech.check.findings import Finding
+from starling.speech.check.heard import Heard, SetHeard
+from starling.speech.decoding.greedy import greedy_tokens
+from starling.speech.recogniser import Recogniser
+from starling.speech.tokens import BLANK, Tokenizer
+from starling.speech.usable import resampled
+
+_OTHERS = 16  # transcripts of other utterances that each transcript is compared with
+_MAX_DURATION = 60.0  # padded seconds of audio in a batch
+_USUAL_SHARE = 0.9  # of the utterances, whose scores say how large the others' may be
+_SUSPECTS = (50, 0.05, 400)  # at least, share, and at most: the utterances whose transcripts may be exchanged
+Told = Callable[[int, int], None]
+"""Called with the number done and the total."""
+
+
+def misfits(
+    name: str, records: Sequence[Record], recogniser: Recogniser, config: CheckConfig, told: Told
+) -> tuple[SetHeard, list[Finding]]:
+    """What a recogniser hears in set `name`, and the transcripts that do not fit.
+
+    The likelihood p(y|x) of a transcript y for the audio x is CTC's, summed over all alignments. With the transcript
+    y^ that is heard (greedy decoding) and the mean log-likelihood m of transcripts of other utterances, about as long,
+
+        gap = (log p(y^|x) - log p(y|x)) / |y|,  fit = (log p(y|x) - m) / (log p(y^|x) - m),  score = gap * (1 - fit)
+
+    A transcript does not fit if its score is an outlier of the set's (`usual_limit`). Of those with the highest scores,
+    each pair is also compared crosswise: if either's transcript is much more likely for the other's audio, they are
+    swapped. That needs no limit on the score, so it also works with a poor recogniser.
+    """
+    with one_thread():
+        return _misfits(name, _Listener(records, recogniser), config, told)
+
+
+def _misfits(name: str, listener: "_Listener", config: CheckConfig, told: Told) -> tuple[SetHeard, list[Finding]]:
+    heard = sorted(listener.all_heard(told), key=lambda each: (-each.score, each.id))
+    whole = SetHeard(name, tuple(heard), tuple(listener.skipped), usual_limit([each.score for each in heard], config))
+    count = min(max(_SUSPECTS[0], math.ceil(_SUSPECTS[1] * len(heard))), _SUSPECTS[2], len(heard))
+    suspects = heard[:count]
+    fits = listener.gaps(suspects) if count > 1 else np.zeros((count, count))
+    return whole, list(_findings(whole, suspects, fits, listener.seconds))
+
+
+def usual_limit(scores: Sequence[float], config: CheckConfig) -> float:
+    """The score above which a transcript does not fit: the median plus `outlier` times the distance from there to the
+    90th percentile, but at least `misfit`. Up to a tenth of wrong transcripts hardly change it."""
+    finite = [score for score in scores if math.isfinite(score)]
+    if not finite:
+        return config.misfit
+    median = float(np.median(finite))
+    return max(config.misfit, median + config.outlier * (float(np.quantile(finite, _USUAL_SHARE)) - median))
+
+
+def log_likelihoods(log_probs: Tensor, texts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """log p(text | audio) under CTC of several texts (token ids), for the log-probabilities `[T, V]` of one audio;
+    -inf for a text that is too long for it."""
+    losses = F.ctc_loss(
+        log_probs[:, None].expand(-1, len(texts), -1),
+        torch.tensor([token for text in texts for token in text], dtype=torch.long),
+        torch.full((len(texts),), len(log_probs)),
+        torch.tensor([len(text) for text in texts]),
+        blank=BLANK,
+        reduction="none",
+    )
+    values: NDArray[np.float64] = -losses.double().numpy()
+    return values
+
+
+class _Listener:
+    """Listens to the utterances of a set."""
+
+    def __init__(self, records: Sequence[Record], recogniser: Recogniser) -> None:
+        self._recogniser = recogniser
+        self._records: dict[str, Record] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self.seconds: dict[str, float] = {}
+        self.skipped: list[tuple[str, str]] = []
+        for record in records:
+            try:
+                self._tokens[record.id] = recogniser.tokenizer.encode(record.text, record.id)
+            except DataError as error:
+                self.skipped.append((record.id, str(error)))
+                continue
+            self._records[record.id] = record
+            self.seconds[record.id] = record.sound.seconds
+        self._others = _Others(list(self._tokens.values()))
+
+    def all_heard(self, told: Told) -> Iterator[Heard]:
+        for done, (record, log_probs) in enumerate(self._listen(list(self._records)), start=1):
+            yield self._heard(record, log_probs, self._recogniser.tokenizer)
+            if done % 100 == 0 or done == len(self._records):
+                told(done, len(self._records))
+
+    def gaps(self, suspects: Sequence[Heard]) -> NDArray[np.float64]:
+        """Nats per token by which the transcript of suspect j is less likely than what is heard in the audio of suspect
+        i, `[N, N]`."""
+        texts = [self._tokens[each.id] for each in suspects]
+        lengths = np.array([len(text) for text in texts])
+        places = {each.id: place for place, each in enumerate(suspects)}
+        gaps = np.full((len(suspects), len(suspects)), math.inf)
+        for record, log_probs in self._listen(list(places)):
+            own = greedy_tokens(log_probs[None], torch.tensor([len(log_probs)]))[0]
+            best, *values = log_likelihoods(log_probs, [own, *texts])
+            gaps[places[record.id]] = (best - np.array(values)) / lengths
+        return gaps
+
+    def _heard(self, record: Record, log_probs: Tensor, tokenizer: Tokenizer) -> Heard:
+        tokens = self._tokens[record.id]
+        best_tokens = greedy_tokens(log_probs[None], torch.tensor([len(log_probs)]))[0]
+        own, best, *rest = log_likelihoods(log_probs, [tokens, best_tokens, *self._others.like(tokens)])
+        others = [value for value in rest if math.isfinite(value)]
+        fit = 0.0
+        if others:
+            mean = sum(others) / len(others)
+            fit = (own - mean) / (best - mean) if best > mean else float(own >= best)
+        heard = tokenizer.decode(best_tokens)
+        errors = kaldialign.edit_distance(list(record.text), list(heard))["total"] / len(record.text)
+        gap = max(best - own, 0.0) / len(tokens)
+        return Heard(record.set, record.id, record.text, heard, errors, float(gap), float(fit))
+
+    def _listen(self, names: Sequence[str]) -> Iterator[tuple[Record, Tensor]]:
+        """Each utterance, with the log-probabilities `[T, V]` of its audio on the CPU; longest first."""
+        waiting = sorted(names, key=lambda name: -self.seconds[name])
+        rate = self._recogniser.features.sampling_rate
+        while waiting:
+            size = max(1, int(_MAX_DURATION / max(self.seconds[waiting[0]], 1e-3)))
+            batch, waiting = waiting[:size], waiting[size:]
+            records, matrices = [], []
+            for name in batch:
+                record = self._records[name]
+                try:
+                    matrices.append(self._recogniser.matrix(resampled(*record.read(), rate), rate))
+                    records.append(record)
+                except DataError as error:
+                    self.skipped.append((name, str(error)))
+            if records:
+                log_probs, lengths = self._recogniser.log_probs(matrices)
+                rows = zip(records, log_probs.float().cpu(), lengths.tolist(), strict=True)
+                yield from ((record, row[:length]) for record, row, length in rows)
+
+
+class _Others:
+    """Finds transcripts of other utterances that are about as long as a given one."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        distinct = sorted({tuple(text) for text in texts})
+        np.random.default_rng(derive_seed(0, "other transcripts")).shuffle(distinct)
+        self._texts = sorted(distinct, key=len)
+        self._lengths = [len(text) for text in self._texts]
+
+    def like(self, text: Sequence[int]) -> list[tuple[int, ...]]:
+        """Up to `_OTHERS` transcripts that differ from `text`, those nearest to it in length."""
+        place = int(np.searchsorted(self._lengths, len(text)))
+        start = max(0, min(place - _OTHERS // 2, len(self._texts) - _OTHERS - 1))
+        own = tuple(text)
+        return [each for each in self._texts[start : start + _OTHERS + 1] if each != own][:_OTHERS]
+
+
+def _findings(
+    whole: SetHeard, suspects: Sequence[Heard], gaps: NDArray[np.float64], seconds: dict[str, float]
+) -> Iterator[Finding]:
+    """Swapped transcripts, and then those that do not fit."""
+    usual = [each.gap for each in whole.heard if math.isfinite(each.gap)]
+    if not usual:
+        return
+    median, high = float(np.median(usual)), float(np.quantile(usual, _USUAL_SHARE))
+    least_gain = max(0.5, high - median)
+    most_gap = max(0.5, median + 2.5 * (high - median))  # a transcript with at most this gap fits as the others do
+    other_of = _swapped(gaps, least_gain, most_gap)
+    for place, each in enumerate(suspects):
+        if (other := other_of.get(place)) is not None:
+            detail = f"{_described(each)}; fits {suspects[other].text!r}"
+            yield Finding(
+                "swapped", whole.name, each.id, whole.name, suspects[other].id, each.score, whole.limit, detail,
+                seconds[each.id],
+            )  # fmt: skip
+    for place, each in enumerate(suspects):
+        if place in other_of or each.score < whole.limit:
+            continue
+        best = int(np.argmin(gaps[place]))
+        detail, other_set, other_id = _described(each), "", ""
+        if gaps[place, best] <= min(most_gap, each.gap - least_gain):
+            detail, other_set, other_id = f"{detail}; fits {suspects[best].text!r}", whole.name, suspects[best].id
+        yield Finding(
+            "misfit", whole.name, each.id, other_set, other_id, each.score, whole.limit, detail, seconds[each.id]
+        )
+
+
+def _swapped(gaps: NDArray[np.float64], least_gain: float, most_gap: float) -> dict[int, int]:
+    """The partner of each suspect whose transcript is swapped; each has one, those that gain most first."""
+    own = np.where(np.isfinite(np.diag(gaps)), np.diag(gaps), 1e9)
+    gains = own[:, None] - gaps
+    mutual = np.minimum(gains, gains.T)
+    fitting = (mutual >= least_gain) & (np.maximum(gaps, gaps.T) <= most_gap)
+    pairs = [(float(mutual[i, j]), int(i), int(j)) for i, j in np.argwhere(fitting) if i < j]
+    partner: dict[int, int] = {}
+    for _, i, j in sorted(pairs, key=lambda pair: (-pair[0], pair[1:])):
+        if i not in partner and j not in partner:
+            partner[i], partner[j] = j, i
+    return partner
+
+
+def _described(each: Heard) -> str:
+    return f"{each.text!r}, heard {each.heard!r}, {each.errors:.0%} of the characters wrong"

@@ -1,0 +1,101 @@
+"""Parameters that training leaves as they are: for the whole run, or until they are thawed."""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Self
+
+from pydantic import Field, model_validator
+
+from starling.configuration import Config
+from starling.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ENCODER = "encoder"
+"""Stands for all parameters but those of the module `output`."""
+OUTPUT = "output."
+"""The prefix of the output layer's parameters, in every network of Starling."""
+
+
+class Until(Config):
+    """When frozen parameters are thawed."""
+
+    epochs: float | None = Field(default=None, gt=0)
+    """After so many passes over the data."""
+    fraction: float | None = Field(default=None, gt=0, lt=1)
+    """After this share of the budget."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.epochs is None) == (self.fraction is None):
+            raise ValueError("give either epochs or fraction")
+        return self
+
+    def is_over(self, epochs: float, fraction: float) -> bool:
+        """Whether they are thawed after so many epochs and this fraction of the budget."""
+        return epochs >= self.epochs if self.epochs is not None else fraction >= (self.fraction or 0.0)
+
+    def __str__(self) -> str:
+        return f"{self.epochs:g} epochs" if self.epochs is not None else f"{self.fraction:.0%} of the budget"
+
+
+class Freeze(Config):
+    """Parameters that stay as they are, by name: no gradient, no step, no state of the optimizer."""
+
+    parameters: tuple[str, ...] = Field(min_length=1)
+    """Names of parameters or modules, with wildcards: `layers.0`, `layers.*.weight_hh_l0`. `encoder`: all but the
+    output layer."""
+    until: Until | None = None
+    """When they are thawed; None: never."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_names(cls, value: object) -> object:
+        value = {"parameters": value} if isinstance(value, str | list | tuple) else value
+        if isinstance(value, dict) and isinstance(value.get("parameters"), str):
+            value = {**value, "parameters": [value["parameters"]]}
+        return value
+
+    def holds(self, name: str) -> bool:
+        """Whether it is about the parameter of this name."""
+        return any(_matches(pattern, name) for pattern in self.parameters)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern == ENCODER:
+        return not name.startswith(OUTPUT)
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def freeze(model: "nn.Module", frozen: Sequence[Freeze]) -> None:
+    """Freeze for good the parameters of a model that are never thawed: they are no part of a learner's weights.
+
+    Raises:
+        ConfigError: A name fits no parameter, or nothing is left to train at some time.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for each in frozen:
+        for pattern in each.parameters:
+            if not any(_matches(pattern, name) for name in names):
+                modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+                raise ConfigError(
+                    f"freeze: {pattern!r} fits no parameter; the model's modules: {', '.join(modules)}; or write "
+                    f"{ENCODER!r}"
+                )
+    if all(any(each.holds(name) for each in frozen) for name in names):
+        raise ConfigError("freeze: it leaves no parameter to train at the beginning; leave some out")
+    never = [each for each in frozen if each.until is None]
+    for name, parameter in model.named_parameters():
+        if any(each.holds(name) for each in never):
+            parameter.requires_grad_(False)
+
+
+def in_words(model: "nn.Module", frozen: Iterable[Freeze]) -> list[str]:
+    """A line for each entry: which parameters are frozen, and until when."""
+    lines = []
+    for each in frozen:
+        count = sum(value.numel() for name, value in model.named_parameters() if each.holds(name))
+        when = "for the whole run" if each.until is None else f"until {each.until}"
+        lines.append(f"frozen {when}: {', '.join(each.parameters)}, {count:,} parameters")
+    return lines
