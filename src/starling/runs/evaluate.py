@@ -164,10 +164,9 @@ def transcribe(
 
 def _text(recogniser: Recogniser, features: Tensor, search: BestSearch | None) -> str:
     """The text of one recording's features `[T, F]`."""
-    log_probs, frames = recogniser.log_probs([features])
     if search is None:
-        return recogniser.texts(log_probs, frames)[0]
-    search.take([""], log_probs, frames)
+        return recogniser.texts(*recogniser.hear([features]))[0]
+    search.take([""], *recogniser.log_probs([features]))
     return search.texts[""]
 
 
