@@ -24,6 +24,8 @@ RECIPES = STUDIES | {
     *("demo", "demo_frames", "fsdd", "fsdd_dnn", "fsdd_frames", "fsdd_frames_dev", "fsdd_speakers", "ibm_frames"),
     "speechocean",
 }
+RECIPES |= {"librispeech100", "mini_librispeech", "common_voice", "mls", "peoples_speech", "gigaspeech"}  # corpora
+RECIPES |= {"switchboard", "timit", "yesno", "domains"}
 
 
 def packages(requirements: list[str]) -> set[str]:

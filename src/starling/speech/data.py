@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from starling.configuration import Config, differing, digest
 from starling.errors import did_you_mean
 from starling.speech.check.config import CheckConfig
-from starling.speech.corpora import CorpusConfig, Utterance
+from starling.speech.corpora import CorpusConfig, LhotseRecipeCorpus, SeveralCorpus, Utterance
 from starling.speech.hold_out import HoldOutConfig
 from starling.speech.left_out import left_out_of
 from starling.speech.object_store import address_problem
@@ -128,9 +128,13 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
         del settings["filter"][name_of_key]
     if left_out := left_out_of(config.filter.leave_out, name):
         settings["left_out"] = sorted(left_out)
-    corpus = config.corpus.model_dump(mode="json")
     source = config.source(name)
-    corpus["sets"] = corpus["sets"][source]
+    holder, own = config.corpus, source
+    if isinstance(holder, SeveralCorpus):
+        _, holder, own = holder.member(source)
+    without_effect = holder.without_effect if isinstance(holder, LhotseRecipeCorpus) else None
+    corpus = holder.model_dump(mode="json", exclude=without_effect)
+    corpus["sets"] = corpus["sets"][own]
     if config.hold_out is not None and source == config.hold_out.of:
         settings["hold_out"] = config.hold_out.model_dump(mode="json")
     strings = config.strings.model_dump(mode="json") if config.strings else None
@@ -140,7 +144,7 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
         "format": FORMAT,
         "set": name,
         "corpus": corpus,
-        "maker": config.corpus.maker(source),
+        "maker": holder.maker(own),
         "strings": strings,
         **settings,
     }
