@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from starling.runs.experiment.folder import ExperimentFolder, existing
 from starling.runs.recipe.recipe import Recipe, load_resolved
 from starling.runs.validate import best_model
 from starling.speech.check.findings import seen_in_training
+from starling.speech.codecs import Transmitted, check_codec, label_of
 from starling.speech.corpora.audio import read_audio
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.prepare import prepare
@@ -38,8 +40,11 @@ def evaluate(
     is_best: bool = False,
     with_beam: bool | None = None,
     jobs: int = 1,
+    conditions: Sequence[str] = (),
 ) -> None:
     """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
+
+    With `conditions`, which are codecs, the audio goes through each of them, and a set is scored as `test@telephone`.
 
     The model is the newest one, or with `is_best` the one that scored best on the validation set. Files that list every
     error go to the experiment's `decode` folder. `with_beam` adds the score of a beam search, by `jobs` processes, for
@@ -50,6 +55,11 @@ def evaluate(
     names = list(sets or recipe.data.test)
     for name in names:
         _check_set(recipe, name)
+    for codec in conditions:
+        try:
+            check_codec(codec)
+        except ValueError as error:
+            raise ConfigError(f"--condition: {error}") from error
     recogniser = load_recogniser(experiment, recipe, is_best)
     if with_beam is None:
         with_beam = recipe.decoding is not None
@@ -64,8 +74,8 @@ def evaluate(
                 if recipe.decoding is not None and isinstance(error, DataError):
                     raise
                 tell(f"only greedy decoding: {error}")
-        for name in names:
-            _score_set(recipe, folder, recogniser, name, search, tell, console)
+        for name, codec in product(names, conditions or (None,)):
+            _score_set(recipe, folder, recogniser, name, codec, search, tell, console)
 
 
 def _score_set(
@@ -73,37 +83,41 @@ def _score_set(
     folder: ExperimentFolder,
     recogniser: Recogniser,
     name: str,
+    codec: str | None,
     search: BestSearch | None,
     tell: Say,
     console: Console,
 ) -> None:
-    """Score one set by greedy decoding or the words of tied states, and by `search` if there is one."""
+    """Score one set, through a codec if that is given, by greedy decoding or the words of tied states, and by `search`
+    if there is one."""
+    label = label_of(name, codec)
     with Bars(console) as bars:
         data = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
         prepare(data, bars)
         speech_set = SpeechSet.open(recipe.data.set_folder(name))
-        progress = partial(bars, f"decoding {name}")
+        heard = speech_set if codec is None else Transmitted(speech_set, codec)
+        progress = partial(bars, f"decoding {label}")
         if search is None:
-            hypotheses = recogniser.recognise(speech_set, progress=progress)
+            hypotheses = recogniser.recognise(heard, progress=progress)
         else:
             hypotheses = {}
             search.found.clear()
-            for ids, log_probs, frames in recogniser.outputs(speech_set, progress=progress):
+            for ids, log_probs, frames in recogniser.outputs(heard, progress=progress):
                 hypotheses.update(zip(ids, recogniser.texts(log_probs, frames), strict=True))
                 search.take(ids, log_probs, frames)
     references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
     dropped = _dropped(speech_set)
     remarks = [*dropped, *_unseen(recipe.data, name, references, hypotheses)]
-    score = write_score_files(folder.decode, name, references, hypotheses, recipe.data.text, remarks)
-    for line in (name, *score.lines(), *remarks):
+    score = write_score_files(folder.decode, label, references, hypotheses, recipe.data.text, remarks)
+    for line in (label, *score.lines(), *remarks):
         tell(line)
     if search is not None:
         beam = folder.decode / "beam"
-        search.write(beam / f"nbest-{name}.jsonl")
+        search.write(beam / f"nbest-{label}.jsonl")
         difference = f"greedy decoding - beam search: {in_words(matched_pairs(references, hypotheses, search.texts))}"
         remarks = [search.tuned.line, *dropped, *_unseen(recipe.data, name, references, search.texts), difference]
-        score = write_score_files(beam, name, references, search.texts, recipe.data.text, remarks)
-        for line in (f"{name}, {remarks[0]}", *score.lines(), *remarks[1:]):
+        score = write_score_files(beam, label, references, search.texts, recipe.data.text, remarks)
+        for line in (f"{label}, {remarks[0]}", *score.lines(), *remarks[1:]):
             tell(line)
 
 
