@@ -25,7 +25,7 @@ RECIPES = STUDIES | {
     "speechocean",
 }
 RECIPES |= {"librispeech100", "mini_librispeech", "common_voice", "mls", "peoples_speech", "gigaspeech"}  # corpora
-RECIPES |= {"switchboard", "timit", "yesno", "domains"}
+RECIPES |= {"switchboard", "timit", "yesno", "domains", "languages"}
 
 
 def packages(requirements: list[str]) -> set[str]:

@@ -27,7 +27,7 @@ from starling.speech.corpora.audio import read_audio
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.prepare import prepare
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring import line_of_unseen, write_score_files
+from starling.speech.scoring import line_of_unseen, without_tags, write_score_files
 from starling.speech.significance import in_words, matched_pairs
 from starling.speech.store import SpeechSet
 
@@ -74,8 +74,8 @@ def evaluate(
                 if recipe.decoding is not None and isinstance(error, DataError):
                     raise
                 tell(f"only greedy decoding: {error}")
-        for name, codec in product(names, conditions or (None,)):
-            _score_set(recipe, folder, recogniser, name, codec, search, tell, console)
+        for name, condition in product(names, conditions or (None,)):
+            _score_set(recipe, folder, recogniser, name, condition, search, tell, console)
 
 
 def _score_set(
@@ -107,16 +107,22 @@ def _score_set(
                 search.take(ids, log_probs, frames)
     references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
     dropped = _dropped(speech_set)
-    remarks = [*dropped, *_unseen(recipe.data, name, references, hypotheses)]
+    searched = {} if search is None else search.texts
+    tagged: list[str] = []
+    if tags := recipe.data.tags:
+        _, searched, _ = without_tags(references, searched, tags)
+        references, hypotheses, line = without_tags(references, hypotheses, tags)
+        tagged = [line]
+    remarks = [*dropped, *tagged, *_unseen(recipe.data, name, references, hypotheses)]
     score = write_score_files(folder.decode, label, references, hypotheses, recipe.data.text, remarks)
     for line in (label, *score.lines(), *remarks):
         tell(line)
     if search is not None:
         beam = folder.decode / "beam"
         search.write(beam / f"nbest-{label}.jsonl")
-        difference = f"greedy decoding - beam search: {in_words(matched_pairs(references, hypotheses, search.texts))}"
-        remarks = [search.tuned.line, *dropped, *_unseen(recipe.data, name, references, search.texts), difference]
-        score = write_score_files(beam, label, references, search.texts, recipe.data.text, remarks)
+        difference = f"greedy decoding - beam search: {in_words(matched_pairs(references, hypotheses, searched))}"
+        remarks = [search.tuned.line, *dropped, *_unseen(recipe.data, name, references, searched), difference]
+        score = write_score_files(beam, label, references, searched, recipe.data.text, remarks)
         for line in (f"{label}, {remarks[0]}", *score.lines(), *remarks[1:]):
             tell(line)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -26,12 +28,31 @@ class SeveralCorpus(Config):
     kind: Literal["several"]
     corpora: dict[CorpusName, CorpusConfig] = Field(min_length=1)
     """Name of a corpus, without a hyphen -> its settings, as in `data.corpus`."""
+    tags: dict[CorpusName, str] = Field(default={})
+    """Name of a corpus -> one character, such as Ⓔ: a word that is put before its transcripts, for example to tell the
+    model the language. `evaluate` scores texts without it, and says how often it was right."""
 
     @model_validator(mode="after")
-    def _one_level(self) -> Self:
-        nested = [name for name, corpus in self.corpora.items() if isinstance(corpus, SeveralCorpus)]
-        if nested:
-            raise ValueError(f"corpora.{nested[0]}: kind: several cannot hold another kind: several; list its corpora")
+    def _consistent(self) -> Self:
+        problems = [
+            f"corpora.{name}: kind: several cannot hold another kind: several; list its corpora"
+            for name, corpus in self.corpora.items()
+            if isinstance(corpus, SeveralCorpus)
+        ]
+        if self.tags:
+            problems += [
+                f"tags.{name}: missing; each corpus needs one" for name in self.corpora if name not in self.tags
+            ]
+            problems += [f"tags.{name}: there is no such corpus" for name in self.tags if name not in self.corpora]
+            problems += [
+                f"tags.{name}: {tag!r} is not a single character other than letters, digits and spaces"
+                for name, tag in self.tags.items()
+                if len(tag) != 1 or tag.isspace() or unicodedata.category(tag)[0] in "LNC"
+            ]
+            if len(set(map(str.upper, self.tags.values()))) < len(self.tags):
+                problems.append("tags: two corpora have the same")
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
     @property
@@ -44,6 +65,10 @@ class SeveralCorpus(Config):
         name, _, own = set_name.partition("-")
         return name, self.corpora[name], own
 
+    def tag(self, set_name: str) -> str:
+        """The word before the transcripts of a set; empty if there is none."""
+        return self.tags.get(self.member(set_name)[0], "")
+
     def maker(self, set_name: str) -> str:
         _, corpus, own = self.member(set_name)
         return corpus.maker(own)
@@ -51,7 +76,9 @@ class SeveralCorpus(Config):
     def utterances(self, set_name: str) -> Iterator[Utterance]:
         """The utterances of a set. Raises DataError, naming the corpus, if it is missing or invalid."""
         name, corpus, own = self.member(set_name)
+        tag = self.tag(set_name)
         try:
-            yield from corpus.utterances(own)
+            for each in corpus.utterances(own):
+                yield replace(each, text=f"{tag} {each.text}") if tag and each.text.strip() else each
         except DataError as error:
             raise DataError(f"data.corpus.corpora.{name}: {error}") from error
