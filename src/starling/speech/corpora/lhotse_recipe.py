@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -81,12 +82,10 @@ class LhotseRecipeCorpus(FileCorpus):
             for part in names:
                 _check_part(self.recipe, set_name, part, parts)
                 for cut in _cuts(parts[part]):
-                    supervision = cut.supervisions[0]
-                    if supervision.text is None:
-                        continue
-                    found = utterance_of(cut, supervision.id, f"{self.recipe}/{part}", self.channel, self.audio_root)
+                    name = cut.supervisions[0].id
+                    found = utterance_of(cut, name, f"{self.recipe}/{part}", self.channel, self.audio_root)
                     if custom.speaker is not None:
-                        found = replace(found, speaker=custom.speaker(supervision.id))
+                        found = replace(found, speaker=custom.speaker(name))
                     yield _rewritten(found, rewrite)
 
     def _prepare(self, scratch: Path, set_name: str, names: Sequence[str], custom: _Custom) -> dict[str, Any]:
@@ -109,7 +108,7 @@ class LhotseRecipeCorpus(FileCorpus):
         if "output_dir" in parameters:
             options.setdefault("output_dir", scratch)
         try:
-            with _libsndfile():
+            with _libsndfile(), redirect_stdout(sys.stderr):  # some print
                 if custom.prepare is not None:
                     manifests: Any = custom.prepare(call)
                 elif "corpus_dir" in parameters:
@@ -259,7 +258,7 @@ def _cuts(manifests: dict[str, Any]) -> Iterator[Any]:
 
     cuts = CutSet.from_manifests(recordings=manifests["recordings"], supervisions=manifests["supervisions"])
     segments = cuts.trim_to_supervisions(keep_overlapping=False)
-    if manifests["supervisions"].is_lazy:
+    if getattr(manifests["supervisions"], "is_lazy", False):
         return iter(segments)
     return iter(sorted(segments, key=lambda cut: str(cut.supervisions[0].id)))
 
