@@ -105,6 +105,17 @@ def test_switchboard_without_its_transcripts_is_an_error_and_not_a_download(tmp_
     prepare_all(recipe_for("switchboard", corpus, tmp_path, where, "data.hold_out=null", *ONLY_TRAIN))
 
 
+def test_compressed_sphere_files_are_named_and_not_read_as_noise(tmp_path: Path) -> None:
+    """libsndfile cannot decode shorten."""
+    corpus = switchboard(tmp_path)
+    file = next(corpus.rglob("sw02001.sph"))
+    header, rest = file.read_bytes()[:1024], file.read_bytes()[1024:]
+    shortened = header.replace(b"-s4 ulaw", b"-s27 ulaw,embedded-shorten-v2.00")[:1024]
+    file.write_bytes(shortened + rest)
+    with pytest.raises(DataError, match=r"switchboard cannot prepare .*sw02001\.sph"):
+        prepare_all(recipe_for("switchboard", corpus, tmp_path))
+
+
 def test_a_missing_part_is_answered_with_those_that_are_there(tmp_path: Path) -> None:
     """Before lhotse reads anything."""
     corpus = librispeech(tmp_path, ("train-clean-100", "dev-clean", "dev-other"))
