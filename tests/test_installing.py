@@ -25,6 +25,8 @@ RECIPES = STUDIES | {
     *("demo", "demo_frames", "fsdd", "fsdd_dnn", "fsdd_frames", "fsdd_frames_dev", "fsdd_speakers", "ibm_frames"),
     *("reader", "reader_children", "speechocean"),
 }
+RECIPES |= {"librispeech100", "mini_librispeech", "common_voice", "mls", "peoples_speech", "gigaspeech"}  # corpora
+RECIPES |= {"switchboard", "timit", "yesno", "domains", "languages"}
 
 
 def packages(requirements: list[str]) -> set[str]:
@@ -154,7 +156,7 @@ def test_an_unknown_recipe_is_answered_with_the_known_ones(tmp_path: Path) -> No
     """And the nearest of them."""
     result = CliRunner().invoke(app, ["recipes", "copy", "dem", str(tmp_path)])
     assert result.exit_code == 2
-    assert "recipe 'dem' is unknown; did you mean 'demo'? known are demo, demo_frames, fsdd, " in result.stderr
+    assert "recipe 'dem' is unknown; did you mean 'demo'? known are common_voice, demo, " in result.stderr
 
 
 def test_a_file_goes_before_a_recipe_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,24 @@ def test_a_kept_experiment_can_be_audited_and_scored(kept: Path) -> None:
     assert "%WER" in said
 
 
+def test_a_kept_experiment_can_be_scored_through_codecs(kept: Path) -> None:
+    """As sets of their own, beside the clean one: a rate that holds one of the two tones makes it deaf to the other."""
+    assert starling("evaluate", "exp/kept", "--greedy")[0] == 0
+    code, said, errors = starling(
+        "evaluate", "exp/kept", "--greedy", "--condition", "rate-1000", "--condition", "rate-4000"
+    )
+    assert code == 0, errors
+    assert [line for line in said.splitlines() if line.startswith("test")] == ["test@rate-1000", "test@rate-4000"]
+    code, said, errors = starling("score", "exp/kept", "--by", "speaker")
+    assert code == 0, errors
+    lines = said.splitlines()
+    rates = {name: lines[lines.index(name) + 3] for name in ("test", "test@rate-1000", "test@rate-4000")}
+    assert rates["test"] == rates["test@rate-4000"] != rates["test@rate-1000"]
+    assert "all by set" in said
+    code, _, errors = starling("evaluate", "exp/kept", "--condition", "telefone")
+    assert code == 2 and "--condition: 'telefone' is not a codec; known are telephone, gsm" in errors
+
+
 def test_an_experiment_of_an_older_version_is_refused_by_name(kept: Path) -> None:
     """With what to do; nothing before 0.2 was released."""
     config = kept / "exp" / "kept" / "config.yaml"

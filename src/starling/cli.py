@@ -277,6 +277,10 @@ def evaluate(
     best: Best = False,
     greedy: Annotated[bool, typer.Option("--greedy", help="Without the beam search.")] = False,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes for the beam search.")] = 1,
+    conditions: Annotated[
+        list[str] | None,
+        typer.Option("--condition", help="Through a codec, such as telephone or opus-8; may be repeated."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Score sets with the newest model of an experiment, and list every error in its decode folder.
@@ -288,7 +292,7 @@ def evaluate(
         require("speech", "starling evaluate")
         from starling.runs import evaluate
 
-        evaluate.evaluate(experiment, sets, typer.echo, _console(), best, not greedy, jobs)
+        evaluate.evaluate(experiment, sets, typer.echo, _console(), best, not greedy, jobs, conditions or ())
 
 
 @app.command(epilog="Example: [bold]starling score exp/demo exp/demo-adpsgd --by speaker[/bold]")

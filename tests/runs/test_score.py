@@ -8,7 +8,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from starling.cli import app
-from starling.runs.recipe.recipe import check_recipe
+from starling.runs.recipe.recipe import check_recipe, dump_recipe
 from starling.runs.simulate import simulate
 from starling.speech.scoring import write_score_files
 from tests.runs.conftest import Tree
@@ -119,6 +119,19 @@ def test_an_experiment_knows_its_speakers_and_columns(tree: Tree) -> None:
     code, lines = run(experiment, "--by", "split")
     assert code == 0
     assert any(line.startswith("│ test ") for line in lines)
+
+
+def test_a_set_of_several_corpora_has_the_columns_of_its_own(tree: Tree, tmp_path: Path) -> None:
+    """Also when it was scored through a codec."""
+    tree["data"]["corpus"] = {"kind": "several", "corpora": {"songs": tree["data"]["corpus"]}}
+    tree["data"] |= {"train": "songs-train", "test": ["songs-test"]}
+    (tmp_path / "config.yaml").write_text(dump_recipe(check_recipe(tree, "songs")), encoding="utf-8")
+    texts = {f"song-{number}": "do re" for number in range(24, 30)}
+    write_score_files(tmp_path / "decode", "songs-test@gsm", texts, texts, "as-is")
+    code, lines = run(tmp_path, "--by", "split")
+    assert code == 0, lines
+    (row,) = [line.split() for line in lines if line.startswith("│ test ")]
+    assert row[3] == "6"
 
 
 def test_utterances_that_preparation_dropped_are_told(tree: Tree, tmp_path: Path) -> None:

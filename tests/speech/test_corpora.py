@@ -20,6 +20,7 @@ from starling.errors import DataError
 from starling.speech.corpora import CorpusConfig, Utterance, recipe_names
 from starling.speech.corpora.audio import read_audio
 from starling.speech.corpora.lines import read_lines
+from starling.speech.data import DataConfig, set_digest
 
 
 def _import(kind: str, set_name: str = "train", **settings: object) -> list[Utterance]:
@@ -377,6 +378,46 @@ def test_lhotse_still_has_the_corpora_that_we_promise() -> None:
     """The names in our documents exist in the lhotse that is installed."""
     promised = {"librispeech", "commonvoice", "mls", "peoples_speech", "gigaspeech", "switchboard", "timit", "yesno"}
     assert promised <= set(recipe_names())
+
+
+def _several(folder: Path, **changes: object) -> dict[str, object]:
+    tables = {"far": write_table(folder / "far", count=6), "near": write_table(folder / "near", count=3, speakers=1)}
+    sets = {"train": {"split": "train"}, "test": {"split": "test"}}
+    corpora = {name: {"kind": "tsv", "path": path, "sets": sets} for name, path in tables.items()}
+    return {"kind": "several", "corpora": corpora | changes}
+
+
+def test_several_corpora_are_one_with_the_sets_of_all(tmp_path: Path) -> None:
+    """The set `test` of the corpus `near` is `near-test`."""
+    corpus = TypeAdapter(CorpusConfig).validate_python(_several(tmp_path))
+    assert list(corpus.sets) == ["far-train", "far-test", "near-train", "near-test"]
+    assert [u.id for u in corpus.utterances("far-test")] == ["u2", "u5"]
+    assert [u.id for u in corpus.utterances("near-test")] == ["u2"]
+    with pytest.raises(ValidationError, match="tvs"):
+        TypeAdapter(CorpusConfig).validate_python(_several(tmp_path, worse={"kind": "tvs"}))
+    with pytest.raises(ValidationError, match="cannot hold another kind: several"):
+        TypeAdapter(CorpusConfig).validate_python(_several(tmp_path, more=_several(tmp_path)))
+
+
+def test_a_corpus_of_several_that_is_missing_is_named(tmp_path: Path) -> None:
+    """The message leads to the key that has to change."""
+    missing = {"kind": "tsv", "path": tmp_path / "absent.tsv", "sets": {"train": {}}}
+    corpus = TypeAdapter(CorpusConfig).validate_python(_several(tmp_path, calls=missing))
+    with pytest.raises(DataError, match=r"data\.corpus\.corpora\.calls: corpus not found: .*absent\.tsv"):
+        list(corpus.utterances("calls-train"))
+
+
+def test_a_set_of_several_corpora_depends_on_its_own_corpus_only(tmp_path: Path) -> None:
+    """Another corpus may change or be added without preparing it again; its own may not."""
+
+    def digest(**changes: object) -> str:
+        tree = {"folder": tmp_path, "corpus": _several(tmp_path, **changes), "train": "far-train", "valid": None}
+        return set_digest(DataConfig.model_validate(tree | {"test": ["near-test"]}), "far-train")
+
+    usual = digest()
+    table = {"kind": "tsv", "path": tmp_path / "other.tsv", "sets": {"train": {}, "test": {}}}
+    assert digest(near=table) == digest(third=table) == usual
+    assert digest(far=table) != usual
 
 
 def test_stereo_needs_a_channel(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,12 @@ from starling.runs.experiment.folder import ExperimentFolder, existing
 from starling.runs.recipe.recipe import Recipe, load_resolved
 from starling.runs.validate import best_model
 from starling.speech.check.findings import seen_in_training
+from starling.speech.codecs import Transmitted, check_codec, label_of
 from starling.speech.corpora.audio import read_audio
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.prepare import prepare
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring import line_of_unseen, write_score_files
+from starling.speech.scoring import line_of_unseen, without_tags, write_score_files
 from starling.speech.significance import in_words, matched_pairs
 from starling.speech.store import SpeechSet
 
@@ -40,8 +42,11 @@ def evaluate(
     is_best: bool = False,
     with_beam: bool | None = None,
     jobs: int = 1,
+    conditions: Sequence[str] = (),
 ) -> None:
     """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
+
+    With `conditions`, which are codecs, the audio goes through each of them, and a set is scored as `test@telephone`.
 
     The model is the newest one, or with `is_best` the one that scored best on the validation set. Files that list every
     error go to the experiment's `decode` folder. `with_beam` adds the scores of beam searches, by `jobs` processes, for
@@ -52,6 +57,11 @@ def evaluate(
     names = list(sets or recipe.data.test)
     for name in names:
         _check_set(recipe, name)
+    for codec in conditions:
+        try:
+            check_codec(codec)
+        except ValueError as error:
+            raise ConfigError(f"--condition: {error}") from error
     recogniser = load_recogniser(experiment, recipe, is_best)
     if with_beam is None:
         with_beam = recipe.decoding is not None
@@ -70,8 +80,8 @@ def evaluate(
         if with_beam and recogniser.decoder is not None:
             with Bars(console) as bars:
                 beside = decoder_search(recipe, recogniser, search, bars)
-        for name in names:
-            _score_set(recipe, folder, recogniser, name, search, beside, tell, console)
+        for name, condition in product(names, conditions or (None,)):
+            _score_set(recipe, folder, recogniser, name, condition, search, beside, tell, console)
 
 
 def _score_set(
@@ -79,24 +89,27 @@ def _score_set(
     folder: ExperimentFolder,
     recogniser: Recogniser,
     name: str,
+    codec: str | None,
     search: BestSearch | None,
     beside: DecoderSearch | None,
     tell: Say,
     console: Console,
 ) -> None:
-    """Score one set by greedy decoding or the words of tied states, by `search` if there is one, and in the ways of a
-    decoder if there is one (`beside`)."""
+    """Score one set, through a codec if that is given, by greedy decoding or the words of tied states, by `search` if
+    there is one, and in the ways of a decoder if there is one (`beside`)."""
+    label = label_of(name, codec)
     with Bars(console) as bars:
         data = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
         prepare(data, bars)
         speech_set = SpeechSet.open(recipe.data.set_folder(name))
-        progress = partial(bars, f"decoding {name}")
+        audio = speech_set if codec is None else Transmitted(speech_set, codec)
+        progress = partial(bars, f"decoding {label}")
         hypotheses: dict[str, str] = {}
         if search is not None:
             search.found.clear()
         if beside is not None:
             beside.clear()
-        for ids, heard in recogniser.heard(speech_set, progress=progress):
+        for ids, heard in recogniser.heard(audio, progress=progress):
             hypotheses.update(zip(ids, recogniser.texts(*heard), strict=True))
             if search is not None:
                 search.take(ids, heard.log_probs, heard.lengths)
@@ -104,24 +117,32 @@ def _score_set(
                 beside.take(ids, heard)
     references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
     dropped = _dropped(speech_set)
-    remarks = [*dropped, *_unseen(recipe.data, name, references, hypotheses)]
-    score = write_score_files(folder.decode, name, references, hypotheses, recipe.data.text, remarks)
-    for line in (name, *score.lines(), *remarks):
+    searched = {} if search is None else search.texts
+    by_decoder = {} if beside is None else beside.texts
+    tagged: list[str] = []
+    if tags := recipe.data.tags:
+        _, searched, _ = without_tags(references, searched, tags)
+        by_decoder = {way: without_tags(references, texts, tags)[1] for way, texts in by_decoder.items()}
+        references, hypotheses, line = without_tags(references, hypotheses, tags)
+        tagged = [line]
+    remarks = [*dropped, *tagged, *_unseen(recipe.data, name, references, hypotheses)]
+    score = write_score_files(folder.decode, label, references, hypotheses, recipe.data.text, remarks)
+    for line in (label, *score.lines(), *remarks):
         tell(line)
     if search is not None:
         beam = folder.decode / "beam"
-        search.write(beam / f"nbest-{name}.jsonl")
-        difference = f"greedy decoding - beam search: {in_words(matched_pairs(references, hypotheses, search.texts))}"
-        remarks = [search.tuned.line, *dropped, *_unseen(recipe.data, name, references, search.texts), difference]
-        score = write_score_files(beam, name, references, search.texts, recipe.data.text, remarks)
-        for line in (f"{name}, {remarks[0]}", *score.lines(), *remarks[1:]):
+        search.write(beam / f"nbest-{label}.jsonl")
+        difference = f"greedy decoding - beam search: {in_words(matched_pairs(references, hypotheses, searched))}"
+        remarks = [search.tuned.line, *dropped, *_unseen(recipe.data, name, references, searched), difference]
+        score = write_score_files(beam, label, references, searched, recipe.data.text, remarks)
+        for line in (f"{label}, {remarks[0]}", *score.lines(), *remarks[1:]):
             tell(line)
-    if beside is not None:
-        for way, texts in beside.texts.items():
-            remarks = [beside.titles[way], *dropped, *_unseen(recipe.data, name, references, texts)]
-            score = write_score_files(folder.decode / way, name, references, texts, recipe.data.text, remarks)
-            for line in (f"{name}, {remarks[0]}", *score.lines(), *remarks[1:]):
-                tell(line)
+    for way, texts in by_decoder.items():
+        title = "" if beside is None else beside.titles[way]
+        remarks = [title, *dropped, *_unseen(recipe.data, name, references, texts)]
+        score = write_score_files(folder.decode / way, label, references, texts, recipe.data.text, remarks)
+        for line in (f"{label}, {remarks[0]}", *score.lines(), *remarks[1:]):
+            tell(line)
 
 
 def transcribe(

@@ -12,6 +12,8 @@ from starling.report.progress import Say
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.recipe import Recipe, load_resolved
 from starling.runs.scored import read_texts
+from starling.speech.codecs import set_of
+from starling.speech.corpora import SeveralCorpus
 from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.tsv import TsvCorpus
 from starling.speech.normalising import Normaliser
@@ -182,9 +184,11 @@ def _groups(experiment: Path, folder: Path, name: str, grouping: Grouping) -> di
         return _column(grouping.table, None, grouping.by)
     recipe = _recipe(experiment, folder)
     if grouping.by == "speaker":
-        speech_set = SpeechSet.open(recipe.set_folder(name))
+        speech_set = SpeechSet.open(recipe.set_folder(set_of(name)))
         return {speech_set.id(index): speech_set.speaker(index) for index in range(len(speech_set))}
     corpus = recipe.data.corpus
+    if isinstance(corpus, SeveralCorpus):
+        _, corpus, _ = corpus.member(recipe.data.source(set_of(name)))
     if not isinstance(corpus, TsvCorpus):
         raise ConfigError(
             f"the corpus of {experiment} is not a table, so it has no column {grouping.by!r}; name a table with --table"

@@ -16,6 +16,7 @@ from starling.errors import DataError, StarlingError
 from starling.report.evidence import Count, ScoredSet, Utterance
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.recipe import load_resolved
+from starling.speech.codecs import set_of
 from starling.speech.scoring import NOTHING, Alignment, align, score
 from starling.speech.store import SpeechSet
 
@@ -39,7 +40,7 @@ def read_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
     utterances = chosen(references, alignments)
     problem = ""
     try:
-        audio = _audio(load_resolved(folder.config).data.set_folder(name), [each.name for each in utterances])
+        audio = _audio(load_resolved(folder.config).data.set_folder(set_of(name)), [each.name for each in utterances])
         utterances = tuple(replace(each, audio=audio.get(each.name)) for each in utterances)
     except (StarlingError, OSError) as error:
         problem = f"No audio of {name}: {error}."

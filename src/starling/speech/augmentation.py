@@ -1,4 +1,4 @@
-"""Augmentation of training audio: speed, noise, SpecAugment. All randomness comes from explicit seeds."""
+"""Augmentation of training audio: speed, noise, codecs, SpecAugment. All randomness comes from explicit seeds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from starling.configuration import Config
+from starling.speech.codecs import Codec, transmitted_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,10 @@ class AugmentConfig(Config):
     speed: tuple[float, ...] = Field(default=(0.9, 1.0, 1.1), description="factors drawn from, one per utterance")
     noise_snr: tuple[float, float] | None = Field(default=None, description="dB range of added white noise")
     noise_probability: float = Field(default=0.5, ge=0, le=1, description="share of utterances with added noise")
+    codecs: tuple[Codec, ...] = Field(
+        default=(), description="codecs drawn from: telephone, gsm, rate-HZ, opus-KBITS …"
+    )
+    codec_probability: float = Field(default=0.5, ge=0, le=1, description="share of utterances that go through a codec")
     spec_augment: SpecAugmentConfig | None = SpecAugmentConfig()
 
     @field_validator("speed")
@@ -58,7 +63,8 @@ class AugmentConfig(Config):
 def augment_waveform(
     waveform: torch.Tensor, sampling_rate: int, config: AugmentConfig, generator: np.random.Generator
 ) -> torch.Tensor:
-    """`waveform` `[T]` with its speed changed (length divided by the factor, rounded up) and white noise added."""
+    """`waveform` `[T]` with its speed changed (length divided by the factor, rounded up), white noise added,
+    and sent through a codec."""
     import torch
 
     from starling.speech.features import resample
@@ -71,6 +77,8 @@ def augment_waveform(
         power = float(waveform.square().mean())
         noise = generator.standard_normal(len(waveform), dtype=np.float32)
         waveform = waveform + torch.from_numpy(noise) * math.sqrt(power / 10 ** (snr / 10))
+    if config.codecs and generator.random() < config.codec_probability:  # last: a codec hears the noise, too
+        waveform = transmitted_tensor(waveform, sampling_rate, str(generator.choice(config.codecs)))
     return waveform
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from starling.configuration import Config, differing, digest
 from starling.errors import did_you_mean
 from starling.speech.check.config import CheckConfig
-from starling.speech.corpora import CorpusConfig, Utterance
+from starling.speech.corpora import CorpusConfig, LhotseRecipeCorpus, SeveralCorpus, SyntheticCorpus, Utterance
 from starling.speech.hold_out import HoldOutConfig
 from starling.speech.left_out import left_out_of
 from starling.speech.object_store import address_problem
@@ -106,6 +106,12 @@ class DataConfig(Config):
         """The corpus's name of the set that a set is, or is a part of."""
         return self.hold_out.of if self.hold_out is not None and name == self.hold_out.set else name
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The words with which transcripts begin to say of which corpus they are, as prepared; usually none."""
+        tags = self.corpus.tags.values() if isinstance(self.corpus, SeveralCorpus) else ()
+        return tuple({"upper": each.upper(), "lower": each.lower(), "as-is": each}[self.text] for each in tags)
+
     def set_folder(self, name: str) -> Path:
         """The folder of a prepared set."""
         return self.folder / name
@@ -128,9 +134,15 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
         del settings["filter"][name_of_key]
     if left_out := left_out_of(config.filter.leave_out, name):
         settings["left_out"] = sorted(left_out)
-    corpus = config.corpus.model_dump(mode="json")
     source = config.source(name)
-    corpus["sets"] = corpus["sets"][source]
+    holder, own = config.corpus, source
+    if isinstance(holder, SeveralCorpus):
+        _, holder, own = holder.member(source)
+    without_effect = holder.without_effect if isinstance(holder, LhotseRecipeCorpus | SyntheticCorpus) else None
+    corpus = holder.model_dump(mode="json", exclude=without_effect)
+    corpus["sets"] = corpus["sets"][own]
+    if isinstance(config.corpus, SeveralCorpus) and (tag := config.corpus.tag(source)):
+        corpus["tag"] = tag
     if config.hold_out is not None and source == config.hold_out.of:
         settings["hold_out"] = config.hold_out.model_dump(mode="json")
     strings = config.strings.model_dump(mode="json") if config.strings else None
@@ -140,7 +152,7 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
         "format": FORMAT,
         "set": name,
         "corpus": corpus,
-        "maker": config.corpus.maker(source),
+        "maker": holder.maker(own),
         "strings": strings,
         **settings,
     }

@@ -106,6 +106,20 @@ def count_errors(references: Mapping[str, str], hypotheses: Mapping[str, str]) -
     )
 
 
+def without_tags(
+    references: Mapping[str, str], hypotheses: Mapping[str, str], tags: Collection[str]
+) -> tuple[dict[str, str], dict[str, str], str]:
+    """The texts without tags of one character, which references begin with, and a line that says how many hypotheses
+    begin with the right one."""
+    table = str.maketrans(dict.fromkeys(tags, " "))
+    right = sum(text[:1] in tags and hypotheses.get(name, "")[:1] == text[:1] for name, text in references.items())
+    clean = [
+        {name: " ".join(text.translate(table).split()) for name, text in texts.items()}
+        for texts in (references, hypotheses)
+    ]
+    return clean[0], clean[1], f"tags: {right} of {len(references)} utterances have the right one; not scored as words"
+
+
 def line_of_unseen(references: Mapping[str, str], hypotheses: Mapping[str, str], seen: Collection[str]) -> str | None:
     """The %WER line without the utterances that have a near-duplicate in training; None if there are none."""
     unseen = {name: text for name, text in references.items() if name not in seen}

@@ -145,6 +145,8 @@ class Checker:
     def _check_wanted(self, utterance: Utterance) -> None:
         if (item := self._left_out.get(utterance.id)) is not None:
             raise _Unusable(f"left out: {item.reason}", "left out", item.seconds, bad=False)
+        if utterance.wordless:
+            raise _Unusable(f"no words, only {utterance.wordless}", "transcript", bad=False)
 
     def _checked_text(self, utterance: Utterance) -> str:
         name = utterance.id

@@ -8,9 +8,11 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.registry import Registry
 from starling.speech.corpora.coqui import CoquiCorpus
-from starling.speech.corpora.cuts import LhotseCorpus, LhotseRecipeCorpus, recipe_names
+from starling.speech.corpora.cuts import LhotseCorpus
 from starling.speech.corpora.jsonl import NemoCorpus, WenetCorpus
 from starling.speech.corpora.kaldi import KaldiCorpus
+from starling.speech.corpora.lhotse_recipe import LhotseRecipeCorpus, recipe_names
+from starling.speech.corpora.several import SeveralCorpus
 from starling.speech.corpora.synthetic import SyntheticCorpus
 from starling.speech.corpora.tsv import TsvCorpus
 from starling.speech.corpora.utterance import Audio, FileCorpus, NamedSets, Utterance
@@ -25,6 +27,7 @@ __all__ = [
     "LhotseRecipeCorpus",
     "NamedSets",
     "NemoCorpus",
+    "SeveralCorpus",
     "SyntheticCorpus",
     "TsvCorpus",
     "Utterance",
@@ -41,6 +44,7 @@ _BuiltIn = (
     | LhotseCorpus
     | LhotseRecipeCorpus
     | SyntheticCorpus
+    | SeveralCorpus
 )
 
 
@@ -74,3 +78,5 @@ def _validate_corpus(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 CorpusConfig = Annotated[_BuiltIn, Field(discriminator="kind"), WrapValidator(_validate_corpus), SerializeAsAny()]
 """The settings of a corpus, of the class that its `kind` selects."""
+
+SeveralCorpus.model_rebuild(_types_namespace={"CorpusConfig": CorpusConfig})

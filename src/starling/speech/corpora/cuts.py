@@ -1,20 +1,17 @@
-"""Corpora in lhotse's formats, or prepared by lhotse's recipes."""
+"""Corpora in lhotse's formats."""
 
-import inspect
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
 
-from starling.errors import DataError, did_you_mean
+from starling.errors import DataError
 from starling.speech.corpora.archives import check_archive
 from starling.speech.corpora.audio import MAX_SECONDS, read_audio
 from starling.speech.corpora.lines import read_json_lines
-from starling.speech.corpora.utterance import Audio, FileCorpus, NamedSets, Utterance
+from starling.speech.corpora.utterance import Audio, NamedSets, Utterance
 
 _REFUSED_SOURCES = ("command", "url")
 
@@ -34,96 +31,7 @@ class LhotseCorpus(NamedSets):
         else:
             cuts = ((f"{path}:{line}", _cut(item, f"{path}:{line}")) for line, item in read_json_lines(path))
         for origin, cut in cuts:
-            yield _utterance(cut, None, origin, self.channel, self.audio_root)
-
-
-class LhotseRecipeCorpus(FileCorpus):
-    """Any corpus for which lhotse has a recipe, in the folder layout in which it is downloaded.
-
-    Runs `lhotse.recipes.prepare_<recipe>(path, **options)`. A set is one or more of the parts that this returns, e.g.
-    `train: [train-clean-100]`; nested parts, such as Common Voice's by language, are named 'en/train'.
-    """
-
-    kind: Literal["lhotse-recipe"]
-    recipe: str
-    options: dict[str, str | bool | int | float | tuple[str, ...]] = Field(default={})
-    """Further arguments of lhotse's function."""
-    sets: dict[str, str | tuple[str, ...]]
-
-    @field_validator("recipe")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        known = recipe_names()
-        if name not in known:
-            hint = did_you_mean(name, known) or f"known are {', '.join(known)}"
-            raise ValueError(f"lhotse has no recipe {name!r}; {hint}")
-        return name
-
-    def utterances(self, set_name: str) -> Iterator[Utterance]:
-        from lhotse import CutSet
-
-        wanted = self.sets[set_name]
-        # some recipes read their own manifests lazily, so the files must exist while the cuts are used
-        with tempfile.TemporaryDirectory(prefix="starling-") as scratch:
-            parts = self._prepare(Path(scratch))
-            for part in (wanted,) if isinstance(wanted, str) else wanted:
-                if part not in parts:
-                    raise DataError(
-                        f"set {set_name}: lhotse's recipe {self.recipe} has no part {part!r}, only {', '.join(parts)}"
-                    )
-                manifests = parts[part]
-                cuts = CutSet.from_manifests(recordings=manifests["recordings"], supervisions=manifests["supervisions"])
-                for cut in cuts.trim_to_supervisions(keep_overlapping=False):
-                    name = cut.supervisions[0].id
-                    yield _utterance(cut, name, f"{self.recipe}/{part}", self.channel, self.audio_root)
-
-    def _prepare(self, scratch: Path) -> dict[str, dict[str, Any]]:
-        import lhotse.recipes
-
-        prepare = getattr(lhotse.recipes, f"prepare_{self.recipe}")
-        source = self.located()
-        options: dict[str, Any] = {
-            name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()
-        }
-        parameters = inspect.signature(prepare).parameters
-        unknown = [name for name in options if name not in parameters]
-        if unknown:
-            raise DataError(
-                f"lhotse's recipe {self.recipe} has no option {', '.join(unknown)}, only {', '.join(parameters)}"
-            )
-        if "output_dir" in parameters:
-            options.setdefault("output_dir", scratch)
-        try:
-            if "corpus_dir" in parameters:
-                manifests = prepare(corpus_dir=source, **options)
-            else:
-                manifests = prepare(source, **options)
-        except Exception as error:  # lhotse's recipes raise any kind of error, including bare assertions
-            raise DataError(
-                f"lhotse's recipe {self.recipe} cannot prepare {source}: {type(error).__name__}: "
-                f"{error or 'a check of the corpus folder failed'}; see lhotse.recipes.prepare_{self.recipe}"
-            ) from error
-        return dict(_parts(manifests, ""))
-
-
-def recipe_names() -> list[str]:
-    """The corpora that lhotse can prepare."""
-    import lhotse.recipes
-
-    return sorted(name.removeprefix("prepare_") for name in vars(lhotse.recipes) if name.startswith("prepare_"))
-
-
-def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All dictionaries with recordings and supervisions, each with its path of keys."""
-    if isinstance(manifests, tuple) and len(manifests) == 2:
-        manifests = {"recordings": manifests[0], "supervisions": manifests[1]}
-    if not isinstance(manifests, dict):
-        return
-    if "recordings" in manifests and "supervisions" in manifests:
-        yield prefix or "all", manifests
-        return
-    for key, value in manifests.items():
-        yield from _parts(value, f"{prefix}/{key}" if prefix else str(key))
+            yield utterance_of(cut, None, origin, self.channel, self.audio_root)
 
 
 def _cut(item: dict[str, Any], origin: str) -> Any:
@@ -155,7 +63,7 @@ def _shar_cuts(folder: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{folder}: cannot be read as Shar: {type(error).__name__}: {error}") from error
 
 
-def _utterance(cut: Any, utterance_id: str | None, origin: str, channel: int | None, root: Path | None) -> Utterance:
+def utterance_of(cut: Any, utterance_id: str | None, origin: str, channel: int | None, root: Path | None) -> Utterance:
     """One cut as an utterance, with `utterance_id` or, if that is None, the cut's id."""
     name = str(getattr(cut, "id", "?"))
     try:

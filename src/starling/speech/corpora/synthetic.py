@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt, model_validator
 from starling.configuration import Config
 from starling.speech.corpora.utterance import Audio, Utterance
 from starling.speech.espeak import Sentence, speak
-from starling.speech.synthesis import ACCENTS, COMMANDS, DIGITS, VOICES, add_noise, draw_sentence, draw_text
+from starling.speech.synthesis import LANGUAGES, VOICES, add_noise, draw_sentence, draw_text
 
 
 class SyntheticCorpus(Config):
@@ -21,6 +21,7 @@ class SyntheticCorpus(Config):
     sets: dict[Literal["train", "dev", "test"], PositiveInt] = Field(min_length=1)
     """Number of utterances of each set."""
     seed: int = Field(default=0, ge=0)
+    language: Literal["en", "de", "es"] = "en"
     digits: tuple[int, int] = (2, 5)
     """Minimum and maximum number of digits in a string."""
     commands: float = Field(default=0.4, ge=0, le=1)
@@ -39,9 +40,16 @@ class SyntheticCorpus(Config):
                 raise ValueError(f"{name} {low}, {high}: needs 1 <= first <= second (snr: first <= second)")
         return self
 
+    @property
+    def without_effect(self) -> dict[str, Any]:
+        """The keys that no prepared set depends on, for pydantic's `exclude`; a set of English is as before there were
+        others."""
+        return {"language": True} if self.language == "en" else {}
+
     def maker(self, set_name: str) -> str:
         """What a set depends on besides its settings: the voices and words of this version."""
-        return " ".join([*VOICES[set_name], *ACCENTS, *DIGITS, *COMMANDS])
+        words = LANGUAGES[self.language]
+        return " ".join([*VOICES[set_name], *words.accents, *words.digits, *words.commands])
 
     def utterances(self, set_name: str) -> Sequence[Utterance]:
         """All utterances of a set, synthesised by this call. The same configuration gives the same utterances.
@@ -51,11 +59,14 @@ class SyntheticCorpus(Config):
         """
         names = ("train", "dev", "test")
         random = np.random.default_rng([self.seed, names.index(set_name)])
+        words = LANGUAGES[self.language]
         texts, sentences = [], []
         for _ in range(self.sets[set_name]):  # type: ignore[index]
-            text = draw_text(random, self.digits, self.commands)
+            text = draw_text(random, self.digits, self.commands, words)
             texts.append(text)
-            sentences.append(draw_sentence(random, text, VOICES[set_name], self.words_per_minute, self.pitch))
+            sentences.append(
+                draw_sentence(random, text, VOICES[set_name], self.words_per_minute, self.pitch, words.accents)
+            )
         spoken = speak(sentences)
         return [
             self._utterance(f"{set_name}-{i:05d}", text, sentence, samples, rate)

@@ -31,6 +31,8 @@ class Utterance:
     read: Callable[[], Audio]
     segment: str = ""
     """The file and the segment of it that `read` reads, unless the settings of the corpus determine them."""
+    wordless: str = ""
+    """Marks, such as `<NOISE>`, that were the whole transcript: the utterance is left out."""
 
 
 class FileCorpus(Config):

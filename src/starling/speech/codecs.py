@@ -1,0 +1,192 @@
+"""What transmission and storage do to audio: lower sampling rates, the telephone's band, and lossy codecs.
+
+Every codec is the real one: audio is encoded in memory by libsndfile, and decoded again.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator
+
+from starling.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+    from starling.speech.features import UtteranceSource
+
+_NAME = re.compile(r"(rate|mp3|opus)-([1-9][0-9]{0,5})")
+_LIMITS = {"rate": (1000, 192_000), "mp3": (8, 64), "opus": (6, 256)}
+"""Hz; kbit/s: what MP3 has at every rate up to 24 kHz, and what Opus has."""
+_MP3_KBITS = {8000: (8, 64), 16000: (8, 160), 24000: (8, 160), 48000: (32, 320)}
+"""The lowest and the highest bit rate at some of MP3's sampling rates, between which libsndfile interpolates."""
+_MP3_DELAY = 1105
+"""Samples by which LAME and mpg123 together delay audio."""
+_HIGHEST_LEVEL = 0.99
+"""libsndfile 1.2.2 cannot encode MP3 at a compression level of 1."""
+_OPUS_RATES = (8000, 12000, 16000, 24000, 48000)
+TELEPHONE_RATE = 8000
+"""Hz"""
+TELEPHONE_BAND = (300.0, 3400.0)
+"""Hz"""
+KINDS = "telephone, gsm, rate-HZ, opus-KBITS (6 to 256) and mp3-KBITS (8 to 64)"
+
+
+def check_codec(name: str) -> str:
+    """The name of a codec or a sampling rate. Raises ValueError for any other."""
+    found = _NAME.fullmatch(name)
+    if name in ("telephone", "gsm"):
+        return name
+    if found is None:
+        raise ValueError(f"{name!r} is not a codec; known are {KINDS}, such as opus-8")
+    low, high = _LIMITS[found[1]]
+    if not low <= int(found[2]) <= high:
+        raise ValueError(f"{name!r}: {found[1]} has {low} to {high} {'Hz' if found[1] == 'rate' else 'kbit/s'}")
+    return name
+
+
+Codec = Annotated[str, AfterValidator(check_codec)]
+"""`telephone`: 300 to 3400 Hz, 8 kHz, µ-law. `gsm`: the same band, GSM 06.10 at 13 kbit/s. `rate-6000`: at 6 kHz and
+back. `opus-8`, `mp3-16`: at so many kbit/s."""
+
+
+def transmitted(samples: NDArray[np.float32], rate: int, codec: str) -> NDArray[np.float32]:
+    """`samples` `[T]`, in -1..1 at `rate` Hz, as they are after a codec, with the same length, rate and timing.
+
+    The result is a function of the arguments. What exceeds -1..1 is clipped.
+    """
+    found = _NAME.fullmatch(check_codec(codec))
+    kind, value = (found[1], int(found[2])) if found is not None else (codec, 0)
+    if kind == "rate":
+        own = min(value, rate)
+    elif kind == "opus":
+        own = next((each for each in _OPUS_RATES if each >= rate), _OPUS_RATES[-1])
+    elif kind == "mp3":
+        own = next((each for each in _MP3_KBITS if each >= rate), max(_MP3_KBITS))
+    else:
+        own = TELEPHONE_RATE
+    sent = np.clip(_resampled(np.clip(samples, -1.0, 1.0), rate, own), -1.0, 1.0)
+    if kind == "rate":
+        received = sent
+    elif kind == "opus":
+        received = _coded(sent, own, "OGG", "OPUS", 1 - (value - 6) / 250)  # libsndfile's scale: 256 to 6 kbit/s
+    elif kind == "mp3":
+        low, high = _MP3_KBITS[own]
+        received = _coded(sent, own, "MP3", "MPEG_LAYER_III", 1 - (max(value, low) - low) / (high - low))
+        if len(received) > len(sent):  # at low bit rates, the file does not say how much padding to remove
+            received = received[_MP3_DELAY:]
+    else:
+        received = _coded(_telephone_band(sent), own, "WAV", "ULAW" if kind == "telephone" else "GSM610")
+    back = _resampled(received, own, rate)[: len(samples)]
+    return np.pad(back, (0, len(samples) - len(back)))
+
+
+def transmitted_tensor(waveform: torch.Tensor, rate: int, codec: str) -> torch.Tensor:
+    """`transmitted` of a tensor `[T]`."""
+    import torch
+
+    return torch.from_numpy(transmitted(waveform.numpy(), rate, codec))
+
+
+@dataclass(frozen=True)
+class Transmitted:
+    """A prepared set whose audio has gone through a codec."""
+
+    speech_set: UtteranceSource
+    codec: Codec
+
+    @property
+    def sampling_rate(self) -> int:
+        return self.speech_set.sampling_rate
+
+    @property
+    def durations(self) -> np.ndarray:
+        return self.speech_set.durations
+
+    def __len__(self) -> int:
+        return len(self.speech_set)
+
+    def id(self, index: int) -> str:
+        return self.speech_set.id(index)
+
+    def text(self, index: int) -> str:
+        return self.speech_set.text(index)
+
+    def audio(self, index: int) -> NDArray[np.float32]:
+        return transmitted(self.speech_set.audio(index), self.sampling_rate, self.codec)
+
+    def audios(self, indices: Sequence[int]) -> list[NDArray[np.float32] | DataError]:
+        return [
+            each if isinstance(each, DataError) else transmitted(each, self.sampling_rate, self.codec)
+            for each in self.speech_set.audios(indices)
+        ]
+
+
+def label_of(set_name: str, codec: str | None) -> str:
+    """The name under which a set is scored, such as `test@telephone`."""
+    return set_name if codec is None else f"{set_name}@{codec}"
+
+
+def set_of(label: str) -> str:
+    """The set of a label."""
+    name, _, codec = label.rpartition("@")
+    try:
+        check_codec(codec)
+    except ValueError:
+        return label
+    return name
+
+
+def _coded(
+    samples: NDArray[np.float32], rate: int, kind: str, subtype: str, level: float | None = None
+) -> NDArray[np.float32]:
+    """Encoded by libsndfile and decoded again; `level` is its compression level, from 0 to 1."""
+    import soundfile
+
+    options: dict[str, Any] = {}
+    if level is not None:
+        options["compression_level"] = min(level, _HIGHEST_LEVEL)
+    if kind == "MP3":
+        options["bitrate_mode"] = "CONSTANT"
+    file = io.BytesIO()
+    try:
+        soundfile.write(file, samples, rate, format=kind, subtype=subtype, **options)
+        file.seek(0)
+        decoded, _ = soundfile.read(file, dtype="float32")
+    except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
+        raise DataError(
+            f"libsndfile cannot encode {subtype} ({kind}): {error}; install soundfile 0.13 or later"
+        ) from error
+    return np.asarray(decoded, np.float32)
+
+
+def _resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
+    if rate == wanted:
+        return samples
+    import torch
+
+    from starling.speech.features import resample
+
+    return np.asarray(resample(torch.from_numpy(samples)[None], rate, wanted)[0].numpy())
+
+
+def _telephone_band(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The part between 300 and 3400 Hz of audio at 8 kHz: a Butterworth filter of the eighth order."""
+    from scipy.signal import sosfilt
+
+    return np.asarray(sosfilt(_band_filter(), samples), np.float32)
+
+
+@cache
+def _band_filter() -> NDArray[np.float64]:
+    from scipy.signal import butter
+
+    return np.asarray(butter(4, TELEPHONE_BAND, "bandpass", fs=TELEPHONE_RATE, output="sos"))

@@ -1,0 +1,285 @@
+"""Corpora that lhotse's recipes prepare, in the folder layouts in which they are downloaded."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from starling.errors import DataError, did_you_mean
+from starling.speech.corpora.cuts import utterance_of
+from starling.speech.corpora.utterance import FileCorpus, Utterance
+
+Rewriting = tuple[tuple[str, str], ...]
+"""Regular expressions and what replaces their matches, in order."""
+
+
+class LhotseRecipeCorpus(FileCorpus):
+    """Any corpus for which lhotse has a recipe, in the folder layout in which it is downloaded.
+
+    Runs `lhotse.recipes.prepare_<recipe>(path, **options)`. A set is one or more of the parts that this returns, e.g.
+    `train: [train-clean-100]`; nested parts, such as Common Voice's by language, are named 'en/train'. Where lhotse's
+    function can be limited to some parts, it reads those of the set only. Audio is read by libsndfile.
+    """
+
+    kind: Literal["lhotse-recipe"]
+    recipe: str
+    options: dict[str, str | bool | int | float | tuple[str, ...]] = Field(default={})
+    """Further arguments of lhotse's function."""
+    rewrite: Rewriting | None = None
+    """Changes of the transcripts, [regular expression, replacement] each. By default those that the marks of GigaSpeech
+    and Switchboard need, and none for other corpora. Utterances of which no word is left are left out and listed."""
+    sets: dict[str, str | tuple[str, ...]]
+
+    @field_validator("recipe")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        known = recipe_names()
+        if name not in known:
+            hint = did_you_mean(name, known) or f"known are {', '.join(known)}"
+            raise ValueError(f"lhotse has no recipe {name!r}; {hint}")
+        return name
+
+    @field_validator("rewrite")
+    @classmethod
+    def _compiles(cls, rewrite: Rewriting | None) -> Rewriting | None:
+        for pattern, replacement in rewrite or ():
+            try:
+                re.sub(pattern, replacement, "")
+                re.compile(pattern)
+            except (re.error, IndexError, RecursionError, OverflowError) as error:
+                raise ValueError(
+                    f"{[pattern, replacement]}: not a regular expression and replacement: {error}"
+                ) from error
+        return rewrite
+
+    @property
+    def without_effect(self) -> dict[str, Any]:
+        """The keys that no prepared set depends on, for pydantic's `exclude`."""
+        return {"options": {"num_jobs", "output_dir"}} | ({"rewrite": True} if self.rewrite is None else {})
+
+    def maker(self, set_name: str) -> str:
+        """The default rewriting of transcripts, if it is used."""
+        custom = _CUSTOMS.get(self.recipe)
+        return repr(custom.rewrite) if custom is not None and custom.rewrite and self.rewrite is None else ""
+
+    def utterances(self, set_name: str) -> Iterator[Utterance]:
+        wanted = self.sets[set_name]
+        custom = _CUSTOMS.get(self.recipe, _Custom())
+        rewrite = custom.rewrite if self.rewrite is None else self.rewrite
+        # some recipes read their own manifests lazily, so the files must exist while the cuts are used
+        with tempfile.TemporaryDirectory(prefix="starling-") as scratch:
+            names = (wanted,) if isinstance(wanted, str) else wanted
+            parts = self._prepare(Path(scratch), set_name, names, custom)
+            for part in names:
+                _check_part(self.recipe, set_name, part, parts)
+                for cut in _cuts(parts[part]):
+                    name = cut.supervisions[0].id
+                    found = utterance_of(cut, name, f"{self.recipe}/{part}", self.channel, self.audio_root)
+                    if custom.speaker is not None:
+                        found = replace(found, speaker=custom.speaker(name))
+                    yield _rewritten(found, rewrite)
+
+    def _prepare(self, scratch: Path, set_name: str, names: Sequence[str], custom: _Custom) -> dict[str, Any]:
+        import lhotse.recipes
+
+        prepare = getattr(lhotse.recipes, f"prepare_{self.recipe}")
+        source = self.located()
+        options: dict[str, Any] = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()
+        }
+        parameters = inspect.signature(prepare).parameters
+        unknown = [name for name in options if name not in parameters]
+        if unknown:
+            raise DataError(
+                f"lhotse's recipe {self.recipe} has no option {', '.join(unknown)}, only {', '.join(parameters)}"
+            )
+        call = _Call(self.recipe, set_name, source, names, options)
+        if custom.prepare is None:
+            options = custom.arguments(call) | options
+        if "output_dir" in parameters:
+            options.setdefault("output_dir", scratch)
+        try:
+            with _libsndfile(), redirect_stdout(sys.stderr):  # some print
+                if custom.prepare is not None:
+                    manifests: Any = custom.prepare(call)
+                elif "corpus_dir" in parameters:
+                    manifests = prepare(corpus_dir=source, **options)
+                else:
+                    manifests = prepare(source, **options)
+        except DataError:
+            raise
+        except Exception as error:  # lhotse's recipes raise any kind of error, including bare assertions
+            raise DataError(
+                f"lhotse's recipe {self.recipe} cannot prepare {source}: {type(error).__name__}: "
+                f"{error or 'a check of the corpus folder failed'}; see lhotse.recipes.prepare_{self.recipe}"
+            ) from error
+        return manifests if custom.prepare is not None else dict(_parts(manifests, ""))
+
+
+def recipe_names() -> list[str]:
+    """The corpora that lhotse can prepare."""
+    import lhotse.recipes
+
+    return sorted(name.removeprefix("prepare_") for name in vars(lhotse.recipes) if name.startswith("prepare_"))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of one of lhotse's functions: the folder, the parts that the set needs, and the options of the recipe."""
+
+    recipe: str
+    set_name: str
+    folder: Path
+    parts: Sequence[str]
+    options: dict[str, Any]
+
+
+def _no_arguments(call: _Call) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class _Custom:
+    """What a corpus needs beyond lhotse's function for it."""
+
+    arguments: Callable[[_Call], dict[str, Any]] = _no_arguments
+    """Arguments by default; raises DataError for parts that do not exist."""
+    prepare: Callable[[_Call], dict[str, Any]] | None = None
+    """Returns the manifests of each part, instead of lhotse's function."""
+    rewrite: Rewriting = ()
+    speaker: Callable[[str], str] | None = None
+    """The speaker, by the id of the utterance, where lhotse's is wrong."""
+
+
+def _librispeech(call: _Call) -> dict[str, Any]:
+    present = sorted(folder.name for folder in call.folder.iterdir() if folder.is_dir())
+    for part in call.parts:
+        _check_part(call.recipe, call.set_name, part, present)
+    return {"dataset_parts": list(call.parts)}
+
+
+def _peoples_speech(call: _Call) -> dict[str, Any]:
+    """The wanted parts only: `prepare_peoples_speech` needs all of them, and reads all for each set."""
+    from lhotse.recipes.peoples_speech import PEOPLES_SPEECH, _prepare_subset
+
+    present = [part for part in PEOPLES_SPEECH if (call.folder / f"{part}.json").is_file()]
+    found = {}
+    for part in call.parts:
+        _check_part(call.recipe, call.set_name, part, present)
+        recordings, supervisions = _prepare_subset(part, call.folder, int(call.options.get("num_jobs", 1)))
+        found[part] = {"recordings": recordings, "supervisions": supervisions}
+    return found
+
+
+def _commonvoice(call: _Call) -> dict[str, Any]:
+    present = sorted(f"{file.parent.name}/{file.stem}" for file in call.folder.glob("*/*.tsv"))
+    for part in call.parts:
+        _check_part(call.recipe, call.set_name, part, present)
+    pairs = [part.split("/") for part in call.parts]
+    return {"languages": sorted({pair[0] for pair in pairs}), "splits": sorted({pair[1] for pair in pairs})}
+
+
+def _gigaspeech(call: _Call) -> dict[str, Any]:
+    for part in call.parts:
+        _check_part(call.recipe, call.set_name, part, ["XS", "S", "M", "L", "XL", "DEV", "TEST"])
+    return {"dataset_parts": list(call.parts)}
+
+
+def _switchboard(call: _Call) -> dict[str, Any]:
+    """Absolute paths, and no download: without `transcripts_dir`, lhotse fetches the transcripts."""
+    transcripts = call.folder / "swb_ms98_transcriptions"
+    if "transcripts_dir" not in call.options and not transcripts.is_dir():
+        raise DataError(
+            f"{transcripts}: no such folder; put Switchboard's transcripts (switchboard_word_alignments.tar.gz of "
+            "openslr.org/5) there, or set data.corpus.options.transcripts_dir to where they are"
+        )
+    return {"transcripts_dir": transcripts, "absolute_paths": True}
+
+
+_CUSTOMS = {
+    "librispeech": _Custom(_librispeech),
+    "commonvoice": _Custom(_commonvoice),
+    # no speakers are known; utterances of one recording session have one id but for its number
+    "peoples_speech": _Custom(prepare=_peoples_speech, speaker=lambda utterance: utterance.rpartition("_")[0]),
+    "gigaspeech": _Custom(
+        _gigaspeech,
+        # punctuation and what is not speech, as its authors' scoring script treats them
+        rewrite=((r"<(COMMA|PERIOD|QUESTIONMARK|EXCLAMATIONPOINT|SIL|MUSIC|NOISE|OTHER)>", " "),),
+        speaker=lambda utterance: utterance.rpartition("_")[0],  # lhotse's is N/A; this is the recording
+    ),
+    "switchboard": _Custom(
+        _switchboard,
+        # much as in Kaldi's recipe, but without noises and broken words
+        rewrite=(
+            (r"\[laughter-([^]\s]+)\]", r"\1"),  # a word said while laughing
+            (r"\[[^]\s]+/([^]\s]+)\]", r"\1"),  # mispronounced: [said/meant]
+            (r"(?<!\S)\S*\[[^]]*\]\S*(?!\S)", " "),  # noises, and words of which a part was not said
+            (r"<[^>\s]*>", " "),  # asides
+            (r"[{}]", ""),  # coined words
+            (r"_\d+(?!\S)", ""),  # variants of pronunciation
+        ),
+        speaker=lambda utterance: utterance.partition("-")[0],  # sw2001A; lhotse names A for both sides
+    ),
+}
+"""By recipe."""
+
+
+def _check_part(recipe: str, set_name: str, part: str, known: Iterable[str]) -> None:
+    if part not in known:
+        raise DataError(f"set {set_name}: lhotse's recipe {recipe} has no part {part!r}, only {', '.join(known)}")
+
+
+def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All dictionaries with recordings and supervisions, each with its path of keys."""
+    if isinstance(manifests, tuple) and len(manifests) == 2:
+        manifests = {"recordings": manifests[0], "supervisions": manifests[1]}
+    if not isinstance(manifests, dict):
+        return
+    if "recordings" in manifests and "supervisions" in manifests:
+        yield prefix or "all", manifests
+        return
+    for key, value in manifests.items():
+        yield from _parts(value, f"{prefix}/{key}" if prefix else str(key))
+
+
+def _cuts(manifests: dict[str, Any]) -> Iterator[Any]:
+    """A cut for each supervision; sorted, because the order of files in a folder differs between machines, unless the
+    manifests are read from a file as they are needed."""
+    from lhotse import CutSet
+
+    cuts = CutSet.from_manifests(recordings=manifests["recordings"], supervisions=manifests["supervisions"])
+    segments = cuts.trim_to_supervisions(keep_overlapping=False)
+    if getattr(manifests["supervisions"], "is_lazy", False):
+        return iter(segments)
+    return iter(sorted(segments, key=lambda cut: str(cut.supervisions[0].id)))
+
+
+def _rewritten(utterance: Utterance, rewrite: Rewriting) -> Utterance:
+    text = utterance.text
+    for pattern, replacement in rewrite:
+        text = re.sub(pattern, replacement, text)
+    if text.strip() or not utterance.text.strip():
+        return replace(utterance, text=text)
+    return replace(utterance, wordless=utterance.text.strip())
+
+
+@contextmanager
+def _libsndfile() -> Iterator[None]:
+    """lhotse reads all audio by libsndfile, as Starling does, and starts no other programs."""
+    from lhotse.audio.backend import get_current_audio_backend, set_current_audio_backend
+
+    before = get_current_audio_backend()
+    set_current_audio_backend("LibsndfileBackend")
+    try:
+        yield
+    finally:
+        set_current_audio_backend(before)
