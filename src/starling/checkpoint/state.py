@@ -11,6 +11,8 @@ from starling.workload import Position
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from starling.checkpoint.cut import ShardOfIsland
+
 
 @dataclass(frozen=True)
 class ShardState:
@@ -47,6 +49,8 @@ class LearnerState:
     shards: tuple[ShardState, ...] = ()
     """The model shards that this learner keeps. Their weights are also in `weights`. If any learner keeps shards, the
     shards are the model."""
+    shard_of_island: ShardOfIsland | None = None
+    """Which part of an island's model `weights` `[P']` and `optimizer` are; None: they are those of a whole model."""
     is_worker: bool = True
     """Whether it computes gradients. The weights of a learner that does not are valid only in its shards."""
 

@@ -14,6 +14,7 @@ from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.strategies import Strategy, SyncGroups, find_strategy
+from starling.strategies.islands import NO_ISLANDS, Island, IslandStrategy, between_islands
 from starling.training.faults import Fault
 from starling.training.stragglers import Stragglers
 from starling.workload import Ticket, Weighting, Workload
@@ -25,7 +26,8 @@ class Job:
 
     workload: Workload[Any]
     strategy: Strategy
-    """How learners agree. A name or `module:name` is looked up with `find_strategy`."""
+    """How learners agree. A name or `module:name` is looked up with `find_strategy`. With `island` it holds between
+    islands."""
     budget: Budget
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
     """Creates the local optimizer of one learner, at the peak learning rate."""
@@ -50,11 +52,14 @@ class Job:
     weighting: Weighting = "batches"
     """How mini-batches are weighted when learners average gradients: equally, or in proportion to their planned size.
     The latter raises ConfigError if the strategy averages no gradients."""
+    island: Island = NO_ISLANDS
+    """How learners form islands, which hold one model in shards."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str):
             object.__setattr__(self, "strategy", find_strategy(self.strategy))
+        object.__setattr__(self, "strategy", between_islands(self.strategy, self.island))
         if self.options is None:
             object.__setattr__(self, "options", self.strategy.options())
         if problem := self.strategy.weighting_problem(self.options, self.weighting):
@@ -71,6 +76,12 @@ class Job:
     def sync_groups(self, world: int) -> SyncGroups:
         """Which of `world` learners claim mini-batches together."""
         return self.strategy.sync_groups(self.options, world)
+
+    def sync_groups_of_row(self, world: int) -> SyncGroups:
+        """The sync groups of the learners that hold the same shard: those that `strategy` sees. Without islands, of
+        all `world` learners."""
+        strategy = self.strategy.between if isinstance(self.strategy, IslandStrategy) else self.strategy
+        return strategy.sync_groups(self.options, world // self.island.size)
 
 
 @dataclass

@@ -23,7 +23,8 @@ from starling.engines.virtual.faults import VirtualFaults, VirtualLoss
 from starling.engines.virtual.host_processes import HostProcesses
 from starling.engines.virtual.lives import Lives
 from starling.engines.virtual.membership import Failed, Simulation, VirtualMembership
-from starling.errors import PeerLost
+from starling.errors import ConfigError, PeerLost
+from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job, Observer, Silence
 from starling.training.loading import Loader
 from starling.training.membership import IgnoreMembership, Membership, MembershipObserver
@@ -71,6 +72,8 @@ class VirtualEngine:
         computation: Computation | None = None,
     ) -> None:
         job.validate(world)
+        if job.island != NO_ISLANDS:
+            raise ConfigError("island: not simulated yet; train with it, or leave it out of a simulation")
         self._job = job
         self._cluster = cluster or Cluster()
         self._environment = simpy.Environment()

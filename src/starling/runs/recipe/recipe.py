@@ -25,6 +25,7 @@ from starling.speech.partition import PartitionConfig, labels_are_domains
 from starling.speech.planning import BatchConfig
 from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
+from starling.strategies.islands import Island, between_islands
 
 _WHOLE_UTTERANCES = ("max_duration", "num_buckets", "window", "similar")
 """Keys of `batches` that say how whole utterances are grouped."""
@@ -175,7 +176,7 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
             f"recipe {where}: format {found!r}, but this version reads format {FORMAT}; write its keys into a new "
             "recipe without `format` (start from `starling recipes copy`), or use the version that wrote it"
         )
-    return check_run(Recipe, tree, f"recipe {where}", _weighting_problems(tree.get("batches"), tree.get("strategy")))
+    return check_run(Recipe, tree, f"recipe {where}", _weighting_problems(tree))
 
 
 def load_resolved(path: Path) -> Recipe:
@@ -243,12 +244,14 @@ def _data_settings(recipe: Recipe) -> Any:
     ]
 
 
-def _weighting_problems(section: Any, choice: Any) -> list[str]:
+def _weighting_problems(tree: Tree) -> list[str]:
     """Describe a weighting that the strategy cannot use."""
+    section, choice = tree.get("batches"), tree.get("strategy")
     try:
         batches = BatchConfig.model_validate(section) if section is not None else BatchConfig()
         strategy = StrategyChoice.model_validate(choice) if choice is not None else DEFAULT_STRATEGY
-        problem = strategy.strategy.weighting_problem(strategy.options, batches.weighting)
+        between = between_islands(strategy.strategy, Island.model_validate(tree.get("island") or {}))
+        problem = between.weighting_problem(strategy.options, batches.weighting)
     except (ConfigError, ValidationError):
         return []  # other checks report it
     return [] if problem is None else [f"batches.weighting: {problem}"]
