@@ -1,7 +1,6 @@
 """Islands: super-learners whose ranks hold one model in shards."""
 
-import copyreg
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -36,6 +35,9 @@ class IslandStrategy(Strategy):
 
     between: Strategy = None  # type: ignore[assignment]
     island: Island = NO_ISLANDS
+
+    def __reduce__(self) -> tuple[Callable[[Strategy, Island], Strategy], tuple[Strategy, Island]]:
+        return between_islands, (self.between, self.island)
 
 
 def between_islands(strategy: Strategy, island: Island) -> Strategy:
@@ -74,6 +76,3 @@ def between_islands(strategy: Strategy, island: Island) -> Strategy:
         "averages_gradients": lambda options: True,
     }
     return IslandStrategy(**given, between=between, island=island)
-
-
-copyreg.pickle(IslandStrategy, lambda strategy: (between_islands, (strategy.between, strategy.island)))

@@ -7,6 +7,7 @@ weights, gradients and optimizer are those of any other learner. What FSDP2 gath
 FSDP2 has no public way to place its parts in given memory: `_place` sets two of its attributes, which `_parts` checks.
 """
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -113,19 +114,13 @@ class ShardedModel:
     with the parts' shapes, for the optimizer. A `twin` is the same model at other weights.
     """
 
-    def __init__(self, model: nn.Module, island: IslandGroup, of: "ShardedModel | None" = None) -> None:
+    def __init__(self, model: nn.Module, island: IslandGroup) -> None:
         self.model, self._island = model, island
-        if of is not None:
-            self.cut, self._fsdp = of.cut, of._fsdp
-            self.parameters, self.gradients, self.gradients_of = of.parameters, of.gradients, of.gradients_of
-            self._reached, self._named = of._reached, of._named
-            self.weights = of.weights
-            return
         whole = trainable(model)
         _check(model, whole)
         self.cut = Cut(island.size, tuple(tuple(parameter.shape) for parameter in whole))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._named = [names[id(parameter)] for parameter in whole]
+        self._named: list[str] = [names[id(parameter)] for parameter in whole]
         self.weights = self.cut.part(torch.cat([parameter.detach().reshape(-1) for parameter in whole]), island.member)
         units = _shard(model, island)
         parts = _parts(units)
@@ -144,7 +139,7 @@ class ShardedModel:
 
     def twin(self) -> "ShardedModel":
         """The same model, to be used at other weights."""
-        return ShardedModel(self.model, self._island, of=self)
+        return copy.copy(self)
 
     def use_weights(self, weights: Tensor) -> None:
         """Compute with `weights` `[P']` from now on; nothing is copied."""
@@ -270,14 +265,14 @@ def _comms(island: IslandGroup) -> tuple[Any, Any]:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
     class Gather(AllGather):
-        def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
 
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
             island.all_gather(output_tensor, input_tensor)
 
     class Reduce(ReduceScatter):
-        def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
 
         def __call__(

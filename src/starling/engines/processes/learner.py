@@ -70,14 +70,7 @@ class ProcessLearner(Learner):
         island: IslandGroup | None = None,
     ) -> None:
         self._island, self._row = island, place.row(job.island.size)
-        self.replica = Replica(
-            flat.weights,
-            flat.gradients,
-            flat.parameters,
-            job.make_optimizer,
-            job.clip_norm,
-            sum_over_island=self._sum_over_island if island else None,
-        )
+        self.replica = self._make_replica(job, flat)
         if start is not None:
             flat.load_buffers(start.buffers)
         self._job, self._place, self._flat, self._life, self._waits = job, place, flat, life, waits
@@ -86,11 +79,10 @@ class ProcessLearner(Learner):
         self._feed, self._membership = feed, membership
         self._timeout_seconds = timeout_seconds
         self._statistics, self._now = Statistics(), stopwatch()
-        if island is not None:
-            island.statistics = self._statistics
-            check_elementwise(self.replica.optimizer)
         self._sync_groups = job.sync_groups(place.world)
         self._sync_group = self._sync_groups.of(place.rank)
+        if island is not None:
+            island.statistics = self._statistics
         self.communicator = self._connect(look_around)
         self._barrier = CheckpointBarrier(
             place.store, place.rank, place.world, save_requests, self._add_barrier, timeout_seconds, waits
@@ -115,6 +107,16 @@ class ProcessLearner(Learner):
             suffer=_suffer,
             shard_of_island=flat.shard_of_island(self.replica.optimizer) if isinstance(flat, ShardedModel) else None,
         )
+
+    def _make_replica(self, job: Job, flat: Model) -> Replica:
+        weights, gradients, parameters, island = flat.weights, flat.gradients, flat.parameters, self._island
+        if island is None:
+            return Replica(weights, gradients, parameters, job.make_optimizer, job.clip_norm)
+        replica = Replica(
+            weights, gradients, parameters, job.make_optimizer, job.clip_norm, sum_over_island=self._sum_over_island
+        )
+        check_elementwise(replica.optimizer)
+        return replica
 
     def _connect(self, look_around: Callable[[], None]) -> Communicator:
         place, weights = self._place, self.replica.weights
