@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
+from benchmarks.islands import bytes_of_tensors
 from starling.budget import Budget
 from starling.chance import derive_seed
 from starling.checkpoint.reader import load
@@ -186,16 +187,6 @@ CASES = {
     "resumed from whole": Case(resumes="half whole"),
     "skipping": Case(workload=Skipping),
 }
-
-
-def bytes_of_tensors() -> int:
-    """The memory of all tensors of this process, each counted once."""
-    storages = {}
-    for each in gc.get_objects():
-        if isinstance(each, Tensor) and each.device.type == "cpu":
-            local = getattr(each, "_local_tensor", each)
-            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return sum(storages.values())
 
 
 class Measuring(Silence):

@@ -66,13 +66,11 @@ def islands(result: Result, name: str) -> list[Tensor]:
 class Oracle:
     """Whole models without any of Starling's engines: one for each learner, with its own buffers."""
 
-    def __init__(self, name: str, num_models: int, ranks_of_each: int) -> None:
+    def __init__(self, name: str, num_models: int) -> None:
         self.case = CASES[name]
         self.workload = self.case.workload()
         self.models = [self.workload.make_model() for _ in range(num_models)]
         self.optimizers = [self.case.optimizer(trainable(model)) for model in self.models]
-        # each rank of an island has buffers of its own, which batch normalisation changes but training never reads
-        self.ranks_of_each = ranks_of_each
 
     def gradient(self, number: int, tickets: list[int]) -> list[Tensor]:
         """The mean gradient of some mini-batches at a model's weights, unclipped."""
@@ -100,7 +98,7 @@ class Oracle:
 
 @pytest.mark.parametrize("name", ["alone", "recurrent", "allreduce", "four"])
 def test_an_island_steps_as_a_whole_model_with_the_mean_gradient_of_its_ranks(name: str, result: Result) -> None:
-    world, oracle = len(result(name)), Oracle(name, 1, 2)
+    world, oracle = len(result(name)), Oracle(name, 1)
     for first in range(0, CASES[name].steps, world):
         oracle.step(0, oracle.gradient(0, list(range(first, first + world))))
     start = flat(CASES[name].workload().make_model())
@@ -110,7 +108,7 @@ def test_an_island_steps_as_a_whole_model_with_the_mean_gradient_of_its_ranks(na
 
 
 def test_delayed_gradients_are_those_of_whole_models(result: Result) -> None:
-    oracle, late = Oracle("delayed", 1, 2), []
+    oracle, late = Oracle("delayed", 1), []
     for first in range(0, CASES["delayed"].steps, 4):
         late.append(oracle.gradient(0, list(range(first, first + 4))))
         if len(late) > 1:
@@ -123,7 +121,7 @@ def test_delayed_gradients_are_those_of_whole_models(result: Result) -> None:
 @pytest.mark.parametrize("name", ["dpsgd", "delay-by-one"])
 def test_islands_average_as_learners_with_whole_models(name: str, result: Result) -> None:
     """Two learners mix with their mean, whatever the pattern; gradients are taken before."""
-    oracle = Oracle(name, 2, 2)
+    oracle = Oracle(name, 2)
     for first in range(0, CASES[name].steps, 4):
         gradients = [oracle.gradient(number, [first + 2 * number, first + 2 * number + 1]) for number in range(2)]
         mean = (flat(oracle.models[0]) + flat(oracle.models[1])) / 2
