@@ -28,8 +28,9 @@ from starling.launch.rendezvous import find_place
 from starling.speech.models.blstm import BidirectionalLayer, reversal
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island
+from starling.training.faults import Fault, NotFinite
 from starling.training.job import EpochReport, Job, Silence, StepReport
-from starling.workload import Ticket, Workload
+from starling.workload import Ticket, Unit, Weighting, Workload
 from tests.contract.problems import Points
 
 island.SMALLEST_UNIT = 20  # so that small models have several units, which are gathered one by one
@@ -53,6 +54,13 @@ class Uneven(Workload[Points]):
 
     def loss(self, model: nn.Module, examples: Points) -> Tensor:
         return ((model(examples.inputs).squeeze(1) - examples.targets) ** 2).mean()
+
+
+class Sized(Uneven):
+    """The sizes of its mini-batches are known before they are loaded."""
+
+    def planned_size(self, ticket: Ticket, unit: Unit) -> float:
+        return float(sum(each.num_examples for each in self.load(ticket)))
 
 
 class Normalised(Uneven):
@@ -88,6 +96,18 @@ class Recurrent(Uneven):
 
     def loss(self, model: nn.Module, examples: Points) -> Tensor:
         return ((model(examples.inputs[None]) - examples.targets) ** 2).mean()
+
+
+class Tied(Uneven):
+    """Two layers share a weight, a third is frozen."""
+
+    def make_model(self) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 7), nn.Linear(7, 1))
+        model[2].weight = model[0].weight
+        model[3].requires_grad_(False)
+        return model
 
 
 class Counting(Uneven):
@@ -150,6 +170,8 @@ class Case:
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = adamw
     options: dict[str, Any] = field(default_factory=dict)
     clip: float | None = 0.5
+    faults: tuple[Fault, ...] = ()
+    weighting: Weighting = "batches"
     saves: str = ""
     resumes: str = ""
 
@@ -163,6 +185,8 @@ class Case:
             budget=Budget(steps=self.steps),
             make_optimizer=self.optimizer,
             clip_norm=self.clip,
+            faults=self.faults,
+            weighting=self.weighting,
             seed=5,
         )
 
@@ -170,6 +194,9 @@ class Case:
 CASES = {
     "alone": Case(),
     "recurrent": Case(workload=Recurrent, steps=12),
+    "tied": Case(workload=Tied),
+    "not finite": Case(faults=(NotFinite(nan=1, at_step=3),)),
+    "weighted": Case(workload=Sized, strategy="adpsgd", weighting="utterances"),
     "allreduce": Case(),
     "delayed": Case("delayed", options={"delay": 1}),
     "dpsgd": Case("dpsgd", workload=Normalised, optimizer=sgd(0.1), clip=None),

@@ -21,10 +21,11 @@ from tests.engines.island_process import CASES
 from tests.warm_start import run_learners, start_learners
 
 PAIRS = ("alone", "large", "saved whole", "resumed from whole")
+OTHER_PAIRS = ("recurrent", "tied", "not finite", "weighted")
 RUNS = [
-    ("recurrent", [2, 3]),
+    *((name, [2, 3]) for name in OTHER_PAIRS),
     *((name, [0, 1]) for name in PAIRS),
-    *((name, [0, 1, 2, 3]) for name in CASES if name not in (*PAIRS, "recurrent", "skipping")),
+    *((name, [0, 1, 2, 3]) for name in CASES if name not in (*PAIRS, *OTHER_PAIRS, "skipping")),
 ]
 Result = Callable[[str], list[tuple[Tensor, dict[str, Any]]]]
 
@@ -96,7 +97,7 @@ class Oracle:
             nn.utils.vector_to_parameters(weights.clone(), trainable(self.models[number]))
 
 
-@pytest.mark.parametrize("name", ["alone", "recurrent", "allreduce", "four"])
+@pytest.mark.parametrize("name", ["alone", "recurrent", "tied", "allreduce", "four"])
 def test_an_island_steps_as_a_whole_model_with_the_mean_gradient_of_its_ranks(name: str, result: Result) -> None:
     world, oracle = len(result(name)), Oracle(name, 1)
     for first in range(0, CASES[name].steps, world):
@@ -105,6 +106,27 @@ def test_an_island_steps_as_a_whole_model_with_the_mean_gradient_of_its_ranks(na
     assert (flat(oracle.models[0]) - start).abs().max() > 0.05  # training has moved the model
     for found in islands(result, name):
         torch.testing.assert_close(found, flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(result: Result) -> None:
+    oracle = Oracle("not finite", 1)
+    for first in range(0, CASES["not finite"].steps, 2):
+        if first != 2 * 2:  # the third of learner 1
+            oracle.step(0, oracle.gradient(0, [first, first + 1]))
+    torch.testing.assert_close(islands(result, "not finite")[0], flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+
+
+def test_ranks_weigh_their_mini_batches_by_size(result: Result) -> None:
+    oracle = Oracle("weighted", 1)
+    for first in range(0, CASES["weighted"].steps, 2):
+        tickets = [first, first + 1]
+        sizes = [oracle.workload.planned_size(Ticket(0, step, step), "utterances") for step in tickets]
+        gradients = [oracle.gradient(0, [step]) for step in tickets]
+        whole = [
+            sum(size * one for size, one in zip(sizes, ones, strict=True)) for ones in zip(*gradients, strict=True)
+        ]
+        oracle.step(0, [each / sum(sizes) for each in whole])
+    torch.testing.assert_close(islands(result, "weighted")[0], flat(oracle.models[0]), rtol=0.0, atol=1e-6)
 
 
 def test_delayed_gradients_are_those_of_whole_models(result: Result) -> None:
