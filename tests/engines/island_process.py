@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from starling.chance import derive_seed
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
-from starling.engines.processes import island
+from starling.engines.processes import island, links
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
 from starling.launch.rendezvous import find_place
@@ -270,5 +271,13 @@ def save(folder: Path, state: LearnerState, store: Any) -> None:
     store.wait([f"saved/{rank}" for rank in range(state.world)])  # the next case reads it
 
 
+MACHINES = {
+    "apart": lambda rank: None,
+    "uneven": lambda rank: f"machine {rank // 3}",  # ranks 0 and 2 share memory, ranks 1 and 3 do not
+}
+"""On which machine each rank seems to be; None: on one of its own."""
+
 if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        links._machine = partial(MACHINES[sys.argv[3]], int(os.environ["RANK"]))
     main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -164,6 +164,20 @@ def test_asynchronous_islands_lose_no_step(name: str, result: Result) -> None:
     assert all(told["rounds"] > 0 for _, told in result(name))
 
 
+@pytest.mark.parametrize("machines", ["uneven", pytest.param("apart", marks=pytest.mark.soak)])
+def test_islands_average_between_machines(machines: str, result: Result, tmp_path: Path) -> None:
+    """By gloo, or by gloo for one shard and in shared memory for the other."""
+    names = ("allreduce", "dpsgd", "adpsgd")
+    runs = json.dumps([(name, [0, 1, 2, 3]) for name in names])
+    run_learners([sys.executable, "-m", "tests.engines.island_process", runs, str(tmp_path), machines], 4, tmp_path)
+    for name in names[:2]:
+        for rank, (weights, _) in enumerate(result(name)):
+            found = load_file(tmp_path / f"{name}-{rank}.safetensors")["weights"]
+            torch.testing.assert_close(found, weights, rtol=0.0, atol=1e-6)
+    steps = sum(load_file(tmp_path / f"adpsgd-{rank}.safetensors")["weights"][0] for rank in (0, 2))
+    assert float(steps) == pytest.approx(-0.5 * CASES["adpsgd"].steps / 2, abs=1e-3)
+
+
 def test_a_rank_takes_its_share_of_memory(result: Result) -> None:
     """Weights, gradients and AdamW's two moments."""
     whole = 4 * flat(CASES["large"].workload().make_model()).nbytes

@@ -93,7 +93,9 @@ def main(mode: str, link: Link | None) -> None:
         workload=Failing() if trouble == "failing" else TinyRegression(),
         strategy=strategy,
         options=strategy.options(**({"per_node": 2} if name == "hadpsgd" else {})),
-        budget=Budget(steps={"short": 40, "failing": 40, "ends": 3000, "between": 3000}.get(trouble, 1_000_000)),
+        budget=Budget(
+            steps={"short": 40, "failing": 40, "ends": 600 if island else 3000, "between": 3000}.get(trouble, 1_000_000)
+        ),
         make_optimizer=sgd(0.01),
         island=Island(sharded=2 if island else 1),
         num_workers=1 if trouble == "loading" else 0,

@@ -163,7 +163,8 @@ def test_a_super_learner_comes_back_whole(tmp_path: Path) -> None:
     run.assert_whole(4)
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", pytest.param("adpsgd", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["allreduce", "adpsgd"])
 def test_an_island_comes_back_whole(strategy: str, tmp_path: Path) -> None:
     """Its rank 1 is killed, so it leaves; both ranks are started again, and take the shards of the other island."""
     run = Run(f"{strategy}+island", 4, tmp_path)
