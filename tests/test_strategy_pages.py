@@ -29,8 +29,13 @@ PAGES = ROOT / "docs" / "strategies"
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 
 
+def page_of(name: str) -> str:
+    """The name of a strategy's page: its family's, if it has one."""
+    return STRATEGIES[name].family or name
+
+
 def page(name: str) -> str:
-    return (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    return (PAGES / f"{page_of(name)}.md").read_text(encoding="utf-8")
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -70,7 +75,7 @@ def recipe_of(command: str) -> Recipe:
 
 def test_every_strategy_has_a_page_and_every_page_a_strategy() -> None:
     """The only other page is the overview."""
-    assert {file.stem for file in PAGES.glob("*.md")} == {*STRATEGIES, "README"}
+    assert {file.stem for file in PAGES.glob("*.md")} == {*map(page_of, STRATEGIES), "README"}
 
 
 @every_strategy
@@ -81,13 +86,19 @@ def test_a_page_shows_the_whole_text_of_its_strategy(strategy: Strategy) -> None
 
 @every_strategy
 def test_a_page_names_every_option_with_its_default(strategy: Strategy) -> None:
-    """One row of the table for each field of the options, and no other rows."""
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| .+ \|$", page(strategy.name).partition("## Options")[2], re.MULTILINE)
+    """One row of the table for each field of the options, and no other rows. The methods of a family have a table of
+    the defaults in which they differ from the first."""
+    _, _, text = page(strategy.name).partition("## Options")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \| .+ \|$", text, re.MULTILINE))
+    of_method = re.search(rf"^\| `{strategy.name}` \| (.+?) \|", page(strategy.name), re.MULTILINE)
+    if strategy.family:
+        assert of_method is not None
+        rows |= {name: f"`{value}`" for name, value in re.findall(r"`(\w+): (.+?)`", of_method[1])}
     fields: type[BaseModel] = strategy.options
     expected = {
         name: "required" if field.is_required() else f"`{field.default}`" for name, field in fields.model_fields.items()
     }
-    assert {name: default for name, default in rows if name not in PATTERNS} == expected
+    assert {name: default for name, default in rows.items() if name not in PATTERNS} == expected
 
 
 @every_strategy
@@ -109,13 +120,13 @@ def test_a_command_of_a_page_is_accepted(name: str, command: str, monkeypatch: p
     """Recipe and arguments fit, and the strategy is the page's own."""
     monkeypatch.syspath_prepend(str(PAGES))
     recipe = recipe_of(command)
-    assert recipe.strategy.name == name or name == "README"
+    assert name in ("README", page_of(recipe.strategy.name))
 
 
 @every_strategy
 def test_a_page_trains_and_simulates_with_a_slow_learner(strategy: Strategy) -> None:
     """Two commands at least, for both engines."""
-    mine = [command for name, command in commands() if name == strategy.name]
+    mine = [command for name, command in commands() if name == page_of(strategy.name)]
     assert any(command.startswith("starling train ") for command in mine)
     assert any(command.startswith("starling simulate ") and "stragglers.slow" in command for command in mine)
 

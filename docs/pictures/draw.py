@@ -49,6 +49,12 @@ TIMELINES = {
         {"piece_megabytes": NUM_WEIGHTS * 4 / 3 / 2**20},
         "everybody reads and changes one shared model, in three pieces here; nobody waits",
     ),
+    "local-sgd": Waits("local-sgd", {"every": 3}, "learners step alone, and wait for the mean of all every third step"),
+    "streaming-diloco": Waits(
+        "streaming-diloco",
+        {"every": 4, "fragments": 2, "overlap": 1},
+        "halves of the weights are averaged in turn, beneath the next gradient",
+    ),
     "delayed": Waits(
         "delayed", {"delay": 2}, "as allreduce, but a step is made with the mean of two steps ago: it wins no time"
     ),

@@ -7,7 +7,7 @@ from typing import Any
 from events import LEARNERS, SLOW, STEPS, Events, Message, record
 from svg import WIDTH, Picture
 
-SHOWN = ("update", "sum", "delay", "pattern", "per_node")
+SHOWN = ("every", "fragments", "overlap", "update", "sum", "delay", "pattern", "per_node")
 """The options that a timeline's title gives."""
 LEFT, TOP, PITCH, BAR, LANE = 96.0, 82.0, 58.0, 24.0, 9.0
 SECONDS, SCALE = 2.4, (WIDTH - 96 - 28) / 2.4

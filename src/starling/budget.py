@@ -44,7 +44,7 @@ class Budget(Config):
     def fraction(self, progress: Progress) -> float:
         """The spent fraction of the budget, in [0, 1]: the largest one among its limits."""
         limits = ((self.epochs, progress.epochs), (self.steps, progress.steps), (self.minutes, progress.minutes))
-        shares = (spent / limit if limit > 0 else 1.0 for limit, spent in limits if limit is not None)
+        shares = [spent / limit if limit > 0 else 1.0 for limit, spent in limits if limit is not None]
         return min(1.0, max(shares))
 
     def is_spent(self, progress: Progress) -> bool:

@@ -275,7 +275,7 @@ def evaluate(
     """Score sets with the newest model of an experiment, and list every error in its decode folder.
 
     A model with CTC is scored twice: by greedy decoding, and by a beam search with a language model, tuned on the
-    validation set.
+    validation set. One with a decoder is also scored by the decoder's own searches.
     """
     with _errors(debug):
         require("speech", "starling evaluate")

@@ -208,6 +208,15 @@ class Learner(ABC):
         """
 
     @abstractmethod
+    def strategy_state(self, name: str, initial: Tensor, is_common: bool = True) -> Tensor:
+        """A tensor that the strategy keeps between its steps, such as an outer momentum; initially a copy of `initial`.
+
+        Checkpoints save it, and a resumed learner gets the saved value instead of `initial`. After a membership change,
+        all learners begin with the value of one of them if it `is_common`, otherwise each with its own. Only a strategy
+        that declares `keeps_state` may call this, and only its foreground may write to the tensor, in place.
+        """
+
+    @abstractmethod
     def keep(self, piece: slice) -> Shard:
         """Keep a piece of the model for all learners, initialised with this learner's weights."""
 

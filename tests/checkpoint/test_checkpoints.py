@@ -13,7 +13,7 @@ from torch import Tensor
 from starling.checkpoint.encoding import decode_state
 from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import checkpoints_in, latest, load
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.state import OWN_PREFIX, LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError
 from starling.workload import Position, Ticket
@@ -39,8 +39,16 @@ def state(
     parameter.grad = torch.full((3,), float(rank))
     optimizer.step()
     buffers = {"mean": torch.tensor([float(rank)]), "count": torch.tensor(rank)}
+    strategy = {"steps": torch.tensor([7]), f"{OWN_PREFIX}sent": torch.full((3,), float(rank))}
     return LearnerState(
-        rank, world, Position(position, outstanding), minutes, parameter.detach(), buffers, optimizer.state_dict()
+        rank,
+        world,
+        Position(position, outstanding),
+        minutes,
+        parameter.detach(),
+        buffers,
+        optimizer.state_dict(),
+        strategy=strategy,
     )
 
 
@@ -84,7 +92,7 @@ def test_a_checkpoint_appears_only_when_the_last_learner_has_written(tmp_path: P
 
 
 def test_every_learner_gets_back_what_it_saved(tmp_path: Path) -> None:
-    """Weights, buffers, optimizer, position and minutes come back bit by bit."""
+    """Weights, buffers, optimizer, strategy's state, position and minutes come back bit by bit."""
     checkpoint = load(save_all(tmp_path, 3, Ticket(2, 5, 17)))
     for rank in range(3):
         before, after = state(rank, 3, Ticket(2, 5, 17)), checkpoint.start(rank, 3)
@@ -94,6 +102,8 @@ def test_every_learner_gets_back_what_it_saved(tmp_path: Path) -> None:
         momentum = after.optimizer["state"][0]["momentum_buffer"]
         assert torch.equal(momentum, before.optimizer["state"][0]["momentum_buffer"])
         assert after.optimizer["param_groups"] == before.optimizer["param_groups"]
+        assert after.strategy.keys() == before.strategy.keys()
+        assert all(torch.equal(after.strategy[name], each) for name, each in before.strategy.items())
 
 
 def test_the_model_is_the_mean_of_all_learners(tmp_path: Path) -> None:
@@ -294,5 +304,6 @@ def test_json_of_a_learner_holds_no_tensors(tmp_path: Path) -> None:
     folder = save_all(tmp_path, 1, Ticket(1, 0, 8))
     scalars = json.loads((folder / "learner-0.json").read_text())
     tensors = load_file(folder / "learner-0.safetensors")
-    assert set(tensors) == {"weights", "buffer.mean", "buffer.count", "optimizer.state.0.momentum_buffer"}
+    strategy = {"strategy.steps", f"strategy.{OWN_PREFIX}sent"}
+    assert set(tensors) == {"weights", "buffer.mean", "buffer.count", "optimizer.state.0.momentum_buffer", *strategy}
     assert decode_state(scalars["optimizer"], tensors)["param_groups"][0]["momentum"] == 0.9

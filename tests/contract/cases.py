@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,6 +100,24 @@ def _served(shards: int = 1, servers: str = "beside", **options: Any) -> Choice:
     return Choice(STRATEGIES["parameter-server"], fitting, counts_whole=options.get("update") != "hybrid")
 
 
+PERIODIC: dict[str, dict[str, Any]] = {
+    "local-sgd": {"every": 3},
+    "post-local-sgd": {"every": 4, "warm_up": 3, "optimizer_state": "averaged"},
+    "bmuf": {"every": 3, "warm_up": 0, "nesterov": False, "optimizer_state": "reset"},
+    "slowmo": {"every": 2},
+    "diloco": {"every": 3},
+    "streaming-diloco": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1},
+}
+"""The strategies that agree every few steps, with options that the contract's short runs can show."""
+METHODS = {"post-local-sgd": "local-sgd"}
+
+
+def _periodic(name: str, options: dict[str, Any], world: int) -> Config:
+    """With one learner, constants that make an agreement with oneself no change."""
+    alone = {"rate": 1.0, "momentum": 0.0, "overlap": 0, "blend": 0.0, "optimizer_state": "local"} if world == 1 else {}
+    return STRATEGIES[METHODS.get(name, name)].options(**options | alone)
+
+
 def _hadpsgd(world: int) -> HierarchicalOptions:
     return HierarchicalOptions(per_node=2 if world % 2 == 0 else 1, pattern="pairs")
 
@@ -120,6 +139,8 @@ def choices() -> dict[str, Choice]:
     made["server-bounded-own"] = _served(staleness_bound=1, servers="own")
     made["server-hybrid-own"] = _served(update="hybrid", servers="own")
     made["hogwild"] = Choice(STRATEGIES["hogwild"], lambda world: HogwildOptions(piece_megabytes=1e-4), True)
+    for name, options in PERIODIC.items():
+        made[name] = Choice(STRATEGIES[METHODS.get(name, name)], partial(_periodic, name, options))
     made["delayed"] = Choice(STRATEGIES["delayed"], lambda world: DelayOptions(delay=0 if world == 1 else 2))
     assert {choice.strategy.name for choice in made.values()} == set(STRATEGIES)
     return made

@@ -10,6 +10,7 @@ from torch import nn
 from starling.topology import PATTERNS, complete, find_topology, identity
 from starling.training.flat import trainable
 from starling.workload import Ticket
+from tests.contract.cases import CHOICES, PERIODIC
 from tests.contract.problems import TinyRegression
 
 Vector = NDArray[np.float64]
@@ -82,6 +83,65 @@ def adpsgd(pattern: str) -> Oracle:
     return run
 
 
+def local(
+    every: int,
+    rate: float = 1.0,
+    momentum: float | None = 0.0,
+    nesterov: bool = False,
+    divided_by_rate: bool = False,
+    warm_up: int = 0,
+    fragments: int = 1,
+    overlap: int = 0,
+    blend: float = 0.0,
+    optimizer_state: str = "local",
+) -> Oracle:
+    """X <- X - a G(X), and every H steps D = theta - X 1 / L, v <- beta v + D, theta and X as the options say.
+
+    Plain SGD has no state, so that what becomes of the state does not matter.
+    """
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        weights, theta, v = np.tile(start[:, None], (1, learners)), start.copy(), np.zeros_like(start)
+        beta = 1 - 1 / learners if momentum is None else momentum
+        size = -(-len(start) // fragments)
+        pieces = [slice(first, min(first + size, len(start))) for first in range(0, len(start), size)]
+        begun = [every * (number + 1) // len(pieces) for number in range(len(pieces))]
+        sent: dict[int, Vector] = {}
+
+        def agree(number: int, alpha: float) -> None:
+            piece, a = pieces[number], learning_rate if divided_by_rate else 1.0
+            difference = (theta[piece] - sent.pop(number)) / a
+            v[piece] = beta * v[piece] + difference
+            theta[piece] -= rate * a * (difference + beta * v[piece] if nesterov else v[piece])
+            weights[piece] = alpha * weights[piece] + (1 - alpha) * theta[piece, None]
+
+        for k in range(rounds):
+            gradients = columns(weights, gradient, k)
+            if k < warm_up:
+                weights -= learning_rate * gradients @ complete(learners)
+                theta = weights.mean(axis=1)
+                continue
+            weights -= learning_rate * gradients
+            steps = k + 1 - warm_up
+            for number in list(sent):
+                if (steps - begun[number]) % every == overlap:
+                    agree(number, blend)
+            for number, first in enumerate(begun):
+                if steps >= first and (steps - first) % every == 0:
+                    sent[number] = weights[pieces[number]].mean(axis=1)
+                    if overlap == 0:
+                        agree(number, blend)
+        for number in list(sent):
+            agree(number, blend)
+        if rounds > warm_up and (len(pieces) > 1 or overlap or (rounds - warm_up) % every):
+            for number, piece in enumerate(pieces):
+                sent[number] = weights[piece].mean(axis=1)
+                agree(number, 0.0)
+        return weights
+
+    return run
+
+
 def gradient_of_regression() -> Gradient:
     """The gradients of `TinyRegression`, in double precision, from autograd."""
     workload = TinyRegression()
@@ -103,10 +163,21 @@ def columns(weights: Matrix, gradient: Gradient, k: int) -> Matrix:
     return np.stack([gradient(weights[:, rank], k * learners + rank) for rank in range(learners)], axis=1)
 
 
-SYNCHRONOUS = {
+def periodic(name: str) -> Oracle:
+    """`local` with the options of a choice, the strategy's own defaults among them."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        options = CHOICES[name].options(learners).model_dump()
+        return local(**options)(start, gradient, learning_rate, learners, rounds)
+
+    return run
+
+
+SYNCHRONOUS: dict[str, Oracle] = {
     "allreduce": allreduce,
     "delay-by-one": delay_by_one,
     "server-hybrid": allreduce,
     "delayed": delayed(2),
 } | {f"dpsgd-{pattern}": dpsgd(pattern) for pattern in PATTERNS}
+SYNCHRONOUS |= {name: periodic(name) for name in PERIODIC}
 ASYNCHRONOUS = {f"adpsgd-{pattern}": adpsgd(pattern) for pattern in PATTERNS}

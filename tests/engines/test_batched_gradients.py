@@ -1,13 +1,16 @@
 """Gradients of many virtual learners in one call: the events of a run that computes them one after another, and its
 weights to rounding."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from starling.budget import Budget
 from starling.engines.virtual.batching import BatchedGradients
@@ -155,8 +158,10 @@ def test_batched_learners_step_in_one_call_and_their_saved_states_do_not_show_it
     for one, other in zip(first.states, second.states, strict=True):
         assert other.optimizer["param_groups"] == one.optimizer["param_groups"]
         torch.testing.assert_close(other.weights, one.weights, rtol=1e-4, atol=1e-6)
-    optimizer = computation.new_replica().optimizer
+    replica = computation.new_replica()
+    optimizer = replica.optimizer
     assert [group["fused"] for group in optimizer.param_groups] == [True]
+    assert replica.fast_step is not None
     optimizer.load_state_dict(first.states[0].optimizer)
     assert [group["fused"] for group in optimizer.param_groups] == [True]
 
@@ -177,6 +182,48 @@ def test_an_optimizer_whose_maker_chose_how_it_steps_keeps_that() -> None:
     assert computation.most_together == 4
     (group,) = computation.new_replica().optimizer.param_groups
     assert (group["fused"], group["foreach"]) == (None, False)
+
+
+@pytest.mark.parametrize("make", [sgd(0.05), adamw(0.01)])
+def test_a_step_without_torchs_wrapper_is_the_step_with_it(make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+    """To the bit, also the optimizer's state, and after a saved state is loaded."""
+    job = job_of(TinyRegression(), CHOICES["allreduce"], 4, make, clip_norm=0.5)
+    _, _, computation, _, _ = both(job, 4)
+    fast, plain = computation.new_replica(), computation.new_replica()
+    plain.fast_step = None
+    generator = torch.Generator().manual_seed(3)
+    for number in range(6):
+        gradient = torch.randn(fast.weights.shape, generator=generator)
+        assert fast.step(gradient, 0.5) and plain.step(gradient, 0.5)
+        assert torch.equal(fast.weights, plain.weights) and not fast.weights.requires_grad
+        assert str(fast.optimizer.state_dict()) == str(plain.optimizer.state_dict())
+        if number == 3:
+            fast.restore(plain.weights, copy.deepcopy(plain.optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_what_is_called_after_each_step_still_is(is_global: bool) -> None:
+    """A hook of the optimizer's maker, or of the whole program."""
+    calls: list[Optimizer] = []
+
+    def note(optimizer: Optimizer, *_: Any) -> None:
+        calls.append(optimizer)
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.05)
+        if not is_global:
+            optimizer.register_step_post_hook(note)
+        return optimizer
+
+    job = job_of(TinyRegression(), CHOICES["allreduce"], 4, make)
+    added = register_optimizer_step_post_hook(note) if is_global else None
+    try:
+        _, _, computation, _, _ = both(job, 4)
+    finally:
+        if added is not None:
+            added.remove()
+    assert computation.most_together == 4
+    assert len(calls) == 2 * 48
 
 
 @dataclass(frozen=True)

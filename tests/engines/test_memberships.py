@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from starling.budget import Budget
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.state import OWN_PREFIX, LearnerState
 from starling.engines.processes.done_notes import DoneNotes, noted
 from starling.engines.processes.member import agree_on_plan, share_state, write_first_plan
 from starling.engines.processes.process_group import Connections
@@ -197,15 +197,34 @@ def test_a_state_that_is_shared_arrives_whole(make: Callable[..., torch.optim.Op
         optimizer.step()
     weights = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
     buffers = dict(model.named_buffers())
-    state = LearnerState(0, 1, Position(), 2.0, weights, buffers, optimizer.state_dict())
+    kept = {"steps": torch.tensor([5]), f"{OWN_PREFIX}sent": weights.clone()}
+    state = LearnerState(0, 1, Position(), 2.0, weights, buffers, optimizer.state_dict(), strategy=kept)
     received = share_state(state, 0)
+    assert all(torch.equal(received.strategy[name], each) for name, each in kept.items())
     assert torch.equal(received.weights, weights)
     assert all(torch.equal(received.buffers[name], buffer) for name, buffer in buffers.items())
     other = make(model.parameters())
     other.load_state_dict(received.optimizer)
     for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
         assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(two[name])) for name in one)
-    assert replace(received, weights=weights, buffers=buffers, optimizer={}) == replace(state, optimizer={})
+    assert replace(received, weights=weights, buffers=buffers, optimizer={}, strategy=kept) == replace(
+        state, optimizer={}
+    )
+
+
+def test_survivors_take_the_common_part_of_a_strategys_state_from_one_of_them() -> None:
+    """They may have been at different steps when a learner was lost; what is a learner's own stays its own."""
+    mine, theirs = (
+        LearnerState(
+            rank, 2, Position(), 1.0, torch.zeros(2), {}, {},
+            strategy={"steps": torch.tensor([rank]), f"{OWN_PREFIX}sent": torch.tensor([float(rank)])},
+        )
+        for rank in range(2)
+    )  # fmt: skip
+    following = mine.with_strategy_of(theirs)
+    assert {name: each.item() for name, each in following.strategy.items()} == {"steps": 1, f"{OWN_PREFIX}sent": 0.0}
+    following.strategy["steps"].add_(1)
+    assert theirs.strategy["steps"].item() == 1
 
 
 def test_a_change_carries_its_membership() -> None:

@@ -22,7 +22,7 @@ from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.training.stragglers import Stragglers
 from starling.training.tickets import Barriers, DoneTickets, SyncGroupTickets
 from starling.workload import Position, Ticket, Workload
-from tests.contract.cases import sgd
+from tests.contract.cases import CHOICES, PERIODIC, sgd
 from tests.contract.problems import Points, TinyRegression
 
 UNLIMITED = Budget(steps=1 << 40)
@@ -266,15 +266,15 @@ def _options(strategy: str) -> object:
     return AsynchronousOptions(pattern="pairs") if strategy == "adpsgd" else STRATEGIES[strategy].options()
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one", "dpsgd"])
+@pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one", "dpsgd-ring", *PERIODIC])
 @pytest.mark.parametrize("learners", [1, 3])
 def test_a_run_resumed_from_a_barrier_inside_an_epoch_ends_in_the_same_bits(strategy: str, learners: int) -> None:
     """Weights, momentum, and what mini-batches hold: from any barrier on, as if the run had never been stopped."""
 
     def run(start: list[LearnerState] | None, ledger: Ledger) -> list[Tensor]:
         job = Job(
-            TinyRegression(7), STRATEGIES[strategy], Budget(steps=30), momentum, options=_options(strategy),
-            checkpoint_every=4,
+            TinyRegression(7), CHOICES[strategy].strategy, Budget(steps=30), momentum,
+            options=CHOICES[strategy].options(learners), checkpoint_every=4,
         )  # fmt: skip
         return [state.weights for state in VirtualEngine(job, learners, Cluster(), ledger, start).run().states]
 

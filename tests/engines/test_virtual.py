@@ -1,6 +1,7 @@
 """The virtual engine: deterministic, timed, and honest about deadlocks."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from starling.errors import CheckpointError, DataError, Deadlock, NonFiniteError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.training.flat import FlatModel
-from starling.training.job import EpochReport, Job, StepReport
+from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.training.stragglers import Stragglers
 from tests.contract.cases import CHOICES, Choice, cases, sgd
 from tests.contract.problems import TinyRegression
@@ -75,6 +76,27 @@ def test_the_same_seed_gives_the_same_events_and_another_seed_others(strategy: s
     assert first.event_hash == again.event_hash
     assert torch.equal(first.states[3].weights, again.states[3].weights)
     assert run(strategy, 5, Budget(epochs=2), UNEQUAL, seed=2).event_hash != first.event_hash
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_run_leaves_the_garbage_collector_as_the_program_had_it(is_frozen: bool) -> None:
+    """During the run it searches only what is new; what a program has frozen stays frozen."""
+    frozen: list[int] = []
+
+    class Looks(Silence):
+        def on_step(self, report: StepReport) -> None:
+            frozen.append(gc.get_freeze_count())
+
+    (gc.freeze if is_frozen else gc.unfreeze)()
+    before = gc.get_freeze_count()
+    try:
+        VirtualEngine(
+            Job(TinyRegression(), STRATEGIES["allreduce"], Budget(steps=4), sgd(0.1)), 2, observer=Looks()
+        ).run()
+        assert (gc.get_freeze_count() > 0) == (before > 0) == is_frozen
+    finally:
+        gc.unfreeze()
+    assert len(frozen) == 4 and min(frozen) > 0
 
 
 def test_the_event_hash_does_not_depend_on_how_python_hashes() -> None:

@@ -1,6 +1,7 @@
 """Models: padding never shows, sizes are those of the presets, seeds decide about weights."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,9 @@ import torch
 from pydantic import ValidationError
 
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import MODELS, ModelConfig, build_model, count_parameters
+from starling.speech.models import MODELS, ModelConfig, build_model, conformer, count_parameters, zipformer
 from starling.speech.models.blstm import BidirectionalLayer, reversal
-from starling.speech.models.positions import phases, rotate, sinusoids
+from starling.speech.models.positions import distances, phases, rotate, sinusoids
 from starling.speech.models.transformer import Block
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer
@@ -22,6 +23,8 @@ SMALL_CONFIGS = [
         "blstm": ({"layers": 2}, {"layers": 2, "bottleneck": 8}),
         "lstm": ({"layers": 2}, {"layers": 2, "bottleneck": 8}),
         "transformer": ({"positions": "rotary"}, {"positions": "sinusoidal"}),
+        "conformer": ({"positions": "rotary"}, {"positions": "relative", "kernel": 5}),
+        "zipformer": ({}, {"stack_rates": (1, 4, 3)}),
         "deep-speech": ({}, {"context": 3}),
     }.items()
     for subsampling, sizes in ((1, variants[0]), (2, variants[1]), (4, variants[0]))
@@ -203,8 +206,10 @@ def test_a_span_over_the_whole_utterance_changes_nothing():
     torch.testing.assert_close(near(frames, lengths)[0], everywhere(frames, lengths)[0], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
-def test_memory_of_a_transformer_grows_with_an_utterance_and_not_with_its_square(positions):
+@pytest.mark.parametrize(
+    ("name", "positions"), [("transformer", "sinusoidal"), ("transformer", "rotary"), ("conformer", "rotary")]
+)
+def test_memory_of_attention_grows_with_an_utterance_and_not_with_its_square(name, positions):
     """What is kept for the backward pass doubles from 20 s to 40 s, with dropout: no `[T, T]` matrix is among it."""
 
     def kept(num_frames: int) -> int:
@@ -214,7 +219,7 @@ def test_memory_of_a_transformer_grows_with_an_utterance_and_not_with_its_square
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        config = ModelConfig(name="transformer", preset="tiny", positions=positions, dropout=0.1)
+        config = ModelConfig(name=name, preset="tiny", positions=positions, dropout=0.1)
         model = build_model(config, 40, 20, seed=1)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             log_probs, _ = model(torch.randn(1, num_frames, 40), torch.tensor([num_frames]))
@@ -224,6 +229,134 @@ def test_memory_of_a_transformer_grows_with_an_utterance_and_not_with_its_square
 
     assert kept(2000) > 0
     assert kept(4000) < 2.2 * kept(2000)
+
+
+def test_relative_attention_is_that_of_the_paper():
+    """Computed frame by frame from the equation, with random u and v, it gives the same sums."""
+    torch.manual_seed(0)
+    layer, width, heads, num_frames = conformer.RelativeAttention(12, 2), 12, 2, 7
+    for bias in (layer.content_bias, layer.distance_bias):
+        torch.nn.init.normal_(bias)
+    frames, visible = torch.randn(num_frames, width), 5
+    queries, keys, values = layer.inputs(frames).view(num_frames, 3, heads, 6).unbind(1)
+    sums = torch.zeros(num_frames, heads, 6)
+    for head in range(heads):
+        for here in range(num_frames):
+            scores = []
+            for there in range(visible):
+                periods = 10000 ** (-torch.arange(0, 12, 2) / 12)
+                turns = (here - there) * periods
+                place = layer.distances(torch.stack([turns.sin(), turns.cos()], dim=1).flatten()).view(heads, 6)[head]
+                content = (queries[here, head] + layer.content_bias[head]) @ keys[there, head]
+                scores.append((content + (queries[here, head] + layer.distance_bias[head]) @ place) / 6**0.5)
+            sums[here, head] = torch.stack(scores).softmax(0) @ values[:visible, head]
+    seen = (torch.arange(num_frames) < visible)[None, None, None]
+    ours = layer(frames[None], seen, distances(num_frames, width))
+    torch.testing.assert_close(ours[0], layer.outputs(sums.flatten(1)), atol=1e-5, rtol=1e-5)
+
+
+def test_a_conformers_block_is_the_equation_with_the_attention_of_torch():
+    """Half feed-forward, attention, convolution, half feed-forward and a norm, written out for one utterance."""
+    torch.manual_seed(0)
+    config = ModelConfig(name="conformer", preset="tiny", kernel=3, width=16, heads=2)
+    block = conformer.Block(config.shape)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    oracle = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    oracle.in_proj_weight.data.copy_(block.attention.inputs.weight)
+    oracle.in_proj_bias.data.copy_(block.attention.inputs.bias)
+    oracle.out_proj.load_state_dict(block.attention.outputs.state_dict())
+
+    def feed_forward(part: conformer.FeedForward, frames: torch.Tensor) -> torch.Tensor:
+        wide = part.norm(frames) @ part.widening.weight.T + part.widening.bias
+        return (wide * wide.sigmoid()) @ part.narrowing.weight.T + part.narrowing.bias
+
+    start = torch.randn(9, 16)
+    frames = start + feed_forward(block.first, start) / 2
+    normed = block.attention_norm(frames)[None]
+    frames = frames + oracle(normed, normed, normed)[0][0]
+    part = block.convolution
+    first, second = part.gates(part.norm(frames)).chunk(2, dim=1)
+    gated = torch.nn.functional.pad(first * second.sigmoid(), (0, 0, 1, 1))
+    mixed = sum(gated[step : step + 9] * part.convolution.weight[:, 0, step] for step in range(3))
+    inner = part.inner_norm(mixed + part.convolution.bias)
+    frames = frames + part.outputs(inner * inner.sigmoid())
+    frames = block.norm(frames + feed_forward(block.second, frames) / 2)
+    no_turns = torch.zeros(9, 4)
+    ours = block(start[None], torch.ones(1, 9, 1, dtype=torch.bool), no_turns)
+    torch.testing.assert_close(ours[0], frames, atol=1e-4, rtol=1e-4)
+
+
+def test_swoosh_and_bias_norm_are_those_of_the_paper():
+    """Swoosh from its equation, with SwooshR(0) = 0; BiasNorm from its own."""
+    values = torch.linspace(-20, 20, 81, dtype=torch.float64)
+    left = torch.log(1 + torch.exp(values - 4)) - 0.08 * values - 0.035
+    right = torch.log(1 + torch.exp(values - 1)) - 0.08 * values - 0.313261687
+    torch.testing.assert_close(zipformer.swoosh_l(values), left, atol=1e-7, rtol=0)
+    torch.testing.assert_close(zipformer.swoosh_r(values), right, atol=1e-7, rtol=0)
+    assert zipformer.swoosh_r(torch.zeros(1)).abs() < 1e-6
+    norm = zipformer.BiasNorm(4)
+    torch.nn.init.normal_(norm.bias)
+    torch.nn.init.constant_(norm.log_scale, 0.7)
+    frame = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    length = math.sqrt(sum(unit**2 for unit in (frame - norm.bias).tolist()) / 4)
+    torch.testing.assert_close(norm(frame), frame / length * math.exp(0.7), atol=1e-5, rtol=0)
+
+
+def test_a_zipformers_block_shares_the_attention_of_its_input():
+    """The equation of the block, with attention written out head by head."""
+    torch.manual_seed(0)
+    block = zipformer.Block(width=16, heads=2, kernel=3, dropout=0.0)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    start, inside = torch.randn(9, 16), torch.ones(1, 9, 1, dtype=torch.bool)
+    queries, keys = block.weights.inputs(start).view(9, 2, 2, 32).unbind(1)
+    weights = [(queries[:, head] @ keys[:, head].T / 32**0.5).softmax(1) for head in range(2)]
+
+    def attention(part: zipformer.Attention, frames: torch.Tensor) -> torch.Tensor:
+        values = part.values(frames)
+        return part.outputs(torch.cat([weights[head] @ values[:, 12 * head : 12 * head + 12] for head in (0, 1)], 1))
+
+    def convolution(part: zipformer.Convolution, frames: torch.Tensor) -> torch.Tensor:
+        first, second = part.gates(frames).chunk(2, dim=1)
+        gated = torch.nn.functional.pad(first * second.sigmoid(), (0, 0, 1, 1))
+        mixed = sum(gated[step : step + 9] * part.convolution.weight[:, 0, step] for step in range(3))
+        return part.outputs(zipformer.swoosh_r(mixed + part.convolution.bias))
+
+    frames = start + block.feed_forward[0](start)
+    gates, values, factors = block.non_linear.inputs(frames).split(12, dim=1)
+    frames = frames + block.non_linear.outputs(weights[0] @ (gates.tanh() * values) * factors)
+    frames = frames + attention(block.attention[0], frames)
+    frames = frames + convolution(block.convolution[0], frames)
+    frames = frames + block.feed_forward[1](frames)
+    frames = (1 - block.middle.scale) * start + block.middle.scale * frames
+    frames = frames + attention(block.attention[1], frames)
+    frames = frames + convolution(block.convolution[1], frames)
+    frames = frames + block.feed_forward[2](frames)
+    frames = (1 - block.end.scale) * start + block.end.scale * block.norm(frames)
+    ours = block(start[None], inside, torch.zeros(9, 16))
+    torch.testing.assert_close(ours[0], frames, atol=1e-4, rtol=1e-4)
+
+
+def test_frames_are_joined_with_learned_weights_over_those_that_are_there():
+    """Of 5 frames, 3 at a time: the last two share the weights of the first two places."""
+    layer = zipformer.Downsample(3)
+    torch.nn.init.normal_(layer.weights)
+    first, second, third = layer.weights.softmax(0).tolist()
+    frames = torch.full((1, 7, 2), 1e3)
+    frames[0, :5] = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+    joined, inside = layer(frames, (torch.arange(7) < 5)[None, :, None])
+    assert inside[0, :, 0].tolist() == [True, True, False]
+    expected = first * frames[0, 0] + second * frames[0, 1] + third * frames[0, 2]
+    torch.testing.assert_close(joined[0, 0], expected, atol=1e-6, rtol=0)
+    expected = (first * frames[0, 3] + second * frames[0, 4]) / (first + second)
+    torch.testing.assert_close(joined[0, 1], expected, atol=1e-6, rtol=0)
+
+
+def test_the_outputs_of_a_zipformer_are_the_last_units_that_there_are():
+    """Of stacks 3, 5, 4 and 2 wide: 2 units of the last, 2 of the third, 1 of the second."""
+    outputs = [torch.full((1, 1, width), float(number)) for number, width in enumerate((3, 5, 4, 2))]
+    assert zipformer.widest(outputs)[0, 0].tolist() == [3, 3, 2, 2, 1]
 
 
 @pytest.mark.parametrize("subsampling", [1, 2, 4])
@@ -283,7 +416,15 @@ def test_seeds_decide_about_weights(name):
 PARAMETERS = {
     "blstm": {"tiny": 29_908, "small": 772_884, "medium": 9_261_076, "ibm": 35_300_116},
     "lstm": {"tiny": 20_820, "small": 375_060, "medium": 3_591_956, "ibm": 12_600_084},
-    "transformer": {"tiny": 115_220, "small": 837_908, "medium": 4_885_524},
+    "transformer": {
+        "tiny": 115_220,
+        "small": 837_908,
+        "medium": 4_885_524,
+        "large": 29_476_692,
+        "huge": 100_263_876,
+    },
+    "conformer": {"tiny": 124_580, "small": 906_996, "medium": 7_928_516, "large": 24_818_452, "huge": 103_551_508},
+    "zipformer": {"tiny": 91_008, "small": 1_287_235, "medium": 6_009_465, "large": 21_541_783, "huge": 104_616_411},
     "deep-speech": {"tiny": 95_764, "small": 823_700, "original": 47_759_380},
     "blstm-hybrid": {"tiny": 20_244, "small": 236_180, "ibm": 34_034_964},
     "dnn-hybrid": {"tiny": 3_924, "small": 213_012, "seide": 25_303_060},
@@ -302,6 +443,14 @@ def test_presets_have_their_published_sizes(name):
     assert counted == PARAMETERS[name]
     assert counted["tiny"] < 0.15e6
     assert 0.2e6 < counted["small"] < 1.5e6
+
+
+def test_the_documentation_lists_every_preset_with_its_parameters():
+    """The table of docs/models.md is `PARAMETERS`, which the test above counts."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z-]+)` \| `([a-z]+)` \| ([\d,]+) \|$", page, re.MULTILINE)
+    listed = {(name, preset): int(count.replace(",", "")) for name, preset, count in rows}
+    assert listed == {(name, preset): count for name, counts in PARAMETERS.items() for preset, count in counts.items()}
 
 
 def test_presets_named_after_others_have_their_shape():
@@ -348,7 +497,16 @@ def test_a_size_replaces_that_of_the_preset():
             "",
             "would never hear some at subsampling 4: take a context of at least 2",
         ),
-        ({"name": "transformer", "positions": "shaw"}, "positions", "Input should be 'sinusoidal' or 'rotary'"),
+        (
+            {"name": "transformer", "positions": "shaw"},
+            "positions",
+            "Input should be 'sinusoidal', 'rotary' or 'relative'",
+        ),
+        ({"name": "transformer", "positions": "relative"}, "", "relative ones are a conformer's"),
+        ({"name": "conformer", "positions": "sinusoidal"}, "", "sinusoidal ones are a transformer's"),
+        ({"name": "conformer", "kernel": 4}, "", "a kernel of 4 frames has no middle: take an odd number, such as 5"),
+        ({"name": "zipformer", "stack_rates": [1, 2]}, "", "there are stack_rates 2, stack_layers 4, stack_widths 4"),
+        ({"name": "zipformer", "stack_widths": [8, 8, 6, 8]}, "", "stack_widths: 6 is not a multiple of 4"),
         ({"subsampling": 3}, "subsampling", "Input should be 1, 2 or 4"),
         ({"hidden": 0}, "hidden", "Input should be greater than or equal to 1"),
         ({"hiden": 4}, "hiden", "Extra inputs are not permitted"),

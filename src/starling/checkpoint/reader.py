@@ -60,6 +60,7 @@ class Checkpoint:
                     name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
                 },
                 optimizer=decode_state(scalars["optimizer"], tensors),
+                strategy=decode_state(scalars.get("strategy", {}), tensors),  # version 0.2 wrote none
                 is_worker=scalars["is_worker"],
                 shard_of_island=_decode_island(scalars["island"], tensors) if "island" in scalars else None,
                 shards=tuple(_decode_shard(shard, tensors) for shard in scalars["shards"]),
@@ -123,16 +124,26 @@ class Checkpoint:
         """The state of a whole model for learner `rank`, with the optimizer state of the former island of `size` whose
         ranks begin with `first`."""
         formers = [self.learner(former) for former in range(first, first + size)]
-        shard, optimizer = formers[0].shard_of_island, formers[0].optimizer
+        own, optimizer = formers[rank % size], formers[0].optimizer
+        shard, strategy = own.shard_of_island, dict(own.strategy)
         if shard is not None:
             optimizer = shard.cut.whole_of_optimizer([former.optimizer for former in formers], shard.order)
+        for name, each in strategy.items():
+            if each.numel() == own.weights.numel() and shard is not None:
+                strategy[name] = shard.cut.whole([former.strategy[name] for former in formers])
+            elif each.numel() not in (1, own.weights.numel()):
+                raise CheckpointError(
+                    f"{self.folder}: the strategy's {name} cannot be divided in another way; resume with islands of "
+                    f"{size} and {self.manifest.learners} learners"
+                )
         return replace(
-            formers[rank % size],
+            own,
             rank=rank,
             world=world,
             minutes=self.manifest.minutes,
             weights=self.consensus(),
             optimizer=optimizer,
+            strategy=strategy,
             shard_of_island=None,
         )
 

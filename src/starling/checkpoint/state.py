@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from starling.workload import Position
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from starling.checkpoint.cut import ShardOfIsland
+
+
+OWN_PREFIX = "own."
+"""Begins the names of those parts of a strategy's state that differ between learners."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class LearnerState:
     shards: tuple[ShardState, ...] = ()
     """The model shards that this learner keeps. Their weights are also in `weights`. If any learner keeps shards, the
     shards are the model."""
+    strategy: dict[str, Tensor] = field(default_factory=dict)
+    """What the strategy keeps between its steps, by name, on the CPU; see `Learner.strategy_state`."""
     shard_of_island: ShardOfIsland | None = None
     """Which part of an island's model `weights` `[P']` and `optimizer` are; None: they are those of a whole model."""
     is_worker: bool = True
@@ -62,12 +68,19 @@ class LearnerState:
             weights=own(self.weights),
             buffers=own(self.buffers),
             optimizer=own(self.optimizer),
+            strategy=own(self.strategy),
             shards=tuple(shards),
         )
 
+    def with_strategy_of(self, other: LearnerState) -> LearnerState:
+        """This state with the common part of another learner's strategy state."""
+        mine = {name: each for name, each in self.strategy.items() if name.startswith(OWN_PREFIX)}
+        return replace(self, strategy=own(other.strategy) | mine)
+
     def tensors(self) -> Iterator[Tensor]:
         """All its tensors except the shards' weights, which are part of `weights`."""
-        yield from _tensors([self.weights, self.buffers, self.optimizer, [shard.optimizer for shard in self.shards]])
+        kept = [self.strategy, [shard.optimizer for shard in self.shards]]
+        yield from _tensors([self.weights, self.buffers, self.optimizer, kept])
 
     @property
     def kept(self) -> list[tuple[int, int]]:

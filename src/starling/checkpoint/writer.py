@@ -171,6 +171,7 @@ def write_learner(folder: Path, state: LearnerState) -> None:
         "outstanding": [TicketRecord.of(ticket).model_dump() for ticket in position.outstanding],
         "minutes": state.minutes,
         "optimizer": encode_state(state.optimizer, "optimizer", tensors),
+        "strategy": encode_state(state.strategy, "strategy", tensors),
         "is_worker": state.is_worker,
         **({"island": _encode_island(state.shard_of_island)} if state.shard_of_island else {}),
         "shards": [_encode_shard(shard, tensors) for shard in state.shards],

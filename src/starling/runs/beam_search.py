@@ -254,7 +254,7 @@ def _digest(recipe: Recipe, config: DecodingConfig, recogniser: Recogniser, text
     return digest(
         {
             "model": model.hexdigest(),
-            "config": config.model_dump(mode="json", exclude={"num_best"}),
+            "config": config.model_dump(mode="json", exclude={"num_best", "decoder_beam", "attention_weight"}),
             "files": files,
             "texts": digest(list(texts)),
             "valid": None if valid is None else set_digest(recipe.data, valid),

@@ -17,6 +17,7 @@ from starling.extras import require
 from starling.report.progress import Bars, Say
 from starling.runs.beam_search import BestSearch, best_search
 from starling.runs.cores import use_threads
+from starling.runs.decoder_search import DecoderSearch, decoder_search
 from starling.runs.experiment.folder import ExperimentFolder, existing
 from starling.runs.recipe.recipe import Recipe, load_resolved
 from starling.runs.validate import best_model
@@ -42,7 +43,7 @@ def evaluate(
     """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
 
     The model is the newest one, or with `is_best` the one that scored best on the validation set. Files that list every
-    error go to the experiment's `decode` folder. `with_beam` adds the score of a beam search, by `jobs` processes, for
+    error go to the experiment's `decode` folder. `with_beam` adds the scores of beam searches, by `jobs` processes, for
     a model with CTC (None: if the recipe has a section `decoding`). Raises CheckpointError if there is no model,
     ConfigError for a set that the recipe does not define.
     """
@@ -63,9 +64,13 @@ def evaluate(
             except (MissingExtraError, DataError) as error:
                 if recipe.decoding is not None and isinstance(error, DataError):
                     raise
-                tell(f"only greedy decoding: {error}")
+                tell(f"only greedy decoding: {error}" if recogniser.decoder is None else f"no language model: {error}")
+        beside: DecoderSearch | None = None
+        if with_beam and recogniser.decoder is not None:
+            with Bars(console) as bars:
+                beside = decoder_search(recipe, recogniser, search, bars)
         for name in names:
-            _score_set(recipe, folder, recogniser, name, search, tell, console)
+            _score_set(recipe, folder, recogniser, name, search, beside, tell, console)
 
 
 def _score_set(
@@ -74,23 +79,28 @@ def _score_set(
     recogniser: Recogniser,
     name: str,
     search: BestSearch | None,
+    beside: DecoderSearch | None,
     tell: Say,
     console: Console,
 ) -> None:
-    """Score one set by greedy decoding or the words of tied states, and by `search` if there is one."""
+    """Score one set by greedy decoding or the words of tied states, by `search` if there is one, and in the ways of a
+    decoder if there is one (`beside`)."""
     with Bars(console) as bars:
         data = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
         prepare(data, bars)
         speech_set = SpeechSet.open(recipe.data.set_folder(name))
         progress = partial(bars, f"decoding {name}")
-        if search is None:
-            hypotheses = recogniser.recognise(speech_set, progress=progress)
-        else:
-            hypotheses = {}
+        hypotheses: dict[str, str] = {}
+        if search is not None:
             search.found.clear()
-            for ids, log_probs, frames in recogniser.outputs(speech_set, progress=progress):
-                hypotheses.update(zip(ids, recogniser.texts(log_probs, frames), strict=True))
-                search.take(ids, log_probs, frames)
+        if beside is not None:
+            beside.clear()
+        for ids, heard in recogniser.heard(speech_set, progress=progress):
+            hypotheses.update(zip(ids, recogniser.texts(*heard), strict=True))
+            if search is not None:
+                search.take(ids, heard.log_probs, heard.lengths)
+            if beside is not None:
+                beside.take(ids, heard)
     references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
     dropped = _dropped(speech_set)
     remarks = [*dropped, *_unseen(recipe.data, name, references, hypotheses)]
@@ -105,6 +115,12 @@ def _score_set(
         score = write_score_files(beam, name, references, search.texts, recipe.data.text, remarks)
         for line in (f"{name}, {remarks[0]}", *score.lines(), *remarks[1:]):
             tell(line)
+    if beside is not None:
+        for way, texts in beside.texts.items():
+            remarks = [beside.titles[way], *dropped, *_unseen(recipe.data, name, references, texts)]
+            score = write_score_files(folder.decode / way, name, references, texts, recipe.data.text, remarks)
+            for line in (f"{name}, {remarks[0]}", *score.lines(), *remarks[1:]):
+                tell(line)
 
 
 def transcribe(experiment: Path, files: Sequence[Path], tell: Say, is_best: bool = False) -> None:

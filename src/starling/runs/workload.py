@@ -10,7 +10,7 @@ from starling.chance import derive_seed
 from starling.runs.training_plan import TrainingPlan
 from starling.speech.batches import Batch, load_batch
 from starling.speech.features import LogMel
-from starling.speech.losses import ctc_loss
+from starling.speech.losses import speech_loss
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer
 from starling.workload import Ticket, Unit, Workload
@@ -51,10 +51,10 @@ class SpeechWorkload(Workload[Batch]):
         ]
 
     def loss(self, model: nn.Module, examples: Batch) -> Tensor:
-        return ctc_loss(model, examples)
+        return speech_loss(model, examples, self.plan.recipe.model)
 
     def weight(self, examples: Batch) -> float:
-        """The number of tokens, because `ctc_loss` is a mean over them."""
+        """The number of tokens, because `speech_loss` is a mean over them."""
         return float(len(examples.tokens))
 
     def planned_size(self, ticket: Ticket, unit: Unit) -> float:

@@ -1,4 +1,4 @@
-"""The CTC loss, and a check that each utterance has enough frames for it."""
+"""The losses of CTC and of a decoder beside it, and a check that each utterance has enough frames for it."""
 
 import math
 from itertools import pairwise
@@ -42,6 +42,25 @@ class TooShort(NamedTuple):
     needed: int  # one per token, and one blank between equal neighbours
 
 
+def speech_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> torch.Tensor:
+    """The CTC loss, or with a decoder
+
+        ctc_weight * CTC + (1 - ctc_weight) * decoder,
+
+    each the sum over the batch in nats, divided by the number of its tokens. Scalar, float32; of a void batch as
+    `ctc_loss`. `model` is built from `config`.
+    """
+    if config.decoder is None:
+        return ctc_loss(model, batch)
+    log_probs, lengths, beside = model(batch.features, batch.feature_lengths, batch.tokens, batch.token_lengths)
+    if not batch.ids:
+        nothing: torch.Tensor = (log_probs * 0.0).sum() + beside * 0.0
+        return nothing
+    share = config.decoder.ctc_weight
+    total: torch.Tensor = share * _ctc(log_probs, lengths, batch) + (1.0 - share) * beside / len(batch.tokens)
+    return total
+
+
 def ctc_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Mean negative log-likelihood per token: the sum over the batch, divided by its number of tokens.
 
@@ -52,6 +71,10 @@ def ctc_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     if not batch.ids:
         nothing: torch.Tensor = (log_probs * 0.0).sum()
         return nothing
+    return _ctc(log_probs, lengths, batch)
+
+
+def _ctc(log_probs: torch.Tensor, lengths: torch.Tensor, batch: Batch) -> torch.Tensor:
     total = F.ctc_loss(
         log_probs.transpose(0, 1), batch.tokens, lengths, batch.token_lengths, blank=BLANK, reduction="sum"
     )

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -15,11 +16,15 @@ from torch import nn
 from starling.configuration import Config
 from starling.errors import CheckpointError, DataError
 from starling.files import sha256
+from starling.speech.decoding import attention, transducer
 from starling.speech.decoding.greedy import greedy_decode
 from starling.speech.features import FeatureConfig, LogMel, UtteranceSource, resample
 from starling.speech.hybrid.decoder import WordDecoder
 from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, load_states
 from starling.speech.models import ModelConfig, build_model
+from starling.speech.models.attention import AttentionDecoder
+from starling.speech.models.network import Decoder, Network
+from starling.speech.models.transducer import Transducer
 from starling.speech.tokens import Tokenizer, load_tokenizer
 
 _FORMAT = 2
@@ -38,10 +43,19 @@ class _Description(Config):
     sha256: dict[str, str]  # of each other file, by name
 
 
+class Heard(NamedTuple):
+    """What a network makes of a batch of utterances."""
+
+    log_probs: torch.Tensor  # [B, T', V] of CTC, or of tied states
+    lengths: torch.Tensor  # [B], frames of T'
+    frames: torch.Tensor | None  # [B, T', W] of the encoder, for a decoder; None: there is none
+
+
 class Recogniser:
     """Transcribes waveforms.
 
-    The network's outputs are the tokens of CTC, or `states`: then a search for the best words follows it.
+    The network's outputs are the tokens of CTC, or `states`: then a search for the best words follows it. With a
+    decoder, texts are the decoder's.
     """
 
     def __init__(
@@ -128,7 +142,7 @@ class Recogniser:
         if not waveforms:
             return []
         mono = [self._prepare(waveform, rate) for waveform in waveforms]
-        return self._decode([self.features(waveform) for waveform in mono])
+        return self.texts(*self.hear([self.features(waveform) for waveform in mono]))
 
     def recognise(
         self,
@@ -141,8 +155,8 @@ class Recogniser:
         `progress` is called with the number of utterances done and the total.
         """
         texts: dict[str, str] = {}
-        for names, log_probs, frames in self.outputs(speech_set, max_duration, progress):
-            texts.update(zip(names, self.texts(log_probs, frames), strict=True))
+        for names, heard in self.heard(speech_set, max_duration, progress):
+            texts.update(zip(names, self.texts(*heard), strict=True))
         return texts
 
     def outputs(
@@ -152,8 +166,19 @@ class Recogniser:
         progress: Callable[[int, int], None] | None = None,
         among: Sequence[int] | None = None,
     ) -> Iterator[tuple[list[str], torch.Tensor, torch.Tensor]]:
-        """Ids, log-probabilities `[B, T', V]` and lengths `[B]` of the utterances of a set, batch by batch, longest
-        first; of those numbered in `among`, if that is given. The other arguments are those of `recognise`."""
+        """Ids, log-probabilities `[B, T', V]` and lengths `[B]` of the utterances of a set, as `heard` gives them."""
+        for names, heard in self.heard(speech_set, max_duration, progress, among):
+            yield names, heard.log_probs, heard.lengths
+
+    def heard(
+        self,
+        speech_set: UtteranceSource,
+        max_duration: float = 120.0,
+        progress: Callable[[int, int], None] | None = None,
+        among: Sequence[int] | None = None,
+    ) -> Iterator[tuple[list[str], Heard]]:
+        """Ids of the utterances of a set, and what the network makes of them, batch by batch, longest first; of those
+        numbered in `among`, if that is given. The other arguments are those of `recognise`."""
         chosen = np.arange(len(speech_set)) if among is None else np.asarray(among)
         done = 0
         for places in _by_duration(speech_set.durations[chosen], max_duration):
@@ -161,7 +186,7 @@ class Recogniser:
             names = [speech_set.id(index) for index in indices]
             audios = zip(speech_set.audios(indices), names, strict=True)
             matrices = self.features.batch([self.features.checked(audio, name) for audio, name in audios])
-            yield names, *self.log_probs(matrices)
+            yield names, self.hear(matrices)
             done += len(names)
             if progress is not None:
                 progress(done, len(chosen))
@@ -173,27 +198,77 @@ class Recogniser:
 
     def log_probs(self, matrices: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The network's log-probabilities `[B, T', V]` for features `[T, F]` of each utterance, and lengths `[B]`."""
+        heard = self.hear(matrices)
+        return heard.log_probs, heard.lengths
+
+    def hear(self, matrices: list[torch.Tensor]) -> Heard:
+        """What the network makes of features `[T, F]` of each utterance."""
         device = next(self.model.parameters()).device
         features = torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True).to(device)
         lengths = torch.tensor([len(matrix) for matrix in matrices], device=device)
+        with self._evaluating():
+            if self.decoder is None:
+                log_probs, lengths = self.model(features, lengths)
+                return Heard(log_probs, lengths, None)
+            network = cast(Network, self.model)
+            frames, lengths = network.encode(features, lengths)
+            return Heard(network.log_probs(frames), lengths, frames)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Without dropout and gradients."""
         was_training = self.model.training
         self.model.eval()
         try:
             with torch.inference_mode():
-                found: tuple[torch.Tensor, torch.Tensor] = self.model(features, lengths)
+                yield
         finally:
             self.model.train(was_training)
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """The network's decoder beside CTC, if it has one."""
+        return self.model.decoder if isinstance(self.model, Network) else None
+
+    def texts(self, log_probs: torch.Tensor, lengths: torch.Tensor, frames: torch.Tensor | None = None) -> list[str]:
+        """The text of each utterance, of what was `Heard`: the best words of tied states; with a decoder and its frames
+        the decoder's greedy text; otherwise the greedy text of CTC."""
+        if self._decoder is not None:
+            return self._decoder(log_probs, lengths)
+        if self.decoder is None or frames is None:
+            return greedy_decode(log_probs, lengths, self.tokenizer)
+        with self._evaluating():
+            if isinstance(self.decoder, AttentionDecoder):
+                found = attention.greedy(self.decoder, frames, lengths)
+            else:
+                found = transducer.greedy(cast(Transducer, self.decoder), frames, lengths)
+        return [self.tokenizer.decode(tokens) for tokens in found]
+
+    def searched(self, heard: Heard, beam: int) -> list[str]:
+        """The text of each utterance by the decoder's beam search. Raises ValueError without a decoder."""
+        if self.decoder is None or heard.frames is None:
+            raise ValueError("a recogniser without a decoder has no beam search of its own")
+        found = []
+        with self._evaluating():
+            for row, length in zip(heard.frames, heard.lengths.tolist(), strict=True):
+                if isinstance(self.decoder, AttentionDecoder):
+                    best = attention.beam_search(self.decoder, row[:length], beam)
+                else:
+                    best = transducer.beam_search(cast(Transducer, self.decoder), row[:length], beam)
+                found.append(self.tokenizer.decode(best[0][0]))
         return found
 
-    def _decode(self, matrices: list[torch.Tensor]) -> list[str]:
-        return self.texts(*self.log_probs(matrices))
-
-    def texts(self, log_probs: torch.Tensor, frames: torch.Tensor) -> list[str]:
-        """The text of each utterance, from log-probabilities `[B, T', V]` and lengths `[B]`: greedy, or the best words
-        of tied states."""
-        if self._decoder is not None:
-            return self._decoder(log_probs, frames)
-        return greedy_decode(log_probs, frames, self.tokenizer)
+    def attention_scores(self, heard: Heard, texts: Sequence[Sequence[str]]) -> list[list[float]]:
+        """log p(text | audio) by the attention decoder, of some texts of each utterance. ValueError without one."""
+        if not isinstance(self.decoder, AttentionDecoder) or heard.frames is None:
+            raise ValueError("a recogniser without an attention decoder cannot score texts by it")
+        with self._evaluating():
+            return [
+                attention.scores(
+                    self.decoder, row[:length], [self.tokenizer.encode(text) if text else [] for text in each]
+                )
+                for row, length, each in zip(heard.frames, heard.lengths.tolist(), texts, strict=True)
+            ]
 
     def _prepare(self, waveform: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
         tensor = torch.as_tensor(waveform)

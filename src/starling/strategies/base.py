@@ -85,6 +85,10 @@ class Strategy:
     """Whether servers keep the model. If not, the model is the mean of all learners' weights."""
     has_one_model: bool = False
     """Whether all learners have the same weights after each step."""
+    keeps_state: bool = False
+    """Whether it uses `Learner.strategy_state`."""
+    family: str = ""
+    """The strategies that share a text and a page; empty: the strategy's own name."""
     steps_itself: bool = True
     """Whether each gradient of a learner becomes a step of its own optimizer, in the order of its claims."""
 

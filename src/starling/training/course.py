@@ -107,7 +107,7 @@ class Course:
                     f"learner {rank}: the checkpoint holds {start.weights.numel()} weights, the model has "
                     f"{replica.weights.numel()}; resume with the model that was trained"
                 )
-            replica.restore(start.weights.to(replica.weights.device), start.optimizer)
+            replica.restore(start.weights.to(replica.weights.device), start.optimizer, start.strategy)
         if life.tally is not None:
             self._continue(life.tally)
 
@@ -237,6 +237,7 @@ class Course:
             weights=weights,
             buffers={name: buffer.detach().cpu() for name, buffer in self._buffers().items()},
             optimizer=self._replica.optimizer.state_dict(),
+            strategy=dict(self._replica.strategy_state),
             shards=shards,
             shard_of_island=self._shard_of_island,
             is_worker=self._is_worker,

@@ -1,7 +1,7 @@
 """One learner's own weights and optimizer, the same on all engines."""
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ class Replica:
         sum_over_island: Callable[[float], float] | None = None,
     ) -> None:
         self.weights = weights
+        self._size = len(weights)
         self.version = 0  # the number of changes made to the weights
         self.gradients = gradients
         self._workspace = gradients if workspace is None else workspace
@@ -41,8 +42,12 @@ class Replica:
         self._sum_over_island = sum_over_island
         self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer(parameters)
+        self.fast_step: Callable[[], object] | None = None
+        """What an engine calls in place of the optimizer's `step`, because it does the same in less time."""
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._memory: OptimizerMemory | None = None
+        self.strategy_state: dict[str, Tensor] = {}
+        """What the strategy keeps between its steps, by name."""
         self.sometimes_unused: set[int] = set()
         """The numbers of parameters that had no gradient in at least one of this learner's mini-batches. Only these can
         lack a gradient in a mean over learners."""
@@ -63,7 +68,7 @@ class Replica:
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor
             with self._as_parameter_gradients(gradient):
-                self.optimizer.step()
+                (self.fast_step or self.optimizer.step)()
             self.version += 1
             return True
 
@@ -115,13 +120,13 @@ class Replica:
             mine.add_(delta)
             if number > 0 and self._memory is not None and self._memory.never_negative[number - 1]:
                 mine.clamp_(min=0.0)
-            if piece.stop == len(self.weights):  # all pieces together count as one change
+            if piece.stop == self._size:  # all pieces together count as one change
                 self.version += 1
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         with self._lock:
             (self.weights if piece is None else self._at(piece)[1]).copy_(weights)
-            if piece is None or piece.stop == len(self.weights):  # all pieces together count as one change
+            if piece is None or piece.stop == self._size:  # all pieces together count as one change
                 self.version += 1
 
     def snapshot(self, piece: slice | None = None, into: Tensor | None = None) -> Tensor:
@@ -137,7 +142,7 @@ class Replica:
         return self.snapshot().cpu()
 
     def pieces(self, largest: int, optimizer_state: bool) -> Sequence[slice]:
-        size = len(self.weights)
+        size = self._size
         num_vectors = 1
         if optimizer_state:
             with self._lock:
@@ -151,13 +156,22 @@ class Replica:
             for start in range(0, size, largest)
         ]
 
-    def restore(self, weights: Tensor, optimizer: dict[str, Any]) -> None:
-        """Continue from saved weights `[P]` and a saved `state_dict` of the optimizer."""
+    def restore(self, weights: Tensor, optimizer: dict[str, Any], strategy: Mapping[str, Tensor]) -> None:
+        """Continue from saved weights `[P]`, a saved `state_dict` of the optimizer and the strategy's saved state."""
         self.replace(weights)
         self.optimizer.load_state_dict(optimizer)
+        self.strategy_state = {name: each.clone() for name, each in strategy.items()}
+
+    def state_of_strategy(self, name: str, initial: Tensor) -> Tensor:
+        """See `Learner.strategy_state`."""
+        kept = self.strategy_state.get(name)
+        if kept is None or kept.shape != initial.shape:
+            kept = initial.detach().clone()
+        self.strategy_state[name] = kept = kept.to(initial.device)
+        return kept
 
     def _at(self, piece: slice) -> tuple[int, Tensor]:
         """The number of the vector that contains a piece (0: the weights), and a view of the piece."""
-        number, start = divmod(piece.start, len(self.weights))
+        number, start = divmod(piece.start, self._size)
         vector = self.weights if number == 0 or self._memory is None else self._memory.vectors[number - 1]
         return number, vector[start : start + piece.stop - piece.start]

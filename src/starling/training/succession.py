@@ -64,8 +64,8 @@ class Plan:
     minutes: float
     """Training time so far, the same for all learners."""
     source: int | None = None
-    """The rank whose state the `takers` copy, or the first rank of an island, of which each taker copies the rank that
-    holds the same shard; None: each learner continues from its own."""
+    """The rank whose state the `takers` copy, and whose strategy state all copy, or the first rank of an island, of which
+    each copies that of the rank with the same shard; None: each learner continues from its own."""
     takers: tuple[int, ...] = ()
     """The ranks that copy the state of `source`."""
 
@@ -136,7 +136,7 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callab
         world=len(members),
         position=position_after(before.position, job.workload, done),
         minutes=max(each.minutes for each in members),
-        source=newest * size if takers else None,
+        source=newest * size if takers or job.strategy.keeps_state else None,
         takers=takers,
     )
 

@@ -22,7 +22,8 @@ class TicketSequence:
     def __init__(self, workload: Workload[Any], start: Ticket) -> None:
         self._workload = workload
         self._first_epoch = start.epoch
-        self._first_steps = [start.step - start.index]  # the number of each epoch's first ticket
+        # the number of each known epoch's first ticket, and of the first one after them
+        self._first_steps = [start.step - start.index]
 
     def num_batches(self, epoch: int) -> int:
         found = self._workload.num_batches(epoch)
@@ -31,21 +32,23 @@ class TicketSequence:
         return found
 
     def __getitem__(self, step: int) -> Ticket:
-        while step >= (following := self._first_steps[-1] + self.num_batches(self._last_epoch)):
-            self._first_steps.append(following)
-        place = bisect_right(self._first_steps, step) - 1
+        place = self._place(step)
         return Ticket(self._first_epoch + place, step - self._first_steps[place], step)
 
     def epochs_before(self, step: int) -> float:
         """Passes over the data before ticket `step`. Epochs before that of `start` are assumed to be as long as it."""
         if step < self._first_steps[0]:
             return self._first_epoch - (self._first_steps[0] - step) / self.num_batches(self._first_epoch)
-        ticket = self[step]
-        return ticket.epoch + ticket.index / self.num_batches(ticket.epoch)
+        place = self._place(step)
+        first, following = self._first_steps[place : place + 2]
+        return self._first_epoch + place + (step - first) / (following - first)
 
-    @property
-    def _last_epoch(self) -> int:
-        return self._first_epoch + len(self._first_steps) - 1
+    def _place(self, step: int) -> int:
+        """How many epochs after the first one a ticket's epoch comes."""
+        while step >= self._first_steps[-1]:
+            size = self.num_batches(self._first_epoch + len(self._first_steps) - 1)
+            self._first_steps.append(self._first_steps[-1] + size)
+        return bisect_right(self._first_steps, step) - 1
 
 
 def position_after(start: Position, workload: Workload[Any], done: Collection[int]) -> Position:

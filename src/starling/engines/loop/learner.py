@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
+from starling.checkpoint.state import OWN_PREFIX
 from starling.configuration import Config
 from starling.engines.loop.announcements import AnnouncementListener, Consensus
 from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
@@ -179,6 +180,9 @@ class LoopLearner(Learner):
 
     def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
         return self.replica.pieces(largest, optimizer_state)
+
+    def strategy_state(self, name: str, initial: Tensor, is_common: bool = True) -> Tensor:
+        return self.replica.state_of_strategy(name if is_common else OWN_PREFIX + name, initial)
 
     def keep(self, piece: slice) -> Shard:
         return self._shards.keep(piece)

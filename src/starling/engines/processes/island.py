@@ -190,7 +190,11 @@ class ShardedModel:
             return state
         member = self._island.member
         weights, optimizer = self.cut.part(state.weights, member), self.cut.part_of_optimizer(state.optimizer, member)
-        return replace(state, weights=weights, optimizer=optimizer)
+        strategy = {
+            name: self.cut.part(each, member) if len(each) == len(state.weights) else each
+            for name, each in state.strategy.items()
+        }
+        return replace(state, weights=weights, optimizer=optimizer, strategy=strategy)
 
     def shard_of_island(self, optimizer: torch.optim.Optimizer) -> ShardOfIsland:
         """Which part of the model this rank holds."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.state import OWN_PREFIX, LearnerState
 from starling.engines.processes.backend import ReducingModel
 from starling.engines.processes.batches import ProcessBatches
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
@@ -259,6 +259,9 @@ class ProcessLearner(Learner):
 
     def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
         return self.replica.pieces(largest, optimizer_state)
+
+    def strategy_state(self, name: str, initial: Tensor, is_common: bool = True) -> Tensor:
+        return self.replica.state_of_strategy(name if is_common else OWN_PREFIX + name, initial)
 
     def keep(self, piece: slice) -> Shard:
         self._refuse_in_island("keeps a model shard")

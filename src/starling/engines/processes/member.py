@@ -263,7 +263,7 @@ class _Member:
         size = self.job.island.size
         sources = range(plan.source, plan.source + size)
         shared = [share_state(state, source) for source in sources][rank % size]
-        return shared if rank in plan.takers else state
+        return shared if rank in plan.takers else state.with_strategy_of(shared)
 
     def _make_model(self, place: Place) -> tuple[Model, IslandGroup | None]:
         """The model of a membership: this learner's own, or its part of its island's."""
@@ -359,7 +359,7 @@ def _plan_after(root: Store, members: Sequence[Past], job: Job) -> Plan:
 
 
 def share_state(state: LearnerState, source: int) -> LearnerState:
-    """Each learner's `state` with the weights, buffers and optimizer state of learner `source`.
+    """Each learner's `state` with the weights, buffers, optimizer state and strategy state of learner `source`.
 
     All learners of the default process group must call it. A learner's shards of the model remain its own.
     """
@@ -367,10 +367,12 @@ def share_state(state: LearnerState, source: int) -> LearnerState:
     scalars: Any = None
     if state.rank == source:
         optimizer = encode_state(state.optimizer, "optimizer", tensors)
+        strategy = encode_state(state.strategy, "strategy", tensors)
         tensors |= {"weights": state.weights, **{_BUFFER + name: each for name, each in state.buffers.items()}}
         tensors = apart(tensors)
         scalars = {
             "optimizer": optimizer,
+            "strategy": strategy,
             "tensors": {name: [str(each.dtype).partition(".")[2], list(each.shape)] for name, each in tensors.items()},
         }
     scalars = json.loads(_broadcast_bytes(json.dumps(scalars).encode(), source))
@@ -382,6 +384,7 @@ def share_state(state: LearnerState, source: int) -> LearnerState:
         weights=received["weights"],
         buffers={name.removeprefix(_BUFFER): each for name, each in received.items() if name.startswith(_BUFFER)},
         optimizer=decode_state(scalars["optimizer"], received),
+        strategy=decode_state(scalars["strategy"], received),
     )
 
 

@@ -9,6 +9,8 @@ agree with those computed one after another to rounding, because matrix products
 import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import unwrap
 from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
@@ -16,6 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.computation import Buffers, Computing, Loss, RealGradients
@@ -60,7 +63,7 @@ class BatchedGradients:
         self._begun: dict[int, _Begun] = {}  # by the learner's identity, in the order in which they began
         self.most_together = 0
         """The most learners whose gradients were computed in one call."""
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._replicas: WeakSet[Replica] = WeakSet()
         self.problem = self._problem()
         """Why gradients are computed one after another; None where they are computed together."""
 
@@ -75,9 +78,9 @@ class BatchedGradients:
 
     def new_replica(self) -> Replica:
         replica = self._single.new_replica()
-        self._optimizers.add(replica.optimizer)
+        self._replicas.add(replica)
         if self.most_together:
-            _step_fused(replica.optimizer)
+            _step_fast(replica)
         return replica
 
     def new_buffers(self, start: LearnerState | None) -> Buffers:
@@ -152,16 +155,19 @@ class BatchedGradients:
             each.learner.replica.sometimes_unused |= unused
             each.loss = loss
         if not self.most_together:  # until then all is to the bit as without batching
-            for optimizer in self._optimizers:
-                _step_fused(optimizer)
+            for replica in self._replicas:
+                _step_fast(replica)
         self.most_together = max(self.most_together, len(group))
 
 
-def _step_fused(optimizer: Optimizer) -> None:
+def _step_fast(replica: Replica) -> None:
     """Let SGD, Adam and AdamW step all their parameters in one call, unless their maker chose otherwise.
 
-    Steps agree to rounding. Saved states do not show the choice: other engines continue from them as they like.
+    Steps agree to rounding. Saved states do not show the choice: other engines continue from them as they like. What
+    torch wraps around a step, for its profiler and its compiler, takes longer than the step of a small model, so it is
+    left out where it does nothing.
     """
+    optimizer = replica.optimizer
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return
     if any(
@@ -183,6 +189,14 @@ def _step_fused(optimizer: Optimizer) -> None:
     use(optimizer)
     optimizer.register_load_state_dict_post_hook(use)
     optimizer.register_state_dict_post_hook(hide)
+    if not _has_hooks(optimizer):
+        replica.fast_step = torch.no_grad()(partial(unwrap(type(optimizer).step), optimizer))
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether something else is called before or after a step, or in its place."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks, "step" in vars(optimizer)))
 
 
 class _LossOf(nn.Module):

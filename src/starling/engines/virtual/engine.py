@@ -6,9 +6,11 @@ happen while a learner waits, that is a deadlock, and the error says which learn
 Learners may die, pause, be cut off or join at any event: the living continue in a new membership, as processes do.
 """
 
+import gc
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -113,12 +115,13 @@ class VirtualEngine:
         """Run all events. Raises what a learner raised, `Deadlock`, and `PeerLost` if the learners cannot continue."""
         self._faults.begin()
         try:
-            while True:
-                self._current.begin()
-                self._wait_for(self._current.over)
-                if not self._current.reasons:
-                    break
-                self._regroup()
+            with _only_new_garbage():
+                while True:
+                    self._current.begin()
+                    self._wait_for(self._current.over)
+                    if not self._current.reasons:
+                        break
+                    self._regroup()
             seconds = float(self._environment.now)
             states = self._current.finish()
             if self._islands is not None:
@@ -153,7 +156,7 @@ class VirtualEngine:
     def _wait_for(self, event: simpy.Event) -> None:
         step = self._environment.step
         try:
-            while not event.processed:
+            while event.callbacks is not None:  # it is not processed
                 step()
         except EmptySchedule:
             raise self._current.deadlock() from None
@@ -179,7 +182,8 @@ class VirtualEngine:
         self._changes.begin(following, plan.position, True)
 
     def _starts(self, membership: Membership, plan: Plan) -> list[LearnerState]:
-        """The states with which the members begin; the takers have that of another member."""
+        """The states with which the members begin; the takers have that of another member, whose strategy state all
+        have."""
         lives = [self._lives.by_name[name] for name in membership.members]
         found = [plan.state(rank, life.state) for rank, life in enumerate(lives)]
         if plan.source is not None:
@@ -189,7 +193,22 @@ class VirtualEngine:
                 found[rank] = replace(
                     found[rank], weights=theirs.weights, buffers=theirs.buffers, optimizer=theirs.optimizer
                 )
+            found = [state.with_strategy_of(source) for state in found]
         return found
+
+
+@contextmanager
+def _only_new_garbage() -> Generator[None, None, None]:
+    """Let the garbage collector search only what is made within this context: to search all that a process has imported
+    takes longer than many small gradients."""
+    if gc.get_freeze_count():  # the program has made its own choice
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _computation(job: Job, cluster: Cluster, device: torch.device) -> Computation:

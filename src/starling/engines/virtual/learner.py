@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import simpy
 from torch import Tensor
 
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.state import OWN_PREFIX, LearnerState
 from starling.engines.virtual.batches import MembershipBatches, VirtualBatches
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.computation import Computation
@@ -196,6 +196,9 @@ class VirtualLearner(Learner):
 
     def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
         return self.replica.pieces(largest, optimizer_state)
+
+    def strategy_state(self, name: str, initial: Tensor, is_common: bool = True) -> Tensor:
+        return self.replica.state_of_strategy(name if is_common else OWN_PREFIX + name, initial)
 
     def keep(self, piece: slice) -> Shard:
         return self.course.shards.keep(piece)

@@ -240,7 +240,7 @@ class _CountingReplica(Replica):
 
     def __init__(self, num_weights: int, optimizer_vectors: int) -> None:
         super().__init__(vector(num_weights), vector(num_weights), [], _NoOptimizer, None)
-        self._size, self._optimizer_vectors = num_weights, optimizer_vectors
+        self._optimizer_vectors = optimizer_vectors
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
         self.version += 1

@@ -29,6 +29,8 @@ from starling.strategies.islands import Island, between_islands
 
 _WHOLE_UTTERANCES = ("max_duration", "num_buckets", "window", "similar")
 """Keys of `batches` that say how whole utterances are grouped."""
+_LATER_SIZES = ("span", "kernel", "stack_rates", "stack_layers", "stack_widths", "decoder")
+"""Keys of `model` that fingerprints leave out where they are not set: earlier runs have none of them."""
 _OF_FRAMES = ("sequences", "states", "alignment")
 """Sections that only `loss: frames` has."""
 
@@ -53,8 +55,9 @@ class Recipe(RunConfig):
     batches: BatchConfig = BatchConfig()
     model: ModelConfig = ModelConfig()
     loss: Literal["ctc", "frames"] = "ctc"
-    """ctc: of whole utterances, which needs no alignment. frames: cross-entropy of the tied state of every frame, over
-    sub-sequences; the training set is aligned first. The next three sections belong to it."""
+    """ctc: of whole utterances, which needs no alignment; with model.decoder, the decoder's loss is beside it. frames:
+    cross-entropy of the tied state of every frame, over sub-sequences; the training set is aligned first. The next
+    three sections belong to it."""
     sequences: SequencesConfig | None = None
     states: StatesConfig | None = None
     alignment: AlignmentConfig | None = None
@@ -119,6 +122,8 @@ class Recipe(RunConfig):
             problems.append(
                 f"model.subsampling: loss: frames has an output for each frame, so it is 1, not {subsampling}"
             )
+        if self.model.decoder is not None:
+            problems.append("model.decoder: only for loss: ctc; leave it out")
         if self.augment != AugmentConfig.none():
             problems.append("augment: loss: frames trains on stored features, which are not augmented; leave it out")
         if self.mixture is not None:
@@ -223,8 +228,9 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
     )
     if not recipe.features.splice:
         del fixed["features"]["splice"]
-    if recipe.model.span is None:
-        del fixed["model"]["span"]
+    for key in _LATER_SIZES:
+        if fixed["model"][key] is None:
+            del fixed["model"][key]
     if recipe.loss == "frames":
         of_frames = recipe.model_dump(mode="json", include={"sequences", "states", "alignment"})
         fixed |= {"loss": of_frames, "model": fixed["model"] | {"loss": "frames"}}

@@ -10,7 +10,7 @@ from starling.configuration import Config
 Vocabulary = Literal["closed", "open"]
 OF_FRAMES = ("words", "prior_scale")
 """Keys for `loss: frames` alone."""
-OF_CTC = ("vocabulary", "lm", "order", "lm_weight", "beam", "num_best")
+OF_CTC = ("vocabulary", "lm", "order", "lm_weight", "beam", "num_best", "decoder_beam", "attention_weight")
 """Keys for `loss: ctc` alone."""
 
 
@@ -59,3 +59,11 @@ class DecodingConfig(Config):
         default=None, ge=1, description="hypotheses kept; null: tuned on the validation set; for loss: ctc"
     )
     num_best: int = Field(default=10, ge=1, description="hypotheses written for each utterance; for loss: ctc")
+
+    decoder_beam: int = Field(default=8, ge=1, description="hypotheses kept in the beam search of model.decoder")
+    attention_weight: float | None = Field(
+        default=None,
+        ge=0.0,
+        description="weight of the attention decoder's log probability when it chooses among the num_best; null: tuned "
+        "on the validation set",
+    )

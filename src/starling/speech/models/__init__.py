@@ -5,17 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.registry import Registry
+from starling.speech.models.decoders import AttentionConfig, DecoderConfig, TransducerConfig
 from starling.speech.models.shape import MODELS, Architecture, ModelShape, Positions, frames_after
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["MODELS", "Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters", "find_model"]
+    from starling.speech.models.network import Decoder
+
+__all__ = [
+    "MODELS",
+    "Architecture",
+    "AttentionConfig",
+    "DecoderConfig",
+    "ModelConfig",
+    "ModelShape",
+    "TransducerConfig",
+    "build_model",
+    "count_parameters",
+    "find_model",
+]
 
 
 def _is_architecture(found: object) -> TypeGuard[Architecture]:
@@ -36,6 +50,10 @@ def find_model(name: str) -> Architecture:
     return _REGISTRY.find(name)
 
 
+_NO_SIZES = ("name", "preset", "decoder")
+"""Keys of `ModelConfig` that are no sizes of the network."""
+
+
 class ModelConfig(Config):
     """Which network, and its sizes: a preset, and single sizes put in place of the preset's.
 
@@ -44,20 +62,30 @@ class ModelConfig(Config):
 
     name: str = Field(
         default="blstm",
-        description="the architecture: blstm, blstm-hybrid, dnn-hybrid, lstm, transformer, deep-speech, or module:name",
+        description="the architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, "
+        "dnn-hybrid, or module:name",
     )
     preset: str = Field(default="small", description="tiny, small, or a larger one of the architecture")
-    layers: int | None = Field(default=None, ge=1, description="LSTM or dense layers, or blocks of a transformer")
+    layers: int | None = Field(default=None, ge=1, description="LSTM or dense layers, or blocks")
     hidden: int | None = Field(
         default=None, ge=1, description="units of an LSTM layer, per direction; of each dense layer"
     )
     bottleneck: int | None = Field(default=None, ge=0, description="units before the outputs; 0: none")
-    width: int | None = Field(default=None, ge=1, description="units of a frame between a transformer's blocks")
-    heads: int | None = Field(default=None, ge=1, description="heads of a transformer's attention")
-    feed_forward: int | None = Field(default=None, ge=1, description="units inside a transformer's feed-forward half")
+    width: int | None = Field(default=None, ge=1, description="units of a frame between blocks")
+    heads: int | None = Field(default=None, ge=1, description="heads of the attention")
+    feed_forward: int | None = Field(default=None, ge=1, description="units inside a block's feed-forward parts")
     positions: Positions | None = Field(
         default=None,
-        description="sinusoidal: absolute, added to the frames; rotary: relative, rotates queries and keys",
+        description="rotary: relative, rotates queries and keys; relative: of the Conformer's paper; sinusoidal: "
+        "absolute, added to a transformer's frames",
+    )
+    kernel: int | None = Field(default=None, ge=1, description="frames that a block's convolution hears; odd")
+    stack_rates: tuple[PositiveInt, ...] | None = Field(
+        default=None, description="for each stack of a zipformer, the encoder frames that it joins into one"
+    )
+    stack_layers: tuple[PositiveInt, ...] | None = Field(default=None, description="blocks of each stack")
+    stack_widths: tuple[PositiveInt, ...] | None = Field(
+        default=None, description="units of a frame in each stack; multiples of 4"
     )
     span: int | None = Field(
         default=None,
@@ -68,6 +96,9 @@ class ModelConfig(Config):
     context: int | None = Field(default=None, ge=0, description="feature frames heard on either side in deep-speech")
     subsampling: Literal[1, 2, 4] | None = Field(default=None, description="feature frames per encoder frame")
     dropout: float | None = Field(default=None, ge=0, lt=1)
+    decoder: DecoderConfig | None = Field(
+        default=None, description="a decoder beside CTC: kind: attention or transducer, and its sizes; null: CTC alone"
+    )
 
     @field_validator("name")
     @classmethod
@@ -90,7 +121,7 @@ class ModelConfig(Config):
     @classmethod
     def _size_is_one_of_the_architecture(cls, value: object, info: ValidationInfo) -> object:
         name, size = info.data.get("name"), info.field_name
-        if name is None or value is None or size in ("name", "preset") or size in (sizes := find_model(name).sizes):
+        if name is None or value is None or size in _NO_SIZES or size in (sizes := find_model(name).sizes):
             return value
         raise ValueError(f"{name} has no such size; known are {', '.join(sizes)}")
 
@@ -102,7 +133,7 @@ class ModelConfig(Config):
     @property
     def shape(self) -> ModelShape:
         """The preset with the sizes given here put in."""
-        given = self.model_dump(exclude={"name", "preset"}, exclude_none=True)
+        given = self.model_dump(exclude=set(_NO_SIZES), exclude_none=True)
         return replace(find_model(self.name).presets[self.preset], **given)
 
     def encoder_frames(self, num_frames: int) -> int:
@@ -115,11 +146,30 @@ def build_model(config: ModelConfig, num_features: int, vocab_size: int, seed: i
 
     `forward(features [B, T, F], lengths [B])` gives log-probabilities `[B, T', V]` and lengths `[B]`.
     The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).
+    Raises ConfigError for a decoder behind a network from outside that is no `starling.speech.models.network.Network`.
     """
     from starling.speech.chance import borrowed_generators
+    from starling.speech.models.network import Network
 
     with borrowed_generators(seed):
-        return find_model(config.name).load()(config.shape, num_features, vocab_size)
+        network = find_model(config.name).load()(config.shape, num_features, vocab_size)
+        if config.decoder is not None:
+            if not isinstance(network, Network):
+                raise ConfigError(
+                    f"model.decoder: {config.name} makes a {type(network).__name__}, which is no "
+                    "starling.speech.models.network.Network: a decoder needs its `encode`; leave the decoder out"
+                )
+            network.decoder = _build_decoder(config.decoder, network.output.in_features, vocab_size)
+    return network
+
+
+def _build_decoder(config: DecoderConfig, encoder_width: int, vocab_size: int) -> Decoder:
+    from starling.speech.models.attention import AttentionDecoder
+    from starling.speech.models.transducer import Transducer
+
+    if isinstance(config, AttentionConfig):
+        return AttentionDecoder(config, encoder_width, vocab_size)
+    return Transducer(config, encoder_width, vocab_size)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -4,10 +4,11 @@ import torch
 from torch import nn
 
 from starling.speech.models.blstm import BidirectionalLayer, reversal
+from starling.speech.models.network import Network
 from starling.speech.models.shape import HybridShape
 
 
-class BlstmHybrid(nn.Module):
+class BlstmHybrid(Network):
     """Bidirectional LSTM layers, an optional bottleneck, and log posteriors of the outputs; no convolution."""
 
     def __init__(self, shape: HybridShape, num_features: int, num_outputs: int) -> None:
@@ -18,10 +19,9 @@ class BlstmHybrid(nn.Module):
         self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
         self.output = nn.Linear(shape.bottleneck or widths[-1], num_outputs)
 
-    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features `[B, T, F]` and lengths `[B]` -> log posteriors `[B, T, V]` (float32) and the same lengths."""
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
         reverse = reversal(lengths, features.shape[1])
         for index, layer in enumerate(self.layers):
             features = layer(self.dropout(features) if index else features, reverse)
-        logits = self.output(self.bottleneck(self.dropout(features)))
-        return logits.float().log_softmax(dim=2), lengths
+        return self.bottleneck(self.dropout(features)), lengths

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from starling.speech.models.network import Network
 from starling.speech.models.shape import DeepSpeechShape
 from starling.speech.models.subsampling import frame_mask
 
@@ -14,7 +15,7 @@ def clipped_relu(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(0.0, _CLIP)
 
 
-class DeepSpeechCtc(nn.Module):
+class DeepSpeechCtc(Network):
     """A context window, three dense layers, one LSTM layer in the direction of time, a dense layer, CTC outputs.
 
         h1 = g(W1 x[t - 9 .. t + 9] + b1),   h2 = g(W2 h1 + b2),   h3 = g(W3 h2 + b3)
@@ -44,12 +45,12 @@ class DeepSpeechCtc(nn.Module):
             nn.init.xavier_uniform_(layer.weight.flatten(1))  # a window is a dense layer over all its frames
             nn.init.zeros_(layer.bias)
 
-    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features `[B, T, F]` and lengths `[B]` -> log-probabilities `[B, T', V]` (float32) and lengths `[B]`."""
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
         features = features.masked_fill(~frame_mask(lengths, features.shape[1]), 0.0)
         frames = self.dropout(clipped_relu(self.window(features.transpose(1, 2)).transpose(1, 2)))
         for layer in self.dense:
             frames = self.dropout(clipped_relu(layer(frames)))
         frames, _ = self.recurrent(frames)
-        logits = self.output(self.dropout(clipped_relu(self.last_dense(frames))))
-        return logits.float().log_softmax(dim=2), (lengths + self.subsampling - 1) // self.subsampling
+        frames = self.dropout(clipped_relu(self.last_dense(frames)))
+        return frames, (lengths + self.subsampling - 1) // self.subsampling

@@ -5,10 +5,11 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from starling.speech.models.network import Network
 from starling.speech.models.shape import DnnHybridShape
 
 
-class DnnHybrid(nn.Module):
+class DnnHybrid(Network):
     """Dense layers with rectified linear units, an optional bottleneck, and log posteriors of the outputs.
 
         h_1 = max(W_1 x + b_1, 0),  h_i = max(W_i h_(i-1) + b_i, 0),  outputs = softmax(V h_n + c)
@@ -34,9 +35,8 @@ class DnnHybrid(nn.Module):
         self.bottleneck = nn.Linear(shape.hidden, shape.bottleneck) if shape.bottleneck else nn.Identity()
         self.output = nn.Linear(shape.bottleneck or shape.hidden, num_outputs)
 
-    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features `[B, T, F]` and lengths `[B]` -> log posteriors `[B, T, V]` (float32) and the same lengths."""
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
         for layer in self.layers:
             features = self.dropout(layer(features).relu())
-        logits = self.output(self.bottleneck(features))
-        return logits.float().log_softmax(dim=2), lengths
+        return self.bottleneck(features), lengths

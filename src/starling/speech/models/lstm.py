@@ -3,11 +3,12 @@
 import torch
 from torch import nn
 
+from starling.speech.models.network import Network
 from starling.speech.models.shape import RecurrentShape
 from starling.speech.models.subsampling import ConvSubsampling
 
 
-class LstmCtc(nn.Module):
+class LstmCtc(Network):
     """Convolutional subsampling, LSTM layers in the direction of time, an optional bottleneck, CTC outputs."""
 
     def __init__(self, shape: RecurrentShape, num_features: int, vocab_size: int) -> None:
@@ -19,10 +20,9 @@ class LstmCtc(nn.Module):
         self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
         self.output = nn.Linear(shape.bottleneck or widths[-1], vocab_size)
 
-    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features `[B, T, F]` and lengths `[B]` -> log-probabilities `[B, T', V]` (float32) and lengths `[B]`."""
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
         frames, lengths = self.subsampling(features, lengths)
         for index, layer in enumerate(self.layers):
             frames, _ = layer(self.dropout(frames) if index else frames)
-        logits = self.output(self.bottleneck(self.dropout(frames)))
-        return logits.float().log_softmax(dim=2), lengths
+        return self.bottleneck(self.dropout(frames)), lengths

@@ -1,4 +1,4 @@
-"""How a Transformer tells one frame's place from another's: sinusoids that are added, or rotations."""
+"""How attention tells one frame's place from another's: by sinusoids, of places or of distances, or by rotations."""
 
 import torch
 
@@ -20,6 +20,16 @@ def sinusoids(num_frames: int, width: int, device: torch.device | None = None) -
     Source: Vaswani et al. 2017, "Attention is all you need", section 3.5 (arXiv 1706.03762).
     """
     angles = phases(num_frames, width, device)
+    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)
+
+
+def distances(num_frames: int, width: int, device: torch.device | None = None) -> torch.Tensor:
+    """Sinusoids `[2 * num_frames - 1, width]` of the distances from 1 - num_frames to num_frames - 1 frames.
+
+    Source: Dai et al. 2019, "Transformer-XL", section 3.3 (arXiv 1901.02860).
+    """
+    angles = phases(num_frames, width, device)
+    angles = torch.cat([-angles.flip(0)[:-1], angles])
     return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)
 
 

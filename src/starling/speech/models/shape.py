@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, cast
 if TYPE_CHECKING:
     from torch import nn
 
-Positions = Literal["sinusoidal", "rotary"]
+Positions = Literal["sinusoidal", "rotary", "relative"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class DeepSpeechShape(ModelShape):
 class TransformerShape(ModelShape):
     """Every size of a Transformer; dropout is on the first block's inputs and on what each half of a block adds.
 
-    Raises ValueError for a width that the heads cannot share.
+    Raises ValueError for a width that the heads cannot share, and for positions that only a Conformer has.
     """
 
     layers: int  # blocks
@@ -102,11 +102,68 @@ class TransformerShape(ModelShape):
     span: int = 0  # encoder frames that a frame attends to on either side; 0: all of its utterance
 
     def __post_init__(self) -> None:
-        if self.width % (2 * self.heads):
-            raise ValueError(
-                f"{self.heads} heads cannot share a width of {self.width}: each needs the same even number of units "
-                f"(sines and cosines come in pairs); take a width that is a multiple of {2 * self.heads}"
-            )
+        _check_heads(self.width, self.heads)
+        if self.positions == "relative":
+            raise ValueError("positions: a transformer has sinusoidal or rotary ones; relative ones are a conformer's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConformerShape(ModelShape):
+    """Every size of a Conformer; dropout is on the first block's inputs and on what each part of a block adds.
+
+    Raises ValueError for a width that the heads cannot share, an even kernel, and positions that it has not.
+    """
+
+    layers: int  # blocks
+    width: int  # units of a frame, between the blocks
+    heads: int  # of the attention; they share the width
+    feed_forward: int  # units inside a block's feed-forward parts
+    kernel: int  # encoder frames that a block's convolution hears
+    positions: Positions
+    channels: int  # output channels of every subsampling layer
+
+    def __post_init__(self) -> None:
+        _check_heads(self.width, self.heads)
+        _check_kernel(self.kernel)
+        if self.positions == "sinusoidal":
+            raise ValueError("positions: a conformer has relative or rotary ones; sinusoidal ones are a transformer's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZipformerShape(ModelShape):
+    """Every size of a Zipformer; dropout is on what each part of a block adds.
+
+    Raises ValueError for stacks that don't agree in number, and for an even kernel.
+    """
+
+    stack_rates: tuple[int, ...]  # encoder frames that a stack joins into one
+    stack_layers: tuple[int, ...]  # blocks of each stack
+    stack_widths: tuple[int, ...]  # units of a frame in each stack
+    heads: int  # of the attention, in every stack
+    kernel: int  # frames that a convolution hears, at the rate of its stack
+    channels: int  # output channels of every subsampling layer
+
+    def __post_init__(self) -> None:
+        _check_kernel(self.kernel)
+        sizes = {"stack_rates": self.stack_rates, "stack_layers": self.stack_layers, "stack_widths": self.stack_widths}
+        if len({len(values) for values in sizes.values()}) > 1 or not self.stack_rates:
+            counts = ", ".join(f"{name} {len(values)}" for name, values in sizes.items())
+            raise ValueError(f"a zipformer's stacks each need a rate, layers and a width, but there are {counts}")
+        if odd := [width for width in self.stack_widths if width % 4]:
+            raise ValueError(f"stack_widths: {odd[0]} is not a multiple of 4, which a zipformer's parts need")
+
+
+def _check_heads(width: int, heads: int) -> None:
+    if width % (2 * heads):
+        raise ValueError(
+            f"{heads} heads cannot share a width of {width}: each needs the same even number of units "
+            f"(sines and cosines come in pairs); take a width that is a multiple of {2 * heads}"
+        )
+
+
+def _check_kernel(kernel: int) -> None:
+    if kernel % 2 == 0:
+        raise ValueError(f"a kernel of {kernel} frames has no middle: take an odd number, such as {kernel + 1}")
 
 
 _RECURRENT = {
@@ -140,6 +197,51 @@ _TRANSFORMER = {
     "medium": TransformerShape(
         layers=6, width=256, heads=4, feed_forward=1024, positions="rotary", channels=128, subsampling=4, dropout=0.1
     ),
+    "large": TransformerShape(
+        layers=12, width=448, heads=8, feed_forward=1792, positions="rotary", channels=256, subsampling=4, dropout=0.1
+    ),
+    "huge": TransformerShape(
+        layers=16, width=720, heads=10, feed_forward=2880, positions="rotary", channels=256, subsampling=4, dropout=0.1
+    ),
+}
+_CONFORMER = {
+    name: ConformerShape(
+        layers=layers,
+        width=width,
+        heads=heads,
+        feed_forward=4 * width,
+        kernel=kernel,
+        positions="rotary",
+        channels=channels,
+        subsampling=4,
+        dropout=0.0 if name == "tiny" else 0.1,
+    )
+    for name, layers, width, heads, kernel, channels in (
+        ("tiny", 2, 48, 4, 15, 32),
+        ("small", 4, 96, 4, 15, 64),
+        ("medium", 16, 144, 4, 31, 144),  # the last three have the sizes of the paper's S, M and L
+        ("large", 16, 256, 4, 31, 256),
+        ("huge", 17, 512, 8, 31, 256),
+    )
+}
+_ZIPFORMER = {
+    name: ZipformerShape(
+        stack_rates=rates,
+        stack_layers=layers,
+        stack_widths=widths,
+        heads=heads,
+        kernel=kernel,
+        channels=channels,
+        subsampling=4,
+        dropout=0.0 if name == "tiny" else 0.1,
+    )
+    for name, rates, layers, widths, heads, kernel, channels in (
+        ("tiny", (1, 2, 1), (1, 1, 1), (24, 32, 24), 2, 15, 24),
+        ("small", (1, 2, 4, 2), (1, 1, 1, 1), (64, 96, 128, 96), 4, 15, 64),
+        ("medium", (1, 2, 4, 8, 4, 2), (1, 1, 1, 1, 1, 1), (96, 160, 192, 256, 192, 160), 4, 15, 96),
+        ("large", (1, 2, 4, 8, 4, 2), (2, 2, 2, 2, 2, 2), (192, 256, 256, 256, 256, 256), 4, 31, 192),
+        ("huge", (1, 2, 4, 8, 4, 2), (2, 2, 3, 4, 3, 2), (192, 256, 512, 672, 512, 256), 4, 31, 256),
+    )
 }
 
 
@@ -171,6 +273,8 @@ MODELS = {
     "blstm": Architecture(f"{_HERE}.blstm:BlstmCtc", _RECURRENT),
     "lstm": Architecture(f"{_HERE}.lstm:LstmCtc", _RECURRENT),
     "transformer": Architecture(f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER),
+    "conformer": Architecture(f"{_HERE}.conformer:ConformerCtc", _CONFORMER),
+    "zipformer": Architecture(f"{_HERE}.zipformer:ZipformerCtc", _ZIPFORMER),
     "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
     "blstm-hybrid": Architecture(f"{_HERE}.blstm_hybrid:BlstmHybrid", _HYBRID),
     "dnn-hybrid": Architecture(f"{_HERE}.dnn_hybrid:DnnHybrid", _DNN_HYBRID),

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from starling.speech.models.network import Network
 from starling.speech.models.positions import phases, rotate, sinusoids
 from starling.speech.models.shape import TransformerShape
 from starling.speech.models.subsampling import ConvSubsampling, frame_mask
@@ -69,7 +70,7 @@ def _near(num_frames: int, span: int, device: torch.device) -> torch.Tensor:
     return (place[:, None] - place).abs() <= span
 
 
-class TransformerCtc(nn.Module):
+class TransformerCtc(Network):
     """Convolutional subsampling, a projection to the width, positions, pre-norm blocks, LayerNorm, CTC outputs."""
 
     def __init__(self, shape: TransformerShape, num_features: int, vocab_size: int) -> None:
@@ -86,8 +87,8 @@ class TransformerCtc(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.output = nn.Linear(shape.width, vocab_size)
 
-    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features `[B, T, F]` and lengths `[B]` -> log-probabilities `[B, T', V]` (float32) and lengths `[B]`."""
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
         frames, lengths = self.subsampling(features, lengths)
         frames = self.projection(frames)
         num_frames, width = frames.shape[1:]
@@ -100,4 +101,4 @@ class TransformerCtc(nn.Module):
             visible = visible & _near(num_frames, self.span, frames.device) | ~visible.mT
         for block in self.blocks:
             frames = block(frames, visible, angles)
-        return self.output(self.norm(frames)).float().log_softmax(dim=2), lengths
+        return self.norm(frames), lengths

@@ -1,0 +1,145 @@
+"""A Conformer encoder with CTC outputs: attention for the whole utterance, convolution for what is near."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from starling.speech.models.network import Network
+from starling.speech.models.positions import distances, phases
+from starling.speech.models.shape import ConformerShape
+from starling.speech.models.subsampling import ConvSubsampling, frame_mask
+from starling.speech.models.transformer import SelfAttention
+
+
+class RelativeAttention(SelfAttention):
+    """Self-attention whose scores also depend on the distance between frames; `[B, T, width]` -> `[B, T, width]`.
+
+        score(i, j) = ((q_i + u)' k_j + (q_i + v)' W r(i - j)) / sqrt(D)
+
+    in each head, with sinusoids r, and learned u, v and W. It needs `[B, heads, T, T]` scores in memory, which rotary
+    positions don't. Source: Dai et al. 2019, "Transformer-XL", section 3.3 (arXiv 1901.02860).
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.distances = nn.Linear(width, width, bias=False)
+        self.content_bias = nn.Parameter(torch.zeros(heads, width // heads))  # u
+        self.distance_bias = nn.Parameter(torch.zeros(heads, width // heads))  # v
+
+    def forward(self, frames: torch.Tensor, visible: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        """`visible` `[B, 1, 1, T]` says which frames are attended to; `places` is `distances(T, width)`."""
+        if places is None:
+            raise ValueError("relative attention needs `places`, the sinusoids of distances")
+        queries, keys, values = self.inputs(frames).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        steps = self.distances(places.to(frames.dtype)).unflatten(1, (self.heads, -1))  # [2T - 1, heads, D]
+        num_frames, size = queries.shape[2:]
+        scores = torch.einsum("bhid,phd->bhip", queries + self.distance_bias[:, None], steps) * size**-0.5
+        place = torch.arange(num_frames, device=frames.device)
+        apart = (place[:, None] - place + num_frames - 1).expand_as(scores[..., :num_frames])  # i - j, from 0
+        bias = scores.gather(3, apart).masked_fill(~visible, float("-inf"))
+        attended = F.scaled_dot_product_attention(queries + self.content_bias[:, None], keys, values, bias)
+        outputs: torch.Tensor = self.outputs(attended.transpose(1, 2).flatten(2))
+        return outputs
+
+
+class FeedForward(nn.Module):
+    """W2 swish(W1 LayerNorm(x) + b1) + b2, swish(x) = x sigmoid(x), with dropout behind either layer."""
+
+    def __init__(self, width: int, feed_forward: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.widening = nn.Linear(width, feed_forward)
+        self.narrowing = nn.Linear(feed_forward, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        """`[B, T, width]` -> `[B, T, width]`."""
+        wide = self.dropout(F.silu(self.widening(self.norm(frames))))
+        added: torch.Tensor = self.dropout(self.narrowing(wide))
+        return added
+
+
+class Convolution(nn.Module):
+    """W2 swish(LayerNorm(c * GLU(W1 LayerNorm(x)))): a convolution c over time, one for each unit.
+
+    Frames outside the utterance are set to zero in front of the convolution, as if there were none.
+    """
+
+    def __init__(self, width: int, kernel: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gates = nn.Linear(width, 2 * width)
+        self.convolution = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width)
+        self.inner_norm = nn.LayerNorm(width)
+        self.outputs = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, frames: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+        """`[B, T, width]` -> `[B, T, width]`; `inside` `[B, T, 1]` is true inside the utterance."""
+        gated = F.glu(self.gates(self.norm(frames)), dim=2).masked_fill(~inside, 0.0)
+        mixed = self.convolution(gated.transpose(1, 2)).transpose(1, 2)
+        added: torch.Tensor = self.dropout(self.outputs(F.silu(self.inner_norm(mixed))))
+        return added
+
+
+class Block(nn.Module):
+    """One block of a Conformer, `[B, T, width]` -> `[B, T, width]`.
+
+    x <- x + FeedForward(x) / 2
+    x <- x + Attention(LayerNorm(x))
+    x <- x + Convolution(x)
+    x <- LayerNorm(x + FeedForward'(x) / 2)
+    """
+
+    def __init__(self, shape: ConformerShape) -> None:
+        super().__init__()
+        width = shape.width
+        self.first = FeedForward(width, shape.feed_forward, shape.dropout)
+        self.attention_norm = nn.LayerNorm(width)
+        attention = RelativeAttention if shape.positions == "relative" else SelfAttention
+        self.attention = attention(width, shape.heads)
+        self.convolution = Convolution(width, shape.kernel, shape.dropout)
+        self.second = FeedForward(width, shape.feed_forward, shape.dropout)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, frames: torch.Tensor, inside: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """`inside` `[B, T, 1]` is true inside the utterance; `places` are those of the attention."""
+        frames = frames + 0.5 * self.first(frames)
+        visible = inside[:, None, None, :, 0]
+        frames = frames + self.dropout(self.attention(self.attention_norm(frames), visible, places))
+        frames = frames + self.convolution(frames, inside)
+        normed: torch.Tensor = self.norm(frames + 0.5 * self.second(frames))
+        return normed
+
+
+class ConformerCtc(Network):
+    """Convolutional subsampling, a projection to the width, Conformer blocks, CTC outputs.
+
+    Source: Gulati et al. 2020, "Conformer: convolution-augmented Transformer for speech recognition" (arXiv
+    2005.08100). It departs in three places: subsampling is `ConvSubsampling`; inside the convolution is a LayerNorm
+    instead of a BatchNorm, whose running statistics are no weights, so that learners could not average them as such;
+    and positions are rotary unless `positions: relative` asks for those of the paper.
+    """
+
+    def __init__(self, shape: ConformerShape, num_features: int, vocab_size: int) -> None:
+        super().__init__()
+        self.rotary = shape.positions == "rotary"
+        self.head_size = shape.width // shape.heads
+        self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
+        self.projection = nn.Linear(shape.channels, shape.width)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.output = nn.Linear(shape.width, vocab_size)
+
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
+        frames, lengths = self.subsampling(features, lengths)
+        frames = self.dropout(self.projection(frames))
+        num_frames, width = frames.shape[1:]
+        device = frames.device
+        places = phases(num_frames, self.head_size, device) if self.rotary else distances(num_frames, width, device)
+        inside = frame_mask(lengths, num_frames)
+        for block in self.blocks:
+            frames = block(frames, inside, places)
+        return frames, lengths

@@ -1,0 +1,262 @@
+"""Periodic averaging: learners step alone, and agree every H steps through an outer optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from starling.configuration import Config
+from starling.errors import ConfigError
+from starling.learner import Handle, Learner, LoopEnded
+from starling.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LocalOptions(Config):
+    """The options of the strategies that agree every H steps."""
+
+    every: int = Field(default=8, ge=1)
+    """H, the steps of each learner from one agreement to the next."""
+    warm_up: int = Field(default=0, ge=0)
+    """The steps before the first period, in which learners step with the mean gradient, as under `allreduce`."""
+    rate: float = Field(default=1.0, gt=0.0)
+    """eta, the rate of the outer optimizer."""
+    momentum: float | None = Field(default=0.0, ge=0.0, lt=1.0)
+    """beta, the momentum of the outer optimizer; None: 1 - 1/L."""
+    nesterov: bool = False
+    """Whether the outer momentum is Nesterov's; otherwise it is the classical one."""
+    divided_by_rate: bool = False
+    """Whether the outer momentum accumulates D / a, with a the current learning rate, as SlowMo does."""
+    optimizer_state: Literal["local", "averaged", "reset"] = "local"
+    """What an agreement does to momentum and Adam's moments of the learners: nothing, average them, or zero them."""
+    fragments: int = Field(default=1, ge=1)
+    """P, the parts of the weights that agree in turn, H / P steps apart."""
+    overlap: int = Field(default=0, ge=0)
+    """tau, the steps that a learner makes while a fragment is being averaged."""
+    blend: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """alpha, the share of its own weights that a learner keeps at an agreement."""
+
+
+async def local(me: Learner, options: LocalOptions) -> None:
+    """Each learner steps alone. Every H steps all average their weights, and an outer optimizer takes the result.
+
+    Equation, for every learner l of L, with theta the weights last agreed on and v the outer momentum, initially 0::
+
+        each step:             x_l <- x_l - a g_l(x_l)
+        after every H-th step: D = theta - (1/L) sum_j x_j
+                               v <- beta v + D
+                               theta <- theta - eta v                  (classical momentum)
+                               theta <- theta - eta (D + beta v)       (Nesterov's)
+                               x_l <- alpha x_l + (1 - alpha) theta
+
+    with a the step size of the local optimizer, whose own state stays with each learner unless `optimizer_state` says
+    otherwise. Only an agreement waits for the slowest learner. The methods of this family differ in their constants:
+
+    - Local SGD (`local-sgd`): eta = 1, beta = 0, so that theta is the mean. With `warm_up` it is post-local SGD.
+    - BMUF (`bmuf`): beta = 1 - 1/L, with eta = zeta. With Nesterov's momentum, theta is the model that the paper
+      broadcasts, W + beta Delta, and not W.
+    - SlowMo (`slowmo`): v <- beta v + D / a and theta <- theta - eta a v, with a the learning rate of the last step.
+    - DiLoCo (`diloco`): Nesterov's momentum with beta = 0.9, eta = 0.7 and an inner AdamW. The paper has H = 500.
+    - Streaming DiLoCo (`streaming-diloco`): P fragments of the weights agree in turn. Each is averaged while the next
+      tau steps are made: D is theta less the mean of the weights tau steps ago. Fragments are consecutive numbers
+      here, and layers in the paper.
+
+    The last period ends with the budget, and with an agreement about all weights, with alpha = 0.
+
+    Args:
+        me: The learner that runs this coroutine.
+        options: How often learners agree, and how.
+
+    References:
+        McMahan et al. 2017, arXiv 1602.05629, and Stich 2019, arXiv 1805.09767 (Local SGD); Lin et al. 2020, "Don't Use
+        Large Mini-Batches, Use Local SGD", arXiv 1808.07217 (post-local SGD).
+        Chen & Huo 2016, "Scalable training of deep learning machines by incremental block training with intra-block
+        parallel optimization and blockwise model-update filtering", ICASSP (BMUF).
+        Wang et al. 2020, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum",
+        arXiv 1910.00643.
+        Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105.
+        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv 2501.18512.
+    """
+    period = Period(me, options)
+    with suppress(LoopEnded):
+        while me.claim():
+            gradient = me.gradient(me.weights)
+            me.step(await (me.mean(gradient) if period.is_to_begin else gradient))
+            await period.after_step()
+    await period.end()
+
+
+class Period:
+    """One learner's agreements: when a fragment of the weights is averaged, and what follows from its mean."""
+
+    def __init__(self, me: Learner, options: LocalOptions) -> None:
+        import torch
+
+        self._me, self._options = me, options
+        momentum = 1.0 - 1.0 / me.world if options.momentum is None else options.momentum
+        self._momentum, self._is_mean = momentum, options.rate == 1.0 and momentum == 0.0
+        largest = -(-len(me.weights) // options.fragments)
+        self._fragments = list(me.pieces(largest))
+        self._states = [] if options.optimizer_state == "local" else list(me.pieces(largest, True))[self._num :]
+        self._steps = me.strategy_state("steps", torch.zeros(1, dtype=torch.int64))
+        if not self._is_mean:
+            self._theta = me.strategy_state("theta", me.weights)
+            self._v = me.strategy_state("momentum", me.weights.new_zeros(len(me.weights)))
+        self._under_way: tuple[slice, Handle[Tensor]] | None = None
+        if options.overlap:
+            self._sent = me.strategy_state("sent", me.weights, is_common=False)
+            self._start_again()
+
+    @property
+    def _num(self) -> int:
+        return len(self._fragments)
+
+    @property
+    def _local_steps(self) -> int:
+        """The steps made alone so far."""
+        return int(self._steps) - self._options.warm_up
+
+    @property
+    def is_to_begin(self) -> bool:
+        """Whether learners still step together."""
+        return self._local_steps < 0
+
+    async def after_step(self) -> None:
+        """Agree on what is due after a step."""
+        self._steps.add_(1)
+        if self._local_steps <= 0:
+            if self._local_steps == 0 and not self._is_mean:
+                self._theta.copy_(self._me.weights)
+            return
+        if any(since == self._options.overlap > 0 for _, since in self._since()):
+            await self._merge()
+        for fragment, since in self._since():
+            if since == 0:
+                self._under_way = fragment, self._me.mean(self._to_send(fragment))
+                if self._options.overlap == 0:
+                    await self._merge()
+        if self._local_steps % self._options.every == 0:
+            await self._agree_on_states()
+
+    async def end(self) -> None:
+        """Agree on all weights, unless that has just been done."""
+        if self._under_way is not None:
+            await self._merge()
+        if self._num == 1 and self._options.overlap == 0 and self._local_steps % self._options.every == 0:
+            return
+        if self._local_steps > 0:
+            for fragment in self._fragments:
+                self._agree(fragment, await self._me.mean(self._me.snapshot(fragment)), blend=0.0)
+
+    def _since(self) -> Iterator[tuple[slice, int]]:
+        """The fragments whose averaging has begun at least once, with the steps since it last did."""
+        every, steps = self._options.every, self._local_steps
+        for number, fragment in enumerate(self._fragments, 1):
+            first = every * number // self._num
+            if steps >= first:
+                yield fragment, (steps - first) % every
+
+    def _to_send(self, fragment: slice) -> Tensor:
+        """A fragment of the weights, which is kept if a checkpoint may be saved before its mean is used."""
+        mine = self._me.snapshot(fragment)
+        return self._sent[fragment].copy_(mine) if self._options.overlap else mine
+
+    def _start_again(self) -> None:
+        """Average again the fragment that was being averaged when the checkpoint was saved."""
+        for fragment, since in self._since():
+            if since < self._options.overlap:
+                self._under_way = fragment, self._me.mean(self._sent[fragment])
+
+    async def _merge(self) -> None:
+        if self._under_way is not None:
+            (fragment, mean), self._under_way = self._under_way, None
+            self._agree(fragment, await mean, self._options.blend)
+
+    def _agree(self, fragment: slice, mean: Tensor, blend: float) -> None:
+        """Make a step of the outer optimizer, and take its result."""
+        theta = mean if self._is_mean else self._outer_step(self._theta[fragment], self._v[fragment], mean)
+        if blend:
+            theta = blend * self._me.snapshot(fragment) + (1.0 - blend) * theta
+        self._me.replace(theta, fragment)
+
+    def _outer_step(self, theta: Tensor, v: Tensor, mean: Tensor) -> Tensor:
+        """Change `theta` and `v`, both `[n]`, in place; returns `theta`."""
+        options, beta = self._options, self._momentum
+        a = float(self._me.step_metadata[0]) if options.divided_by_rate else 1.0
+        difference = (theta - mean) / a if a else 0.0 * mean  # without a rate, nothing has moved
+        v.mul_(beta).add_(difference)
+        return theta.sub_(options.rate * a * (difference + beta * v if options.nesterov else v))
+
+    async def _agree_on_states(self) -> None:
+        """Average, or zero, what the learners' optimizers keep for each weight."""
+        for piece in self._states:
+            mine = self._me.snapshot(piece)
+            self._me.replace(
+                await self._me.mean(mine) if self._options.optimizer_state == "averaged" else 0.0 * mine, piece
+            )
+
+
+def _check(options: LocalOptions, world: int) -> None:
+    if options.fragments > options.every:
+        raise ConfigError(
+            f"strategy.fragments: {options.fragments} fragments cannot agree in turn within {options.every} steps; "
+            "set at most `every`"
+        )
+    if options.overlap > options.every // options.fragments:
+        raise ConfigError(
+            f"strategy.overlap: a fragment would still be averaged after {options.overlap} steps when the next one "
+            f"begins, {options.every // options.fragments} steps later; set at most that"
+        )
+
+
+class BmufOptions(LocalOptions):
+    """The options of `bmuf`."""
+
+    every: int = Field(default=50, ge=1)
+    warm_up: int = Field(default=500, ge=0)
+    momentum: float | None = Field(default=None, ge=0.0, lt=1.0)
+    nesterov: bool = True
+
+
+class SlowMoOptions(LocalOptions):
+    """The options of `slowmo`."""
+
+    every: int = Field(default=48, ge=1)
+    momentum: float | None = Field(default=0.5, ge=0.0, lt=1.0)
+    divided_by_rate: bool = True
+
+
+class DiLoCoOptions(LocalOptions):
+    """The options of `diloco`."""
+
+    every: int = Field(default=100, ge=1)
+    rate: float = Field(default=0.7, gt=0.0)
+    momentum: float | None = Field(default=0.9, ge=0.0, lt=1.0)
+    nesterov: bool = True
+
+
+class StreamingOptions(DiLoCoOptions):
+    """The options of `streaming-diloco`."""
+
+    rate: float = Field(default=0.4, gt=0.0)
+    fragments: int = Field(default=4, ge=1)
+    overlap: int = Field(default=5, ge=0)
+    blend: float = Field(default=0.5, ge=0.0, lt=1.0)
+
+
+def _strategy(name: str, summary: str, options: type[LocalOptions]) -> Strategy:
+    return Strategy(name, summary, local, options=options, check=_check, keeps_state=True, family="local")
+
+
+LOCAL_SGD = _strategy("local-sgd", "step alone, average all weights every few steps", LocalOptions)
+BMUF = _strategy("bmuf", "step alone, filter the mean of every block of steps with momentum", BmufOptions)
+SLOWMO = _strategy("slowmo", "step alone, follow the mean with a slow momentum in units of the rate", SlowMoOptions)
+DILOCO = _strategy("diloco", "step alone, follow the mean with an outer Nesterov optimizer", DiLoCoOptions)
+STREAMING_DILOCO = _strategy(
+    "streaming-diloco", "as diloco, one fragment of the weights after another, in the background", StreamingOptions
+)

@@ -1,0 +1,181 @@
+"""What strategies keep that agree every few steps: special cases, and other texts of their equations."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from starling.budget import Budget
+from starling.checkpoint.state import LearnerState
+from starling.engines.virtual.engine import Outcome, VirtualEngine
+from starling.errors import ConfigError
+from starling.strategies import STRATEGIES
+from starling.training.job import EpochReport, Job, Silence
+from tests.contract.cases import MakeOptimizer, adamw, sgd
+from tests.contract.oracle import Vector, columns, gradient_of_regression, local
+from tests.contract.problems import TinyRegression
+from tests.contract.test_contract import flat
+
+LEARNERS, STEPS = 3, 36
+"""Twelve steps of each learner."""
+
+
+PLAIN = sgd(0.1)
+
+
+def trained(name: str, optimizer: MakeOptimizer = PLAIN, learners: int = LEARNERS, **options: Any) -> Tensor:
+    """The consensus after a run on the virtual engine."""
+    strategy = STRATEGIES[name]
+    job = Job(TinyRegression(), strategy, Budget(steps=STEPS), optimizer, options=strategy.options(**options), seed=11)
+    weights = [state.weights for state in VirtualEngine(job, learners).run().states]
+    return torch.stack(weights).double().mean(dim=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("bmuf", {"momentum": 0.0, "rate": 1.0, "warm_up": 0}),
+        ("bmuf", {"momentum": 0.0, "rate": 1.0, "warm_up": 0, "nesterov": False}),
+        ("slowmo", {"momentum": 0.0}),
+        ("diloco", {"momentum": 0.0, "rate": 1.0}),
+        ("streaming-diloco", {"momentum": 0.0, "rate": 1.0, "fragments": 1, "overlap": 0, "blend": 0.0}),
+    ],
+)
+@pytest.mark.parametrize("optimizer", [sgd(0.1), adamw(0.01)], ids=["sgd", "adamw"])
+def test_without_an_outer_momentum_and_with_an_outer_rate_of_1_all_are_local_sgd(
+    name: str, options: dict[str, Any], optimizer: MakeOptimizer
+) -> None:
+    """To rounding where D is divided by the rate, else to the bit."""
+    expected = trained("local-sgd", optimizer, every=4)
+    assert torch.allclose(trained(name, optimizer, every=4, **options), expected, rtol=0.0, atol=1e-6)
+    if name != "slowmo":
+        assert torch.equal(trained(name, optimizer, every=4, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["local-sgd", "diloco"])
+def test_agreeing_after_every_step_of_plain_sgd_is_allreduce(name: str) -> None:
+    """H = 1, and an outer optimizer of rate 1 without momentum."""
+    options = {"momentum": 0.0, "rate": 1.0} if name == "diloco" else {}
+    found = trained(name, every=1, **options)
+    torch.testing.assert_close(found, trained("allreduce"), rtol=0.0, atol=1e-6)
+
+
+def test_a_warm_up_as_long_as_the_run_is_allreduce() -> None:
+    """To the bit: both take the mean gradient."""
+    assert torch.equal(trained("local-sgd", adamw(0.01), warm_up=STEPS), trained("allreduce", adamw(0.01)))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("local-sgd", {"every": 1}),
+        ("bmuf", {"every": 3, "warm_up": 2}),
+        ("slowmo", {"every": 5, "rate": 0.8, "nesterov": True}),
+        ("diloco", {"every": 20}),
+        ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1}),
+        ("streaming-diloco", {"every": 4, "fragments": 4, "overlap": 1, "blend": 0.0}),
+        ("streaming-diloco", {"every": 5, "fragments": 2, "overlap": 0, "blend": 0.25}),
+    ],
+)
+def test_options_that_the_contract_leaves_out_follow_the_equation(name: str, options: dict[str, Any]) -> None:
+    """In matrix form, as those of the contract."""
+    chosen = STRATEGIES[name].options(**options).model_dump()
+    start = flat(TinyRegression().make_model()).double().numpy()
+    expected = local(**chosen)(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
+    np.testing.assert_allclose(trained(name, **options).numpy(), expected.mean(axis=1), rtol=0.0, atol=2e-6)
+
+
+def local_run(every: int, start: Vector) -> Any:
+    """Yields the mean of the learners' weights after each period; is sent what they continue from."""
+    gradient, weights = gradient_of_regression(), np.tile(start[:, None], (1, LEARNERS))
+    for k in range(STEPS // LEARNERS):
+        weights = weights - 0.1 * columns(weights, gradient, k)
+        if (k + 1) % every == 0:
+            weights = np.tile((yield weights.mean(axis=1))[:, None], (1, LEARNERS))
+
+
+def test_the_outer_step_of_diloco_is_that_of_torchs_sgd_with_nesterov() -> None:
+    """The second implementation is torch's optimizer, with D for a gradient."""
+    theta = torch.nn.Parameter(flat(TinyRegression().make_model()).double())
+    outer = torch.optim.SGD([theta], lr=0.7, momentum=0.9, nesterov=True)
+    periods = local_run(4, theta.detach().numpy().copy())
+    mean = next(periods)
+    for _ in range(STEPS // LEARNERS // 4):
+        theta.grad = theta.detach() - torch.from_numpy(mean)
+        outer.step()
+        try:
+            mean = periods.send(theta.detach().numpy().copy())
+        except StopIteration:
+            break
+    torch.testing.assert_close(trained("diloco", every=4), theta.detach(), rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_bmuf_is_the_papers_recursion(nesterov: bool) -> None:
+    """G = mean - W_g; Delta <- eta Delta + zeta G; W <- W + Delta; learners continue from W_g, which is W, or
+    W + eta Delta with Nesterov's momentum (Chen & Huo 2016)."""
+    eta, zeta = 1 - 1 / LEARNERS, 1.0
+    w = flat(TinyRegression().make_model()).double().numpy()
+    w_g, delta = w.copy(), np.zeros_like(w)
+    periods = local_run(3, w_g)
+    mean = next(periods)
+    for _ in range(STEPS // LEARNERS // 3):
+        delta = eta * delta + zeta * (mean - w_g)
+        w = w + delta
+        w_g = w + eta * delta if nesterov else w
+        try:
+            mean = periods.send(w_g)
+        except StopIteration:
+            break
+    found = trained("bmuf", every=3, warm_up=0, nesterov=nesterov)
+    torch.testing.assert_close(found, torch.from_numpy(w_g), rtol=0.0, atol=2e-6)
+
+
+class Sent(Silence):
+    """The bytes that each learner has sent."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, int] = {}
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self.by_rank[report.rank] = self.by_rank.get(report.rank, 0) + report.averaging.bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "agreements"),
+    [
+        ("local-sgd", {"every": 4}, 3),
+        ("local-sgd", {"every": 5}, 3),
+        ("diloco", {"every": 6}, 2),
+        ("local-sgd", {"every": 6, "warm_up": 6}, 7),
+        ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1, "blend": 0.0}, 3 + 1),
+    ],
+)
+def test_the_bytes_sent_are_those_of_the_formula(name: str, options: dict[str, Any], agreements: int) -> None:
+    """2 (L - 1) / L x 4 P for each agreement about all weights; the last period has one of its own."""
+    strategy, sent = STRATEGIES[name], Sent()
+    job = Job(TinyRegression(), strategy, Budget(steps=STEPS), sgd(0.1), options=strategy.options(**options), seed=11)
+    outcome: Outcome = VirtualEngine(job, LEARNERS, observer=sent).run()
+    size = 4 * len(outcome.states[0].weights)
+    expected = agreements * 2 * (LEARNERS - 1) * size / LEARNERS
+    assert all(abs(each - expected) <= agreements * LEARNERS for each in sent.by_rank.values())
+    assert len(sent.by_rank) == LEARNERS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 2, "fragments": 3}, "3 fragments cannot agree in turn within 2 steps"),
+        (
+            {"every": 8, "fragments": 4, "overlap": 3},
+            "still be averaged after 3 steps when the next one begins, 2 steps",
+        ),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, int], message: str) -> None:
+    """With what to set instead."""
+    strategy = STRATEGIES["streaming-diloco"]
+    with pytest.raises(ConfigError, match=message):
+        strategy.validate(strategy.options(**{"overlap": 0} | options), 2)
