@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from starling.runs.train_job import Simulated, Trained, simulate, train
     from starling.speech.recogniser import Recogniser
     from starling.strategies import STRATEGIES, Strategy
+    from starling.strategies.islands import Island
     from starling.topology import Topology
     from starling.training.data import DataWorkload
     from starling.training.job import Job
@@ -39,6 +40,7 @@ __all__ = [
     "Config",
     "DataWorkload",
     "Handle",
+    "Island",
     "Job",
     "JoinedLearner",
     "Learner",
@@ -74,6 +76,7 @@ _HOMES = {
     "Config": "configuration",
     "DataWorkload": "training.data",
     "Handle": "learner",
+    "Island": "strategies.islands",
     "Job": "training.job",
     "JoinedLearner": "engines.loop.joined",
     "Learner": "learner",

@@ -1,7 +1,7 @@
 """The program of a learner process in the tests of joining: `joining_process.py MODE HURRY`.
 
 A mode is a strategy, and what goes wrong with joiners, or with those of odd ids alone: `adpsgd`, `adpsgd/alien`,
-`hadpsgd/half-shot`. Mini-batches take their time until there is a file HURRY.
+`hadpsgd/half-shot`. `adpsgd+island` is one of islands of two. Mini-batches take their time until there is a file HURRY.
 """
 
 import os
@@ -19,6 +19,7 @@ from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place, joins
 from starling.strategies import find_strategy
+from starling.strategies.islands import Island
 from starling.training.job import Job
 from starling.training.membership import Membership, MembershipFeed
 from starling.workload import Ticket
@@ -76,6 +77,7 @@ def main(mode: str, hurry: Path, link: Link | None) -> None:
     trouble = trouble.removeprefix("half-") if joins() and (place.rank % 2 == 1 or not is_half) else ""
     if trouble == "fails":
         raise DataError("the disk of this learner is gone")
+    name, _, island = name.partition("+")
     strategy = find_strategy(name)
     job = Job(
         workload=(Dying if trouble == "dies" else Unhurried)(hurry),
@@ -83,6 +85,7 @@ def main(mode: str, hurry: Path, link: Link | None) -> None:
         options=strategy.options(**OPTIONS.get(name, {})),
         budget=Budget(steps=NUM_MINI_BATCHES),
         make_optimizer=sgd(0.01),
+        island=Island(sharded=2 if island else 1),
     )
     membership = find_membership(place, link)
     if trouble == "stuck":  # ready, and then never seen where they meet

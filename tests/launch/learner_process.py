@@ -1,6 +1,6 @@
 """The program of a learner process in the launcher's tests: `learner_process.py MODE`.
 
-A mode is a strategy, and what goes wrong: `adpsgd`, `delay-by-one/dies`.
+A mode is a strategy, and what goes wrong: `adpsgd`, `delay-by-one/dies`. `adpsgd+island` is one of islands of two.
 """
 
 import os
@@ -21,6 +21,7 @@ from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place
 from starling.strategies import find_strategy
+from starling.strategies.islands import Island
 from starling.training.job import EpochReport, Job, StepReport
 from starling.training.membership import MembershipFeed
 from starling.workload import Ticket
@@ -86,13 +87,17 @@ def main(mode: str, link: Link | None) -> None:
     name, _, trouble = mode.partition("/")
     if trouble == "strategies" and place.rank:
         name = "delay-by-one"
+    name, _, island = name.partition("+")
     strategy = find_strategy(name)
     job = Job(
         workload=Failing() if trouble == "failing" else TinyRegression(),
         strategy=strategy,
         options=strategy.options(**({"per_node": 2} if name == "hadpsgd" else {})),
-        budget=Budget(steps={"short": 40, "failing": 40, "ends": 3000, "between": 3000}.get(trouble, 1_000_000)),
+        budget=Budget(
+            steps={"short": 40, "failing": 40, "ends": 600 if island else 3000, "between": 3000}.get(trouble, 1_000_000)
+        ),
         make_optimizer=sgd(0.01),
+        island=Island(sharded=2 if island else 1),
         num_workers=1 if trouble == "loading" else 0,
     )
     stops = trouble == "stops"

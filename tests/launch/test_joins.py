@@ -15,6 +15,7 @@ from starling.launch.messages import Entered, JoinAnswer, JoinRequest, LearnerMe
 from starling.launch.requests import ask, launcher_id, take_answer, taking_requests
 from starling.launch.watch import Loss
 from starling.strategies import find_strategy
+from starling.strategies.islands import Island, between_islands
 from starling.training.faults import Join
 from tests.launch.joining_process import NUM_MINI_BATCHES, OPTIONS
 from tests.warm_start import own_learner, own_learners
@@ -55,7 +56,8 @@ class Run:
         self.expected = expect
         self.victims = [] if kill is None else [kill]
         self.wanted, self.wanted_after_loss = ask_for, ask_after_loss
-        strategy = find_strategy(self.mode.partition("/")[0])
+        name, _, island = self.mode.partition("/")[0].partition("+")
+        strategy = between_islands(find_strategy(name), Island(sharded=2 if island else 1))
         options = strategy.options(**OPTIONS.get(strategy.name, {}))
         with taking_requests(self.requests) as requests:
             changes = Changes(
@@ -159,6 +161,27 @@ def test_a_super_learner_comes_back_whole(tmp_path: Path) -> None:
     assert run.has_left == {0}
     assert set(run.generations.values()) == {2}
     run.assert_whole(4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["allreduce", "adpsgd"])
+def test_an_island_comes_back_whole(strategy: str, tmp_path: Path) -> None:
+    """Its rank 1 is killed, so it leaves; both ranks are started again, and take the shards of the other island."""
+    run = Run(f"{strategy}+island", 4, tmp_path)
+    run.go(kill=1, replaces=True, expect=2)
+    assert sorted(run.joined) == [0, 1]
+    assert run.has_left <= {0}
+    assert set(run.generations.values()) == {2}
+    run.assert_whole(4)
+
+
+@pytest.mark.soak
+def test_half_an_island_is_refused(tmp_path: Path) -> None:
+    """One rank more is refused, two join."""
+    run = Run("adpsgd+island", 2, tmp_path)
+    run.go(ask_for=(1, 2), expect=2)
+    assert "3 learners cannot be divided into islands of 2" in run.answer(0).refused
+    assert run.answer(1).joined == (2, 3)
 
 
 @pytest.mark.soak

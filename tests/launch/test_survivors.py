@@ -103,6 +103,16 @@ def test_a_super_learner_that_has_lost_a_learner_leaves_whole(tmp_path: Path) ->
     assert harm.said[2]["num_done"] >= NUM_MINI_BATCHES
 
 
+@pytest.mark.parametrize("strategy", ["adpsgd", pytest.param("allreduce", marks=pytest.mark.soak)])
+def test_an_island_that_has_lost_a_rank_leaves_whole(strategy: str, tmp_path: Path) -> None:
+    """The other island continues to the end of the budget of all; the rank that leaves ends well."""
+    harm, losses = survive(f"{strategy}+island/ends", 4, 1, tmp_path)
+    assert [loss.learner for loss in losses] == [1]
+    assert harm.said[0] == {"left": True}
+    assert 600 <= harm.said[2]["num_done"] < 604
+    assert harm.said[3] == harm.said[2]
+
+
 def test_a_run_cannot_continue_without_its_server(tmp_path: Path) -> None:
     """Part of the model is lost with it: the survivors say so and end, and a resume is what is left."""
     with pytest.raises(

@@ -15,6 +15,8 @@ from starling.workload import Position
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from starling.checkpoint.cut import ShardOfIsland
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -60,6 +62,7 @@ class Checkpoint:
                 optimizer=decode_state(scalars["optimizer"], tensors),
                 strategy=decode_state(scalars.get("strategy", {}), tensors),  # version 0.2 wrote none
                 is_worker=scalars["is_worker"],
+                shard_of_island=_decode_island(scalars["island"], tensors) if "island" in scalars else None,
                 shards=tuple(_decode_shard(shard, tensors) for shard in scalars["shards"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -70,24 +73,44 @@ class Checkpoint:
         from starling.consensus import consensus
 
         ranks = range(self.manifest.learners)
+        shard = self.learner(0).shard_of_island
         shapes = {tuple(self.learner(rank).weights.shape) for rank in ranks}
         if len(shapes) > 1:
             raise CheckpointError(
                 f"{self.folder}: its learners' weights have different shapes, {sorted(shapes)}; use another checkpoint"
             )
-        return consensus((self.learner(rank).weights for rank in ranks), [self.learner(rank).kept for rank in ranks])
+        if shard is None:
+            return consensus(
+                (self.learner(rank).weights for rank in ranks), [self.learner(rank).kept for rank in ranks]
+            )
+        size = shard.cut.size
+        return shard.cut.whole(
+            [consensus((self.learner(rank).weights for rank in ranks[member::size]), ()) for member in range(size)]
+        )
 
-    def start(self, rank: int, world: int) -> LearnerState:
-        """The state from which learner `rank` of `world` resumes.
+    def start(self, rank: int, world: int, island: int = 1) -> LearnerState:
+        """The state from which learner `rank` of `world` resumes, with islands of `island` ranks.
 
-        With as many learners as before, each resumes from its own state. With a different number, all resume from the
-        consensus weights, and learner r takes the optimizer state of former learner r modulo their number. In both
-        cases the state includes all saved model shards, so that any learner can keep any of them, and the longest
-        training time of all learners. Raises CheckpointError if the checkpoint has no learner states.
+        With as many learners in islands of the same size as before, each resumes from its own state. Otherwise all
+        resume from the consensus weights, and learner r takes the optimizer state of former learner r modulo their
+        number; or the ranks of island i take that of former island i modulo their number. With islands the state is
+        then that of a whole model. In all cases the state includes all saved model shards, so that any learner can keep
+        any of them, and the longest training time of all learners. Raises CheckpointError if the checkpoint has no
+        learner states.
         """
         before = self.manifest.learners
         if before == 0:
             return self.learner(rank)
+        of_before = self.learner(0).shard_of_island
+        size = 1 if of_before is None else of_before.cut.size
+        if (world, island) == (before, size) and size > 1:
+            return replace(self.learner(rank), minutes=self.manifest.minutes)
+        if before % size:
+            raise CheckpointError(
+                f"{self.folder}: its {before} learners are not islands of {size}; use another checkpoint"
+            )
+        if of_before is not None or island > 1:
+            return self._whole(rank, world, rank // island % (before // size) * size, size)
         former = self.learner(rank % before)
         shards = self._shards() | {(shard.start, shard.stop): shard for shard in former.shards}
         start = replace(former, minutes=self.manifest.minutes, shards=tuple(shards.values()))
@@ -96,6 +119,33 @@ class Checkpoint:
         # a server's buffers are still those of the start of the run
         buffers = former.buffers if former.is_worker else self.learner(0).buffers
         return replace(start, rank=rank, world=world, weights=self.consensus(), buffers=buffers)
+
+    def _whole(self, rank: int, world: int, first: int, size: int) -> LearnerState:
+        """The state of a whole model for learner `rank`, with the optimizer state of the former island of `size` whose
+        ranks begin with `first`."""
+        formers = [self.learner(former) for former in range(first, first + size)]
+        own, optimizer = formers[rank % size], formers[0].optimizer
+        shard, strategy = own.shard_of_island, dict(own.strategy)
+        if shard is not None:
+            optimizer = shard.cut.whole_of_optimizer([former.optimizer for former in formers], shard.order)
+        for name, each in strategy.items():
+            if each.numel() == own.weights.numel() and shard is not None:
+                strategy[name] = shard.cut.whole([former.strategy[name] for former in formers])
+            elif each.numel() not in (1, own.weights.numel()):
+                raise CheckpointError(
+                    f"{self.folder}: the strategy's {name} cannot be divided in another way; resume with islands of "
+                    f"{size} and {self.manifest.learners} learners"
+                )
+        return replace(
+            own,
+            rank=rank,
+            world=world,
+            minutes=self.manifest.minutes,
+            weights=self.consensus(),
+            optimizer=optimizer,
+            strategy=strategy,
+            shard_of_island=None,
+        )
 
     def _shards(self) -> dict[tuple[int, int], ShardState]:
         """All saved model shards by their place in the weights; if several learners saved one, the first learner's."""
@@ -112,6 +162,17 @@ def _flat(weights: Tensor) -> Tensor:
     if weights.ndim != 1 or not weights.is_floating_point():
         raise ValueError(f"weights of shape {list(weights.shape)} and dtype {weights.dtype}")
     return weights
+
+
+def _decode_island(scalars: dict[str, Any], tensors: dict[str, Tensor]) -> ShardOfIsland:
+    from starling.checkpoint.cut import Cut, ShardOfIsland
+
+    shapes = tuple(tuple(map(int, shape)) for shape in scalars["shapes"])
+    cut, member, order = Cut(int(scalars["size"]), shapes), int(scalars["member"]), tuple(map(int, scalars["order"]))
+    is_valid = 0 <= member < cut.size and sorted(order) == list(range(len(shapes))) and all(shapes)
+    if not is_valid or cut.local_numbers != tensors["weights"].numel():
+        raise ValueError(f"part {member} of an island of {cut.size}")
+    return ShardOfIsland(cut, member, order)
 
 
 def _decode_shard(scalars: dict[str, Any], tensors: dict[str, Tensor]) -> ShardState:

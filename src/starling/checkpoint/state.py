@@ -11,6 +11,8 @@ from starling.workload import Position
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from starling.checkpoint.cut import ShardOfIsland
+
 
 OWN_PREFIX = "own."
 """Begins the names of those parts of a strategy's state that differ between learners."""
@@ -53,6 +55,8 @@ class LearnerState:
     shards are the model."""
     strategy: dict[str, Tensor] = field(default_factory=dict)
     """What the strategy keeps between its steps, by name, on the CPU; see `Learner.strategy_state`."""
+    shard_of_island: ShardOfIsland | None = None
+    """Which part of an island's model `weights` `[P']` and `optimizer` are; None: they are those of a whole model."""
     is_worker: bool = True
     """Whether it computes gradients. The weights of a learner that does not are valid only in its shards."""
 

@@ -1,7 +1,8 @@
 """Writes a checkpoint from several learners: each adds its files to a partial folder, and the last one publishes it.
 
     checkpoints/step-00001234/learner-0.safetensors    weights, buffers and optimizer tensors of each learner
-    checkpoints/step-00001234/learner-0.json           its position, minutes, and the optimizer's other values
+    checkpoints/step-00001234/learner-0.json           its position, minutes, and the optimizer's other values; in an
+                                                       island, also which part of the model it holds
     checkpoints/step-00001234/model/                   the consensus model, ready for use
     checkpoints/step-00001234/manifest.json            the SHA-256 of every other file
 
@@ -21,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from starling.averaging import rank_ordered_mean
+from starling.checkpoint.cut import ShardOfIsland
 from starling.checkpoint.encoding import all_finite, encode_state
 from starling.checkpoint.files import (
     partial_folder,
@@ -77,7 +79,8 @@ class CheckpointWriter:
         if final.exists():
             return None
         partial = partial_folder(final)
-        model_bytes = state.weights.nbytes + sum(buffer.nbytes for buffer in state.buffers.values())
+        num_parts = state.shard_of_island.cut.size if state.shard_of_island else 1
+        model_bytes = num_parts * state.weights.nbytes + sum(buffer.nbytes for buffer in state.buffers.values())
         needed = model_bytes + sum(tensor.nbytes for tensor in state.tensors())
         with writing(final, needed, lambda: remove_part(partial, state.rank)):
             partial.mkdir(parents=True, exist_ok=True)
@@ -113,11 +116,14 @@ class CheckpointWriter:
             )
         scalars = [read_json(path.with_suffix(".json")) for path in paths]
         kept = [[(shard["start"], shard["stop"]) for shard in each["shards"]] for each in scalars]
-        weights = consensus((_weights(path) for path in paths), kept)
+        shard = state.shard_of_island
+        size = 1 if shard is None else shard.cut.size
+        parts = [consensus(map(_weights, paths[member::size]), kept[member::size]) for member in range(size)]
+        weights = parts[0] if shard is None else shard.cut.whole(parts)
         workers = [path for path, each in zip(paths, scalars, strict=True) if each["is_worker"]]
         buffers = mean_of_buffers([_buffers(read_tensors(path)) for path in workers]) if state.buffers else {}
         self._write_model(partial / MODEL, weights, buffers)
-        distance = consensus_distance((_weights(path) for path in workers), weights)
+        distance = sum(consensus_distance(map(_weights, workers[m::size]), parts[m]) for m in range(size))
         minutes = max(float(each["minutes"]) for each in scalars)
         is_finite = all(each["is_finite"] for each in scalars) and all_finite([weights, *buffers.values()])
         return self._finish(partial, final, state, state.world, minutes, distance, is_finite)
@@ -167,11 +173,17 @@ def write_learner(folder: Path, state: LearnerState) -> None:
         "optimizer": encode_state(state.optimizer, "optimizer", tensors),
         "strategy": encode_state(state.strategy, "strategy", tensors),
         "is_worker": state.is_worker,
+        **({"island": _encode_island(state.shard_of_island)} if state.shard_of_island else {}),
         "shards": [_encode_shard(shard, tensors) for shard in state.shards],
         "is_finite": all_finite(state.tensors()),
     }
     write_tensors(folder / f"learner-{state.rank}.safetensors", tensors)
     write_json(folder / f"learner-{state.rank}.json", scalars)
+
+
+def _encode_island(shard: ShardOfIsland) -> dict[str, Any]:
+    """The index of an island's files: which part of the model each of its ranks has saved."""
+    return {"size": shard.cut.size, "shapes": shard.cut.shapes, "member": shard.member, "order": shard.order}
 
 
 def _encode_shard(shard: ShardState, tensors: dict[str, Tensor]) -> dict[str, Any]:

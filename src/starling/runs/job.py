@@ -43,6 +43,7 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
         workload=workload,
         strategy=recipe.strategy.strategy,
         options=recipe.strategy.options,
+        island=recipe.island,
         budget=recipe.budget,
         make_optimizer=recipe.optimizer.maker(),
         schedule=recipe.optimizer.schedule,

@@ -11,6 +11,7 @@ from starling.launch.requests import Requests, ask, launcher_id, take_answer, wi
 from starling.report.progress import Say
 from starling.runs.experiment.folder import existing
 from starling.runs.recipe.run import RunConfig
+from starling.strategies.islands import between_islands
 from starling.timeouts import ANSWER_EVERY
 from starling.training.faults import Join
 
@@ -23,7 +24,7 @@ def changes(
     on_left_out: Callable[[int, str], None],
 ) -> Changes:
     """How the set of learners of a run may change, by its settings."""
-    strategy, options = run.strategy.strategy, run.strategy.options
+    strategy, options = between_islands(run.strategy.strategy, run.island), run.strategy.options
     return Changes(
         succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
         replaces=run.on_loss == "replace",

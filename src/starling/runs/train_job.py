@@ -154,6 +154,7 @@ def _settings(
         "seed": job.seed,
         "learners": learners,
         "strategy": strategy or {"name": job.strategy.name, **job.options.model_dump(mode="json")},
+        "island": job.island,
         "budget": job.budget,
         "engine": engine or EngineConfig(),
         "stragglers": job.stragglers,
@@ -225,6 +226,7 @@ def job_of(job: Job, run: RunConfig) -> Job:
         job,
         strategy=run.strategy.strategy,
         options=run.strategy.options,
+        island=run.island,
         checkpoint_every=run.checkpoints.every,
         autocast=job.autocast or run.engine.autocast == "bf16",
     )

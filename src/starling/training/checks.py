@@ -6,8 +6,12 @@ Without them gloo would abort the process on vectors of different sizes, and sil
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from starling.errors import ProtocolError
+from starling.errors import ConfigError, ProtocolError
+
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+"""Optimizers of `torch.optim` that treat each weight alone, so that a shard's step is that of the whole model."""
 
 
 def check_peer(rank: int, peer: int, world: int) -> None:
@@ -56,3 +60,12 @@ def given_away(rank: int) -> ProtocolError:
     return ProtocolError(
         f"learner {rank} awaited a gradient after giving it to `mean`; await the mean, or the gradient before that"
     )
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise ConfigError unless the optimizer treats each weight alone."""
+    if type(optimizer).__name__ not in ELEMENTWISE or type(optimizer).__module__.partition(".")[0] != "torch":
+        raise ConfigError(
+            f"island: {type(optimizer).__name__} does not treat each weight alone, so it would step differently on a "
+            f"part of a model; choose one of {', '.join(ELEMENTWISE)}, or leave out island"
+        )

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from starling.budget import Progress
+from starling.checkpoint.cut import ShardOfIsland
 from starling.checkpoint.state import LearnerState
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
 from starling.training.faults import Fault, NotFinite
-from starling.training.flat import FlatModel
+from starling.training.flat import Model
 from starling.training.freezing import Freeze
 from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import Averaging, EpochReport, Job, Observer, Spent, Statistics, StepReport, Tally
@@ -49,7 +50,8 @@ class Course:
 
     The engine provides `batches`, a `clock` (seconds since the engine began), `start_on_memory` for work on shards, the
     model's `buffers` by name, and `suffer`, which carries out an injected fault. `consensus_distance` returns
-    (1/L) sum_l |w_l - mean|^2, or None where the engine does not know it.
+    (1/L) sum_l |w_l - mean|^2, or None where the engine does not know it. The weights are all of the model's, or a
+    `shard_of_island`.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class Course:
         buffers: Callable[[], dict[str, Tensor]],
         suffer: Callable[[Fault], None],
         consensus_distance: Callable[[], float | None] = lambda: None,
+        shard_of_island: ShardOfIsland | None = None,
     ) -> None:
         job.validate(world)
         self.job, self.tickets = job, tickets
         self.barriers = Barriers(tickets, job.checkpoint_every)
         self.num_done = 0  # mini-batches of this learner
         self.gradient_version = 0  # the version of the weights at which the newest gradient is taken
+        self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
         self.shards = Shards(rank, replica, statistics, self._set_rates, start_on_memory, start.shards if start else ())
         sync_groups = job.sync_groups(world)
         self._is_worker = rank < sync_groups.num_workers
@@ -84,6 +88,7 @@ class Course:
         self._life, self._replica, self._observer, self._statistics = life, replica, observer, statistics
         self._batches, self._clock = batches, clock
         self._buffers, self._suffer, self._consensus_distance = buffers, suffer, consensus_distance
+        self._shard_of_island = shard_of_island
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient
         self._num_not_finite = self._num_not_finite_in_a_row = 0
@@ -235,6 +240,7 @@ class Course:
             optimizer=self._replica.optimizer.state_dict(),
             strategy=dict(self._replica.strategy_state),
             shards=shards,
+            shard_of_island=self._shard_of_island,
             is_worker=self._is_worker,
         )
 
@@ -289,19 +295,21 @@ class Course:
     def compute_gradient(
         self,
         model: nn.Module,
-        flat: FlatModel,
+        flat: Model,
         before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
         must_reach_all: bool = False,
+        num_passes: Callable[[int], int] = lambda num_parts: num_parts,
     ) -> float:
         """Compute the claimed mini-batch's gradient in `flat.gradients`, and return its loss; see
         `starling.training.gradient`."""
         task, (_, batch) = self.gradient_task(), self.claimed()
-        computed = compute_gradient(self.job, task, batch, model, flat, before_last, must_reach_all)
+        computed = compute_gradient(self.job, task, batch, model, flat, before_last, must_reach_all, num_passes)
         self.computed(computed)
         return computed.loss
 
     def computed(self, computed: Computed) -> None:
         """Note what a gradient of this learner has left."""
+        self.unused = computed.unused
         self._replica.sometimes_unused |= computed.unused
 
     def _frozen(self) -> tuple[Freeze, ...]:

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,35 @@ def avoid_cudnn_packing(model: nn.Module, weights: Tensor) -> None:
         own = from_dlpack(weights[(addresses[0] - start_of_all) // size : (ends[-1] - start_of_all) // size])
         for part, view in zip(parts, split(own, parts), strict=True):
             part.data = view
+
+
+class Model(Protocol):
+    """What a gradient is computed with: a `FlatModel`, or one rank's part of a model in shards."""
+
+    model: nn.Module
+    parameters: list[nn.Parameter]
+    weights: Tensor
+    gradients: Tensor
+    """`[P]`, of which `gradients_of` are the parameters' views."""
+    gradients_of: list[Tensor]
+
+    def twin(self) -> Self:
+        """The model for gradients at other weights, which shares buffers and gradients."""
+
+    def use_weights(self, weights: Tensor) -> None:
+        """Compute with `weights` `[P]`; nothing is copied."""
+
+    def reached(self) -> set[int]:
+        """The numbers of the parameters that received a gradient since the last call."""
+
+    def load_buffers(self, buffers: dict[str, Tensor]) -> None:
+        """Set the model's buffers by name."""
+
+    def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
+        """The numbers of the parameters that are frozen."""
+
+    @property
+    def num_parameters(self) -> int: ...
 
 
 def in_cudnn_order(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from starling.chance import derive_seed
-from starling.training.flat import NO_GRADIENT, FlatModel
+from starling.training.flat import NO_GRADIENT, Model
 from starling.training.freezing import Freeze
 from starling.training.job import Job
 from starling.workload import Examples, Ticket
@@ -42,15 +42,17 @@ def compute_gradient(
     task: GradientTask,
     batch: Sequence[Examples],
     model: nn.Module,
-    flat: FlatModel,
+    flat: Model,
     before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
     must_reach_all: bool = False,
+    num_passes: Callable[[int], int] = lambda num_parts: num_parts,
 ) -> Computed:
     """Compute the gradient of a mini-batch in `flat.gradients`.
 
     Loss and gradient are weighted means over all micro-batches; those of weight 0 are not computed. Parameters without
     a gradient get NO_GRADIENT. All micro-batches except the last are computed inside `before_last()`. With
-    `must_reach_all` the last backward reaches every parameter, because DDP waits for all of them.
+    `must_reach_all` the last backward reaches every parameter, because DDP waits for all of them. `num_passes` returns
+    how many passes to make for so many micro-batches: the last one is repeated with a weight of 0 if need be.
     """
     device, ticket = flat.weights.device, task.ticket
     flat.gradients.zero_()
@@ -58,27 +60,29 @@ def compute_gradient(
     parts = [place for place, weight in enumerate(weights) if weight > 0.0] or [0]
     shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
     total, whole = 0.0, math.nan if task.is_spoilt else sum(shares)
+    num_more = num_passes(len(parts)) - len(parts)
+    parts, shares = parts + parts[-1:] * num_more, shares + [0.0] * num_more
     flat.reached()
     used: set[int] = set()
     unused: frozenset[int] = frozenset()
-    for place, share in zip(parts, shares, strict=True):
-        is_last = place == parts[-1]
+    for number, (place, share) in enumerate(zip(parts, shares, strict=True), start=1):
+        is_last = number == len(parts)
         _seed(device, derive_seed(job.seed, "gradient", ticket.epoch, ticket.index, place))
         with nullcontext() if is_last else before_last():
             with _without_gradients(flat, task.frozen):
                 with torch.autocast(device.type, torch.bfloat16) if job.autocast else nullcontext():
                     loss = job.workload.loss(model, batch[place].to(device))
-                (loss / (whole / share / task.factor if task.factor else math.inf)).backward()  # type: ignore[no-untyped-call]
+                (loss / (whole / share / task.factor if task.factor and share else math.inf)).backward()  # type: ignore[no-untyped-call]
             reached = flat.reached()
             used |= reached
             if is_last:
                 unused = _leave_out_unused(flat, used, reached, must_reach_all)
-        total += share * float(loss.detach())
+        total += share * float(loss.detach()) if share else 0.0
     return Computed(total / whole, unused)
 
 
 @contextmanager
-def _without_gradients(flat: FlatModel, frozen: tuple[Freeze, ...]) -> Iterator[None]:
+def _without_gradients(flat: Model, frozen: tuple[Freeze, ...]) -> Iterator[None]:
     """Within this context, frozen parameters get no gradient, and none is computed for them."""
     parameters = [flat.parameters[number] for number in flat.numbers_of(frozen)]
     for parameter in parameters:
@@ -90,7 +94,7 @@ def _without_gradients(flat: FlatModel, frozen: tuple[Freeze, ...]) -> Iterator[
             parameter.requires_grad_(True)
 
 
-def _leave_out_unused(flat: FlatModel, used: set[int], reached: set[int], must_reach_all: bool) -> frozenset[int]:
+def _leave_out_unused(flat: Model, used: set[int], reached: set[int], must_reach_all: bool) -> frozenset[int]:
     """Mark unused parameters in the gradient, and return their numbers; the last backward has `reached` some."""
     if len(reached) == len(flat.parameters):
         return frozenset()

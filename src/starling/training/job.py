@@ -14,6 +14,7 @@ from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.strategies import Strategy, SyncGroups, find_strategy
+from starling.strategies.islands import NO_ISLANDS, Island, IslandStrategy, between_islands
 from starling.training.faults import Fault
 from starling.training.freezing import Freeze
 from starling.training.stragglers import Stragglers
@@ -26,7 +27,8 @@ class Job:
 
     workload: Workload[Any]
     strategy: Strategy
-    """How learners agree. A name or `module:name` is looked up with `find_strategy`."""
+    """How learners agree. A name or `module:name` is looked up with `find_strategy`. With `island` it holds between
+    islands."""
     budget: Budget
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
     """Creates the local optimizer of one learner, at the peak learning rate."""
@@ -53,15 +55,22 @@ class Job:
     The latter raises ConfigError if the strategy averages no gradients."""
     freeze: tuple[Freeze, ...] = ()
     """Parameters that are frozen until they are thawed. Freeze those that never are in the workload's `make_model`."""
+    island: Island = NO_ISLANDS
+    """How learners form islands, which hold one model in shards."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str):
             object.__setattr__(self, "strategy", find_strategy(self.strategy))
+        object.__setattr__(self, "strategy", between_islands(self.strategy, self.island))
         if self.options is None:
             object.__setattr__(self, "options", self.strategy.options())
         if problem := self.strategy.weighting_problem(self.options, self.weighting):
             raise ConfigError(f"weighting: {problem}")
+        if self.freeze and self.island.size > 1:
+            raise ConfigError(
+                "freeze: the parameters of an island cannot be thawed during a run; leave out `until`, or island"
+            )
         for each in self.freeze:
             if each.until is None:
                 raise ConfigError(
@@ -80,6 +89,12 @@ class Job:
     def sync_groups(self, world: int) -> SyncGroups:
         """Which of `world` learners claim mini-batches together."""
         return self.strategy.sync_groups(self.options, world)
+
+    def sync_groups_of_row(self, world: int) -> SyncGroups:
+        """The sync groups of the learners that hold the same shard: those that `strategy` sees. Without islands, of
+        all `world` learners."""
+        strategy = self.strategy.between if isinstance(self.strategy, IslandStrategy) else self.strategy
+        return strategy.sync_groups(self.options, world // self.island.size)
 
 
 @dataclass

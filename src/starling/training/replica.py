@@ -18,7 +18,8 @@ class Replica:
     """Weights `[P]`, the parameters that view them, and the optimizer that changes them, under one lock.
 
     `param.grad` is a view into `gradients` `[P]` or, if that must not be overwritten, into a `workspace` `[P]`, which
-    replicas may share. A gradient in other memory is first copied there.
+    replicas may share. A gradient in other memory is first copied there. `sum_over_island` sums a number over the
+    ranks of the learner's island, if there is one: all of them call it.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Replica:
         make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
         clip_norm: float | None,
         workspace: Tensor | None = None,
+        sum_over_island: Callable[[float], float] | None = None,
     ) -> None:
         self.weights = weights
         self._size = len(weights)
@@ -37,6 +39,7 @@ class Replica:
         self._workspace = gradients if workspace is None else workspace
         self._parameters = parameters
         self._clip_norm = clip_norm
+        self._sum_over_island = sum_over_island
         self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer(parameters)
         self.fast_step: Callable[[], object] | None = None
@@ -55,10 +58,12 @@ class Replica:
 
         Returns False, without a step, if the gradient is not finite.
         """
+        if self._sum_over_island is not None:  # before the lock: other ranks must not wait for this one's background
+            norm = self.clip(gradient)
         with self._lock:
             if gradient.data_ptr() != self._workspace.data_ptr():
                 gradient = self._workspace.copy_(gradient)
-            if not math.isfinite(self.clip(gradient)):
+            if not math.isfinite(self.clip(gradient) if self._sum_over_island is None else norm):
                 return False
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor
@@ -86,6 +91,8 @@ class Replica:
     def clip(self, gradient: Tensor) -> float:
         """Clip `gradient` `[P]` in place to `clip_norm`; returns its norm before clipping."""
         norm = float(torch.linalg.vector_norm(gradient))
+        if self._sum_over_island is not None:
+            norm = math.sqrt(total) if (total := self._sum_over_island(norm * norm)) >= 0.0 else math.nan
         if self._clip_norm is not None and norm > self._clip_norm:
             gradient.mul_(self._clip_norm / norm)
         return norm

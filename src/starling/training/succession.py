@@ -64,8 +64,8 @@ class Plan:
     minutes: float
     """Training time so far, the same for all learners."""
     source: int | None = None
-    """The rank whose state the `takers` copy, and whose strategy state all copy; None: each learner continues from its
-    own."""
+    """The rank whose state the `takers` copy, and whose strategy state all copy; or the first rank of an island, whose
+    ranks give theirs to those with the same shard. None: each learner continues from its own."""
     takers: tuple[int, ...] = ()
     """The ranks that copy the state of `source`."""
 
@@ -113,25 +113,38 @@ def next_membership(job: Job, before: Membership, change: Membership, is_ordered
 def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callable[[], Collection[int]]) -> Plan:
     """The plan of a membership from its members' pasts, by rank. `before` is the plan of the last membership in which
     any of them trained; `all_done` returns the tickets that were done in it."""
-    last = max(each.membership for each in members if each.membership is not None)
+    size = job.island.size
+    models = [_past_of_island(members[first : first + size]) for first in range(0, len(members), size)]
+    if all(each.membership is None for each in models) and any(each.membership is not None for each in members):
+        raise PeerLost(
+            "the ranks of every island were interrupted at different steps, so that no whole model is left; resume "
+            "from the newest checkpoint"
+        )
+    last = max(each.membership for each in models if each.membership is not None)
     newest = max(
-        range(len(members)), key=lambda rank: (members[rank].membership == last, members[rank].num_done, -rank)
+        range(len(models)), key=lambda number: (models[number].membership == last, models[number].num_done, -number)
     )
     if job.strategy.has_one_model:
-        done: Collection[int] = _done_by_all(before, members[newest].num_done, job)
-        current = [each.membership == last and each.num_done == members[newest].num_done for each in members]
+        done: Collection[int] = _done_by_all(before, models[newest].num_done, job)
+        current = [each.membership == last and each.num_done == models[newest].num_done for each in models]
     else:
         done = all_done()
-        newest = first_with_a_state(members)
-        current = [each.membership is not None for each in members]
-    takers = tuple(rank for rank, is_current in enumerate(current) if not is_current)
+        newest = first_with_a_state(models)
+        current = [each.membership is not None for each in models]
+    takers = tuple(rank for rank in range(len(members)) if not current[rank // size])
     return Plan(
         world=len(members),
         position=position_after(before.position, job.workload, done),
         minutes=max(each.minutes for each in members),
-        source=newest if takers or job.strategy.keeps_state else None,
+        source=newest * size if takers or job.strategy.keeps_state else None,
         takers=takers,
     )
+
+
+def _past_of_island(ranks: Sequence[Past]) -> Past:
+    """The past of the model that these ranks hold: that of a joiner if not all of them have made the same steps."""
+    pasts = {(each.membership, each.num_done) for each in ranks}
+    return ranks[0] if len(pasts) == 1 else Past()
 
 
 def first_with_a_state(members: Sequence[Past]) -> int:

@@ -1,6 +1,6 @@
 """Calls of a communication backend. Its errors are recognised by where they are raised, not by their messages."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -33,6 +33,12 @@ def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
             work.wait()
         else:
             work.wait(timeout)
+
+
+def local_group(ranks: Sequence[int], timeout: timedelta) -> ProcessGroup:
+    """A new gloo group of `ranks`, which only these create."""
+    group: ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+    return group
 
 
 class ReducingModel:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from starling.engines.processes import nccl
-from starling.engines.processes.backend import ConnectionFailed, ReducingModel, communicating, wait_for
+from starling.engines.processes.backend import ConnectionFailed, ReducingModel, communicating, local_group, wait_for
 from starling.engines.processes.collectives import OrderedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, await_keys, do_nothing, silent_learners
 from starling.engines.processes.links import LinkBoard, Links, SharedMean
@@ -170,6 +170,7 @@ class Communicator:
         self.release = Release()
         self._place, self._sync_groups, self._weights = place, sync_groups, weights
         self._rank, self._world = place.rank, place.world
+        self._name = place.process(place.rank)
         self._sync_group = sync_groups.of(place.rank)
         self._device = weights.device
         self._by_nccl = by_nccl
@@ -186,14 +187,14 @@ class Communicator:
         timeout = timedelta(seconds=timeout_seconds)
         self._links = self._make_links(look_around) if self._device.type == "cpu" else None
         self.rounds = Rounds(self._make_board())
-        self.reduces_in_backward = not self._shares_memory()
-        """Whether the mean of a gradient is computed while backward runs. Not so in shared memory: there a whole mean
-        takes less time than the overhead of splitting it."""
+        self.reduces_in_backward = place.num_rows == 1 and not self._shares_memory()
+        """Whether the mean of a gradient is computed while backward runs. Not so in shared memory, where a whole mean
+        takes less time than the overhead of splitting it, nor in an island, whose backward ends with the shard."""
         self._ordered, self._ordered_behind = (self._make_means(lane, timeout) for lane in range(2))
         self._device_groups = (
             [self._new_group_of_sync_group(nccl.BACKEND, timeout) for _ in range(2)] if by_nccl else []
         )
-        is_whole = len(self._sync_group) == self._world
+        is_whole = len(self._sync_group) == self._world and place.num_rows == 1
         self._reducing_group = (
             None if is_whole or not self.reduces_in_backward else self._new_group_of_sync_group("gloo", timeout)
         )
@@ -224,7 +225,7 @@ class Communicator:
         check_mean(self._rank, of, self._weights)
         self.count_mean(of.nbytes)
         if len(self._sync_group) == 1:
-            alone = of.clone()
+            alone = of.clone() if into is None else of
             return ProcessHandle(lambda: alone)
         is_behind = threading.current_thread() is self._background
         if self._by_nccl:
@@ -256,7 +257,7 @@ class Communicator:
             self._own_messages[tag].put(self._staging.pass_on(tensor.clone()))
             return ProcessHandle(lambda: None)
         self._statistics.averaging.bytes_sent += tensor.nbytes
-        what = f"sending to learner {peer}"
+        what = f"sending to learner {self._place.process(peer)}"
         if self._links is not None and peer in self._links.peers:
             with self.naming_the_lost(what, peer):
                 if self._links.send(peer, tensor, tag):
@@ -264,7 +265,7 @@ class Communicator:
 
         def begin(host: Tensor) -> dist.Work | None:
             with communicating():
-                return dist.isend(host.contiguous(), peer, tag=tag)
+                return dist.isend(host.contiguous(), self._place.process(peer), tag=tag)
 
         with self.naming_the_lost(what, peer):
             begun = self._staging.hand_over(tensor, begin)
@@ -284,12 +285,12 @@ class Communicator:
                 lambda: self.wait_for("receiving from its own server", own)().to(like.device),
                 lambda: own()().to(like.device),
             )
-        what = f"receiving from learner {peer}"
+        what = f"receiving from learner {self._place.process(peer)}"
         if self._links is not None and peer in self._links.peers:
             return self._receive_by_link(self._links, peer, like, tag, what)
         theirs = self._staging.empty_like(like)
         with self.naming_the_lost(what, peer), communicating():
-            work = dist.irecv(theirs, peer, tag=tag)
+            work = dist.irecv(theirs, self._place.process(peer), tag=tag)
 
         def result() -> Tensor:
             if work is not None:
@@ -311,7 +312,7 @@ class Communicator:
                 return received.view(like.dtype).view(like.shape)
             theirs = torch.empty_like(like)
             with communicating():
-                work = dist.irecv(theirs, peer, tag=tag)
+                work = dist.irecv(theirs, self._place.process(peer), tag=tag)
             if work is not None:
                 wait_for(work, FOREVER if timeout_seconds is None else None)
             return theirs
@@ -353,7 +354,7 @@ class Communicator:
         """Raise `PeerLost` if other learners have noticed a loss: a wait for the first of several would not end."""
         self.release.check()
         if self._place.store.check([A_LOSS_WAS_NOTICED]):
-            raise PeerLost(f"learner {self._rank} lost {self._name_lost(None)}, {self._where()}")
+            raise PeerLost(f"learner {self._name} lost {self._name_lost(None)}, {self._where()}")
 
     def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
         """Work on this process's memory, done when it is awaited."""
@@ -431,7 +432,7 @@ class Communicator:
         with self.naming_the_lost(MEAN_OF_GRADIENT):
             reducing = ReducingModel(model, self._reducing_group)
         reducing.model.register_forward_hook(
-            lambda *_: self._waits.begin(MEAN_OF_GRADIENT, self._sync_group, is_group=True)
+            lambda *_: self._waits.begin(MEAN_OF_GRADIENT, self._processes(self._sync_group), is_group=True)
         )
         return reducing
 
@@ -443,7 +444,7 @@ class Communicator:
     def warn_of_few_rounds(self) -> None:
         """Warn, at the end, if this learner made too few averaging rounds."""
         if self._background is not None and (complaint := self.rounds.pace.complaint()):
-            warnings.warn(f"learner {self._rank} {complaint}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"learner {self._name} {complaint}", RuntimeWarning, stacklevel=2)
 
     def end_rounds(self) -> None:
         """Make no more gradients: wait until all rounds have ended; other learners may still be computing."""
@@ -486,7 +487,7 @@ class Communicator:
         begin = self._now()
         is_behind = threading.current_thread() is self._background
         is_mean = what in (A_MEAN, MEAN_OF_GRADIENT)
-        whom = self._sync_group if is_mean else () if peer is None else [peer]
+        whom = self._processes(self._sync_group if is_mean else () if peer is None else [peer])
         with self.naming_the_lost(what, peer), self._waits.waiting(what, whom, is_group=is_mean):
             if self._may_be_released(is_behind) and not in_this_thread:
                 result = self.release.wait(self._waiters[is_behind].submit(wait))
@@ -512,9 +513,13 @@ class Communicator:
             self.release.check()
             self._explain(error)
             raise PeerLost(
-                f"learner {self._rank} lost {self._name_lost(peer)} in {what}, {self._where()} "
+                f"learner {self._name} lost {self._name_lost(peer)} in {what}, {self._where()} "
                 f"({str(error).splitlines()[0]}){_PATIENCE if 'timed out' in str(error).lower() else ''}"
             ) from error
+
+    def _processes(self, ranks: Sequence[int]) -> list[int]:
+        """The numbers of learners in the membership."""
+        return [self._place.process(rank) for rank in ranks]
 
     def _may_be_released(self, is_behind: bool) -> bool:
         """Whether another thread may end a wait of the background or, if `is_behind` is false, of the foreground."""
@@ -523,7 +528,8 @@ class Communicator:
     def _make_links(self, look_around: Callable[[], None]) -> Links:
         with self.naming_the_lost("linking the learners of this machine"):
             store, num_bytes = self._place.store, self._weights.nbytes
-            return Links(store, self._rank, self._world, num_bytes, self._timeout_seconds, look_around, self._waits)
+            waits = self._waits if self._place.num_rows == 1 else None  # they would name ranks of the row
+            return Links(store, self._rank, self._world, num_bytes, self._timeout_seconds, look_around, waits)
 
     def _make_board(self) -> Board:
         if self._links is not None and self._links.join(range(self._world)):
@@ -548,6 +554,9 @@ class Communicator:
         """A new process group of this learner's sync group. All processes create those of all sync groups, in order."""
         # a new group does not inherit the default group's time-out; its default is half an hour
         size, mine = self._sync_groups.size, None
+        if self._place.num_rows > 1 and size > 1:  # other rows may need no group, if they share memory
+            with communicating():
+                return local_group(self._processes(self._sync_group), timeout)
         for first in range(0, self._sync_groups.num_workers if size > 1 else 0, size):
             with communicating():
                 group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)

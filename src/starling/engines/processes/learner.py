@@ -23,15 +23,16 @@ from starling.engines.processes.communicator import (
     stopwatch,
 )
 from starling.engines.processes.done_notes import DoneNotes
-from starling.engines.processes.handshake import do_nothing
+from starling.engines.processes.handshake import do_nothing, silent_learners
+from starling.engines.processes.island import GATHERING, IslandGroup, ShardedModel
 from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import Waits
-from starling.errors import ProtocolError
+from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle, Learner, Shard
-from starling.training.checks import changed_beneath
+from starling.training.checks import changed_beneath, check_elementwise
 from starling.training.course import Course
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
-from starling.training.flat import FlatModel
+from starling.training.flat import Model
 from starling.training.job import Job, Observer, Statistics
 from starling.training.loading import Loader
 from starling.training.membership import Membership, MembershipChanged, MembershipFeed
@@ -55,7 +56,7 @@ class ProcessLearner(Learner):
         self,
         job: Job,
         place: Place,
-        flat: FlatModel,
+        flat: Model,
         observer: Observer,
         start: LearnerState | None,
         life: Life,
@@ -66,18 +67,22 @@ class ProcessLearner(Learner):
         waits: Waits,
         save_requests: SaveRequests | None = None,
         look_around: Callable[[], None] = do_nothing,
+        island: IslandGroup | None = None,
     ) -> None:
-        self.replica = Replica(flat.weights, flat.gradients, flat.parameters, job.make_optimizer, job.clip_norm)
+        self._island, self._row = island, place.row(job.island.size)
+        self.replica = self._make_replica(job, flat)
         if start is not None:
             flat.load_buffers(start.buffers)
         self._job, self._place, self._flat, self._life, self._waits = job, place, flat, life, waits
-        self._elsewhere: FlatModel | None = None  # a copy of the model, for gradients at a snapshot
+        self._elsewhere: Model | None = None  # a copy of the model, for gradients at a snapshot
         self._reducing: dict[bool, ReducingModel] = {}  # by whether it wraps `_elsewhere`
         self._feed, self._membership = feed, membership
         self._timeout_seconds = timeout_seconds
         self._statistics, self._now = Statistics(), stopwatch()
         self._sync_groups = job.sync_groups(place.world)
         self._sync_group = self._sync_groups.of(place.rank)
+        if island is not None:
+            island.statistics = self._statistics
         self.communicator = self._connect(look_around)
         self._barrier = CheckpointBarrier(
             place.store, place.rank, place.world, save_requests, self._add_barrier, timeout_seconds, waits
@@ -100,13 +105,29 @@ class ProcessLearner(Learner):
             start_on_memory=self.communicator.start_on_memory,
             buffers=lambda: dict(flat.model.named_buffers()),
             suffer=_suffer,
+            shard_of_island=flat.shard_of_island(self.replica.optimizer) if isinstance(flat, ShardedModel) else None,
         )
 
+    def _make_replica(self, job: Job, flat: Model) -> Replica:
+        weights, gradients, parameters, island = flat.weights, flat.gradients, flat.parameters, self._island
+        if island is None:
+            return Replica(weights, gradients, parameters, job.make_optimizer, job.clip_norm)
+        replica = Replica(
+            weights, gradients, parameters, job.make_optimizer, job.clip_norm, sum_over_island=self._sum_over_island
+        )
+        check_elementwise(replica.optimizer)
+        return replica
+
     def _connect(self, look_around: Callable[[], None]) -> Communicator:
-        weights = self.replica.weights
+        place, weights = self._place, self.replica.weights
+
+        def name_lost(suspect: int | None) -> str:
+            process = None if suspect is None else self._row.process(suspect)
+            return silent_learners(place.store, place.rank, place.world, process)
+
         return Communicator(
-            self._place,
-            self._sync_groups,
+            self._row,
+            self._job.sync_groups_of_row(place.world),
             weights,
             self._place.has_own_device(weights.device),
             self._timeout_seconds,
@@ -115,6 +136,7 @@ class ProcessLearner(Learner):
             self._now,
             self._where,
             explain=self._look_for_change,
+            name_lost=name_lost,
             look_around=look_around,
         )
 
@@ -171,11 +193,11 @@ class ProcessLearner(Learner):
 
     @property
     def rank(self) -> int:
-        return self._place.rank
+        return self._row.rank
 
     @property
     def world(self) -> int:
-        return self._place.world
+        return self._row.world
 
     @property
     def seed(self) -> int:
@@ -242,9 +264,11 @@ class ProcessLearner(Learner):
         return self.replica.state_of_strategy(name if is_common else OWN_PREFIX + name, initial)
 
     def keep(self, piece: slice) -> Shard:
+        self._refuse_in_island("keeps a model shard")
         return self.course.shards.keep(piece)
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
+        self._refuse_in_island("shares a model in memory")
         shards = self.course.shards
         for piece in pieces:
             shards.check(piece)
@@ -276,10 +300,15 @@ class ProcessLearner(Learner):
 
     # implementation
 
-    def _compute(self, flat: FlatModel, reduced: bool) -> Tensor:
+    def _compute(self, flat: Model, reduced: bool) -> Tensor:
         """The gradient of the claimed mini-batch, or the sync group's mean of it."""
         begin, course, communicator = self._now(), self.course, self.communicator
-        if not reduced or len(self._sync_group) == 1:
+        waited = 0.0
+        if self._island is not None:
+            before = self._island.seconds
+            loss = self._compute_in_island(flat, self._island)
+            waited = self._island.seconds - before
+        elif not reduced or len(self._sync_group) == 1:
             loss = course.compute_gradient(flat.model, flat)
         else:
             communicator.count_mean(flat.gradients.nbytes)
@@ -296,12 +325,41 @@ class ProcessLearner(Learner):
                     self._waits.end()  # begun by the forward hook of `Communicator.reducing`
         if flat is not self._flat:
             flat.use_weights(self.replica.weights)  # release the snapshot
-        delay = self._life.delays.after(self._now() - begin)
+        delay = self._life.delays.after(self._now() - begin - waited)
         if delay > 0.0:
             time.sleep(delay)
-        self._statistics.spent.computing += self._now() - begin
+        self._statistics.spent.computing += self._now() - begin - waited
+        self._statistics.spent.waiting_for_peers += waited
         course.report_step(loss)
         return flat.gradients
+
+    def _compute_in_island(self, flat: Model, island: IslandGroup) -> float:
+        """Compute this rank's part of the mean gradient of the island's mini-batches; returns the loss of its own.
+
+        All ranks make as many passes as the one with the most micro-batches, since they gather the model together.
+        """
+        course = self.course
+        with self.communicator.naming_the_lost(GATHERING), island.telling_failures():
+            loss = course.compute_gradient(
+                flat.model, flat, num_passes=lambda num_parts: int(max(island.gathered(num_parts)))
+            )
+        if course.unused and isinstance(flat, ShardedModel):
+            raise ConfigError(
+                f"learner {self._place.rank}: parameter {flat.name_of(min(course.unused))} took no part in mini-batch "
+                f"{course.claimed()[0].step}, but an island needs a gradient of every parameter from every mini-batch; "
+                "use it in each, freeze it, or leave out island"
+            )
+        return loss
+
+    def _sum_over_island(self, number: float) -> float:
+        if self._island is None:
+            return number
+        with self.communicator.naming_the_lost("the norm of a gradient"):
+            return self._island.sum(number)
+
+    def _refuse_in_island(self, what: str) -> None:
+        if self._island is not None:
+            raise ConfigError(f"island: {self._job.strategy.name} {what}, which an island cannot; leave out island")
 
     def _add_barrier(self, number: int, signal_number: int) -> None:
         """Add a checkpoint barrier before portion `number`, which no learner has reached."""

@@ -27,13 +27,14 @@ from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.engines.processes.done_notes import noted
 from starling.engines.processes.handshake import Handshake, await_keys, check_alike, part, shake_hands
+from starling.engines.processes.island import IslandGroup, ShardedModel, check_island
 from starling.engines.processes.learner import ProcessLearner
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import process_group
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import end_with_threads
 from starling.errors import PeerLost, StarlingError
-from starling.training.flat import FlatModel
+from starling.training.flat import FlatModel, Model, trainable
 from starling.training.job import Job, Named, Observer
 from starling.training.loading import Loader
 from starling.training.membership import (
@@ -83,10 +84,11 @@ def run_learner(
     life = Life.begin(job, feed.name, feed.is_new)
     life.state = start
     with Loader(job.workload, job.num_workers, ignores_signals) as loader:
+        check_island(job.island, device)
         member = _Member(
             job,
             place,
-            FlatModel(job.workload.make_model(), device),
+            device,
             digest,
             Named(observer, place.rank),
             timeout_seconds,
@@ -100,11 +102,14 @@ def run_learner(
         return member.run()
 
 
-def warm_up(job: Job, flat: FlatModel) -> None:
-    """Compute one gradient and optimizer step, so that slow first calls do not delay the others."""
+def warm_up(job: Job, flat: FlatModel | None) -> None:
+    """Compute one gradient and optimizer step, so that slow first calls do not delay the others. Without a model of its
+    own a learner computes no gradient."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     job.make_optimizer([parameter]).step()
+    if flat is None:
+        return
     for examples in job.workload.load(Ticket(0, 0, 0))[:1]:
         job.workload.loss(flat.model, examples.to(flat.weights.device)).backward()  # type: ignore[no-untyped-call]
     flat.gradients.zero_()
@@ -114,7 +119,7 @@ def warm_up(job: Job, flat: FlatModel) -> None:
 class _Member:
     job: Job
     place: Place
-    flat: FlatModel
+    device: torch.device
     digest: str
     observer: Observer
     timeout_seconds: float
@@ -127,6 +132,13 @@ class _Member:
     learner: ProcessLearner | None = None
     is_connected: bool = False
     """Whether this learner has connected to others, so that its threads may be waiting for them."""
+
+    def __post_init__(self) -> None:
+        self._model: nn.Module | None = self.job.workload.make_model()  # of the next membership
+        whole = trainable(self._model)
+        self._num_parameters, self._dtype = sum(each.numel() for each in whole), str(whole[0].dtype)
+        self.flat = FlatModel(self._model, self.device) if self.job.island.size == 1 else None
+        """A model of this learner's own, for all memberships; None: each island cuts a new one."""
 
     def run(self) -> LearnerState | None:
         """Run through memberships until the run ends."""
@@ -187,15 +199,16 @@ class _Member:
         plan = self._plan(membership, rank, store, look_around)
         self.is_connected = True
         telling = partial(self.feed.telling, membership)
-        with process_group(
-            place, self.flat.weights.device, seconds, telling, self.feed.is_watched, self.waits
-        ) as connections:
+        with process_group(place, self.device, seconds, telling, self.feed.is_watched, self.waits) as connections:
             try:
                 with telling(
                     lambda change: connections.cut_all()
                 ):  # creating the sync groups' process groups blocks, too
+                    flat, island = self._make_model(place)
                     start = self.life.state if is_first else self._start(rank, plan)
-                    learner = self.learner = self._make_learner(place, start, membership, look_around)
+                    if is_first and start is not None and isinstance(flat, ShardedModel):
+                        start = flat.own_part(start)  # a checkpoint may hold the whole model
+                    learner = self.learner = self._make_learner(place, flat, island, start, membership, look_around)
                 connections.note()
                 self.feed.enter(membership)
 
@@ -247,16 +260,32 @@ class _Member:
         state = plan.state(rank, self.life.state)
         if plan.source is None:
             return state
-        shared = share_state(state, plan.source)
+        size = self.job.island.size
+        sources = range(plan.source, plan.source + size)
+        shared = [share_state(state, source) for source in sources][rank % size]
         return shared if rank in plan.takers else state.with_strategy_of(shared)
 
+    def _make_model(self, place: Place) -> tuple[Model, IslandGroup | None]:
+        """The model of a membership: this learner's own, or its part of its island's."""
+        if self.flat is not None:
+            return self.flat, None
+        island = IslandGroup(place, self.job.island.size, self.timeout_seconds, self.waits)
+        model, self._model = self._model or self.job.workload.make_model(), None
+        return ShardedModel(model, island), island
+
     def _make_learner(
-        self, place: Place, start: LearnerState | None, membership: Membership, look_around: LookAround
+        self,
+        place: Place,
+        flat: Model,
+        island: IslandGroup | None,
+        start: LearnerState | None,
+        membership: Membership,
+        look_around: LookAround,
     ) -> ProcessLearner:
         return ProcessLearner(
             self.job,
             place,
-            self.flat,
+            flat,
             self.observer,
             start,
             self.life,
@@ -267,6 +296,7 @@ class _Member:
             self.waits,
             self.save_requests,
             look_around,
+            island,
         )
 
     def _part(self, membership: Membership, store: Store, rank: int, look_around: LookAround) -> None:
@@ -283,8 +313,8 @@ class _Member:
         return Handshake(
             world=world,
             strategy=self.job.strategy.name,
-            num_parameters=self.flat.num_parameters,
-            dtype=str(self.flat.weights.dtype),
+            num_parameters=self._num_parameters,
+            dtype=self._dtype,
             configuration=self.digest,
             **Handshake.of_versions(),
         )

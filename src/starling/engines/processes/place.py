@@ -1,9 +1,9 @@
 """A learner process's rank, local rank and device, and the store through which learners connect."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,23 @@ class Place:
     """Its rank among the `local_world` learners of its machine."""
     local_world: int
     store: Store
+    first: int = 0
+    step: int = 1
+    """Learner r of this place is process `first + r * step` of the membership."""
+    num_rows: int = 1
+    """The number of places that divide the processes of the membership: one for each rank of an island."""
+
+    def process(self, rank: int) -> int:
+        """The number of a learner in the membership's process group."""
+        return self.first + rank * self.step
+
+    def row(self, size: int) -> "Place":
+        """The place of this learner among those that hold the same shard, one in each island of `size`."""
+        if size == 1:
+            return self
+        island, member = divmod(self.rank, size)
+        store = PrefixStore(f"row/{member}", self.store)
+        return replace(self, rank=island, world=self.world // size, store=store, first=member, step=size, num_rows=size)
 
     def has_own_device(self, device: torch.device) -> bool:
         """Whether each learner of this machine has its own CUDA device, as NCCL requires."""

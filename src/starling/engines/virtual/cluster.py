@@ -37,6 +37,10 @@ class ComputeModel(Config):
 class ComputeTimes:
     """The gradient times of one learner, with a random stream per learner and seed."""
 
+    communication_seconds = 0.0
+    """What a gradient takes in communication that it cannot do without: within an island."""
+    communication_bytes = 0
+
     def __init__(self, model: ComputeModel, seed: int, rank: int) -> None:
         self._model = model
         self._random = random.Random(derive_seed(seed, "compute time", rank))

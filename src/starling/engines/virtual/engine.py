@@ -12,6 +12,7 @@ import struct
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import simpy
 import torch
@@ -23,9 +24,11 @@ from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.computation import Computation, RealGradients
 from starling.engines.virtual.faults import VirtualFaults, VirtualLoss
 from starling.engines.virtual.host_processes import HostProcesses
+from starling.engines.virtual.islands import SimulatedIslands
 from starling.engines.virtual.lives import Lives
 from starling.engines.virtual.membership import Failed, Simulation, VirtualMembership
-from starling.errors import PeerLost
+from starling.errors import ConfigError, PeerLost
+from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job, Observer, Silence
 from starling.training.loading import Loader
 from starling.training.membership import IgnoreMembership, Membership, MembershipObserver
@@ -73,12 +76,22 @@ class VirtualEngine:
         computation: Computation | None = None,
     ) -> None:
         job.validate(world)
+        cluster, observer, times = cluster or Cluster(), observer or Silence(), None
+        self._islands = None if job.island == NO_ISLANDS else SimulatedIslands(job, world, cluster)
+        if self._islands is not None:
+            if start is not None:
+                raise ConfigError("island: a simulation with islands cannot resume; leave out resume or island")
+            job, world, cluster = self._islands.job, self._islands.world, self._islands.cluster
+            observer = self._islands.observer(observer)
+        computation = computation or _computation(job, cluster, device)
+        if self._islands is not None:
+            times = partial(self._islands.times, num_bytes=computation.new_replica().weights.nbytes)
         self._job = job
-        self._cluster = cluster or Cluster()
+        self._cluster = cluster
         self._environment = simpy.Environment()
-        self._lives = Lives(job, self._cluster, self._environment)
+        self._lives = Lives(job, self._cluster, self._environment, times)
         self._faults = VirtualFaults(self._environment, self._cluster.watch, self._lives, job.faults)
-        self._observer = observer or Silence()
+        self._observer = observer
         self._survives_losses = survives_losses
         self._changes = changes or IgnoreMembership()
         self._num_events = 0
@@ -87,7 +100,7 @@ class VirtualEngine:
             job=job,
             cluster=self._cluster,
             environment=self._environment,
-            computation=computation or _computation(job, self._cluster, device),
+            computation=computation,
             loader=Loader(job.workload, job.num_workers),
             faults=self._faults,
             record=self._record,
@@ -111,6 +124,8 @@ class VirtualEngine:
                     self._regroup()
             seconds = float(self._environment.now)
             states = self._current.finish()
+            if self._islands is not None:
+                states = [self._islands.state(state) for state in states]
         except Failed as failed:
             raise failed.error from None
         finally:

@@ -149,7 +149,8 @@ class VirtualLearner(Learner):
         begun = self._surroundings.computation.gradient(self, at)
         is_mine = at is self.weights  # what `at` is otherwise need not be kept
         version = self.course.gradient_version = self.replica.version
-        seconds = self.life.times.draw()
+        seconds, times = self.life.times.draw(), self.life.times
+        self.statistics.averaging.bytes_sent += times.communication_bytes
         seconds += self.life.delays.after(seconds) + self._pause
         self._pause = 0.0
         waiting = self._surroundings.faults.seconds_cut_off(self.life)  # a claim is answered once it is heard
@@ -169,7 +170,8 @@ class VirtualLearner(Learner):
 
         event = self._environment.timeout(seconds + waiting)
         event.callbacks.append(finish)
-        return VirtualGradient(event, result, lambda: "its own gradient", computing=seconds)
+        computing = seconds - times.communication_seconds
+        return VirtualGradient(event, result, lambda: "its own gradient", computing=computing)
 
     def clip(self, gradient: Tensor) -> Tensor | None:
         return self.course.clip(gradient)

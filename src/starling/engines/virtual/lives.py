@@ -1,5 +1,6 @@
 """All learners that ever lived in a virtual run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import simpy
@@ -29,8 +30,15 @@ class VirtualLife(Life):
 class Lives:
     """The lives of all learners, by name; a restarted learner has a new life."""
 
-    def __init__(self, job: Job, cluster: Cluster, environment: simpy.Environment) -> None:
-        self._job, self._cluster, self._environment = job, cluster, environment
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster,
+        environment: simpy.Environment,
+        times: Callable[[int], ComputeTimes] | None = None,
+    ) -> None:
+        self._times = times or (lambda name: ComputeTimes(cluster.compute, job.seed, name))
+        self._job, self._environment = job, environment
         self.by_name: dict[int, VirtualLife] = {}
 
     def begin(self, name: int) -> VirtualLife:
@@ -40,7 +48,7 @@ class Lives:
             name=name,
             delays=Delays(job.stragglers, job.seed, name),
             faults=FaultsOf(job.faults if is_first else (), name),
-            times=ComputeTimes(self._cluster.compute, job.seed, name),
+            times=self._times(name),
         )
         return life
 

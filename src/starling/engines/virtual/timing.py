@@ -25,6 +25,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.sizes import vector
 from starling.errors import ConfigError, ProtocolError
 from starling.strategies import Strategy
+from starling.strategies.islands import NO_ISLANDS, Island
 from starling.training.job import Averaging, EpochReport, Job, Spent, StepReport
 from starling.training.replica import Replica
 from starling.training.stragglers import Stragglers
@@ -83,6 +84,7 @@ def simulate_timing(
     seed: int = 0,
     stragglers: Stragglers = Stragglers(),  # noqa: B008 - it is frozen
     optimizer_vectors: int = 0,
+    island: Island = NO_ISLANDS,
 ) -> TimingOutcome:
     """Run a strategy on the simulated cluster without computing gradients or holding weights.
 
@@ -97,6 +99,7 @@ def simulate_timing(
         stragglers: Injected slowness.
         optimizer_vectors: What the optimizer remembers about each weight: 0 for plain SGD, 1 for momentum, 2 for Adam.
             Only `optimizer_state: averaged` sends it.
+        island: How the learners form islands.
 
     Raises:
         ConfigError: `num_bytes` is no whole number of weights, or the options do not fit `world` learners.
@@ -118,6 +121,7 @@ def simulate_timing(
         make_optimizer=_NoOptimizer,
         options=options or strategy.options(),
         stragglers=stragglers,
+        island=island,
         seed=seed,
     )
     totals = Totals(world)

@@ -22,6 +22,7 @@ from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.recipe.file import Tree, merge
 from starling.runs.recipe.recipe import Recipe, check_recipe
 from starling.runs.recipe.run import strategy_problems
+from starling.strategies.islands import NO_ISLANDS
 from starling.training.data import DataWorkload
 from starling.training.job import Job
 from starling.workload import Ticket, Workload
@@ -73,6 +74,8 @@ class RecipeSubject:
     def digest(self, cell: Cell) -> str:
         """Of all that the result of a cell depends on: a result with another digest is computed again."""
         recipe = self.recipe(cell).model_dump(mode="json", exclude=_NO_RESULT_DEPENDS_ON)
+        if self.recipe(cell).island == NO_ISLANDS:
+            del recipe["island"]  # results from before there were islands are still valid
         return digest([recipe, self.section.engine])
 
     def batches_key(self, cell: Cell) -> str:

@@ -21,11 +21,13 @@ from starling.runs.profiling.profile import profile
 from starling.runs.recipe.recipe import Recipe
 from starling.runs.setup import set_up
 from starling.strategies import STRATEGIES
+from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
 
 
 def profile_recipe(recipe: Recipe, output: Path, tell: Say, console: Console) -> Profile:
     """Measure a recipe's job on this machine, and write what was found to `output`."""
+    _refuse_islands(recipe)
     say = say_on(console)
     with _job_of(recipe, say) as job, console.status("measuring") as status:
         facts = facts_of(job, counts_flops=True).model_copy(update={"trains": f"the recipe {recipe.name}"})
@@ -76,6 +78,7 @@ def plan_recipe(
     output: Path | None,
 ) -> None:
     """Print the plan of a recipe's job, and write its table to `output`."""
+    _refuse_islands(recipe)
     numbers = [recipe.learners] if learners is None else _numbers(learners)
     with _planned_job(recipe, preset, say_on(console)) as job, console.status("simulating") as status:
         found = plan(
@@ -115,6 +118,11 @@ def _numbers(text: str) -> list[int]:
         return [int(each) for each in text.split(",")]
     except ValueError:
         raise ConfigError(f"--learners: {text!r} is no list of numbers; write it as 4,16,64") from None
+
+
+def _refuse_islands(recipe: Recipe) -> None:
+    if recipe.island != NO_ISLANDS:
+        raise ConfigError("island: profiles and plans have none yet; leave it out (island.sharded=1)")
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from starling.speech.partition import PartitionConfig, labels_are_domains
 from starling.speech.planning import BatchConfig
 from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
+from starling.strategies.islands import Island, between_islands
 from starling.training.freezing import Freeze
 
 _WHOLE_UTTERANCES = ("max_duration", "num_buckets", "window", "similar")
@@ -214,7 +215,7 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
             f"recipe {where}: format {found!r}, but this version reads format {FORMAT}; write its keys into a new "
             "recipe without `format` (start from `starling recipes copy`), or use the version that wrote it"
         )
-    return check_run(Recipe, tree, f"recipe {where}", _weighting_problems(tree.get("batches"), tree.get("strategy")))
+    return check_run(Recipe, tree, f"recipe {where}", _weighting_problems(tree))
 
 
 def load_resolved(path: Path) -> Recipe:
@@ -285,12 +286,14 @@ def _data_settings(recipe: Recipe) -> Any:
     ]
 
 
-def _weighting_problems(section: Any, choice: Any) -> list[str]:
+def _weighting_problems(tree: Tree) -> list[str]:
     """Describe a weighting that the strategy cannot use."""
+    section, choice = tree.get("batches"), tree.get("strategy")
     try:
         batches = BatchConfig.model_validate(section) if section is not None else BatchConfig()
         strategy = StrategyChoice.model_validate(choice) if choice is not None else DEFAULT_STRATEGY
-        problem = strategy.strategy.weighting_problem(strategy.options, batches.weighting)
+        between = between_islands(strategy.strategy, Island.model_validate(tree.get("island") or {}))
+        problem = between.weighting_problem(strategy.options, batches.weighting)
     except (ConfigError, ValidationError):
         return []  # other checks report it
     return [] if problem is None else [f"batches.weighting: {problem}"]

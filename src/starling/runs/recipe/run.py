@@ -13,6 +13,7 @@ from starling.runs.recipe.auto import AUTO, AUTO_STRATEGY
 from starling.runs.recipe.file import Tree
 from starling.runs.recipe.problems import describe
 from starling.strategies import Strategy, find_strategy
+from starling.strategies.islands import NO_ISLANDS, Island, between_islands
 from starling.training.faults import Fault, Join
 from starling.training.faults import problems as faults_problems
 from starling.training.stragglers import Stragglers
@@ -48,17 +49,21 @@ class StrategyChoice(BaseModel):
         """The options, as the strategy's own model. Raises pydantic's ValidationError if they are wrong."""
         return self.strategy.options.model_validate(self.model_extra or {})
 
-    def check_for(self, learners: int) -> None:
-        """Raise ConfigError if the strategy's options do not fit this number of learners."""
-        self.strategy.validate(self.options, learners)
+    def check_for(self, learners: int, island: Island = NO_ISLANDS) -> None:
+        """Raise ConfigError if the strategy's options do not fit this number of learners in islands."""
+        if self.is_auto and island.size > 1:
+            raise ConfigError(
+                "strategy auto: it chooses among strategies without islands; name one, or leave out island"
+            )
+        between_islands(self.strategy, island).validate(self.options, learners)
 
-    def num_workers(self, learners: int) -> int:
+    def num_workers(self, learners: int, island: Island = NO_ISLANDS) -> int:
         """How many of these learners compute gradients."""
-        return self.strategy.num_workers(self.options, learners)
+        return between_islands(self.strategy, island).num_workers(self.options, learners)
 
-    def sync_group_size(self, learners: int) -> int:
+    def sync_group_size(self, learners: int, island: Island = NO_ISLANDS) -> int:
         """How many of these learners claim mini-batches together."""
-        return self.strategy.sync_group_size(self.options, learners)
+        return between_islands(self.strategy, island).sync_group_size(self.options, learners)
 
 
 DEFAULT_STRATEGY = StrategyChoice(name="allreduce")
@@ -102,6 +107,9 @@ class RunConfig(Config):
     seed: int = Field(default=1, ge=0)
     learners: Learners = 1
     strategy: StrategyChoice = DEFAULT_STRATEGY
+    island: Island = NO_ISLANDS
+    """Learners that hold one model in shards, because it does not fit into the memory of one: {sharded: 2}. The
+    strategy then holds between islands."""
     budget: Budget
     engine: EngineConfig = EngineConfig()
     stragglers: Stragglers = Stragglers()
@@ -135,12 +143,12 @@ class RunConfig(Config):
     @property
     def num_workers(self) -> int:
         """How many learners compute gradients."""
-        return self.strategy.num_workers(self.learners)
+        return self.strategy.num_workers(self.learners, self.island)
 
     @property
     def sync_group_size(self) -> int:
         """How many learners claim mini-batches together."""
-        return self.strategy.sync_group_size(self.learners)
+        return self.strategy.sync_group_size(self.learners, self.island)
 
 
 RunT = TypeVar("RunT", bound=RunConfig)
@@ -150,7 +158,7 @@ def check_run(kind: type[RunT], tree: Tree, where: str, problems: Sequence[str] 
     """The settings in a tree. Raises one ConfigError that begins with `where` and lists all problems, including
     `problems` that the caller has found."""
     learners = _learners(tree)
-    found = strategy_problems(tree.get("strategy"), learners)
+    found = strategy_problems(tree.get("strategy"), learners, _island(tree))
     found += problems
     found += _straggler_problems(tree.get("stragglers"), learners)
     found += _fault_problems(tree.get("faults"), learners)
@@ -172,6 +180,14 @@ def _learners(tree: Tree) -> int | None:
         return None
 
 
+def _island(tree: Tree) -> Island:
+    """The islands in a tree; none if they are invalid, which validation of the tree reports."""
+    try:
+        return Island.model_validate(tree.get("island") or {})
+    except ValidationError:
+        return NO_ISLANDS
+
+
 def _straggler_problems(section: Any, learners: int | None) -> list[str]:
     """Describe stragglers that are not learners of the run."""
     try:
@@ -190,15 +206,17 @@ def _fault_problems(section: Any, learners: int | None) -> list[str]:
     return [] if learners is None else list(faults_problems(faults, learners))
 
 
-def strategy_problems(choice: Any, learners: int | None) -> list[str]:
-    """What is wrong with a `strategy:` section for so many learners."""
+def strategy_problems(choice: Any, learners: int | None, island: Island = NO_ISLANDS) -> list[str]:
+    """What is wrong with a `strategy:` section for so many learners in islands."""
     choice = {"name": choice} if isinstance(choice, str) else choice
     try:
         strategy = StrategyChoice.model_validate(choice) if choice is not None else None
+        if strategy is None and island.size > 1:
+            strategy = DEFAULT_STRATEGY
         if strategy is not None:
             _ = strategy.options  # raises if they are wrong
             if learners is not None:
-                strategy.check_for(learners)
+                strategy.check_for(learners, island)
     except ConfigError as error:
         return [str(error)]
     except ValidationError as error:

@@ -1,0 +1,93 @@
+"""How the ranks of an island divide a model and its optimizer's state."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How `size` ranks divide a model: each parameter along its first dimension into equal parts, the last of which are
+    padded with zeros. So all ranks have a vector `[P']` of the same size, slightly more than P / size."""
+
+    size: int
+    shapes: tuple[tuple[int, ...], ...]
+    """The parameters' shapes, in the order of the weights `[P]`."""
+
+    @cached_property
+    def local_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of one rank's parts, with padding."""
+        return tuple((-(-shape[0] // self.size), *shape[1:]) for shape in self.shapes)
+
+    @property
+    def local_numbers(self) -> int:
+        """P', the numbers of one rank's vector."""
+        return sum(math.prod(shape) for shape in self.local_shapes)
+
+    def part(self, whole: Tensor, member: int) -> Tensor:
+        """The vector `[P']` of one rank, from that of the whole model `[P]`."""
+        parts, start = [], 0
+        for shape in self.shapes:
+            size = math.prod(shape)
+            parts.append(part_of(whole[start : start + size].view(shape), self.size, member).reshape(-1))
+            start += size
+        return torch.cat(parts)
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """The vector of the whole model `[P]`, from those of all ranks."""
+        found, start = [], 0
+        for shape, local in zip(self.shapes, self.local_shapes, strict=True):
+            size = math.prod(local)
+            found.append(torch.cat([part[start : start + size] for part in parts])[: math.prod(shape)])
+            start += size
+        return torch.cat(found)
+
+    def part_of_optimizer(self, whole: dict[str, Any], member: int) -> dict[str, Any]:
+        """The `state_dict` of one rank's optimizer, from that of the whole model's."""
+        return _with_state(whole, lambda _, value: part_of(value, self.size, member))
+
+    def whole_of_optimizer(self, parts: Sequence[dict[str, Any]], order: Sequence[int]) -> dict[str, Any]:
+        """The `state_dict` of the whole model's optimizer from those of all ranks' optimizers, whose parameters are in
+        the order of the numbers `order`."""
+        states = [part["state"] for part in parts]
+
+        def joined(place: tuple[int, str], value: Tensor) -> Tensor:
+            number, name = place
+            return torch.cat([state[number][name] for state in states])[: self.shapes[order[number]][0]]
+
+        return _with_state(parts[0], joined)
+
+
+@dataclass(frozen=True)
+class ShardOfIsland:
+    """Which part of a model a learner's state holds."""
+
+    cut: Cut
+    member: int
+    """The learner's rank in its island."""
+    order: tuple[int, ...]
+    """The numbers of the parameters in the order of the optimizer's `state_dict`."""
+
+
+def part_of(whole: Tensor, size: int, member: int) -> Tensor:
+    """Rank `member`'s part of a parameter along its first dimension, padded with zeros."""
+    rows = -(-len(whole) // size)
+    own = whole[member * rows : (member + 1) * rows]
+    return own if len(own) == rows else torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
+
+
+def _with_state(state_dict: dict[str, Any], change: Callable[[tuple[int, str], Tensor], Tensor]) -> dict[str, Any]:
+    """A copy with another tensor in the place of each that has a number for each weight."""
+    state = {
+        number: {
+            name: change((number, name), value) if isinstance(value, Tensor) and value.dim() > 0 else value
+            for name, value in values.items()
+        }
+        for number, values in state_dict["state"].items()
+    }
+    return state_dict | {"state": state}

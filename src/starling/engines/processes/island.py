@@ -1,0 +1,331 @@
+"""One island on processes: its ranks hold one model in shards by torch's FSDP2, and each learner sees its own shard.
+
+FSDP2 keeps every parameter as a padded part of its rows. Here these parts are views into one vector `[P']`, so that
+weights, gradients and optimizer are those of any other learner. What FSDP2 gathers and reduces goes through
+`IslandGroup`, so that errors of the backend are told from those of the model, and sums run in rank order.
+
+FSDP2 has no public way to place its parts in given memory: `_place` sets two of its attributes, which `_parts` checks.
+"""
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from starling.averaging import rank_ordered_mean
+from starling.checkpoint.cut import Cut, ShardOfIsland
+from starling.checkpoint.state import LearnerState
+from starling.engines.processes.backend import ConnectionFailed, communicating, local_group
+from starling.engines.processes.place import Place
+from starling.engines.processes.stalls import Waits
+from starling.errors import ConfigError
+from starling.strategies.islands import Island
+from starling.training.flat import split, trainable
+from starling.training.freezing import Freeze
+from starling.training.job import Statistics
+
+GATHERING = "gathering its island's model"
+SMALLEST_UNIT = 1 << 20
+"""Numbers. Smaller blocks of a model are gathered and freed together with what surrounds them."""
+
+
+class IslandGroup:
+    """The communication within one island, of the foreground alone. All processes create theirs together."""
+
+    def __init__(self, place: Place, size: int, timeout_seconds: float, waits: Waits) -> None:
+        first = place.rank - place.rank % size
+        self.ranks = range(first, first + size)
+        self.member = place.rank - first
+        self.statistics = Statistics()
+        self.seconds = 0.0
+        """The time spent in communication so far."""
+        self._waits = waits
+        self._failure: ConnectionFailed | None = None
+        with communicating():
+            self.group: ProcessGroup = local_group(list(self.ranks), timedelta(seconds=timeout_seconds))
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @contextmanager
+    def telling_failures(self) -> Generator[None, None, None]:
+        """A context for a forward and backward pass. Raises `ConnectionFailed` if communication failed in it; errors of
+        the model pass through."""
+        self._failure = None
+        try:
+            yield
+        except Exception as error:
+            if self._failure is not None:
+                raise self._failure from error
+            raise
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        """Fill `whole` `[n P']` with the ranks' vectors, of which `own` `[P']` may be a part."""
+        with self._communicating((self.size - 1) * own.nbytes):
+            dist.all_gather_single(whole, own, group=self.group)
+
+    def mean_of_parts(self, own: Tensor, whole: Tensor, is_sum: bool) -> None:
+        """Set `own` `[P']` to the mean or sum of this rank's part of all `whole` `[n P']`, added in rank order."""
+        theirs = torch.empty_like(whole)
+        with self._communicating((self.size - 1) * own.nbytes):
+            dist.all_to_all_single(theirs, whole, group=self.group)
+        mean = rank_ordered_mean(theirs.chunk(self.size))
+        torch.mul(mean, self.size, out=own) if is_sum else own.copy_(mean)
+
+    def gathered(self, number: float) -> list[float]:
+        """The numbers of all ranks."""
+        found = torch.empty(self.size, dtype=torch.float64)
+        with self._communicating(0):
+            dist.all_gather_single(found, torch.tensor([number], dtype=torch.float64), group=self.group)
+        return [float(each) for each in found]
+
+    def sum(self, number: float) -> float:
+        """The sum of a number over the ranks: the same bits on all of them."""
+        return sum(self.gathered(number))
+
+    @contextmanager
+    def _communicating(self, num_bytes: int) -> Generator[None, None, None]:
+        begin = time.monotonic()
+        self.statistics.averaging.bytes_sent += num_bytes
+        try:
+            with self._waits.waiting(GATHERING, self.ranks, is_group=True), communicating():
+                yield
+        except ConnectionFailed as error:
+            self._failure = error
+            raise
+        finally:
+            self.seconds += time.monotonic() - begin
+
+
+class ShardedModel:
+    """One rank's part of a model that its island holds: what `FlatModel` is to a learner with a model of its own.
+
+    `weights` and `gradients` `[P']` hold this rank's part of every parameter. `parameters` are views into `weights`
+    with the parts' shapes, for the optimizer. A `twin` is the same model at other weights.
+    """
+
+    def __init__(self, model: nn.Module, island: IslandGroup) -> None:
+        self.model, self._island = model, island
+        whole = trainable(model)
+        _check(model, whole)
+        self.cut = Cut(island.size, tuple(tuple(parameter.shape) for parameter in whole))
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._named: list[str] = [names[id(parameter)] for parameter in whole]
+        self.weights = self.cut.part(torch.cat([parameter.detach().reshape(-1) for parameter in whole]), island.member)
+        units = _shard(model, island)
+        parts = _parts(units)
+        self._fsdp = [parts[name] for name in self._named]
+        self._reached: list[int] = []
+        self.gradients = torch.zeros_like(self.weights)
+        shapes = [torch.empty(shape, device="meta") for shape in self.cut.local_shapes]
+        self.gradients_of = list(split(self.gradients, shapes))
+        self.parameters = [nn.Parameter(view) for view in split(self.weights, shapes)]
+        for parameter, gradient in zip(self.parameters, self.gradients_of, strict=True):
+            parameter.grad = gradient
+        for part, view in zip(self._fsdp, self.gradients_of, strict=True):
+            part.sharded_param.grad = part.to_sharded_dtensor(view[: part.sharded_size[0]])
+        self._notice_gradients(units)
+        self.use_weights(self.weights)
+
+    def twin(self) -> "ShardedModel":
+        """The same model, to be used at other weights."""
+        return copy.copy(self)
+
+    def use_weights(self, weights: Tensor) -> None:
+        """Compute with `weights` `[P']` from now on; nothing is copied."""
+        self.weights = weights
+        _place(self._fsdp, weights, self.cut)
+
+    def _notice_gradients(self, units: Sequence[nn.Module]) -> None:
+        """Record which parameters receive a gradient in this rank's backward. FSDP2 creates the parameters that a
+        backward reaches when their unit is called for the first time."""
+        numbers = {id(part): number for number, part in enumerate(self._fsdp)}
+        for unit in units:
+            within = [part for group in _groups([unit]) for part in group.fsdp_params]
+
+            def look(*_: object, within: list[Any] = within) -> None:
+                while within:
+                    part = within.pop()
+                    note = partial(self._note, numbers[id(part)])
+                    part._unsharded_param.register_post_accumulate_grad_hook(note)
+
+            unit.register_forward_pre_hook(look)
+
+    def _note(self, number: int, _: Tensor) -> None:
+        self._reached.append(number)
+
+    def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
+        """None: a `Job` with islands thaws nothing."""
+        return frozenset()
+
+    def reached(self) -> set[int]:
+        """The numbers of the parameters that received a gradient since the last call."""
+        found = set(self._reached)
+        self._reached.clear()
+        return found
+
+    def name_of(self, number: int) -> str:
+        """The name of a parameter in the model."""
+        return self._named[number]
+
+    @property
+    def num_parameters(self) -> int:
+        return self.weights.numel()
+
+    def load_buffers(self, buffers: dict[str, Tensor]) -> None:
+        """Set the model's buffers by name."""
+        own = dict(self.model.named_buffers())
+        for name, buffer in buffers.items():
+            own[name].copy_(buffer)
+
+    def own_part(self, state: LearnerState) -> LearnerState:
+        """This rank's part of the state of a whole model; a state that is a part is returned as it is."""
+        if state.shard_of_island is not None:
+            return state
+        member = self._island.member
+        weights, optimizer = self.cut.part(state.weights, member), self.cut.part_of_optimizer(state.optimizer, member)
+        strategy = {
+            name: self.cut.part(each, member) if len(each) == len(state.weights) else each
+            for name, each in state.strategy.items()
+        }
+        return replace(state, weights=weights, optimizer=optimizer, strategy=strategy)
+
+    def shard_of_island(self, optimizer: torch.optim.Optimizer) -> ShardOfIsland:
+        """Which part of the model this rank holds."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        order = [numbers[id(each)] for group in optimizer.param_groups for each in group["params"]]
+        return ShardOfIsland(self.cut, self._island.member, tuple(order))
+
+
+def check_island(island: Island, device: torch.device) -> None:
+    """Raise ConfigError if a learner on `device` cannot be a rank of an island."""
+    if island.size > 1 and device.type != "cpu":
+        raise ConfigError(f"island: computed on the CPU only so far, not on {device.type}; set engine.device: cpu")
+
+
+def _check(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise ConfigError for a model that cannot be cut."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter in parameters:
+        if parameter.dim() == 0:
+            raise ConfigError(
+                f"island: parameter {names[id(parameter)]} is a single number, which cannot be cut; give it the shape "
+                "[1], or leave out island"
+            )
+
+
+def _shard(model: nn.Module, island: IslandGroup) -> list[nn.Module]:
+    """Shard a model with FSDP2: its large blocks first, then what remains. Returns the modules in that order."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(f"island: needs torch 2.13 or later, but this is torch {torch.__version__}; update torch")
+    mesh = DeviceMesh.from_group(island.group, "cpu", mesh=torch.tensor(list(island.ranks)), mesh_dim_names=("shard",))
+    frozen = {each for each in model.parameters() if not each.requires_grad}
+    units = [*_blocks(model), model]
+    gather, reduce = _comms(island)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
+        sharded = cast(FSDPModule, unit)
+        if _groups([unit]):
+            sharded.set_custom_all_gather(gather)
+            sharded.set_custom_reduce_scatter(reduce)
+        sharded.set_reduce_scatter_unused_params(True, recurse=False)  # ranks that differ must not wait for ever
+    return units
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The large blocks of a model that are gathered and freed one by one, inner ones first: members of lists and
+    sequences, and the model's own children, as these are called as modules. Parameters must not be shared with others.
+    """
+    containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    found: list[nn.Module] = []
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+
+    def look(module: nn.Module, is_called: bool) -> None:
+        inside = isinstance(module, containers) or module is model
+        for child in module.children():
+            look(child, inside)
+        within = Counter(id(each) for part in module.modules() for each in part.parameters(recurse=False))
+        is_own = all(uses[each] == count for each, count in within.items())
+        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if is_called and module is not model and has_forward and is_own and size >= SMALLEST_UNIT:
+            found.append(module)
+
+    look(model, False)
+    return found
+
+
+def _comms(island: IslandGroup) -> tuple[Any, Any]:
+    """What FSDP2 gathers and reduces with."""
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+    class Gather(AllGather):
+        def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+            island.all_gather(output_tensor, input_tensor)
+
+    class Reduce(ReduceScatter):
+        def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        ) -> None:
+            island.mean_of_parts(output_tensor, input_tensor, is_sum=op == dist.ReduceOp.SUM)
+
+    return Gather(), Reduce()
+
+
+def _groups(units: Sequence[nn.Module]) -> list[Any]:
+    """FSDP2's parameter groups."""
+    from torch.distributed.fsdp import fully_shard
+
+    states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+def _parts(units: Sequence[nn.Module]) -> dict[str, Any]:
+    """FSDP2's record of each parameter, by the parameter's name in the model, which is the last unit."""
+    places = {id(module): name for name, module in units[-1].named_modules()}
+    found = {}
+    for group in _groups(units):
+        for part in group.fsdp_params:
+            if not hasattr(part, "_sharded_param_data") or not hasattr(part.sharded_param, "_local_tensor"):
+                raise ConfigError(
+                    f"island: torch {torch.__version__} keeps shards in another way; use 2.13, or leave out island"
+                )
+            info = part._module_info
+            for module, name in [
+                (info.module, info.param_name),
+                *zip(info.shared_modules, info.shared_param_names, strict=True),
+            ]:
+                prefix = places[id(module)]
+                found[f"{prefix}.{name}" if prefix else name] = part
+    return found
+
+
+def _place(parts: Sequence[Any], weights: Tensor, cut: Cut) -> None:
+    """Let FSDP2's parts of the parameters be views into `weights` `[P']`."""
+    start = 0
+    with torch.no_grad():
+        for part, shape in zip(parts, cut.local_shapes, strict=True):
+            stop = start + part._sharded_param_data.numel()
+            part._sharded_param_data = weights[start:stop]
+            part.sharded_param._local_tensor = weights[start:stop].view(shape)[: part.sharded_size[0]]
+            start = stop

@@ -1,0 +1,83 @@
+"""Islands: super-learners whose ranks hold one model in shards."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pydantic import Field
+
+from starling.configuration import Config
+from starling.errors import ConfigError
+from starling.strategies.base import Strategy
+
+
+class Island(Config):
+    """How the learners of a run form islands; the `island:` section of a recipe."""
+
+    sharded: int = Field(default=1, ge=1, le=64)
+    """Learners that together hold one model: each keeps 1/n of its weights, gradients and optimizer state, by torch's
+    `fully_shard`. 1: each learner has a model of its own."""
+
+    @property
+    def size(self) -> int:
+        """The number of learners of one island."""
+        return self.sharded
+
+
+NO_ISLANDS = Island()
+"""Each learner has a model of its own."""
+
+
+@dataclass(frozen=True)
+class IslandStrategy(Strategy):
+    """A strategy between islands, whose numbers of learners count the ranks of all islands. Rank i of an island
+    exchanges with rank i of the others, as one of the learners of `between`."""
+
+    between: Strategy = None  # type: ignore[assignment]
+    island: Island = NO_ISLANDS
+
+    def __reduce__(self) -> tuple[Callable[[Strategy, Island], Strategy], tuple[Strategy, Island]]:
+        return between_islands, (self.between, self.island)
+
+
+def between_islands(strategy: Strategy, island: Island) -> Strategy:
+    """`strategy` between islands, for engines and recipes, whose learners are the ranks of islands.
+
+    The ranks of an island claim mini-batches together, one each. An island that loses a rank is lost.
+    """
+    between = strategy.between if isinstance(strategy, IslandStrategy) else strategy
+    size = island.size
+    if size == 1:
+        return between
+
+    def check(options: Any, world: int) -> None:
+        if between.is_served or not between.steps_itself:
+            raise ConfigError(
+                f"island: {between.name} keeps its model outside the learners, so that islands cannot hold it; choose "
+                "another strategy, such as allreduce or adpsgd, or leave out island"
+            )
+        if between.keeps_state:
+            raise ConfigError(
+                f"island: {between.name} keeps a state of its own, which checkpoints of islands do not hold; choose "
+                "another strategy, such as allreduce or adpsgd, or leave out island"
+            )
+        if world % size:
+            raise ConfigError(
+                f"island.sharded: {world} learners cannot be divided into islands of {size}; choose a multiple of "
+                f"{size} learners"
+            )
+        between.validate(options, world // size)
+
+    def survivors(options: Any, world: int, lost: Any) -> Sequence[int]:
+        kept = between.survivors(options, world // size, {rank // size for rank in lost})
+        return [island * size + member for island in kept for member in range(size)]
+
+    given = {field.name: getattr(between, field.name) for field in fields(Strategy)}
+    given |= {
+        "sync_group_size": lambda options, world: size * between.sync_group_size(options, max(1, world // size)),
+        "num_workers": lambda options, world: size * between.num_workers(options, max(1, world // size)),
+        "check": check,
+        "survivors": survivors,
+        "averages_gradients": lambda options: True,
+    }
+    return IslandStrategy(**given, between=between, island=island)

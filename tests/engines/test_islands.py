@@ -1,0 +1,247 @@
+"""Islands on real processes: their arithmetic is that of whole models, in 1/n of the memory."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from starling.chance import derive_seed
+from starling.checkpoint.cut import Cut
+from starling.checkpoint.reader import load
+from starling.errors import CheckpointError
+from starling.training.flat import trainable
+from starling.workload import Ticket
+from tests.engines.island_process import CASES
+from tests.warm_start import run_learners, start_learners
+
+PAIRS = ("alone", "large", "saved whole", "resumed from whole")
+OTHER_PAIRS = ("recurrent", "tied", "not finite", "weighted")
+RUNS = [
+    *((name, [2, 3]) for name in OTHER_PAIRS),
+    *((name, [0, 1]) for name in PAIRS),
+    *((name, [0, 1, 2, 3]) for name in CASES if name not in (*PAIRS, *OTHER_PAIRS, "skipping")),
+]
+Result = Callable[[str], list[tuple[Tensor, dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("islands")
+    run_learners([sys.executable, "-m", "tests.engines.island_process", json.dumps(RUNS), str(folder)], 4, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> Result:
+    """The final weights of a case's learners and what they told, by rank."""
+
+    def of(name: str) -> list[tuple[Tensor, dict[str, Any]]]:
+        ranks = range(len(dict(RUNS)[name]))
+        found = [load_file(folder / f"{name}-{rank}.safetensors")["weights"] for rank in ranks]
+        return [
+            (each, json.loads((folder / f"{name}-{rank}.json").read_text()))
+            for rank, each in zip(ranks, found, strict=True)
+        ]
+
+    return of
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in trainable(model)])
+
+
+def islands(result: Result, name: str) -> list[Tensor]:
+    """The whole weights of each island."""
+    size, told = CASES[name].size, result(name)
+    assert not [each["error"] for _, each in told if "error" in each]
+    cut = Cut(size, tuple(tuple(each.shape) for each in trainable(CASES[name].workload().make_model())))
+    return [cut.whole([part for part, _ in told[first : first + size]]) for first in range(0, len(told), size)]
+
+
+class Oracle:
+    """Whole models without any of Starling's engines: one for each learner, with its own buffers."""
+
+    def __init__(self, name: str, num_models: int) -> None:
+        self.case = CASES[name]
+        self.workload = self.case.workload()
+        self.models = [self.workload.make_model() for _ in range(num_models)]
+        self.optimizers = [self.case.optimizer(trainable(model)) for model in self.models]
+
+    def gradient(self, number: int, tickets: list[int]) -> list[Tensor]:
+        """The mean gradient of some mini-batches at a model's weights, unclipped."""
+        model = self.models[number]
+        model.zero_grad()
+        for step in tickets:
+            batch = self.workload.load(Ticket(0, step, step))
+            total = sum(each.num_examples for each in batch)
+            for place, each in enumerate(batch):
+                torch.manual_seed(derive_seed(5, "gradient", 0, step, place))
+                (self.workload.loss(model, each) * each.num_examples / total / len(tickets)).backward()
+        return [parameter.grad.clone() for parameter in trainable(model)]
+
+    def step(self, number: int, gradient: list[Tensor]) -> None:
+        for parameter, each in zip(trainable(self.models[number]), gradient, strict=True):
+            parameter.grad = each.clone()
+        if self.case.clip is not None:
+            nn.utils.clip_grad_norm_(trainable(self.models[number]), self.case.clip)
+        self.optimizers[number].step()
+
+    def put(self, number: int, weights: Tensor) -> None:
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(weights.clone(), trainable(self.models[number]))
+
+
+@pytest.mark.parametrize("name", ["alone", "recurrent", "tied", "allreduce", "four"])
+def test_an_island_steps_as_a_whole_model_with_the_mean_gradient_of_its_ranks(name: str, result: Result) -> None:
+    world, oracle = len(result(name)), Oracle(name, 1)
+    for first in range(0, CASES[name].steps, world):
+        oracle.step(0, oracle.gradient(0, list(range(first, first + world))))
+    start = flat(CASES[name].workload().make_model())
+    assert (flat(oracle.models[0]) - start).abs().max() > 0.05  # training has moved the model
+    for found in islands(result, name):
+        torch.testing.assert_close(found, flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(result: Result) -> None:
+    oracle = Oracle("not finite", 1)
+    for first in range(0, CASES["not finite"].steps, 2):
+        if first != 2 * 2:  # the third of learner 1
+            oracle.step(0, oracle.gradient(0, [first, first + 1]))
+    torch.testing.assert_close(islands(result, "not finite")[0], flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+
+
+def test_ranks_weigh_their_mini_batches_by_size(result: Result) -> None:
+    oracle = Oracle("weighted", 1)
+    for first in range(0, CASES["weighted"].steps, 2):
+        tickets = [first, first + 1]
+        sizes = [oracle.workload.planned_size(Ticket(0, step, step), "utterances") for step in tickets]
+        gradients = [oracle.gradient(0, [step]) for step in tickets]
+        whole = [
+            sum(size * one for size, one in zip(sizes, ones, strict=True)) for ones in zip(*gradients, strict=True)
+        ]
+        oracle.step(0, [each / sum(sizes) for each in whole])
+    torch.testing.assert_close(islands(result, "weighted")[0], flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+
+
+def test_delayed_gradients_are_those_of_whole_models(result: Result) -> None:
+    oracle, late = Oracle("delayed", 1), []
+    for first in range(0, CASES["delayed"].steps, 4):
+        late.append(oracle.gradient(0, list(range(first, first + 4))))
+        if len(late) > 1:
+            oracle.step(0, late.pop(0))
+    oracle.step(0, late.pop(0))
+    for found in islands(result, "delayed"):
+        torch.testing.assert_close(found, flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dpsgd", "delay-by-one"])
+def test_islands_average_as_learners_with_whole_models(name: str, result: Result) -> None:
+    """Two learners mix with their mean, whatever the pattern; gradients are taken before."""
+    oracle = Oracle(name, 2)
+    for first in range(0, CASES[name].steps, 4):
+        gradients = [oracle.gradient(number, [first + 2 * number, first + 2 * number + 1]) for number in range(2)]
+        mean = (flat(oracle.models[0]) + flat(oracle.models[1])) / 2
+        for number, gradient in enumerate(gradients):
+            oracle.put(number, mean)
+            oracle.step(number, gradient)
+    for number, found in enumerate(islands(result, name)):
+        torch.testing.assert_close(found, flat(oracle.models[number]), rtol=0.0, atol=1e-6)
+    assert not torch.equal(*islands(result, name))
+
+
+@pytest.mark.parametrize("name", ["adpsgd", "hadpsgd"])
+def test_asynchronous_islands_lose_no_step(name: str, result: Result) -> None:
+    """Gradients of 1 count steps, and no averaging changes the mean of all islands."""
+    found = islands(result, name)
+    num_steps = CASES[name].steps / 2 if name == "adpsgd" else CASES[name].steps / 4 * 2
+    torch.testing.assert_close(sum(found), torch.full_like(found[0], -0.5 * num_steps), rtol=0.0, atol=1e-3)
+    assert all(told["rounds"] > 0 for _, told in result(name))
+
+
+@pytest.mark.parametrize("machines", ["uneven", pytest.param("apart", marks=pytest.mark.soak)])
+def test_islands_average_between_machines(machines: str, result: Result, tmp_path: Path) -> None:
+    """By gloo, or by gloo for one shard and in shared memory for the other."""
+    names = ("allreduce", "dpsgd", "adpsgd")
+    runs = json.dumps([(name, [0, 1, 2, 3]) for name in names])
+    run_learners([sys.executable, "-m", "tests.engines.island_process", runs, str(tmp_path), machines], 4, tmp_path)
+    for name in names[:2]:
+        for rank, (weights, _) in enumerate(result(name)):
+            found = load_file(tmp_path / f"{name}-{rank}.safetensors")["weights"]
+            torch.testing.assert_close(found, weights, rtol=0.0, atol=1e-6)
+    steps = sum(load_file(tmp_path / f"adpsgd-{rank}.safetensors")["weights"][0] for rank in (0, 2))
+    assert float(steps) == pytest.approx(-0.5 * CASES["adpsgd"].steps / 2, abs=1e-3)
+
+
+def test_a_rank_takes_its_share_of_memory(result: Result) -> None:
+    """Weights, gradients and AdamW's two moments."""
+    whole = 4 * flat(CASES["large"].workload().make_model()).nbytes
+    for _, told in result("large"):
+        assert whole / 4 < told["memory"] <= (0.5 + 0.1) * whole
+
+
+def test_bytes_within_and_between_islands_are_counted(result: Result) -> None:
+    """A pass gathers each unit for forward and again for backward, and scatters its gradient; the root keeps its own
+    parameters between. Then the mean of the shard's gradient travels between the two islands."""
+    numbers = Cut(
+        2, tuple(tuple(each.shape) for each in trainable(CASES["large"].workload().make_model()))
+    ).local_numbers
+    passes = sum(max(1 + (first + rank) % 3 for rank in range(2)) for first in range(0, 8, 4))
+    for rank in (0, 1):
+        told = result("two large")[rank][1]
+        between = 2 * 4 * numbers  # two steps; 2 (L - 1) / L of a vector for L = 2
+        assert told["sent"] == pytest.approx(3 * 4 * numbers * passes + between, rel=0.01)
+
+
+def test_a_parameter_left_out_of_a_mini_batch_is_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.engines.island_process", '[["skipping", [0, 1]]]', str(tmp_path)]
+    with start_learners(command, 2, tmp_path) as started:
+        for rank in range(2):
+            started.end(rank, within=120.0)
+    errors = [json.loads(path.read_text()).get("error", "") for path in tmp_path.glob("*.json")]
+    assert any("ConfigError" in each and "second" in each and "leave out island" in each for each in errors)
+
+
+def test_a_checkpoint_has_a_whole_model_and_a_file_for_each_shard(folder: Path, result: Result) -> None:
+    (path,) = (folder / "half").glob("step-*")
+    whole = load_file(path / "model" / "model.safetensors")["weights"]
+    assert torch.equal(whole, islands(result, "saved")[0])
+    assert torch.equal(load(path).consensus(), whole)
+    assert len(list(path.glob("learner-*.safetensors"))) == 4
+    assert load(path).manifest.consensus_distance == 0.0
+
+
+@pytest.mark.parametrize(
+    ("resumed", "straight", "atol"),
+    [("resumed", "allreduce", 0.0), ("resumed as four", "allreduce", 1e-6), ("resumed whole", "allreduce", 1e-6)],
+)
+def test_a_run_resumes_with_islands_of_any_size(resumed: str, straight: str, atol: float, result: Result) -> None:
+    """Weights, Adam's moments and step counts are those of the run that was not interrupted."""
+    for found in islands(result, resumed):
+        torch.testing.assert_close(found, islands(result, straight)[0], rtol=0.0, atol=atol)
+
+
+def test_a_run_of_whole_models_resumes_with_islands(result: Result) -> None:
+    torch.testing.assert_close(
+        islands(result, "resumed from whole")[0], islands(result, "alone")[0], rtol=0.0, atol=1e-6
+    )
+
+
+def test_an_index_that_does_not_fit_its_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    from starling.checkpoint.reader import Checkpoint
+
+    (path,) = (folder / "half").glob("step-*")
+    for each in path.iterdir():
+        if each.is_file():
+            (tmp_path / each.name).write_bytes(each.read_bytes())
+    for change in ({"member": 2}, {"size": 3}, {"order": [0, 0, 1, 2, 3, 4, 5, 6]}, {"shapes": [[5, 7]]}):
+        index = json.loads((path / "learner-0.json").read_text())
+        index["island"] |= change
+        (tmp_path / "learner-0.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match="does not contain a learner's state"):
+            Checkpoint(tmp_path, load(path).manifest).learner(0)

@@ -1,0 +1,113 @@
+"""How islands count learners, how models are cut, and what survives a torn island."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from starling.budget import Budget
+from starling.checkpoint.cut import Cut
+from starling.errors import ConfigError, PeerLost
+from starling.strategies import STRATEGIES, find_strategy
+from starling.strategies.islands import Island, IslandStrategy, between_islands
+from starling.training.checks import ELEMENTWISE, check_elementwise
+from starling.training.job import Job
+from starling.training.succession import Past, Plan, plan_after
+from starling.workload import Position
+from tests.contract.cases import sgd
+from tests.contract.problems import TinyRegression
+
+TWO = Island(sharded=2)
+
+
+def job(strategy: str = "allreduce", island: Island = TWO) -> Job:
+    return Job(TinyRegression(), find_strategy(strategy), Budget(steps=100), sgd(0.1), island=island)
+
+
+def test_ranks_claim_together_and_strategies_see_islands() -> None:
+    adpsgd, allreduce = job("adpsgd"), job("allreduce")
+    assert adpsgd.sync_group_size(8) == 2
+    assert list(adpsgd.sync_groups(8).of(5)) == [4, 5]
+    assert allreduce.sync_group_size(8) == 8
+    assert adpsgd.sync_groups_of_row(8).size == 1
+    assert allreduce.sync_groups_of_row(8).size == 4
+
+
+def test_an_island_is_lost_with_one_rank_and_joins_whole() -> None:
+    strategy = between_islands(STRATEGIES["adpsgd"], TWO)
+    options = strategy.options()
+    assert strategy.successors(options, (0, 1, 2, 3, 4, 5), lost=[3]) == (0, 1, 4, 5)
+    assert strategy.successors(options, (0, 1, 4, 5), lost=[], joined=[2, 3]) == (0, 1, 4, 5, 2, 3)
+    with pytest.raises(ConfigError, match="5 learners cannot be divided into islands of 2"):
+        strategy.successors(options, (0, 1, 4, 5), lost=[], joined=[7])
+
+
+def test_a_job_with_islands_can_be_pickled_and_replaced() -> None:
+    copied = pickle.loads(pickle.dumps(replace(job("adpsgd"), workload=None, make_optimizer=None)))  # noqa: S301
+    assert isinstance(copied.strategy, IslandStrategy)
+    assert copied.strategy.between is STRATEGIES["adpsgd"]
+    assert copied.sync_group_size(4) == 2
+    assert replace(job("adpsgd"), island=Island()).strategy is STRATEGIES["adpsgd"]
+    assert replace(job("adpsgd"), island=Island(sharded=4)).sync_group_size(8) == 4
+
+
+@given(st.integers(1, 5), st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=4))
+def test_a_model_is_whole_again(size: int, shapes: list[list[int]]) -> None:
+    """Its optimizer's state, too, in whatever order the optimizer has the parameters."""
+    cut = Cut(size, tuple(map(tuple, shapes)))
+    whole = torch.arange(1.0, 1.0 + sum(torch.Size(shape).numel() for shape in shapes))
+    parts = [cut.part(whole, member) for member in range(size)]
+    assert {len(part) for part in parts} == {cut.local_numbers}
+    assert torch.equal(cut.whole(parts), whole)
+    assert sum(float(part.sum()) for part in parts) == float(whole.sum())  # the padding is zero
+    order = list(reversed(range(len(shapes))))
+    state = {
+        number: {"step": torch.tensor(3.0), "exp_avg": torch.rand(shapes[place])} for number, place in enumerate(order)
+    }
+    optimizers = [cut.part_of_optimizer({"state": state, "param_groups": []}, member) for member in range(size)]
+    found = cut.whole_of_optimizer(optimizers, order)["state"]
+    for number, values in state.items():
+        assert torch.equal(found[number]["exp_avg"], values["exp_avg"])
+        assert found[number]["step"] == 3.0
+
+
+def plan(pasts: list[Past], strategy: str) -> Plan:
+    before = Plan(len(pasts) + 2, Position(), 0.0)
+    return plan_after(before, pasts, job(strategy), all_done=lambda: {0, 1, 2})
+
+
+def test_a_torn_island_copies_a_whole_one() -> None:
+    """Learner 0 made a step that learner 1 had no time for: under `allreduce` its gradients are computed again."""
+    pasts = [Past(0, 5), Past(0, 4), Past(0, 4), Past(0, 4)]
+    found = plan(pasts, "allreduce")
+    assert (found.source, found.takers) == (2, (0, 1))
+    assert found.position.num_done == 4 * 6
+    found = plan(pasts, "adpsgd")
+    assert (found.source, found.takers) == (2, (0, 1))
+    found = plan([Past(0, 5), Past(0, 5), Past(0, 4), Past(0, 4)], "allreduce")
+    assert (found.source, found.takers) == (0, (2, 3))
+    assert found.position.num_done == 5 * 6
+    found = plan([Past(0, 5), Past(0, 5), Past(0, 4), Past(0, 4)], "adpsgd")
+    assert found.takers == ()
+
+
+def test_joiners_copy_the_first_island_that_has_a_state() -> None:
+    found = plan([Past(0, 5), Past(0, 5), Past(), Past()], "adpsgd")
+    assert (found.source, found.takers) == (0, (2, 3))
+
+
+def test_nothing_is_left_if_all_islands_are_torn() -> None:
+    with pytest.raises(PeerLost, match="no whole model is left; resume from the newest checkpoint"):
+        plan([Past(0, 5), Past(0, 4), Past(), Past()], "adpsgd")
+
+
+def test_optimizers_that_look_at_more_than_one_weight_are_refused() -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    for name in ELEMENTWISE:
+        check_elementwise(getattr(torch.optim, name)(parameters, lr=0.1))
+    with pytest.raises(ConfigError, match="Adafactor does not treat each weight alone"):
+        check_elementwise(torch.optim.Adafactor(parameters, lr=0.1))
