@@ -86,7 +86,12 @@ sys.meta_path.insert(0, WithoutExtras())
 def extras() -> set[str]:
     """The packages that only extras install, as they are imported."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    listed = [line for name, lines in project["optional-dependencies"].items() if name != "dev" for line in lines]
+    listed = [
+        line
+        for name, lines in project["optional-dependencies"].items()
+        if name not in ("dev", "docs")
+        for line in lines
+    ]
     names = {re.split(r"[\[<>=!~ ]", line)[0].replace("-", "_") for line in listed}
     return names - {"starling_asr"}
 

@@ -46,9 +46,11 @@ class LhotseRecipeCorpus(FileCorpus):
 
     kind: Literal["lhotse-recipe"]
     recipe: str
+    """The name of the recipe: libri_speech, for example, for `lhotse.recipes.prepare_libri_speech`."""
     options: dict[str, str | bool | int | float | tuple[str, ...]] = Field(default={})
     """Further arguments of lhotse's function."""
     sets: dict[str, str | tuple[str, ...]]
+    """Name of a set -> the part, or list of parts, that it is made of."""
 
     @field_validator("recipe")
     @classmethod

@@ -18,10 +18,13 @@ class TsvCorpus(FileCorpus):
     sets: dict[str, Selection]
     """Name of a set -> {column: value, or list of values}; {} selects all rows."""
     id: str = "id"
-    """The column of the utterance id; `speaker`, `audio` and `text` name the other columns."""
+    """The column of the utterance id."""
     speaker: str = "speaker"
+    """The column of the speaker."""
     audio: str = "audio"
+    """The column of the audio file's path."""
     text: str = "text"
+    """The column of the transcript."""
 
     def utterances(self, set_name: str) -> Iterator[Utterance]:
         table = self.located()
