@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from starling.runs.recipe.recipe import check_recipe
+from tests.code_blocks import code_blocks
 from tests.sessions import run_to_end
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +23,8 @@ PAGES = [
     "docs/your-own-loop.md",
     "docs/data.md",
     "docs/comparing.md",
+    "docs/decoding.md",
+    "docs/planning.md",
 ]
 """The pages whose commands are run, in their order: a later page may use what an earlier one has left."""
 DEMO_SETS = "{train: 1600, dev: 100, test: 200}"
@@ -38,7 +41,11 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 COMMANDS = [
-    (page, line) for page in PAGES for block in blocks(page, "sh") for line in block.splitlines() if line.strip()
+    (page, line)
+    for page in PAGES
+    for block in code_blocks(ROOT / page)
+    if block.language == "sh" and not block.reason
+    for line in block.text.splitlines()
 ]
 MAKE = [command for _, command in COMMANDS if command.startswith("make ")]
 
