@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 
-.PHONY: setup demo test lint check soak bench bench-peers gpu docs clean
+.PHONY: setup demo test lint check soak bench bench-peers gpu docs wheel smoke clean
 
 setup: $(VENV)/ready
 
@@ -42,6 +42,15 @@ gpu: setup
 docs: setup
 	$(BIN)/python -m tools.documentation build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# A wheel and an sdist in dist/. The same commit gives the same bytes: times are those of the commit.
+wheel: setup
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m hatchling build --directory dist
+
+# The wheel works in an empty environment. TORCH=torch==2.10.0 tests another torch than the pinned one.
+smoke: wheel
+	.ci/smoke dist/*.whl $(TORCH)
 
 bench-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m benchmarks.peers --output bench-peers.json

@@ -130,7 +130,7 @@ def test_the_script_of_the_readme_trains_on_real_processes_survives_a_kill_and_i
 def test_the_two_make_commands_are_what_ci_runs() -> None:
     """`make demo` and `make test` take minutes and install things: the CI script runs them, and no test does."""
     assert MAKE == ["make demo", "make test"]
-    ci_lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    ci_lines = [line.strip() for line in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()]
     assert set(MAKE) <= set(ci_lines)
 
 
