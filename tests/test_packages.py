@@ -91,3 +91,18 @@ def test_the_hooks_before_a_commit_are_the_checks_of_make_lint() -> None:
     lint = makefile.split("\nlint: setup\n")[1].split("\n\n")[0]
     assert set(re.findall(r"\$\(BIN\)/([\w-]+)", lint)) <= programs
     assert local["repo"] == "local"
+
+
+def test_the_changelog_is_by_release_and_kind() -> None:
+    """The newest release first; each line stands under a kind of Keep a Changelog, in its order."""
+    kinds = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    releases = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    versions = [[int(number) for number in release.split()[0].split(".")] for release in releases]
+    assert versions == sorted(versions, reverse=True)
+    for release in releases:
+        before, *parts = re.split(r"^### ", release, flags=re.MULTILINE)
+        assert not before.partition("\n")[2].strip(), f"a line without a kind: {before[:200]}"
+        found = [part.partition("\n")[0] for part in parts]
+        assert found == [kind for kind in kinds if kind in found]
+        assert all(re.search("^- ", part, re.MULTILINE) for part in parts)
