@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 
-.PHONY: setup demo test lint check soak bench bench-peers gpu clean
+.PHONY: setup demo test lint check soak bench bench-peers gpu docs wheel smoke clean
 
 setup: $(VENV)/ready
 
@@ -38,6 +38,20 @@ gpu: setup
 	$(BIN)/python -m pytest -m 'not soak' -rs tests/gpu
 	$(BIN)/python -m benchmarks.run --only one_learner two_learners --output bench-gpu.json
 
+# The documentation site, in site/. A broken link and an undocumented public name are errors.
+docs: setup
+	$(BIN)/python -m tools.documentation build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# A wheel and an sdist in dist/. The same commit gives the same bytes: times are those of the commit.
+wheel: setup
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m hatchling build --directory dist
+
+# The wheel works in an empty environment. TORCH=torch==2.10.0 tests another torch than the pinned one.
+smoke: wheel
+	.ci/smoke dist/*.whl $(TORCH)
+
 bench-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m benchmarks.peers --output bench-peers.json
 
@@ -49,4 +63,4 @@ $(PEERS)/ready: benchmarks/peers-requirements.txt $(VENV)/ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist
+	rm -rf $(VENV) $(PEERS) build dist site

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from starling.runs.recipe.recipe import check_recipe
+from tests.code_blocks import code_blocks
 from tests.sessions import run_to_end
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +23,8 @@ PAGES = [
     "docs/your-own-loop.md",
     "docs/data.md",
     "docs/comparing.md",
+    "docs/decoding.md",
+    "docs/planning.md",
 ]
 """The pages whose commands are run, in their order: a later page may use what an earlier one has left."""
 DEMO_SETS = "{train: 1600, dev: 100, test: 200}"
@@ -38,7 +41,11 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 COMMANDS = [
-    (page, line) for page in PAGES for block in blocks(page, "sh") for line in block.splitlines() if line.strip()
+    (page, line)
+    for page in PAGES
+    for block in code_blocks(ROOT / page)
+    if block.language == "sh" and not block.reason
+    for line in block.text.splitlines()
 ]
 MAKE = [command for _, command in COMMANDS if command.startswith("make ")]
 
@@ -86,7 +93,12 @@ sys.meta_path.insert(0, WithoutExtras())
 def extras() -> set[str]:
     """The packages that only extras install, as they are imported."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    listed = [line for name, lines in project["optional-dependencies"].items() if name != "dev" for line in lines]
+    listed = [
+        line
+        for name, lines in project["optional-dependencies"].items()
+        if name not in ("dev", "docs")
+        for line in lines
+    ]
     names = {re.split(r"[\[<>=!~ ]", line)[0].replace("-", "_") for line in listed}
     return names - {"starling_asr"}
 
@@ -118,7 +130,7 @@ def test_the_script_of_the_readme_trains_on_real_processes_survives_a_kill_and_i
 def test_the_two_make_commands_are_what_ci_runs() -> None:
     """`make demo` and `make test` take minutes and install things: the CI script runs them, and no test does."""
     assert MAKE == ["make demo", "make test"]
-    ci_lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    ci_lines = [line.strip() for line in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()]
     assert set(MAKE) <= set(ci_lines)
 
 

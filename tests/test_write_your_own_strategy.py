@@ -130,11 +130,11 @@ def test_a_recipe_takes_the_pages_strategy(local_sgd: ModuleType, command: str) 
     """Its options are checked by the strategy's own class."""
     variable, program, what, recipe, *overrides = shlex.split(command)
     assert (variable, program, what in ("train", "simulate")) == ("PYTHONPATH=.", "starling", True)
-    choice = load_recipe(ROOT / recipe, overrides).strategy
+    choice = load_recipe(Path(recipe), overrides).strategy
     assert choice.strategy is local_sgd.LOCAL_SGD
     assert choice.options == local_sgd.LocalOptions(every=16)
     with pytest.raises(ConfigError, match=r"strategy\.evry: unknown key; did you mean strategy\.every\?"):
-        load_recipe(ROOT / recipe, [f"strategy={{name: '{NAME}', evry: 3}}"])
+        load_recipe(Path(recipe), [f"strategy={{name: '{NAME}', evry: 3}}"])
 
 
 def test_the_page_has_a_row_for_every_field_of_a_strategy() -> None:

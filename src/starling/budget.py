@@ -67,13 +67,17 @@ class Schedule(Config):
     """
 
     warmup: float = Field(default=0.0, ge=0.0, le=1.0)
+    """The fraction of the budget over which the factor rises."""
     warmup_epochs: float | None = Field(default=None, gt=0.0)
     """In place of `warmup`, whatever the budget is."""
     warmup_from: float = Field(default=0.0, ge=0.0, le=1.0)
     """The factor that `warmup` and `warmup_epochs` rise from."""
     decay: Literal["constant", "cosine", "sqrt2-per-epoch"] = "cosine"
+    """How the factor falls after the warm-up."""
     floor: float = Field(default=0.0, ge=0.0, le=1.0)
+    """The factor at the end of `decay: cosine`."""
     hold_epochs: int = Field(default=10, ge=0)
+    """Epochs before `decay: sqrt2-per-epoch` begins to lower the factor."""
     budget: Budget | None = None
     """The budget that the schedule follows; afterwards the factor stays at its final value. None: the run's budget; if
     a resume changes that, the schedule is stretched over the new one."""

@@ -47,9 +47,13 @@ class Ticket:
     """
 
     epoch: int
+    """From 0."""
     index: int
+    """The number of the mini-batch in its epoch, from 0."""
     step: int
+    """The number of earlier tickets in the run."""
     part: int = 0
+    """The part of a divided data set; 0 unless the data are divided."""
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,19 @@ def test_a_table_gives_the_rows_of_each_set(tmp_path: Path) -> None:
     assert len(_import("tsv", path=table, sets={"train": {}})) == 6
 
 
+def test_each_set_may_have_a_table_of_its_own(tmp_path: Path) -> None:
+    """In a folder, which is no table for sets that choose rows, and which nothing may lead out of."""
+    table = write_table(tmp_path, count=6)
+    sets = {"train": table.name, "test": "absent.tsv", "dev": {"split": "dev"}, "other": "../x.tsv"}
+    assert [u.id for u in _import("tsv", path=tmp_path, sets=sets)] == [f"u{number}" for number in range(6)]
+    with pytest.raises(DataError, match=r"set test: .*absent\.tsv does not exist; change data\.corpus\.sets"):
+        _import("tsv", "test", path=tmp_path, sets=sets)
+    with pytest.raises(DataError, match=r"set dev: .* is a folder; name a table in it .*, such as dev\.tsv"):
+        _import("tsv", "dev", path=tmp_path, sets=sets)
+    with pytest.raises(DataError, match=r"set other: '\.\./x\.tsv' is not a path inside"):
+        _import("tsv", "other", path=tmp_path, sets=sets)
+
+
 def test_the_first_place_that_exists_is_used_and_all_are_named_when_none_does(tmp_path: Path) -> None:
     """`path` may be a list."""
     table = write_table(tmp_path, count=3)

@@ -47,6 +47,7 @@ class Trained:
     """The result of `starling.train`."""
 
     job: Job
+    """The job that was trained."""
     folder: Path
     """The experiment's folder."""
     checkpoint: Path
@@ -64,7 +65,9 @@ class Simulated:
     """The result of `starling.simulate`."""
 
     job: Job
+    """The job that was simulated."""
     outcome: Outcome
+    """Everything that the virtual engine recorded: states, events and times."""
 
     @property
     def seconds(self) -> float:

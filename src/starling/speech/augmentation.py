@@ -22,9 +22,9 @@ class SpecAugmentConfig(Config):
 
     probability: float = Field(default=0.9, ge=0, le=1, description="share of utterances that are masked")
     time_warp: int = Field(default=0, ge=0, description="frames by which a point may be moved; 0: no warping")
-    num_frequency_masks: int = Field(default=2, ge=0)
+    num_frequency_masks: int = Field(default=2, ge=0, description="masks over bands, per utterance")
     frequency_mask_size: int = Field(default=8, ge=1, description="a mask covers fewer bands than this")
-    num_time_masks: int = Field(default=5, ge=0)
+    num_time_masks: int = Field(default=5, ge=0, description="masks over frames, per utterance")
     time_mask_size: int = Field(default=20, ge=1, description="a mask covers fewer frames than this")
     max_time_masked: float = Field(default=0.15, ge=0, le=1, description="share of the frames that masks may cover")
 
@@ -40,6 +40,7 @@ class AugmentConfig(Config):
     )
     codec_probability: float = Field(default=0.5, ge=0, le=1, description="share of utterances that go through a codec")
     spec_augment: SpecAugmentConfig | None = SpecAugmentConfig()
+    """Masks over the features; null: none."""
 
     @field_validator("speed")
     @classmethod

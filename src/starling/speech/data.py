@@ -21,7 +21,7 @@ from starling.speech.usable import FilterConfig, TextStyle
 
 
 class DataConfig(Config):
-    """The `data:` section of a recipe."""
+    """Where the data are, how they are prepared, and which sets train, validate and test."""
 
     folder: Path
     """The folder of the prepared sets, e.g. data/fsdd."""
@@ -32,6 +32,7 @@ class DataConfig(Config):
     """fsspec's options for the store of `remote`, e.g. {anon: true}. Secrets are an error here: they are read from the
     environment or the store's credentials file."""
     corpus: CorpusConfig
+    """Where the audio and its transcripts are; `kind` is the format of the manifests."""
     hold_out: HoldOutConfig | None = None
     """Make a development set of a random part of another set."""
     sampling_rate: int = Field(default=16000, ge=1000, le=192000)
@@ -46,8 +47,11 @@ class DataConfig(Config):
     shard_size: int = Field(default=1000, ge=1)
     """Utterances of the corpus per shard, including dropped ones, which the shard does not contain."""
     train: str = "train"
+    """The set to train on."""
     valid: str | None = "dev"
+    """The set that is scored during training, and on which a beam search is tuned; null: none."""
     test: tuple[str, ...] = ("test",)
+    """The sets that are scored after training: one name, or a list."""
 
     @field_validator("test", mode="before")
     @classmethod

@@ -31,6 +31,7 @@ class HoldOutConfig(Config):
     by: Literal["utterance", "speaker"] = "utterance"
     """What is held out: single utterances, or whole speakers."""
     seed: int = Field(default=0, ge=0)
+    """Selects another division."""
 
     def problem(self, sets: Iterable[str]) -> str | None:
         """What is wrong with it, for a corpus with these sets; None if nothing is."""

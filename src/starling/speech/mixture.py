@@ -45,6 +45,7 @@ class MixtureConfig(Config):
     """
 
     domains: dict[DomainName, DomainConfig] = Field(min_length=1)
+    """The domains, by name."""
     by: Literal["hours", "utterances", "hand"] = "hours"
     """w_d: the domain's hours, number of utterances, or `weight`. Proportions are measured in utterances with
     `utterances`, otherwise in seconds of audio."""

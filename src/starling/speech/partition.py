@@ -24,6 +24,7 @@ class DirichletConfig(Config):
     alpha: float = Field(gt=0.0, le=1e6)
     """Large: each part is like the whole set; near 0: each part has only a few of the speakers or domains."""
     by: Literal["speaker", "domain"] = "speaker"
+    """What is divided: speakers, or the domains of the mixture."""
 
 
 PartitionConfig = Literal["identical", "speaker", "domain"] | DirichletConfig

@@ -27,6 +27,7 @@ class StringsConfig(Config):
     copies: int | dict[str, int] = 1
     """How many times each recording is used: one number, or one for each set (1 for sets that are not named)."""
     seed: int = Field(default=0, ge=0)
+    """The seed of lengths, order and pauses."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

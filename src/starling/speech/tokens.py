@@ -23,6 +23,7 @@ class TokenConfig(Config):
     """The kind of tokens; the `tokens:` section of a recipe."""
 
     kind: Literal["characters", "sentencepiece"] = "characters"
+    """Single characters, or pieces of words that SentencePiece finds in the training texts."""
     alphabet: str | None = Field(
         default=None,
         description="the allowed characters, for kind: characters; default: those of the training texts",

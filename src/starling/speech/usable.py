@@ -33,7 +33,9 @@ class FilterConfig(Config):
     """Which utterances are kept. Dropped utterances are counted and listed in dropped.tsv."""
 
     min_seconds: float = Field(default=0.1, ge=0)
+    """Shorter utterances are dropped."""
     max_seconds: float = Field(default=20.0, gt=0)
+    """Longer utterances are dropped."""
     on_bad: Literal["fail", "skip"] = "skip"
     """Whether unusable utterances are left out, counted, named and listed, or the first one ends the command: in
     preparation, when training is set up (too short for CTC), and during training."""

@@ -64,6 +64,7 @@ class Strategy:
     """
 
     name: str
+    """The name in a recipe."""
     summary: str
     """One line, for `starling strategies`."""
     run: Callable[..., Coroutine[Any, Any, None]]
@@ -72,6 +73,7 @@ class Strategy:
     """How many learners claim mini-batches together, one each, and compute in step: all by default; 1 if no learner
     waits for another's gradient."""
     options: type[Config] = NoOptions
+    """The strategy's options: a subclass of `starling.Config`."""
     num_workers: Count = all_learners
     """How many learners claim mini-batches. These have the lowest ranks; the others serve them."""
     check: Callable[[Any, int], None] = fits_any

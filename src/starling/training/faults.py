@@ -26,7 +26,9 @@ class _Placed(Config):
     """A fault at a time, at an event or, if its class has `at_step`, at a mini-batch."""
 
     at_seconds: AtSeconds | None = None
+    """When it happens: seconds since the beginning of the run."""
     at_event: AtEvent | None = None
+    """When it happens: the number of an event of the run, from 1; simulations only."""
 
     @model_validator(mode="after")
     def _is_placed_once(self) -> Self:
@@ -40,7 +42,9 @@ class Kill(_Placed):
     """Kills a learner, as kill -9 does; with `at_step`, before it computes that mini-batch."""
 
     kill: Name
+    """The learner to kill."""
     at_step: AtStep | None = None
+    """When it happens: the number of the learner's own mini-batch, from 1."""
 
     @property
     def learner(self) -> int:
@@ -51,8 +55,11 @@ class Pause(_Placed):
     """Pauses a learner, as SIGSTOP does; with `at_step`, before it computes that mini-batch (default: its first)."""
 
     pause: Name
+    """The learner to pause."""
     seconds: float = Field(gt=0.0)
+    """Length of the pause."""
     at_step: AtStep | None = None
+    """When it happens: the number of the learner's own mini-batch, from 1."""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,7 +76,9 @@ class Split(_Placed):
     """A network partition that separates learners from the others and the launcher for `seconds`. Simulated only."""
 
     split: tuple[Name, ...] = Field(min_length=1)
+    """The learners to separate from the others."""
     seconds: float = Field(gt=0.0)
+    """Length of the partition."""
 
     @property
     def learner(self) -> int:
@@ -81,7 +90,9 @@ class Join(Config):
     """Adds a learner: restarts a lost one, or starts a new one if the name is new."""
 
     join: Name
+    """The learner that joins."""
     at_seconds: AtSeconds
+    """When it is started: seconds since the beginning of the run."""
 
     @property
     def learner(self) -> int:
@@ -92,7 +103,9 @@ class NotFinite(Config):
     """Makes a learner's gradient of one mini-batch NaN."""
 
     nan: Name
+    """The learner whose gradient is spoilt."""
     at_step: AtStep
+    """When it happens: the number of the learner's own mini-batch, from 1."""
 
     @property
     def learner(self) -> int:

@@ -26,13 +26,16 @@ class Job:
     """A training run, the same on every learner and on both engines."""
 
     workload: Workload[Any]
+    """What is trained: a model, its loss and its data."""
     strategy: Strategy
     """How learners agree. A name or `module:name` is looked up with `find_strategy`. With `island` it holds between
     islands."""
     budget: Budget
+    """When training ends."""
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
     """Creates the local optimizer of one learner, at the peak learning rate."""
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
+    """How the learning rate follows the budget; constant by default."""
     options: Config = None  # type: ignore[assignment]
     """The strategy's options; None: its defaults."""
     clip_norm: float | None = None
@@ -58,6 +61,7 @@ class Job:
     island: Island = NO_ISLANDS
     """How learners form islands, which hold one model in shards."""
     seed: int = 0
+    """The seed of everything random."""
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str):

@@ -23,19 +23,22 @@ class Pause(Config):
     """Makes a learner pause once."""
 
     learner: Rank
+    """The learner that pauses."""
     after: int = Field(ge=1)
     """Gradients of this learner before the pause; counting restarts on resume."""
     seconds: float = Field(gt=0.0)
+    """Length of the pause."""
 
 
 class Stragglers(Config):
-    """The `stragglers:` section of a recipe. The `processes` engine sleeps, `virtual` advances its clock."""
+    """Learners that are slowed down on purpose: the `processes` engine sleeps, `virtual` advances its clock."""
 
     slow: dict[Rank, Factor] = Field(default_factory=dict)
     """By learner, the factor by which its gradients take longer, such as {0: 10x}."""
     jitter: float = Field(default=0.0, ge=0.0)
     """Each gradient is delayed by a random fraction of its time, exponentially distributed with this mean."""
     pauses: tuple[Pause, ...] = ()
+    """Learners that pause once each."""
 
     def problems(self, world: int) -> Iterator[str]:
         """One line for each entry whose learner is not among `world` learners."""

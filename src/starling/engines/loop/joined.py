@@ -38,9 +38,11 @@ class LoopStats:
     rounds: int
     """Averaging rounds in its background."""
     rounds_per_gradient: float
+    """Averaging rounds divided by steps."""
     staleness: dict[int, int]
     """Number of gradients by staleness: the changes to the weights between reading them and applying the gradient."""
     bytes_sent: int
+    """Bytes that this learner has sent to others."""
     seconds_computing: float
     """Time in the loop and the optimizer, without `consensus`."""
     seconds_waiting: float

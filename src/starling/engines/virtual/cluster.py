@@ -13,6 +13,7 @@ class ComputeModel(Config):
     """Seconds that a gradient takes, drawn for each gradient. `Stragglers` makes some learners slower."""
 
     distribution: Literal["constant", "uniform", "log-normal"] = "constant"
+    """How the seconds of a gradient vary."""
     seconds: float = Field(default=0.1, gt=0.0)
     """The mean."""
     spread: float = Field(default=0.0, ge=0.0)
@@ -71,6 +72,7 @@ class LinkModel(Config):
     """Each message takes longer by a random share of its time, exponentially distributed with this mean, so that
     messages overtake each other."""
     all_reduce: AllReduce = "ring"
+    """The algorithm that computes a mean of all learners; fastest: the best of the others, each time."""
 
     def send_seconds(self, num_bytes: int) -> float:
         """Seconds to send one message."""
@@ -132,17 +134,22 @@ class WatchModel(Config):
     regroup: float = Field(default=0.3, ge=0.0)
     """Seconds that the survivors take to form a new membership, once all have left the old one."""
     silence: float = Field(default=600.0, gt=0.0)
-    """A learner without a heartbeat for so many seconds is treated as killed."""
+    """Seconds without a heartbeat after which a learner is treated as killed."""
 
 
 class Cluster(Config):
-    """The `cluster:` section of a recipe; `starling simulate` runs on it."""
+    """The machines and links that `starling simulate` simulates; the `cluster:` section of a recipe."""
 
     compute: ComputeModel = Field(default_factory=ComputeModel)
+    """How long a gradient takes."""
     link: LinkModel = Field(default_factory=LinkModel)
+    """The links between nodes."""
     nodes: NodeModel = Field(default_factory=NodeModel)
+    """How learners are placed on nodes."""
     memory: MemoryModel = Field(default_factory=MemoryModel)
+    """The memory of a machine, for servers and shared memory."""
     watch: WatchModel = Field(default_factory=WatchModel)
+    """How soon a loss is noticed."""
 
     @model_validator(mode="after")
     def _has_nodes(self) -> "Cluster":

@@ -59,9 +59,11 @@ class Arm(BaseModel):
     summary: str = ""
     """What it is, for the legend of the table."""
     learners: Counts | None = None
-    """None: those of the comparison; so with `rates` and `seeds`."""
+    """Its numbers of learners; None: those of the comparison."""
     rates: Rates | None = None
+    """Its learning rates; None: those of the comparison."""
     seeds: Seeds | None = None
+    """Its seeds; None: those of the comparison."""
     settings: Annotated[tuple[str, ...], BeforeValidator(_listed)] | None = None
     """Those of the comparison's settings in which it is compared; None: all."""
 
@@ -108,9 +110,11 @@ class CompareConfig(Config):
     """The `compare:` section: every arm in every setting, with each number of learners, learning rate and seed."""
 
     arms: dict[Label, Arm] = Field(min_length=1)
+    """The ways to train that are compared, by name."""
     settings: dict[Label, Tree] = Field(default_factory=dict)
     """Keys of the recipe under which all arms are compared; arms of different settings are not compared."""
     learners: Counts = (4,)
+    """Numbers of learners: one, or a list."""
     rates: Rates = ()
     """The grid that each arm is tuned over: learning rates, or multiples of the arm's own (`0.5x`); empty: its own."""
     bracket: bool = False

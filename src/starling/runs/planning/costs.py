@@ -80,11 +80,17 @@ class Profile(Config):
     """The costs of a job as measured on a machine: what `starling profile` writes."""
 
     format: int = 1
+    """The format of the file."""
     date: str
+    """When it was measured."""
     command: str
+    """The command that measured it."""
     machine: MachineFacts
+    """Where it was measured."""
     job: JobFacts
+    """What was measured."""
     gradient: GradientTimes
+    """What a gradient takes."""
     step_seconds: Seconds = Field(ge=0.0)
     """What each gradient costs besides: the copy of the weights, and the optimizer's step."""
     mixing_bandwidth: float = Field(gt=0.0)
@@ -98,6 +104,7 @@ class Profile(Config):
     memory_per_learner_bytes: int = Field(ge=0)
     """Resident memory of a learner process at its peak, on the accelerator where there is one."""
     validation: Validation | None = None
+    """How good earlier predictions were; None: never compared."""
 
     @property
     def costs(self) -> "Costs":

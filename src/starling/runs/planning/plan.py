@@ -100,10 +100,13 @@ class Plan:
     """What `starling.plan` finds. `pandas.DataFrame(plan.rows)` is its table."""
 
     rows: tuple[Row, ...]
+    """The predictions, one for each strategy and number of learners."""
     recommended: Row
+    """The row to choose."""
     reason: tuple[str, ...]
     """Three lines: what and why, how far the second choice is behind, and how far to trust it."""
     crossings: tuple[Crossing, ...]
+    """Where one strategy becomes faster than another."""
     notes: tuple[str, ...]
     """What was left out, and what was assumed."""
 

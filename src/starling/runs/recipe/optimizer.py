@@ -22,7 +22,7 @@ KNOWN_TO_WORK = ("adam", "adamw", "sgd")
 
 
 class OptimizerConfig(Config):
-    """The `optimizer:` section of a recipe."""
+    """The optimizer of each learner, and its learning rate; the `optimizer:` section of a recipe."""
 
     name: str = "adamw"
     """A class of `torch.optim`, in upper or lower case."""

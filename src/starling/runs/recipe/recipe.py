@@ -72,27 +72,37 @@ class Recipe(RunConfig):
     format: int = FORMAT
     """The format of this tree of keys. A recipe written by hand may omit it; config.yaml always has it."""
     data: DataConfig
+    """Where the data are, how they are prepared, and which sets train, validate and test."""
     mixture: MixtureConfig | None = None
     """Several domains to train on instead of `data.train`, and the share of each."""
     partition: PartitionConfig = "identical"
     """Which utterances a learner may see. identical: all of them, each exactly once per epoch. Otherwise (for studies)
     each learner draws at random from its own part: whole speakers, whole domains, or a Dirichlet division."""
     tokens: TokenConfig = TokenConfig()
+    """The units of the model's output."""
     features: FeatureConfig = FeatureConfig()
+    """The parameters of log-mel features."""
     augment: AugmentConfig = AugmentConfig()
+    """How training audio is augmented."""
     batches: BatchConfig = BatchConfig()
+    """How utterances are grouped into mini-batches."""
     model: ModelConfig = ModelConfig()
+    """Which network, and its sizes."""
     loss: Literal["ctc", "frames"] = "ctc"
     """ctc: of whole utterances, which needs no alignment; with model.decoder, the decoder's loss is beside it. frames:
     cross-entropy of the tied state of every frame, over sub-sequences; the training set is aligned first. The next
     three sections belong to it."""
     sequences: SequencesConfig | None = None
+    """For `loss: frames`: what a mini-batch holds."""
     states: StatesConfig | None = None
+    """For `loss: frames`: the tied states, which are the network's outputs."""
     alignment: AlignmentConfig | None = None
+    """For `loss: frames`: where the states of the frames come from."""
     decoding: DecodingConfig | None = None
     """How `starling evaluate` searches for words. Of a ctc recipe that has this section, `train` and `simulate` also
     score the beam search at their end; without it, only greedy decoding."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer of each learner, and its learning rate."""
     cluster: Cluster = Cluster()
     """The cluster that `starling simulate` simulates."""
     validate_every: int | None = Field(default=1, ge=1)

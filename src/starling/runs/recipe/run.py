@@ -70,7 +70,7 @@ DEFAULT_STRATEGY = StrategyChoice(name="allreduce")
 
 
 class EngineConfig(Config):
-    """How a learner computes; the `engine:` section of a recipe."""
+    """How a learner computes, and how long it waits; the `engine:` section of a recipe."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if available, else the CPU."""
@@ -86,7 +86,7 @@ class EngineConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """The `checkpoints:` section of a recipe."""
+    """When a run saves checkpoints, and how many it keeps."""
 
     keep: int = Field(default=2, ge=1)
     """How many checkpoints to keep. Older ones are removed, except the newest one that is intact and finite."""
@@ -105,13 +105,18 @@ class RunConfig(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """The experiment's folder inside `exp`."""
     seed: int = Field(default=1, ge=0)
+    """The seed of everything random: first weights, the order of the data, augmentation, patterns."""
     learners: Learners = 1
+    """How many learners train: processes, or coroutines of a simulation. Some may be servers."""
     strategy: StrategyChoice = DEFAULT_STRATEGY
+    """How learners agree: a strategy's name, or a mapping with its `name` and options."""
     island: Island = NO_ISLANDS
     """Learners that hold one model in shards, because it does not fit into the memory of one: {sharded: 2}. The
     strategy then holds between islands."""
     budget: Budget
+    """When the run ends: after so many epochs, steps or minutes, whichever comes first."""
     engine: EngineConfig = EngineConfig()
+    """How a learner computes, and how long it waits."""
     stragglers: Stragglers = Stragglers()
     """Learners to slow down on purpose, in training and in simulation."""
     faults: tuple[Fault, ...] = ()
@@ -122,6 +127,7 @@ class RunConfig(Config):
     """What happens when a learner is lost that Starling's launcher started. continue: the others continue without it;
     replace: it is also restarted and joins them; stop: the run ends with exit code 3."""
     checkpoints: CheckpointConfig = CheckpointConfig()
+    """When the run saves checkpoints, and how many it keeps."""
     resume: Path | None = None
     """Resume from this experiment's newest checkpoint, or from this checkpoint."""
     overwrite: bool = False

@@ -33,7 +33,7 @@ SEEN_IN_TRAINING: tuple[Kind, ...] = ("overlap-audio", "overlap-text", "overlap-
 
 
 class CheckConfig(Config):
-    """The section `data.check` of a recipe."""
+    """What `starling check` looks for, and its limits."""
 
     kinds: tuple[Kind, ...] = KINDS
     """The kinds of findings to look for."""

@@ -11,7 +11,10 @@ from starling.speech.corpora.utterance import NamedSets, Utterance
 
 
 class CoquiCorpus(NamedSets):
-    """CSV files with the columns `wav_filename,wav_filesize,transcript`. The id is made from the audio file's name."""
+    """CSV files with the columns `wav_filename`, `transcript` and optionally `wav_filesize` (not read) and `speaker`.
+
+    The id is made from the name of the audio file.
+    """
 
     kind: Literal["coqui"]
 

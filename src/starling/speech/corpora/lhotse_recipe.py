@@ -32,6 +32,7 @@ class LhotseRecipeCorpus(FileCorpus):
 
     kind: Literal["lhotse-recipe"]
     recipe: str
+    """The name of the recipe: libri_speech, for example, for `lhotse.recipes.prepare_libri_speech`."""
     options: dict[str, str | bool | int | float | tuple[str, ...]] = Field(default={})
     """Further arguments of lhotse's function."""
     rewrite: Rewriting | None = None

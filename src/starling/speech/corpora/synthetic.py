@@ -21,16 +21,19 @@ class SyntheticCorpus(Config):
     sets: dict[Literal["train", "dev", "test"], PositiveInt] = Field(min_length=1)
     """Number of utterances of each set."""
     seed: int = Field(default=0, ge=0)
+    """The seed of voices, words and noise."""
     language: Literal["en", "de", "es"] = "en"
+    """The language that is spoken: English, German or Spanish."""
     digits: tuple[int, int] = (2, 5)
     """Minimum and maximum number of digits in a string."""
     commands: float = Field(default=0.4, ge=0, le=1)
     """Fraction of utterances that are commands instead of digits."""
     words_per_minute: tuple[int, int] = (90, 135)
+    """Minimum and maximum speed of the voices."""
     pitch: tuple[int, int] = (35, 65)
-    """espeak's scale, 0 to 100."""
+    """Minimum and maximum pitch of the voices, on espeak's scale from 0 to 100."""
     snr: tuple[float, float] = (15.0, 40.0)
-    """Signal-to-noise ratio, dB."""
+    """Minimum and maximum signal-to-noise ratio."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

@@ -12,19 +12,31 @@ Selection = dict[str, str | tuple[str, ...]]
 
 
 class TsvCorpus(FileCorpus):
-    """One table; a set consists of the rows with given column values. Audio paths are relative to the table."""
+    """Tables with a header. A set is a table of its own, or the rows of one table that have given column values.
+
+    Audio paths are relative to the table, unless `audio_root` is set.
+    """
 
     kind: Literal["tsv"]
-    sets: dict[str, Selection]
-    """Name of a set -> {column: value, or list of values}; {} selects all rows."""
+    sets: dict[str, Selection | str]
+    """Name of a set -> {column: value, or list of values} of the table `path`, {} for all rows; or, if `path` is a
+    folder, the name of the set's own table in it."""
     id: str = "id"
-    """The column of the utterance id; `speaker`, `audio` and `text` name the other columns."""
+    """The column of the utterance id."""
     speaker: str = "speaker"
+    """The column of the speaker."""
     audio: str = "audio"
+    """The column of the audio file's path."""
     text: str = "text"
+    """The column of the transcript."""
 
     def utterances(self, set_name: str) -> Iterator[Utterance]:
-        table = self.located()
+        chosen = self.sets[set_name]
+        table, selection = (self.inside(set_name, chosen), {}) if isinstance(chosen, str) else (self.located(), chosen)
+        if table.is_dir():
+            raise DataError(
+                f"set {set_name}: {table} is a folder; name a table in it in data.corpus.sets, such as {set_name}.tsv"
+            )
         rows = read_lines(table)
         _, header = next(rows, (0, ""))
         names = header.split("\t")
@@ -32,7 +44,6 @@ class TsvCorpus(FileCorpus):
         if len(columns) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise DataError(f"{table}: the header has the column {twice!r} twice")
-        selection = self.sets[set_name]
         wanted = {"id": self.id, "speaker": self.speaker, "audio": self.audio, "text": self.text}
         _check_columns(table, columns, [*wanted.values(), *selection])
         for line, row in rows:

@@ -61,6 +61,20 @@ class FileCorpus(Config):
             f"corpus not found: none of these exists: {names}; put it there, or set data.corpus.path to where it is"
         )
 
+    def inside(self, set_name: str, name: str) -> Path:
+        """The file or folder `name` inside `path` that a set is read from.
+
+        Raises:
+            DataError: It is missing, or outside the corpus.
+        """
+        base = self.located()
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise DataError(f"set {set_name}: {name!r} is not a path inside {base}; change data.corpus.sets")
+        path = base / name
+        if not path.exists():
+            raise DataError(f"set {set_name}: {path.absolute()} does not exist; change data.corpus.sets")
+        return path
+
     def maker(self, set_name: str) -> str:
         """What a set depends on besides its settings: nothing."""
         return ""
@@ -116,11 +130,4 @@ class NamedSets(FileCorpus):
         Raises:
             DataError: It is missing, or outside the corpus.
         """
-        base = self.located()
-        name = self.sets[set_name]
-        if ".." in Path(name).parts or Path(name).is_absolute():
-            raise DataError(f"set {set_name}: {name!r} is not a path inside {base}; change data.corpus.sets")
-        path = base / name
-        if not path.exists():
-            raise DataError(f"set {set_name}: {path.absolute()} does not exist; change data.corpus.sets")
-        return path
+        return self.inside(set_name, self.sets[set_name])

@@ -95,7 +95,7 @@ class ModelConfig(Config):
     channels: int | None = Field(default=None, ge=1, description="channels of the subsampling convolutions")
     context: int | None = Field(default=None, ge=0, description="feature frames heard on either side in deep-speech")
     subsampling: Literal[1, 2, 4] | None = Field(default=None, description="feature frames per encoder frame")
-    dropout: float | None = Field(default=None, ge=0, lt=1)
+    dropout: float | None = Field(default=None, ge=0, lt=1, description="share of units that are set to 0 in training")
     decoder: DecoderConfig | None = Field(
         default=None, description="a decoder beside CTC: kind: attention or transducer, and its sizes; null: CTC alone"
     )

@@ -1,0 +1,70 @@
+"""`python -m tools.documentation FOLDER` writes the sources of the documentation site, for `make docs`."""
+
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tools.documentation import commands, links, public_names, recipe_keys
+
+GENERATED: Mapping[str, Callable[[], str]] = {
+    "reference/recipe.md": recipe_keys.page,
+    "reference/commands.md": commands.page,
+    "reference/python.md": public_names.page,
+}
+"""What fills in the generated part of a page."""
+PLACE = "> This part of the page is made from the source when the site is built: `make docs`."
+"""What stands in a page in place of its generated part."""
+_ASSETS = (".svg", ".png", ".css")
+
+
+def write_site(folder: Path) -> None:
+    """Write every page and picture of the site.
+
+    Raises:
+        ValueError: for all links that lead nowhere, and all public names without a docstring.
+    """
+    if found := problems():
+        raise ValueError("\n".join(found))
+    for page in links.pages():
+        _write(folder / links.site_page(page), text_of(page))
+    for source in links.linked_sources():
+        _write(folder / links.site_page(source), links.source_page(source))
+    for asset in links.DOCS.rglob("*"):
+        if asset.suffix in _ASSETS:
+            target = folder / asset.relative_to(links.DOCS)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(asset, target)
+
+
+def problems() -> list[str]:
+    """Links that lead nowhere, pages without a place for their generated part, and public names without a docstring."""
+    found = [f"{name}: a public name without a docstring" for name in public_names.undocumented()]
+    for page in links.pages():
+        name = page.relative_to(links.ROOT)
+        found += [f"{name}: {problem}" for link in links.links(page) if (problem := links.problem(link))]
+        if links.site_page(page) in GENERATED and page.read_text(encoding="utf-8").count(PLACE) != 1:
+            found.append(f"{name}: needs one line that reads {PLACE!r}")
+    return found
+
+
+def text_of(page: Path) -> str:
+    """The text of a page on the site."""
+    text = page.read_text(encoding="utf-8")
+    if (make := GENERATED.get(links.site_page(page))) is not None:
+        text = text.replace(PLACE, make())
+    return links.for_site(text, page)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        write_site(target)
+    except ValueError as error:
+        sys.exit(f"error: the documentation has problems:\n{error}")

@@ -1,0 +1,62 @@
+"""The public names of `starling`, as a page for mkdocstrings, and those that lack a docstring."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+import starling
+from tools.documentation.docstrings import beneath_fields
+
+
+def page() -> str:
+    """Directives for mkdocstrings: functions, then classes, then data."""
+    parts = []
+    for title, names in _groups().items():
+        parts += [f"## {title}\n", *(f"::: starling.{name}\n" for name in names)]
+    return "\n".join(parts)
+
+
+def _groups() -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {"Functions": [], "Classes": [], "Data": []}
+    for name in starling.__all__:
+        found = _public(name)
+        kind = "Classes" if inspect.isclass(found) else "Functions" if inspect.isfunction(found) else "Data"
+        groups[kind].append(name)
+    return groups
+
+
+def _public(name: str) -> Any:
+    """A public name as it is defined; `starling.report` is a package that may be called like the function."""
+    return starling.__getattr__(name)
+
+
+def undocumented() -> list[str]:
+    """The public names, and the public members of public classes, that have no docstring."""
+    found = []
+    for name in starling.__all__:
+        public = _public(name)
+        if not (public.__doc__ or "").strip():
+            found.append(f"starling.{name}")
+        if inspect.isclass(public):
+            found += [f"starling.{name}.{member}" for member in _undocumented_members(public)]
+    return found
+
+
+def _undocumented_members(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        if not base.__module__.startswith("starling."):
+            continue
+        for name, member in list(vars(base).items()):
+            own = inspect.unwrap(getattr(member, "__func__", member))
+            is_code = inspect.isfunction(own) or isinstance(member, property)
+            if is_code and not name.startswith("_") and not (inspect.getdoc(getattr(kind, name)) or "").strip():
+                yield name
+    if is_dataclass(kind) or issubclass(kind, BaseModel):
+        described = beneath_fields(kind)
+        fields = kind.model_fields if issubclass(kind, BaseModel) else kind.__dataclass_fields__
+        for name, field in fields.items():
+            if not name.startswith("_") and name not in described and not getattr(field, "description", None):
+                yield name
