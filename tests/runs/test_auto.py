@@ -95,6 +95,13 @@ def test_a_period_that_is_just_long_enough_is_too_short() -> None:
     assert found.chosen.strategy["period"] >= 4
 
 
+def test_a_link_too_slow_for_the_longest_period_makes_learners_wait() -> None:
+    """Rounds of 60 gradients; with a period of 16 a learner may be 32 ahead."""
+    found = chosen(figures(link=2 * 60 * GRADIENT), among=("adpsgd",))
+    assert found.chosen.strategy["period"] == 16
+    assert found.chosen.waiting > 0.2
+
+
 @pytest.mark.parametrize("period", [4.0, 16.0])
 def test_gradients_that_rounds_slow_down_are_predicted_slower(period: float) -> None:
     """Two learners lose half of their time while a round is under way. Oracle: iterate how long their gradients take,
@@ -167,6 +174,12 @@ def test_three_lines_say_what_and_why_and_how_far_the_second_choice_is_behind() 
     assert second is not None and second.name == "allreduce"
     assert f"{1 - second.progress / found.chosen.progress:.0%} behind" in behind
     assert behind.endswith("choosing took 2.5 s")
+    assert "1.5 times" not in behind
+    assert (
+        chosen(figures(link=SLOW_LINK), among=("dpsgd", "allreduce"))
+        .lines()[2]
+        .endswith("and by rounds that may take 1.5 times as long")
+    )
 
 
 def test_jitter_is_not_counted_twice() -> None:

@@ -25,7 +25,7 @@ PARTS = 5
 """The share of a third of the allowance that a mean of the model takes, as one pattern of four does."""
 DRAWS = 3
 """Rounds of pairs, at least: they cross a slow link more or less often."""
-TELLING = 2.0
+TELLING = 4.0
 """Rounds tell how they slow a learner down if they last as long as so many of its gradients."""
 MOST_LOST = 0.95
 CLEARLY = 0.5
@@ -151,6 +151,7 @@ async def _measure_rounds(
 
     async def average() -> None:
         try:
+            await gather(me, 0.0, tags)  # all begin together
             for name, topology in patterns.items():
                 exchange = partial(_exchange, me, topology, tags)
                 share, fewest = (per_node if name == ACROSS else 1), (DRAWS if name == "pairs" else 1)
@@ -300,8 +301,15 @@ async def _timed(
 
     size = max(1, len(me.weights) // share)
     probe = min(size, max(SMALLEST, size // PROBE))
+
+    async def probed() -> Seconds:
+        found = fmean([await once(probe) for _ in range(fewest)])
+        return max(await gather(me, found, tags)) * size / probe
+
     await once(probe)  # connects
-    expected = max(await gather(me, fmean([await once(probe) for _ in range(fewest)]), tags)) * size / probe
+    expected = await probed()
+    if fewest * expected > most:
+        expected = min(expected, await probed())  # unless a single delay has been scaled up
     if fewest * expected > most:
         return expected
     repeats = max(fewest, min(MOST_REPEATS, int(box / max(expected, 1e-9))))

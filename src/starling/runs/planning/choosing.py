@@ -44,6 +44,9 @@ TIE = 0.02
 """Strategies within this share of the best count as equally good: the first in the order of `CANDIDATES` is chosen."""
 SIMULATED, MOST_ROUNDS, FEWEST_ROUNDS = 480, 32, 4
 """Gradients in a simulation, and the most and the fewest of each learner."""
+CYCLES, MOST_TIMES = 4, 8
+"""Rounds of averaging in a simulation, twice as many as a learner may be behind, unless that would take more than so
+many times as many gradients."""
 SEEDS = 3
 """Simulations of each prediction, where times are drawn at random."""
 STEADY = 0.1
@@ -74,6 +77,11 @@ class Predicted(Config):
     def name(self) -> str:
         """The strategy's name."""
         return str(self.strategy["name"])
+
+    @property
+    def risk(self) -> float:
+        """The share of `gradients_per_second` that caution takes away."""
+        return 1.0 - self.cautious / self.gradients_per_second
 
     @property
     def progress(self) -> float:
@@ -122,6 +130,8 @@ class Choice(Config):
                 f"{max(0.0, 1.0 - second.progress / chosen.progress):.0%} behind by what a mini-batch is worth "
                 f"({second.worth:.2f} against {chosen.worth:.2f})"
             )
+            if max(chosen.risk, second.risk) > TIE:
+                behind += f" and by rounds that may take {LONGER:g} times as long"
         return [
             f"strategy auto: {chosen} for {self.learners} learners, {chosen.gradients_per_second:.3g} mini-batches/s "
             f"predicted, {chosen.waiting:.0%} of the time waiting",
@@ -332,6 +342,8 @@ def _predict(tree: Mapping[str, Any], around: Surroundings, weighting: Weighting
 
 def _speeds(arm: Arm, around: Surroundings, longer: float = 1.0) -> list[Speed]:
     rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, SIMULATED // around.learners))
+    long_enough = CYCLES * int(getattr(arm.options, "period", 1.0))
+    rounds = max(rounds, min(long_enough, MOST_TIMES * SIMULATED // around.learners))
     machines = around.machines(arm, longer)
     seeds = range(SEEDS if machines.is_random else 1)
     return [simulate_briefly(arm, around.learners, machines, seed, rounds) for seed in seeds]
