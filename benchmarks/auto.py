@@ -32,7 +32,7 @@ GRADIENT_SECONDS: Seconds = 0.025
 SLOWEST = 10.0
 TARGET = 0.7
 """The validation loss that is reached."""
-STEPS, MINUTES = 6500, 1.1
+STEPS, MINUTES = 6500, 1.25
 """Of each run, whichever ends first. A run that has not reached the target by then counts as having taken so long."""
 THROTTLE = Throttle(rate="20mbit", burst="32kb", latency="1s")
 PORT = 29500
