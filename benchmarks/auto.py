@@ -5,6 +5,7 @@ of `auto` includes choosing. The gradients are real, on emulated devices that ta
 """
 
 import json
+import signal
 import sys
 import tempfile
 from bisect import bisect_right
@@ -164,3 +165,15 @@ def _reached(folder: Path, number: int) -> Reached:
             return Reached(said["strategy"], now, True, said["choosing"])
         now += EVERY / 2
     return Reached(said["strategy"], end, False, said["choosing"])
+
+
+def main(names: Sequence[str]) -> None:
+    """Measure the settings of these names; all of them if there are none."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all is cleaned up
+    with tempfile.TemporaryDirectory() as folder:
+        for bar in measure(Path(folder), [each for each in SETTINGS if not names or each.name in names]):
+            print(f"{bar.name}: {bar.ratio:.3g}, bar {bar.bar:g}; {bar.detail}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,16 @@ import starling
 from benchmarks.workloads import EmulatedDevice
 from starling.errors import ConfigError
 from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.planning.at_hand import ACROSS, INSIDE, Allowance, AtHand
+from starling.runs.planning.at_hand import ACROSS, INSIDE, Allowance, AtHand, topologies
 from starling.runs.planning.auto import kept
 from starling.runs.planning.choosing import WORTH, Choice, choose, surroundings_of, worth
 from starling.runs.planning.costs import dump
-from starling.runs.planning.predict import Arm
+from starling.runs.planning.predict import Arm, simulate_briefly
 from starling.runs.profiling.commands import plan_recipe
 from starling.runs.recipe.auto import CANDIDATES, AutoOptions
 from starling.runs.recipe.recipe import check_recipe
 from starling.runs.simulate import simulate
+from starling.topology import is_doubly_stochastic
 from starling.training.stragglers import Stragglers
 from tests.runs.test_planning import measured_profile
 from tests.warm_start import run_learners
@@ -36,7 +38,7 @@ FAST, SLOW_LINK = 0.001, 0.3
 def figures(slowest: float = 1.0, link: float = FAST, world: int = 4, per_node: int = 1) -> list[AtHand]:
     """What learners measure whose last one's gradients take `slowest` times as long; a mean of the model takes `link`
     seconds."""
-    exchanges = {"ring": link, "random": link, "pairs": link / 2}
+    exchanges = {"ring": link, "pairs": link / 2}
     if per_node > 1:
         exchanges |= {INSIDE: FAST, ACROSS: link / per_node}
     return [
@@ -83,6 +85,53 @@ def test_a_slow_link_makes_learners_average_in_the_background_and_rarely() -> No
     assert found.chosen.gradients_per_second > 5 * 4 / (GRADIENT + SLOW_LINK)
 
 
+def test_a_period_that_is_just_long_enough_is_too_short() -> None:
+    """Rounds of 3.6 gradients fit in the 4 that a period of 2 allows a learner to be ahead; rounds that take 1.5 times
+    as long do not, and make it wait."""
+    found = chosen(figures(link=2 * 3.6 * GRADIENT))  # of pairs: half of it
+    by_period = {each.strategy.get("period"): each for each in found.predicted if each.name == "adpsgd"}
+    assert by_period[2].cautious < 0.9 * by_period[2].gradients_per_second
+    assert by_period[8].cautious == pytest.approx(by_period[8].gradients_per_second, rel=0.01)
+    assert found.chosen.strategy["period"] >= 4
+
+
+def test_a_link_too_slow_for_the_longest_period_makes_learners_wait() -> None:
+    """Rounds of 60 gradients; with a period of 16 a learner may be 32 ahead."""
+    found = chosen(figures(link=2 * 60 * GRADIENT), among=("adpsgd",))
+    assert found.chosen.strategy["period"] == 16
+    assert found.chosen.waiting > 0.2
+
+
+@pytest.mark.parametrize("period", [4.0, 16.0])
+def test_gradients_that_rounds_slow_down_are_predicted_slower(period: float) -> None:
+    """Two learners lose half of their time while a round is under way. Oracle: iterate how long their gradients take,
+    and for which share of the time a round is under way, until they agree."""
+    rounds, alone = 2.5 * GRADIENT, GRADIENT + 0.0005
+    measured = [
+        replace(each, lost=0.5 if rank > 1 else 0.0) for rank, each in enumerate(figures(link=2 * rounds, world=4))
+    ]
+    strategy = starling.STRATEGIES["adpsgd"]
+    arm = Arm(strategy, strategy.options(pattern="pairs", period=period))
+    found = simulate_briefly(arm, 4, surroundings_of(measured, 1).machines(arm), 0, 32)
+    under_way = min(1.0, rounds / (period * GRADIENT))  # the learners that lose nothing open the rounds
+    slower = alone
+    for _ in range(50):
+        slower = alone + 0.5 * under_way * slower
+    assert 1.0 / found.seconds_per_gradient == pytest.approx(2 / alone + 2 / slower, rel=0.02)
+
+
+@pytest.mark.parametrize("world", [3, 4, 5, 8])
+def test_measured_pairs_meet_once(world: int) -> None:
+    """Whatever the first round is; so that all links are measured, and equally often."""
+    pairs = topologies(world, 1)["pairs"]
+    assert pairs.period == (world if world % 2 else world - 1)
+    met = [(rank, peer) for k in range(7, 7 + pairs.period) for rank in range(world) for peer in pairs.targets(k, rank)]
+    assert sorted(met) == [(rank, peer) for rank in range(world) for peer in range(world) if rank != peer]
+    for k in range(pairs.period):
+        assert is_doubly_stochastic(pairs.matrix(k))
+        assert all(list(pairs.sources(k, rank)) == list(pairs.targets(k, rank)) for rank in range(world))
+
+
 def test_nodes_are_tried_as_super_learners() -> None:
     """Two nodes of two; `hadpsgd` is not tried where there are none, nor where learners cannot be divided."""
     names = {each.name for each in chosen(figures(link=SLOW_LINK, per_node=2), per_node=2).predicted}
@@ -125,6 +174,12 @@ def test_three_lines_say_what_and_why_and_how_far_the_second_choice_is_behind() 
     assert second is not None and second.name == "allreduce"
     assert f"{1 - second.progress / found.chosen.progress:.0%} behind" in behind
     assert behind.endswith("choosing took 2.5 s")
+    assert "1.5 times" not in behind
+    assert (
+        chosen(figures(link=SLOW_LINK), among=("dpsgd", "allreduce"))
+        .lines()[2]
+        .endswith("and by rounds that may take 1.5 times as long")
+    )
 
 
 def test_jitter_is_not_counted_twice() -> None:
@@ -132,7 +187,7 @@ def test_jitter_is_not_counted_twice() -> None:
     generator = torch.Generator().manual_seed(1)
     times = (0.05 + 0.05 * torch.rand(4, 200, generator=generator)).tolist()
     rounds = [max(each) + 0.01 for each in zip(*times, strict=True)]
-    measured = [AtHand(each, [0.0], rounds, 0.01, {"ring": 0.01}, MEGABYTE) for each in times]
+    measured = [AtHand(each, [0.0], rounds, 0.01, {"ring": 0.01}, num_bytes=MEGABYTE) for each in times]
     assert surroundings_of(measured, 1).measured["mean_of_gradients_seconds"] == pytest.approx(0.01, rel=0.2)
 
 

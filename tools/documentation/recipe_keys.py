@@ -105,7 +105,10 @@ def _row(key: Key) -> str:
     return "| " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"
 
 
-def _sections(model: type[BaseModel], path: str, condition: str = "") -> Iterator[Section]:
+def _sections(
+    model: type[BaseModel], path: str, condition: str = "", above: frozenset[type[BaseModel]] = frozenset()
+) -> Iterator[Section]:
+    """The sections of a model, except those of models `above`: they are described where they stand first."""
     keys, inner = [], []
     for name, field in model.model_fields.items():
         below = f"{path}.{name}" if path else name
@@ -113,10 +116,15 @@ def _sections(model: type[BaseModel], path: str, condition: str = "") -> Iterato
         inner += found
         keys.append(_key(model, name, field, below, [kind for _, kind in found]))
     yield Section(path, condition, _description(model), tuple(keys))
+    before = above
+    above |= {kind for _, kind in inner}
+    inner = [each for each in inner if each[1] not in before]
     for below, kind in inner:
         if kind is not StrategyChoice:
             beside = [each for place, each in inner if place == below]
-            yield from _sections(kind, below, _kind(kind) if len(beside) > 1 or "kind" in kind.model_fields else "")
+            yield from _sections(
+                kind, below, _kind(kind) if len(beside) > 1 or "kind" in kind.model_fields else "", above
+            )
         elif below == "strategy":
             for strategy in (*STRATEGIES.values(), AUTO_STRATEGY):
                 (section,) = _sections(strategy.options, below, f"name: {strategy.name}")

@@ -11,10 +11,9 @@ from statistics import fmean, median
 
 import torch
 
-from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies.hadpsgd import SideBySide
-from starling.strategies.mixing import Compression, Mixing, MixingOptions, check_mixing
+from starling.strategies.mixing import Compression, Mixing, MixingOptions
 from starling.topology import Topology, find_topology
 
 Seconds = float
@@ -22,16 +21,22 @@ SHARE = 0.03
 """Of the expected time of the run: what measuring may take, unless the least that it needs takes longer."""
 MOST_GRADIENTS, FEWEST_GRADIENTS = 40, 2
 MOST_REPEATS = 8
+PARTS = 5
+"""The share of a third of the allowance that a mean of the model takes, as one pattern of four does."""
 DRAWS = 3
-"""Rounds of a random pattern, at least: they cross a slow link more or less often."""
+"""Rounds of pairs, at least: they cross a slow link more or less often."""
+TELLING = 4.0
+"""Rounds tell how they slow a learner down if they last as long as so many of its gradients."""
+MOST_LOST = 0.95
 CLEARLY = 0.5
 """Steps of `allreduce` are not measured where it would make less than this share of the gradients that the learners
-make without waiting, even if a mean took no time."""
+make without waiting, even if as much of a mean as possible were hidden behind the gradient."""
 PROBE = 16
 """The probe of a message is this part of the model. Where the model would take too long, the probe is scaled up."""
 SMALLEST = 256
 """Numbers of the smallest message."""
-PATTERNS = ("ring", "random", "pairs")
+PATTERNS = ("ring", "pairs")
+"""Random rings send twice as many messages as pairs over the same links, and cannot be faster."""
 INSIDE, ACROSS = "inside a node", "across nodes"
 
 
@@ -49,10 +54,13 @@ class AtHand:
     mean: Seconds = 0.0
     """Of all models."""
     exchanges: dict[str, Seconds] = field(default_factory=dict)
-    """A round of averaging by pattern, while all others average, too. `INSIDE`: with the learners of the same node;
-    `ACROSS`: a share of the model with the learners' counterparts on other nodes."""
+    """A round of averaging by pattern, while all learners average, and compute gradients. `INSIDE`: with the learners
+    of the same node; `ACROSS`: a share of the model with the learners' counterparts on other nodes."""
     num_bytes: int = 0
     """Of the weights."""
+    lost: float = 0.0
+    """The share of its time that this learner loses while a round is under way: its gradients wait for processor,
+    memory and links, claims for answers behind the weights."""
 
 
 @dataclass(frozen=True)
@@ -72,62 +80,134 @@ class Allowance:
         return min(self.most, SHARE * min(limits, default=self.most / SHARE))
 
 
-async def measure_at_hand(me: Learner, per_node: int, allowance: Allowance, found: AtHand) -> None:
-    """Measure gradients, a mean, averaging rounds, and steps of `allreduce`, all learners at once.
+async def measure_apart(me: Learner, per_node: int, allowance: Allowance, found: AtHand) -> None:
+    """Measure gradients, and averaging rounds while gradients are computed, all learners at once.
 
     Args:
-        me: The learner that measures. Its model is a copy, and is trained by the steps of `allreduce`.
+        me: The learner that measures. Its model is a copy, and is trained meanwhile. It is a sync group alone, so that
+            it claims as it does under an asynchronous strategy: by asking the store.
         per_node: Learners of a node; 1: there are no nodes.
         allowance: How long it may take.
         found: Is filled in.
     """
     found.num_bytes = me.weights.nbytes
-    await _gradient(me, found)
-    every = await gather(me, found.gradients[0])
+    tags = iter(range(1 << 30))
+    await _measured_gradient(me, found)
+    every = await gather(me, found.gradients[0], tags)
     box = allowance.seconds(every) / 3.0
     enough = max(
         box, (FEWEST_GRADIENTS - 1) * max(every)
     )  # fast learners keep a shared machine busy until the slow end
     for _ in range(max(FEWEST_GRADIENTS - 1, min(MOST_GRADIENTS, int(enough / every[me.rank])))):
-        await _gradient(me, found)
+        await _measured_gradient(me, found)
     if len(found.gradients) > MOST_GRADIENTS // 4:
         del found.gradients[0], found.steps[0]  # the first one prepares
-    patterns = topologies(me.world, per_node, me.seed)
+    patterns = topologies(me.world, per_node)
     longest = box / (len(patterns) + 1), allowance.most / 3.0 / (len(patterns) + 1)
+    await _measure_rounds(me, patterns, per_node, longest, tags, found)
+
+
+async def measure_together(me: Learner, allowance: Allowance, found: AtHand) -> None:
+    """Measure a mean of the model, and steps of `allreduce` where they may be worth it.
+
+    Args:
+        me: The learner that measures. All learners are one sync group, as under `allreduce`.
+        allowance: How long it may take.
+        found: What `measure_apart` has found; is filled in.
+    """
     tags = iter(range(1 << 30))
-    for name, topology in patterns.items():
-        fewest = DRAWS if name in ("random", "pairs") else 1
-        exchange = partial(_exchange, me, topology, tags)
-        found.exchanges[name] = await _timed(me, exchange, per_node if name == ACROSS else 1, fewest, *longest)
-    found.mean = await _timed(me, partial(_mean, me), 1, 1, *longest)
-    every = await gather(me, median(found.gradients))
+    every = await gather(me, median(found.gradients), tags)
+    box, most = allowance.seconds(every) / 3.0, allowance.most / 3.0
+    found.mean = await _timed(me, partial(_mean, me), 1, 1, box / PARTS, most / PARTS, tags)
     expected = max(every) + found.mean
-    may_be_chosen = me.world / max(every) > CLEARLY * sum(1.0 / max(each, 1e-9) for each in every)
-    if may_be_chosen and 2 * expected <= max(box, allowance.most / 3.0):
+    may_be_chosen = me.world / max(*every, found.mean) > CLEARLY * sum(1.0 / max(each, 1e-9) for each in every)
+    if may_be_chosen and 2 * expected <= max(box, most):
         await _synchronous_step(me, found)
         found.synchronous.clear()  # the first one prepares
         for _ in range(max(1, min(MOST_REPEATS, int(box / expected)))):
             await _synchronous_step(me, found)
 
 
-def topologies(world: int, per_node: int, seed: int) -> Mapping[str, Topology]:
-    """What is averaged with whom, by name: the patterns that differ for so many learners, and those of nodes."""
-    found: dict[str, Topology] = {}
-    for name in PATTERNS if world > 2 else PATTERNS[:1]:
+@dataclass
+class _Rounds:
+    """What the background has done."""
+
+    busy: Seconds = 0.0
+    """In rounds."""
+    is_done: bool = False
+
+
+async def _measure_rounds(
+    me: Learner,
+    patterns: Mapping[str, Topology],
+    per_node: int,
+    longest: tuple[Seconds, Seconds],
+    tags: Iterator[int],
+    found: AtHand,
+) -> None:
+    """Time the rounds of each pattern in the background while this learner computes gradients, as in a run, and find
+    what the rounds cost the gradients."""
+    rounds = _Rounds()
+
+    async def average() -> None:
         try:
-            check_mixing(MixingOptions(pattern=name), world)
-        except ConfigError:
-            continue
-        found[name] = find_topology(name, world, seed)
+            await gather(me, 0.0, tags)  # all begin together
+            for name, topology in patterns.items():
+                exchange = partial(_exchange, me, topology, tags)
+                share, fewest = (per_node if name == ACROSS else 1), (DRAWS if name == "pairs" else 1)
+                found.exchanges[name] = await _timed(me, exchange, share, fewest, *longest, tags, rounds)
+        finally:
+            rounds.is_done = True
+
+    alone = fmean(found.gradients) + fmean(found.steps)
+    begin, made = _now(me), 0
+    me.background(average())
+    while not rounds.is_done:
+        await _gradient(me)
+        made += 1
+    if rounds.busy >= TELLING * alone:
+        found.lost = min(MOST_LOST, max(0.0, _now(me) - begin - made * alone) / rounds.busy)
+
+
+def topologies(world: int, per_node: int) -> Mapping[str, Topology]:
+    """What is averaged with whom, by name: the patterns that differ for so many learners, and those of nodes."""
+    found: dict[str, Topology] = {"ring": find_topology("ring", world, 0)}
+    if world > 2:
+        found["pairs"] = _Tournament(world)
     if has_nodes(world, per_node):
-        found[INSIDE] = _Inside(find_topology("ring", per_node, seed), world)
-        found[ACROSS] = SideBySide(find_topology("ring", world // per_node, seed), per_node)
+        found[INSIDE] = _Inside(find_topology("ring", per_node, 0), world)
+        found[ACROSS] = SideBySide(find_topology("ring", world // per_node, 0), per_node)
     return found
 
 
 def has_nodes(world: int, per_node: int) -> bool:
     """Whether so many learners form several nodes of the same size."""
     return 1 < per_node < world and world % per_node == 0
+
+
+class _Tournament(Topology):
+    """Pairs in which all learners meet each other once before any meet again: a few rounds of it cross a slow link as
+    often as random pairs do on average, and all of them exactly as often."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self.period = world - 1 + world % 2
+
+    def sources(self, k: int, rank: int) -> Mapping[int, float]:
+        return dict.fromkeys(self.targets(k, rank), 0.5)
+
+    def targets(self, k: int, rank: int) -> Sequence[int]:
+        # on a circle of `period` places, those whose places add up to k meet; the one that would meet itself meets the
+        # last learner, which has no place there, or has no partner if their number is odd
+        places = self.period or 1
+        twice = k % places
+        middle = (twice if twice % 2 == 0 else twice + places) // 2
+        if rank == places:
+            return [middle]
+        partner = (k - rank) % places
+        if partner != rank:
+            return [partner]
+        return [places] if places < self.world else []
 
 
 class _Inside(Topology):
@@ -146,23 +226,35 @@ class _Inside(Topology):
         return [first + peer for peer in self._of_node.targets(k, local)]
 
 
-async def gather(me: Learner, value: float) -> list[float]:
-    """Every learner's value, by rank; all of them wait for it. The mean is the one operation that joins all."""
-    own = me.weights.new_zeros(min(me.world, len(me.weights)))
-    if len(own) < me.world:
-        return [value] * me.world  # a model of fewer weights than learners
-    own[me.rank] = value
-    return [float(each) * me.world for each in await me.mean(own)]
+async def gather(me: Learner, value: float, tags: Iterator[int]) -> list[float]:
+    """Every learner's value, by rank; all of them wait for it."""
+    own, tag = me.weights.new_full((1,), value), next(tags)
+    others = [peer for peer in range(me.world) if peer != me.rank]
+    receiving = {peer: me.receive(peer, own, tag) for peer in others}
+    sending = [me.send(peer, own, tag) for peer in others]
+    found = [float(await receiving[rank]) if rank in receiving else float(own) for rank in range(me.world)]
+    for each in sending:
+        await each
+    return found
 
 
-async def _gradient(me: Learner, found: AtHand) -> None:
+async def _measured_gradient(me: Learner, found: AtHand) -> None:
+    gradient, step = await _gradient(me)
+    found.gradients.append(gradient)
+    found.steps.append(step)
+
+
+async def _gradient(me: Learner) -> tuple[Seconds, Seconds]:
+    """Claim, compute and apply a gradient. Seconds of the first two, and of the rest with the copy of the weights."""
     begin = _now(me)
     me.claim()
-    gradient = await me.gradient(me.weights)
-    found.gradients.append((computed := _now(me)) - begin)
-    me.snapshot()
+    claimed = _now(me)
+    weights = me.snapshot()
+    copied = _now(me)
+    gradient = await me.gradient(weights)
+    computed = _now(me)
     me.step(gradient)
-    found.steps.append(_now(me) - computed)
+    return claimed - begin + computed - copied, copied - claimed + _now(me) - computed
 
 
 async def _synchronous_step(me: Learner, found: AtHand) -> None:
@@ -184,27 +276,44 @@ async def _mean(me: Learner, size: int) -> None:
 
 
 async def _timed(
-    me: Learner, work: Callable[[int], Awaitable[None]], share: int, fewest: int, box: Seconds, most: Seconds
+    me: Learner,
+    work: Callable[[int], Awaitable[None]],
+    share: int,
+    fewest: int,
+    box: Seconds,
+    most: Seconds,
+    tags: Iterator[int],
+    rounds: _Rounds | None = None,
 ) -> Seconds:
     """Seconds that `work` takes on 1 / `share` of the model, the mean over learners.
 
     It is repeated for about `box` seconds, and at least `fewest` times. A probe tells how often, and whether that would
-    take more than `most`.
+    take more than `most`. All seconds are added to those of `rounds`.
     """
 
     async def once(size: int) -> Seconds:
         begin = _now(me)
         await work(size)
-        return _now(me) - begin
+        seconds = _now(me) - begin
+        if rounds is not None:
+            rounds.busy += seconds
+        return seconds
 
     size = max(1, len(me.weights) // share)
     probe = min(size, max(SMALLEST, size // PROBE))
+
+    async def probed() -> Seconds:
+        found = fmean([await once(probe) for _ in range(fewest)])
+        return max(await gather(me, found, tags)) * size / probe
+
     await once(probe)  # connects
-    expected = max(await gather(me, await once(probe))) * size / probe
+    expected = await probed()
+    if fewest * expected > most:
+        expected = min(expected, await probed())  # unless a single delay has been scaled up
     if fewest * expected > most:
         return expected
     repeats = max(fewest, min(MOST_REPEATS, int(box / max(expected, 1e-9))))
-    return fmean(await gather(me, fmean([await once(size) for _ in range(repeats)])))
+    return fmean(await gather(me, fmean([await once(size) for _ in range(repeats - repeats % fewest)]), tags))
 
 
 def _now(me: Learner) -> Seconds:

@@ -6,7 +6,7 @@ Starling's launcher starts the learners twice, first to measure. Those of torchr
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -33,7 +33,7 @@ from starling.runs.cores import use_threads
 from starling.runs.experiment.claim import unwritable
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.packing import JobConfig, pack, unpack
-from starling.runs.planning.at_hand import Allowance, AtHand, measure_at_hand
+from starling.runs.planning.at_hand import Allowance, AtHand, measure_apart, measure_together
 from starling.runs.planning.choosing import Choice, Predicted, Surroundings, choose, in_words, surroundings_of
 from starling.runs.planning.costs import Costs
 from starling.runs.planning.facts import facts_of
@@ -42,12 +42,13 @@ from starling.runs.recipe.file import parse_yaml
 from starling.runs.recipe.recipe import dump_recipe
 from starling.runs.recipe.run import RunConfig, StrategyChoice
 from starling.strategies import NoOptions, Strategy
+from starling.strategies.base import all_learners, one_learner
 from starling.timeouts import SET_UP
 from starling.training.job import EpochReport, Job, StepReport
 from starling.training.stragglers import Stragglers
 
 RunT = TypeVar("RunT", bound=RunConfig)
-_PREFIX, _FIGURES, _CHOICE = "auto", "auto/figures/{}", "auto/choice"
+_APART, _TOGETHER, _FIGURES, _CHOICE = "auto/apart", "auto/together", "auto/figures/{}", "auto/choice"
 _MORE_THAN_ENOUGH = 1 << 40
 """Mini-batches of the budget while measuring, which ends earlier."""
 
@@ -132,6 +133,7 @@ def choose_simulated(run: RunConfig, job: Job, cluster: Cluster, folder: Experim
             + f", and a link carries {cluster.link.bandwidth * 8 / 1e9:.3g} Gbit/s, on the simulated cluster"
         ),
         measured={},
+        is_certain=True,
     )
     return _told(choose(around, options_of(run), job.weighting), folder, begin, say)
 
@@ -147,7 +149,7 @@ def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
     allowance = Allowance(_gradients(job), job.budget.minutes, options.seconds)
     bare = replace(
         job,
-        strategy=_measuring(partial(measure_at_hand, per_node=per_node, allowance=allowance, found=found)),
+        strategy=_measuring(partial(measure_apart, per_node=per_node, allowance=allowance, found=found), one_learner),
         options=NoOptions(),
         budget=Budget(steps=_MORE_THAN_ENOUGH),
         stragglers=Stragglers(slow=job.stragglers.slow, jitter=job.stragglers.jitter),
@@ -158,9 +160,13 @@ def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
     store = place.store
     device, seconds = choose_device(run.engine.device, place), run.engine.timeout_seconds
     begin = time.monotonic()
+    together = replace(
+        bare, strategy=_measuring(partial(measure_together, allowance=allowance, found=found), all_learners)
+    )
     with torch.random.fork_rng():
-        own = replace(place, store=PrefixStore(_PREFIX, store))
-        run_learner(bare, own, device, _PREFIX, _Unobserved(), timeout_seconds=seconds)
+        for prefix, measuring in ((_APART, bare), (_TOGETHER, together)):
+            own = replace(place, store=PrefixStore(prefix, store))
+            run_learner(measuring, own, device, prefix, _Unobserved(), timeout_seconds=seconds)
     store.set(_FIGURES.format(place.rank), TypeAdapter(AtHand).dump_json(found).decode())
     if place.rank == 0:
         keys = [_FIGURES.format(rank) for rank in range(place.world)]
@@ -221,7 +227,9 @@ def _told(choice: Choice, folder: ExperimentFolder, begin: float, say: Say) -> S
 
 def _lone() -> Choice:
     """One learner is plain SGD under every strategy."""
-    alone = Predicted(strategy={"name": "allreduce"}, gradients_per_second=0.0, worth=1.0, waiting=0.0, staleness=0.0)
+    alone = Predicted(
+        strategy={"name": "allreduce"}, gradients_per_second=0.0, cautious=0.0, worth=1.0, waiting=0.0, staleness=0.0
+    )
     return Choice(learners=1, predicted=(alone,))
 
 
@@ -238,8 +246,8 @@ def _settings(run: RunConfig) -> JobConfig:
     return JobConfig.model_validate({**own, "trains": run.name})
 
 
-def _measuring(run: Any) -> Strategy:
-    return Strategy("auto: measuring", "measure the machines at hand", run)
+def _measuring(run: Any, sync_group_size: Callable[[Any, int], int]) -> Strategy:
+    return Strategy("auto: measuring", "measure the machines at hand", run, sync_group_size)
 
 
 class _Unobserved:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log2
 from statistics import fmean, median
 from typing import Any
@@ -13,10 +13,10 @@ from pydantic import Field
 from starling.configuration import Config
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
-from starling.runs.planning.at_hand import ACROSS, INSIDE, AtHand, has_nodes, topologies
+from starling.runs.planning.at_hand import ACROSS, INSIDE, PATTERNS, AtHand, has_nodes, topologies
 from starling.runs.planning.costs import Costs, JobFacts
 from starling.runs.planning.fits import fit_compute
-from starling.runs.planning.predict import Arm, Machines, simulate_briefly
+from starling.runs.planning.predict import AVERAGING, Arm, Machines, Speed, simulate_briefly
 from starling.runs.recipe.auto import CANDIDATES, AutoOptions
 from starling.runs.recipe.run import StrategyChoice
 from starling.training.stragglers import Stragglers
@@ -33,21 +33,26 @@ because stale gradients, and models that differ between learners, may cost progr
 WORTH_OF_A_DOUBLING = 0.98
 """The factor of `WORTH` for each doubling of the averaging period."""
 PERIODS = (2, 4, 8, 16)
-"""Tried, one after the other, where averaging every gradient makes learners wait."""
-WAITS, FASTER = 0.05, 0.03
-"""The share of waiting from which longer periods are tried, and how much faster each must be for the next one."""
+"""Tried, one after the other, as long as the progress grows."""
+LONGER = 1.5
+"""Progress is the mean of that with rounds of averaging as measured, and that with rounds that take so many times as
+long. A period too long costs little (`WORTH_OF_A_DOUBLING`), one too short makes learners wait; and rounds are not all
+the same: random pairs cross a slow link more or less often, and others may use it later."""
 LIKE = 1.05
 """Learners whose gradients take less than this many times those of the fastest count as equally fast."""
 TIE = 0.02
-"""Candidates within this share of the best count as equally good: the first in the order of `CANDIDATES` is chosen."""
-NEARLY = 0.1
-"""Patterns whose rounds differ by less than this share count as equally fast."""
+"""Strategies within this share of the best count as equally good: the first in the order of `CANDIDATES` is chosen."""
 SIMULATED, MOST_ROUNDS, FEWEST_ROUNDS = 480, 32, 4
 """Gradients in a simulation, and the most and the fewest of each learner."""
+CYCLES, MOST_TIMES = 4, 8
+"""Rounds of averaging in a simulation, twice as many as a learner may be behind, unless that would take more than so
+many times as many gradients."""
 SEEDS = 3
 """Simulations of each prediction, where times are drawn at random."""
 STEADY = 0.1
 """Standard deviation / mean up to which gradient times count as constant, for which one simulation is enough."""
+NOTABLE = 0.1
+"""The share of its time that a learner loses to rounds of averaging from which it is said."""
 RESAMPLES = 1000
 SHORTEST: Seconds = 1e-6
 
@@ -59,6 +64,8 @@ class Predicted(Config):
     """Its name and options, as in a recipe."""
     gradients_per_second: float
     """Of all learners together."""
+    cautious: float
+    """The same, the mean of predictions with rounds of averaging as measured and with longer ones."""
     worth: float
     """Of each gradient, relative to one of `allreduce`."""
     waiting: float
@@ -72,9 +79,14 @@ class Predicted(Config):
         return str(self.strategy["name"])
 
     @property
+    def risk(self) -> float:
+        """The share of `gradients_per_second` that caution takes away."""
+        return 1.0 - self.cautious / self.gradients_per_second
+
+    @property
     def progress(self) -> float:
-        """Gradients per second, counted by their worth: what is compared."""
-        return self.gradients_per_second * self.worth
+        """Gradients per second, with caution, counted by their worth: what is compared."""
+        return self.cautious * self.worth
 
     def __str__(self) -> str:
         return in_words(self.strategy)
@@ -118,6 +130,8 @@ class Choice(Config):
                 f"{max(0.0, 1.0 - second.progress / chosen.progress):.0%} behind by what a mini-batch is worth "
                 f"({second.worth:.2f} against {chosen.worth:.2f})"
             )
+            if max(chosen.risk, second.risk) > TIE:
+                behind += f" and by rounds that may take {LONGER:g} times as long"
         return [
             f"strategy auto: {chosen} for {self.learners} learners, {chosen.gradients_per_second:.3g} mini-batches/s "
             f"predicted, {chosen.waiting:.0%} of the time waiting",
@@ -140,9 +154,17 @@ class Surroundings:
     """Sections of a simulated cluster, which take the place of measured ones."""
     because: str
     measured: dict[str, Any]
+    gradients: Sequence[Seconds] = ()
+    """By learner, without averaging; empty: as `costs` and `stragglers` say."""
+    lost: Sequence[float] = ()
+    """By learner: the share of its time that it loses while a round of averaging is under way."""
+    rounds: Mapping[str, Seconds] = field(default_factory=dict)
+    """Of averaging, by pattern."""
+    is_certain: bool = False
+    """Whether rounds take what is said here: of a simulated cluster."""
 
-    def machines(self, arm: Arm) -> Machines:
-        """Those that a strategy meets."""
+    def machines(self, arm: Arm, longer: float = 1.0) -> Machines:
+        """Those that a strategy meets if rounds of averaging take `longer` times as long."""
         costs, pattern = self.costs, getattr(arm.options, "pattern", None)
         if arm.name == "hadpsgd" and ACROSS in self.exchanges:
             across, inside = self.exchanges[ACROSS], self.exchanges[INSIDE]
@@ -151,7 +173,28 @@ class Surroundings:
         elif pattern is not None:
             fallback = self.exchanges.get("ring", costs.messages)
             costs = costs.model_copy(update={"messages": self.exchanges.get(pattern, fallback)})
-        return Machines(costs, self.stragglers, self.given)
+        found = Machines(costs, self._stragglers(arm, longer), self.given)
+        return found if longer == 1.0 or arm.name in AVERAGING else found.with_bandwidth(1.0 / longer)
+
+    def _stragglers(self, arm: Arm, longer: float) -> Stragglers:
+        """How much slower than the fastest gradient those of each learner are, between and during rounds of averaging.
+
+        Of a learner's time, a share u is spent with a round under way, in which it loses a share `lost`. With gradients
+        of g seconds without averaging, those take g / (1 - lost u); with rounds of E seconds, one for each `period`
+        gradients of the fastest learner, u = E / (period g) (1 - lost u), or 1 if rounds take longer than that.
+        """
+        pattern = ACROSS if arm.name == "hadpsgd" else getattr(arm.options, "pattern", None)
+        if not any(self.lost) or pattern is None:
+            return self.stragglers
+        seconds = longer * self.rounds.get(pattern, self.rounds.get("ring", 0.0))
+        period = float(getattr(arm.options, "period", 1.0))
+        shares = []
+        for gradient, lost in zip(self.gradients, self.lost, strict=True):
+            ratio = seconds / (period * gradient)
+            shares.append(min(1.0, ratio / (1.0 + ratio * lost)))
+        under_way, fastest = max(shares), min(self.gradients)
+        times = [each / (1.0 - lost * under_way) for each, lost in zip(self.gradients, self.lost, strict=True)]
+        return Stragglers(slow={rank: each / fastest for rank, each in enumerate(times) if each > LIKE * fastest})
 
 
 def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the run's model") -> Surroundings:
@@ -174,7 +217,7 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the
     whole = {name: fmean(each.exchanges[name] for each in figures) for name in figures[0].exchanges}
     links = {name: LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, whole[name])) for name in whole}
     if ACROSS in links:  # each learner sent its share to every node that it averages with, all over one uplink
-        num_targets = len(topologies(world, per_node, 0)[ACROSS].targets(0, 0))
+        num_targets = len(topologies(world, per_node)[ACROSS].targets(0, 0))
         links[ACROSS] = links[ACROSS].model_copy(update={"bandwidth": num_targets * links[ACROSS].bandwidth})
     costs = Costs(
         job=JobFacts(trains=trains, model_bytes=num_bytes, batches_per_epoch=1),
@@ -190,6 +233,10 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the
         f"a gradient takes {_seconds(base)}{of_slowest}, averaging all gradients {_seconds(longer)} more, and "
         f"averaging {num_bytes / 1e6:.3g} MB of weights with neighbours {_seconds(whole.get('ring', mean))}"
     )
+    lost = [each.lost for each in figures]
+    if max(lost) > NOTABLE:
+        rank = max(range(world), key=lost.__getitem__)
+        because += f", during which learner {rank} makes {lost[rank]:.0%} fewer gradients"
     measured = {
         "gradient_seconds": [round(each, 6) for each in means],
         "gradients_measured": [len(each.gradients) for each in figures],
@@ -197,9 +244,10 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the
         "mean_seconds": round(mean, 6),
         "mean_of_gradients_seconds": round(longer, 6),
         "exchange_seconds": {name: round(seconds, 6) for name, seconds in whole.items()},
+        "lost_to_exchanges": [round(each, 3) for each in lost],
         "model_bytes": num_bytes,
     }
-    return Surroundings(world, per_node, Stragglers(slow=slow), costs, links, {}, because, measured)
+    return Surroundings(world, per_node, Stragglers(slow=slow), costs, links, {}, because, measured, means, lost, whole)
 
 
 def _slowest_of_each_round(figures: Sequence[AtHand]) -> Seconds:
@@ -234,7 +282,8 @@ def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "b
             f"strategy auto: none of {', '.join(options.among)} fits {world} learners\n  " + "\n  ".join(notes)
         )
     most = max(each.progress for each in found)
-    best = next(each for each in found if each.progress >= (1.0 - TIE) * most)  # the plainest is tried first
+    plainest = next(each.name for each in found if each.progress >= (1.0 - TIE) * most)  # they are tried in this order
+    best = max((each for each in found if each.name == plainest), key=lambda each: each.progress)
     others = sorted((each for each in found if each is not best), key=lambda each: -each.progress)
     return Choice(learners=world, predicted=(best, *others), because=around.because, measured=around.measured)
 
@@ -248,26 +297,25 @@ def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Itera
         sets = [{"per_node": around.per_node}]
     if name == "adpsgd":
         sets = [{"pattern": pattern} for pattern in _patterns(around)]
+    has_period = "period" in StrategyChoice(name=name).strategy.options.model_fields
     for options in sets:
-        last = first = _predict({"name": name, **options}, around, weighting)
-        yield first
-        if "period" not in StrategyChoice(name=name).strategy.options.model_fields or first.waiting < WAITS:
-            continue
-        for period in PERIODS:
+        last = _predict({"name": name, **options}, around, weighting)
+        yield last
+        for period in PERIODS if has_period else ():
             longer = _predict({"name": name, **options, "period": period}, around, weighting)
             yield longer
-            if longer.gradients_per_second < (1.0 + FASTER) * last.gradients_per_second:
+            if longer.progress < last.progress:
                 break
             last = longer
 
 
 def _patterns(around: Surroundings) -> list[str]:
     """The patterns worth a try, that with the fewest messages first. A fixed ring is one only where its rounds are
-    faster than those of a random one."""
-    patterns = sorted(topologies(around.learners, 1, 0), key=["pairs", "random", "ring"].index)
-    ring, random = around.exchanges.get("ring"), around.exchanges.get("random")
-    has_faster_ring = ring is None or random is None or ring.bandwidth > (1.0 + NEARLY) * random.bandwidth
-    return [each for each in patterns if each != "ring" or has_faster_ring or len(patterns) == 1]
+    faster than those of pairs."""
+    patterns = sorted(PATTERNS if around.learners > 2 else PATTERNS[:1], key=["pairs", "ring"].index)
+    ring, pairs = (around.rounds.get(name) for name in PATTERNS)
+    has_slower_ring = ring is not None and pairs is not None and ring > pairs
+    return [each for each in patterns if each != "ring" or not has_slower_ring]
 
 
 def _predict(tree: Mapping[str, Any], around: Surroundings, weighting: Weighting) -> Predicted:
@@ -276,18 +324,29 @@ def _predict(tree: Mapping[str, Any], around: Surroundings, weighting: Weighting
     if problem := choice.strategy.weighting_problem(choice.options, weighting):
         raise ConfigError(problem)
     arm = Arm(choice.strategy, choice.options)
-    rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, SIMULATED // around.learners))
-    machines = around.machines(arm)
-    seeds = range(SEEDS if machines.is_random else 1)
-    speeds = [simulate_briefly(arm, around.learners, machines, seed, rounds) for seed in seeds]
+    speeds = _speeds(arm, around)
+    rate = cautious = 1.0 / fmean(speed.seconds_per_gradient for speed in speeds)
+    if not around.is_certain and arm.name not in AVERAGING:
+        longer = fmean(speed.seconds_per_gradient for speed in _speeds(arm, around, LONGER))
+        cautious = fmean((rate, 1.0 / longer))
     staleness = sum((speed.staleness for speed in speeds), Counter[int]())
     return Predicted(
         strategy=dict(tree),
-        gradients_per_second=1.0 / fmean(speed.seconds_per_gradient for speed in speeds),
+        gradients_per_second=rate,
+        cautious=cautious,
         worth=worth(arm),
         waiting=fmean(speed.waiting for speed in speeds),
         staleness=sum(value * count for value, count in staleness.items()) / max(1, staleness.total()),
     )
+
+
+def _speeds(arm: Arm, around: Surroundings, longer: float = 1.0) -> list[Speed]:
+    rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, SIMULATED // around.learners))
+    long_enough = CYCLES * int(getattr(arm.options, "period", 1.0))
+    rounds = max(rounds, min(long_enough, MOST_TIMES * SIMULATED // around.learners))
+    machines = around.machines(arm, longer)
+    seeds = range(SEEDS if machines.is_random else 1)
+    return [simulate_briefly(arm, around.learners, machines, seed, rounds) for seed in seeds]
 
 
 def worth(arm: Arm) -> float:
