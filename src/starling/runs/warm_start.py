@@ -23,7 +23,6 @@ _LISTED = 6
 class _Taken:
     """What was taken over, by name."""
 
-    whole: list[str] = field(default_factory=list)
     in_part: dict[str, str] = field(default_factory=dict)
     new: list[str] = field(default_factory=list)
     num_values: int = 0
@@ -66,7 +65,6 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
             taken.new.append(name)
         elif value.shape == theirs[name].shape:
             value.copy_(theirs[name])
-            taken.whole.append(name)
             taken.num_values += value.numel()
         else:
             _overlap(name, value, theirs[name], directions, taken)
