@@ -270,6 +270,10 @@ def evaluate(
     best: Best = False,
     greedy: Annotated[bool, typer.Option("--greedy", help="Without the beam search.")] = False,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes for the beam search.")] = 1,
+    average: Annotated[
+        int | None,
+        typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Score sets with the newest model of an experiment, and list every error in its decode folder.
@@ -281,7 +285,7 @@ def evaluate(
         require("speech", "starling evaluate")
         from starling.runs import evaluate
 
-        evaluate.evaluate(experiment, sets, typer.echo, _console(), best, not greedy, jobs)
+        evaluate.evaluate(experiment, sets, typer.echo, _console(), best, not greedy, jobs, average)
 
 
 @app.command(epilog="Example: [bold]starling score exp/demo exp/demo-adpsgd --by speaker[/bold]")
