@@ -345,3 +345,18 @@ def test_a_recipe_without_a_dev_set_is_told_which_key_names_it(tree: Tree) -> No
     ) as caught:
         check_recipe(tree, "r.yaml")
     assert "set data.valid=null for none" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"patience": 3}, "patience: needs the scores of a validation set: set data.valid and validate_every"),
+        ({"average": 3}, "average: 3 checkpoints, but checkpoints.keep is 2; raise that"),
+    ],
+)
+def test_an_end_that_cannot_be_is_refused(tree: Tree, keys: Tree, problem: str) -> None:
+    """Early stopping without scores, and a mean of checkpoints that are not kept."""
+    tree["data"]["valid"] = None
+    with pytest.raises(ConfigError) as caught:
+        check_recipe({**tree, **keys}, "r.yaml")
+    assert problem in str(caught.value)
