@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
 from starling.configuration import Config
@@ -122,10 +121,11 @@ def augment_waveform(
     if config.noise_snr is not None and generator.random() < config.noise_probability:
         snr = generator.uniform(*config.noise_snr)
         power = float(waveform.square().mean())
-        noise = generator.standard_normal(len(waveform), dtype=np.float32)
-        if config.noise_colour == "random":
-            noise = _coloured(noise, generator.uniform(0.0, 2.0))
-        waveform = waveform + torch.from_numpy(noise) * math.sqrt(power / 10 ** (snr / 10))
+        if config.noise_colour == "white":
+            noise = torch.from_numpy(generator.standard_normal(len(waveform), dtype=np.float32))
+        else:
+            noise = _coloured_noise(len(waveform), generator)
+        waveform = waveform + noise * math.sqrt(power / 10 ** (snr / 10))
     if config.gain_db is not None:
         waveform = waveform * 10 ** (generator.uniform(*config.gain_db) / 20)
     return waveform
@@ -179,12 +179,19 @@ def _babble(num_samples: int, others: Sequence[torch.Tensor], generator: np.rand
     return mixed
 
 
-def _coloured(noise: NDArray[np.float32], slope: float) -> NDArray[np.float32]:
-    """White noise `[T]` with its power made proportional to 1 / f^slope, at the same mean power."""
-    spectrum = np.fft.rfft(noise)
-    spectrum *= np.maximum(1.0, np.arange(len(spectrum))) ** (-slope / 2)
-    coloured = np.fft.irfft(spectrum, len(noise))
-    return (coloured / np.sqrt(np.mean(np.square(coloured)))).astype(np.float32)
+def _coloured_noise(num_samples: int, generator: np.random.Generator) -> torch.Tensor:
+    """Noise `[num_samples]` with a mean power of 1, which is proportional to 1 / f^a; a is drawn from 0 to 2.
+
+    It repeats after 16,384 samples, because longer FFTs would take longer than all the rest; so would those of other
+    sizes than powers of 2.
+    """
+    import torch
+
+    size = min(1 << 14, 1 << (num_samples - 1).bit_length())
+    spectrum = torch.fft.rfft(torch.from_numpy(generator.standard_normal(size, dtype=np.float32)))
+    spectrum *= torch.arange(len(spectrum)).clamp(min=1) ** (-generator.uniform(0.0, 2.0) / 2)
+    noise = torch.fft.irfft(spectrum, size).repeat(-(-num_samples // size))[:num_samples]
+    return noise / noise.square().mean().sqrt()
 
 
 def spec_augment(features: list[torch.Tensor], config: SpecAugmentConfig, seed: int) -> list[torch.Tensor]:
