@@ -24,15 +24,12 @@ SPEAKERS = {"train": 74, "dev": 5, "test": 10}
 UTTERANCES = {"train": 950, "dev": 65, "test": 130}
 SEED = 2026
 
-LETTERS = dict(
-    zip(
-        "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
-        "ay,bee,see,dee,ee,eff,jee,aitch,eye,jay,kay,ell,em,en,oh,pee,cue,are,ess,tee,you,vee,double you,ex,why,zee".split(
-            ","
-        ),
-        strict=True,
-    )
-)  # how each letter's name is written for the synthesiser
+LETTERS = {
+    **{"A": "ay", "B": "bee", "C": "see", "D": "dee", "E": "ee", "F": "eff", "G": "jee", "H": "aitch", "I": "eye"},
+    **{"J": "jay", "K": "kay", "L": "ell", "M": "em", "N": "en", "O": "oh", "P": "pee", "Q": "cue", "R": "are"},
+    **{"S": "ess", "T": "tee", "U": "you", "V": "vee", "W": "double you", "X": "ex", "Y": "why", "Z": "zee"},
+}
+"""How each letter's name is written for the synthesiser."""
 DIGITS = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")
 TEENS = (
     "TEN", "ELEVEN", "TWELVE", "THIRTEEN", "FOURTEEN", "FIFTEEN", "SIXTEEN", "SEVENTEEN", "EIGHTEEN", "NINETEEN",
@@ -55,7 +52,9 @@ SYLLABLES = (
 
 def draw_text(random: np.random.Generator) -> str:
     """A spelled word, a telephone or house number, a number in words, a date, or a command."""
-    kind = random.choice(["spelled", "digits", "number", "date", "address", "command"], p=[0.3, 0.2, 0.15, 0.15, 0.1, 0.1])
+    kind = random.choice(
+        ["spelled", "digits", "number", "date", "address", "command"], p=[0.3, 0.2, 0.15, 0.15, 0.1, 0.1]
+    )
     if kind == "spelled":
         return _spelled(random, int(random.integers(2, 5)))
     if kind == "digits":
@@ -102,7 +101,9 @@ def _sentences(name: str) -> Iterator[tuple[str, str, Sentence, NDArray[np.float
         for _ in range(share):
             text = draw_text(random)
             spoken = " ".join(LETTERS.get(word, word.lower()) for word in text.split())
-            sentence = Sentence(spoken, voice, rate + int(random.integers(-10, 11)), pitch, int(random.integers(35, 66)))
+            sentence = Sentence(
+                spoken, voice, rate + int(random.integers(-10, 11)), pitch, int(random.integers(35, 66))
+            )
             yield f"{name}{speaker:02d}", text, sentence, own_room, random
 
 
@@ -114,7 +115,9 @@ def main(folder: Path) -> None:
         planned = list(_sentences(name))
         seconds = 0.0
         spoken = speak([sentence for _, _, sentence, _, _ in planned])
-        for number, ((speaker, text, _, own_room, random), (samples, rate)) in enumerate(zip(planned, spoken, strict=True)):
+        for number, ((speaker, text, _, own_room, random), (samples, rate)) in enumerate(
+            zip(planned, spoken, strict=True)
+        ):
             speech = np.convolve(_at_16_khz(samples, rate), own_room).astype(np.float32)
             audio = add_noise(speech, random, (15.0, 30.0))
             path = f"flac/{speaker}-{number:04d}.flac"

@@ -42,7 +42,9 @@ def test_noise_has_the_power_that_was_asked_for():
     assert float(noise.square().mean()) == pytest.approx(0.5 / 10, rel=0.05)
 
 
-def added(config: AugmentConfig, speech: torch.Tensor, seed: int = 0, others: Sequence[torch.Tensor] = ()) -> np.ndarray:
+def added(
+    config: AugmentConfig, speech: torch.Tensor, seed: int = 0, others: Sequence[torch.Tensor] = ()
+) -> np.ndarray:
     """What augmentation adds to speech."""
     return (augment_waveform(speech, 8000, config, np.random.default_rng(seed), others) - speech).double().numpy()
 

@@ -122,9 +122,7 @@ def transcribe(experiment: Path, files: Sequence[Path], tell: Say, is_best: bool
         tell(f"{file}\t{text}")
 
 
-def load_recogniser(
-    experiment: Path, recipe: Recipe, is_best: bool = False, average: int | None = None
-) -> Recogniser:
+def load_recogniser(experiment: Path, recipe: Recipe, is_best: bool = False, average: int | None = None) -> Recogniser:
     """The newest consensus model of an experiment, the mean of its `average` newest ones (None: the recipe's number),
     or the best on the validation set; on the recipe's device. Raises CheckpointError if there is none."""
     use_threads(recipe, 1)

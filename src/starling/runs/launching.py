@@ -36,8 +36,8 @@ def run_learners(
 ) -> None:
     """Run the learners of `run`, each a process of `command`, until all have exited.
 
-    Their messages are shown and then passed to `on_message`. Once `is_enough`, they save and end early. Raises the error that ended the run; if there is a
-    checkpoint, with a note that contains `how_to_resume`.
+    Their messages are shown and then passed to `on_message`. Once `is_enough`, they save and end early. Raises the
+    error that ended the run; if there is a checkpoint, with a note that contains `how_to_resume`.
     """
     following.on_look = display.tick
     roster = following.roster

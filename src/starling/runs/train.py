@@ -56,7 +56,9 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
             if isinstance(message, ModelSaved):
                 validation.saved(Path(message.folder))
 
-        run_learners(recipe, folder, command, following, display, how_to_resume(folder), on_message, validation.is_enough)
+        run_learners(
+            recipe, folder, command, following, display, how_to_resume(folder), on_message, validation.is_enough
+        )
     with following.scoring():
         is_best = recipe.patience is not None and best_model(folder) is not None
         evaluate(folder.path, None, tell, console, is_best)

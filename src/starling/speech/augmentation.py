@@ -163,7 +163,8 @@ def _convolved(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
 
     size = 1 << (len(waveform) + len(response) - 1).bit_length()
     product = torch.fft.rfft(waveform, size) * torch.fft.rfft(response, size)
-    return torch.fft.irfft(product, size)[: len(waveform)]
+    heard: torch.Tensor = torch.fft.irfft(product, size)[: len(waveform)]
+    return heard
 
 
 def _babble(num_samples: int, others: Sequence[torch.Tensor], generator: np.random.Generator) -> torch.Tensor:
@@ -190,8 +191,9 @@ def _coloured_noise(num_samples: int, generator: np.random.Generator) -> torch.T
     size = min(1 << 14, 1 << (num_samples - 1).bit_length())
     spectrum = torch.fft.rfft(torch.from_numpy(generator.standard_normal(size, dtype=np.float32)))
     spectrum *= torch.arange(len(spectrum)).clamp(min=1) ** (-generator.uniform(0.0, 2.0) / 2)
-    noise = torch.fft.irfft(spectrum, size).repeat(-(-num_samples // size))[:num_samples]
-    return noise / noise.square().mean().sqrt()
+    noise: torch.Tensor = torch.fft.irfft(spectrum, size).repeat(-(-num_samples // size))[:num_samples]
+    noise /= noise.square().mean().sqrt()
+    return noise
 
 
 def spec_augment(features: list[torch.Tensor], config: SpecAugmentConfig, seed: int) -> list[torch.Tensor]:

@@ -87,8 +87,8 @@ def check_ctc_fits(
     if found and on_too_short == "fail":
         shown = ", ".join(f"{each.id} ({each.frames} frames, {each.needed} needed)" for each in found[:5])
         raise DataError(
-            f"{len(found)} of {len(speech_set)} utterances have too few encoder frames for CTC at speed {fastest * tempo:g}: "
-            f"{shown}{', ...' if len(found) > 5 else ''}. Raise data.filter.min_seconds, lower "
+            f"{len(found)} of {len(speech_set)} utterances have too few encoder frames for CTC at speed "
+            f"{fastest * tempo:g}: {shown}{', ...' if len(found) > 5 else ''}. Raise data.filter.min_seconds, lower "
             f"model.subsampling (now {model.shape.subsampling}), use longer tokens, or leave them out with "
             "data.filter.on_bad=skip"
         )
