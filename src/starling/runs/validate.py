@@ -69,6 +69,7 @@ class Validation:
         self._best = _score_of(best_model(folder), "wer")
         self._best_epochs = _score_of(best_model(folder), "epochs") or 0.0
         self._newest_epochs = 0.0
+        self._has_told = False
 
     def __enter__(self) -> Self:
         return self
@@ -134,6 +135,11 @@ class Validation:
         if self._best is None or result.wer <= self._best:  # of two equal models, keep the later one
             self._best = result.wer
             self._keep(checkpoint, {"set": name, "wer": result.wer, "steps": steps, "epochs": epochs})
+        if self.is_enough() and not self._has_told:
+            self._has_told = True
+            self._say(
+                f"no lower error on {name} since epoch {self._best_epochs:g}: training ends; the best model is scored"
+            )
 
     def _keep(self, checkpoint: Checkpoint, scored: dict[str, Any]) -> None:
         """Replace the best model."""
