@@ -21,10 +21,16 @@ MODULES = {"flashlight-text": "flashlight"}
 STUDIES = {"large_batches", "non_iid", "staleness", "staleness_ctc", "stragglers", "stragglers_rates", "topology"}
 STUDIES |= {"models"}
 """Recipes with a section `compare`."""
-RECIPES = STUDIES | {
-    *("demo", "demo_frames", "fsdd", "fsdd_dnn", "fsdd_frames", "fsdd_frames_dev", "fsdd_speakers", "ibm_frames"),
-    *("reader", "reader_children", "speechocean"),
-}
+BASES = {"large", "small"}
+"""Recipes without `data`, for others to build on."""
+RECIPES = (
+    STUDIES
+    | BASES
+    | {
+        *("demo", "demo_frames", "fsdd", "fsdd_dnn", "fsdd_frames", "fsdd_frames_dev", "fsdd_left_out"),
+        *("fsdd_speakers", "ibm_frames", "reader", "reader_children", "speechocean", "spelling"),
+    }
+)
 RECIPES |= {"librispeech100", "mini_librispeech", "common_voice", "mls", "peoples_speech", "gigaspeech"}  # corpora
 RECIPES |= {"switchboard", "timit", "yesno", "domains", "languages"}
 
@@ -140,7 +146,7 @@ def test_a_copied_recipe_is_complete(name: str, tmp_path: Path) -> None:
     copies = [Path(line) for line in result.stdout.splitlines()]
     assert copies[0] == tmp_path / "mine" / f"{name}.yaml"
     assert all(copy.is_file() for copy in copies)
-    if name not in STUDIES:  # a comparison is more than a recipe
+    if name not in STUDIES | BASES:  # a comparison is more than a recipe, a base less
         assert load_recipe(copies[0]) == load_recipe(Path(name))
 
 

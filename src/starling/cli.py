@@ -281,6 +281,10 @@ def evaluate(
         list[str] | None,
         typer.Option("--condition", help="Through a codec, such as telephone or opus-8; may be repeated."),
     ] = None,
+    average: Annotated[
+        int | None,
+        typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Score sets with the newest model of an experiment, and list every error in its decode folder.
@@ -292,7 +296,8 @@ def evaluate(
         require("speech", "starling evaluate")
         from starling.runs import evaluate
 
-        evaluate.evaluate(experiment, sets, typer.echo, _console(), best, not greedy, jobs, conditions or ())
+        given = conditions or ()
+        evaluate.evaluate(experiment, sets, typer.echo, _console(), best, not greedy, jobs, given, average)
 
 
 @app.command(epilog="Example: [bold]starling score exp/demo exp/demo-adpsgd --by speaker[/bold]")

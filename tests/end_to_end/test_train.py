@@ -1,5 +1,6 @@
 """Training through the command line, with real learner processes."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from starling.checkpoint.reader import latest, load
 from starling.cli import app
 from starling.launch.requests import taking_requests
+from starling.runs import validate
 from starling.runs.experiment.timeline import read_timeline
 from tests.mounts import run_with, small_disk
 
@@ -46,6 +48,24 @@ def written(tree: Tree, folder: Path) -> str:
     }
     (folder / "songs.yaml").write_text(yaml.safe_dump(tree))
     return "songs.yaml"
+
+
+def test_a_run_that_has_stopped_learning_ends_and_its_best_model_is_scored(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before its budget is spent, with exit code 0, and a checkpoint from which it could be resumed."""
+    monkeypatch.setattr(validate, "_REST", 1.0)
+    recipe = written(tree, tmp_path)
+    run = starling(
+        tmp_path, "train", recipe, "budget.epochs=100000", "patience=3", "data.valid=test", "checkpoints.epochs=null"
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"no lower error on test since epoch \d+: training ends", run.stderr)
+    experiment = tmp_path / "exp" / "songs"
+    (best,) = (experiment / "best").iterdir()
+    wer = json.loads((best / "score.json").read_text())["wer"]
+    assert run.stdout.splitlines()[1].startswith(f"%WER {wer:.2f} ")
+    assert load(latest(experiment)).manifest.position.num_done >= json.loads((best / "score.json").read_text())["steps"]
 
 
 @pytest.mark.cold

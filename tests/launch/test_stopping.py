@@ -193,6 +193,16 @@ def test_a_signal_to_the_launcher_lets_all_learners_save_and_end(
     assert not list(own_learners())
 
 
+def test_learners_that_have_learnt_enough_save_and_end_without_an_error(tmp_path: Path) -> None:
+    """Before their budget is spent; everything that was computed is in the newest checkpoint."""
+    run = run_for(tmp_path, "run", strategy="adpsgd")
+    when = When(lambda: None, 2)
+    assert launch(run.command(), 2, tmp_path, when, is_enough=lambda: when.is_done) == []
+    assert_seen_once([run], 2)
+    assert 0 < noted(run, 2)[0]["num_done"] == load(newest(run)).manifest.position.num_done
+    assert not list(own_learners())
+
+
 @pytest.mark.parametrize("whom", ["one learner", pytest.param("everybody", marks=pytest.mark.soak)])
 def test_a_signal_to_the_learners_stops_all_of_them_as_one_to_the_launcher_does(whom: str, tmp_path: Path) -> None:
     """Slurm and systemd may signal every process there is, loading processes included: no learner ends before all

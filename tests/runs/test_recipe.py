@@ -20,9 +20,11 @@ from starling.runs.train import check_engine
 from starling.training.stragglers import Pause
 
 Tree = dict[str, Any]
-RECIPES = sorted(  # a comparison is more than a recipe, and has tests of its own
-    path for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml") if "compare" not in read_recipe(path)
-)
+ALL = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+BASES = [path for path in ALL if "data" not in read_recipe(path)]
+RECIPES = [  # a comparison is more than a recipe, and has tests of its own
+    path for path in ALL if path not in BASES and "compare" not in read_recipe(path)
+]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
@@ -32,9 +34,22 @@ def test_the_recipes_that_come_with_starling_are_complete(path: Path) -> None:
     assert check_recipe(yaml.safe_load(dump_recipe(recipe)), "dumped") == recipe
 
 
+@pytest.mark.parametrize("path", BASES, ids=lambda path: path.name)
+def test_a_base_needs_nothing_but_data(path: Path, tree: Tree, tmp_path: Path) -> None:
+    """A name and the data are all that a recipe of one's own says; without data, the message asks for them."""
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump({"base": str(path), "name": "own", "data": tree["data"]}), encoding="utf-8")
+    recipe = load_recipe(own)
+    assert recipe.name == "own"
+    assert recipe.decoding is not None
+    with pytest.raises(ConfigError, match="data: missing; a recipe must set it"):
+        load_recipe(path)
+
+
 def test_there_are_recipes() -> None:
     """The parametrisation above finds them."""
     assert {"demo.yaml", "fsdd.yaml", "speechocean.yaml"} <= {path.name for path in RECIPES}
+    assert {path.name for path in BASES} == {"large.yaml", "small.yaml"}
 
 
 def test_an_unknown_kind_of_corpus_is_answered_with_the_known_ones(tree: Tree) -> None:
@@ -345,3 +360,18 @@ def test_a_recipe_without_a_dev_set_is_told_which_key_names_it(tree: Tree) -> No
     ) as caught:
         check_recipe(tree, "r.yaml")
     assert "set data.valid=null for none" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"patience": 3}, "patience: needs the scores of a validation set: set data.valid and validate_every"),
+        ({"average": 3}, "average: 3 checkpoints, but checkpoints.keep is 2; raise that"),
+    ],
+)
+def test_an_end_that_cannot_be_is_refused(tree: Tree, keys: Tree, problem: str) -> None:
+    """Early stopping without scores, and a mean of checkpoints that are not kept."""
+    tree["data"]["valid"] = None
+    with pytest.raises(ConfigError) as caught:
+        check_recipe({**tree, **keys}, "r.yaml")
+    assert problem in str(caught.value)

@@ -13,6 +13,7 @@ from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.report.epochs import Score
 from starling.runs import validate
+from starling.runs.evaluate import load_recogniser
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.job import ModelWriter
 from starling.runs.keeping import SaveChoice, model_writer
@@ -94,6 +95,49 @@ def test_the_best_model_is_kept_also_across_a_resume(tree: Tree, monkeypatch: py
         assert [path.name for path in folder.best.iterdir()] == [kept.name] == [best]
     assert json.loads((kept / "score.json").read_text()) == {"set": "test", "wer": 40.0, "steps": 8, "epochs": 2}
     Recogniser.load(kept)
+
+
+def test_training_ends_when_the_error_has_not_fallen_for_as_long_as_patience_allows(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In epochs, since the last lower error; an error of 100 %, with which training begins, may stay for longer. A
+    resumed run counts from the best model of the run before it."""
+    recipe, folder = ready({**tree, "patience": 3})
+    rates = {1: 100.0, 5: 100.0, 6: 50.0, 8: 50.0, 9: 40.0, 11: 45.0, 12: 41.0}
+    of_score = iter(rates.values())
+    monkeypatch.setattr(validate, "score", lambda references, hypotheses: Scored(next(of_score)))
+    enough = {}
+    for epoch in rates:
+        with Validation(recipe, folder, lambda line: None, lambda score: None) as validation:
+            assert not validation.is_enough()
+            validation.saved(write(folder, epoch))
+        enough[epoch] = validation.is_enough()
+    assert [epoch for epoch, is_enough in enough.items() if is_enough] == [12]
+
+
+def test_without_patience_only_the_budget_ends_a_run(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the error has not fallen."""
+    recipe, folder = ready(tree)
+    monkeypatch.setattr(validate, "score", lambda references, hypotheses: Scored(50.0))
+    for epoch in (1, 1000):
+        with Validation(recipe, folder, lambda line: None, lambda score: None) as validation:
+            validation.saved(write(folder, epoch))
+    assert not validation.is_enough()
+
+
+@pytest.mark.parametrize(("number", "mean"), [(None, 5.0), (1, 7.0), (2, 6.0), (9, 4.0)])
+def test_the_mean_of_the_newest_checkpoints_is_scored(tree: Tree, number: int | None, mean: float) -> None:
+    """Of as many as the recipe says, or as are asked for; of all, if there are fewer."""
+    recipe, folder = ready({**tree, "average": 3, "checkpoints": {"keep": 5}})
+    model = Recogniser.load(folder.initial).model
+    writer = CheckpointWriter(
+        folder.checkpoints, lambda name: 1, ModelWriter(folder.initial), fingerprints(recipe), keep=5
+    )
+    for step, weight in enumerate((1.0, 3.0, 5.0, 7.0), 1):
+        weights = torch.full((count_parameters(model),), weight)
+        writer.save(LearnerState(0, 1, Position(Ticket(step, 0, 4 * step)), 0.0, weights, {}, {}, epochs_ended=step))
+    found = load_recogniser(folder.path, recipe, average=number)
+    assert {float(each) for each in torch.cat([each.detach().flatten() for each in found.model.parameters()])} == {mean}
 
 
 def test_scoring_takes_a_twentieth_of_the_time_at_most(tree: Tree) -> None:

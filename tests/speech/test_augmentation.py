@@ -1,13 +1,21 @@
 """Augmentation: what it does to audio, and that its chance is ours alone."""
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
-from starling.speech.augmentation import AugmentConfig, SpecAugmentConfig, augment_waveform, spec_augment
+from starling.speech.augmentation import (
+    AugmentConfig,
+    SpecAugmentConfig,
+    augment_waveform,
+    draw_warp,
+    impulse_response,
+    spec_augment,
+)
 from starling.speech.chance import borrowed_generators
 
 
@@ -32,6 +40,82 @@ def test_noise_has_the_power_that_was_asked_for():
     config = AugmentConfig(speed=(1.0,), noise_snr=(10, 10), noise_probability=1)
     noise = augment_waveform(tone(1000), 8000, config, np.random.default_rng(0)) - tone(1000)
     assert float(noise.square().mean()) == pytest.approx(0.5 / 10, rel=0.05)
+
+
+def added(
+    config: AugmentConfig, speech: torch.Tensor, seed: int = 0, others: Sequence[torch.Tensor] = ()
+) -> np.ndarray:
+    """What augmentation adds to speech."""
+    return (augment_waveform(speech, 8000, config, np.random.default_rng(seed), others) - speech).double().numpy()
+
+
+def test_coloured_noise_has_the_power_that_was_asked_for_and_falls_with_frequency():
+    """Its power is that of white noise; its spectrum is 1/f^a with an a from 0 to 2, drawn for each utterance."""
+    config = AugmentConfig(speed=(1.0,), noise_snr=(10, 10), noise_probability=1, noise_colour="random")
+    slopes = []
+    for seed in range(20):
+        noise = added(config, tone(1000, 32000), seed)
+        assert np.mean(noise**2) == pytest.approx(0.5 / 10, rel=1e-3)
+        power = np.abs(np.fft.rfft(noise)) ** 2
+        octaves = np.log2([power[500:1000].mean(), power[8000:16000].mean()])
+        slopes.append((octaves[0] - octaves[1]) / 4)
+    assert -0.1 < min(slopes) < 0.5
+    assert 1.5 < max(slopes) < 2.1
+
+
+def test_babble_is_speech_of_the_others_at_the_level_that_was_asked_for():
+    """One to three others, each from a random place on; nothing that was not among them."""
+    config = AugmentConfig(speed=(1.0,), babble_snr=(20, 20), babble_probability=1)
+    others = [tone(frequency, 2000) for frequency in (500, 1500, 2500)]
+    numbers = set()
+    for seed in range(20):
+        babble = added(config, tone(1000), seed, others)
+        assert np.mean(babble**2) == pytest.approx(0.5 / 100, rel=1e-3)
+        power = np.abs(np.fft.rfft(babble)) ** 2
+        heard = [power[frequency - 2 : frequency + 3].sum() for frequency in (500, 1500, 2500)]
+        assert sum(heard) / power.sum() > 0.99
+        numbers.add(sum(each > 0.05 * max(heard) for each in heard))
+    assert numbers == {1, 2, 3}
+    assert not added(config, tone(1000)).any()
+
+
+def test_a_rooms_echo_decays_by_60_db_in_the_time_that_was_drawn():
+    """The direct sound comes first and is 1; the echo's power falls on a straight line in dB."""
+    response = impulse_response(8000, (0.5, 0.5), np.random.default_rng(0)).double().numpy()
+    assert len(response) == 4000
+    assert response[0] == 1.0
+    early, late = (10 * np.log10(np.mean(response[part] ** 2)) for part in (slice(400, 800), slice(3200, 3600)))
+    assert early - late == pytest.approx(60 * 2800 / 4000, abs=1.5)
+    assert 0.1 <= np.sum(response[1:] ** 2) <= 1.0001
+
+
+def test_reverberation_is_a_convolution_with_a_room():
+    """As NumPy convolves, cut to the utterance's length."""
+    config = AugmentConfig(speed=(1.0,), reverberation=(0.1, 0.3), reverberation_probability=1)
+    generator = np.random.default_rng(5)
+    generator.choice([1.0])
+    generator.random()
+    room = impulse_response(8000, (0.1, 0.3), generator).double().numpy()
+    speech = tone(440, 3001)
+    heard = augment_waveform(speech, 8000, config, np.random.default_rng(5)).double().numpy()
+    np.testing.assert_allclose(heard, np.convolve(speech.double().numpy(), room)[:3001], atol=1e-5)
+
+
+def test_the_level_changes_by_as_much_as_was_asked_for():
+    """In dB."""
+    config = AugmentConfig(speed=(1.0,), gain_db=(-6, -6))
+    louder = augment_waveform(tone(1000), 8000, config, np.random.default_rng(0))
+    torch.testing.assert_close(louder, tone(1000) * 10 ** (-6 / 20))
+
+
+def test_warps_are_drawn_from_their_ranges_in_steps_of_a_hundredth():
+    """So that there are few mel banks; nothing is drawn where nothing is to be changed."""
+    config = AugmentConfig(tempo=(0.8, 1.25), vocal_tract=(0.9, 1.1))
+    drawn = [draw_warp(config, np.random.default_rng(seed)) for seed in range(300)]
+    tempos, frequencies = {each.tempo for each in drawn}, {each.frequency for each in drawn}
+    assert (min(tempos), max(tempos), min(frequencies), max(frequencies)) == (0.8, 1.25, 0.9, 1.1)
+    assert frequencies <= {hundredths / 100 for hundredths in range(90, 111)}
+    assert draw_warp(AugmentConfig(), np.random.default_rng(0)) is None
 
 
 def test_masks_stay_within_their_limits():
@@ -83,7 +167,20 @@ def test_borrowed_generators_are_given_back():
         assert draw() == inside
 
 
-@pytest.mark.parametrize("wrong", [{"speed": []}, {"speed": [0.1]}, {"noise_snr": [20, 10]}, {"sped": [1.0]}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"speed": []},
+        {"speed": [0.1]},
+        {"noise_snr": [20, 10]},
+        {"sped": [1.0]},
+        {"tempo": [0.1, 1.0]},
+        {"vocal_tract": [1.1, 0.9]},
+        {"vocal_tract": [1.0, 1.5]},
+        {"reverberation": [0.0, 0.3]},
+        {"babble_snr": [float("nan"), 10]},
+    ],
+)
 def test_impossible_augmentation_is_refused(wrong):
     """Empty or absurd speeds, reversed ranges and unknown keys never start a run."""
     with pytest.raises(ValidationError):

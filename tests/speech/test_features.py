@@ -9,6 +9,7 @@ from tones import song_set
 
 from starling.errors import DataError
 from starling.speech.features import FeatureConfig, LogMel, resample
+from starling.speech.mel import Warp, mel_bank
 
 
 def noise(seconds: float, rate: int, seed: int = 0) -> torch.Tensor:
@@ -119,3 +120,41 @@ def test_resampling_keeps_a_tone_in_place():
     low = resample(tone[None], 16000, 8000)[0]
     expected = torch.sin(2 * torch.pi * 1000 * torch.arange(8000) / 8000)
     torch.testing.assert_close(low[100:-100], expected[100:-100], atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize(("rate", "num_mels"), [(8000, 40), (16000, 80)])
+def test_the_mel_bank_is_that_of_lhotse_and_a_warped_one_moves_tones(rate, num_mels):
+    """Without warping the same filters. With a factor, a tone is heard where a tone of that many times its frequency
+    would be; near the Nyquist frequency it stays where it is."""
+    log_mel = LogMel(FeatureConfig(normalise="none"), rate)
+    layer = Wav2LogFilterBank(rate, num_filters=num_mels, high_freq=-400.0)
+    plain = mel_bank(num_mels, layer.fft_length, rate, 20.0, -400.0)
+    torch.testing.assert_close(plain, layer._fb, atol=5e-5, rtol=0)
+
+    def loudest(frequency: float, warp: float) -> float:
+        waveform = torch.sin(2 * torch.pi * frequency * torch.arange(rate) / rate)
+        energies = log_mel.bands([waveform], [Warp(1.0, warp)])[0].mean(0).exp()
+        return float((energies * torch.arange(num_mels)).sum() / energies.sum())
+
+    for warp in (0.8, 0.93, 1.1, 1.25):
+        for frequency in (400.0, 1000.0, 2000.0):
+            assert loudest(frequency, warp) == pytest.approx(loudest(warp * frequency, 1.0), abs=0.25)
+        assert mel_bank(num_mels, layer.fft_length, rate, 20.0, 0.0, warp)[-2].argmax() == num_mels - 1
+
+
+def test_a_tempo_changes_the_number_of_frames_and_not_the_spectrum():
+    """Twice as fast is every second frame: the same numbers as with a frame shift of twice as many samples."""
+    waveform = noise(2.0, 8000)
+    log_mel = LogMel(FeatureConfig(normalise="none"), 8000)
+    (fast,) = log_mel.bands([waveform], [Warp(tempo=1.5)])
+    (oracle,) = LogMel(FeatureConfig(normalise="none", frame_shift=0.015), 8000).bands([waveform])
+    assert len(fast) == log_mel.num_frames(len(waveform), 1.5) == len(oracle)
+    torch.testing.assert_close(fast, oracle)
+
+
+def test_an_unwarped_utterance_has_the_features_of_one_without_warp():
+    """To the bit, so that factors of 1 are no special case."""
+    waveforms = [noise(length, 8000) for length in (0.025, 0.5, 3.1)]
+    log_mel = LogMel(FeatureConfig(), 8000)
+    for plain, warped in zip(log_mel.batch(waveforms), log_mel.batch(waveforms, [Warp()] * 3), strict=True):
+        assert torch.equal(plain, warped)

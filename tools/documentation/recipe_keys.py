@@ -108,7 +108,7 @@ def _row(key: Key) -> str:
 def _sections(
     model: type[BaseModel], path: str, condition: str = "", above: frozenset[type[BaseModel]] = frozenset()
 ) -> Iterator[Section]:
-    """The sections of a model, except those of models `above`: they are described where they stand first."""
+    """The sections of a model and of those inside it. A model inside itself (`above`) is not described again."""
     keys, inner = [], []
     for name, field in model.model_fields.items():
         below = f"{path}.{name}" if path else name
@@ -116,9 +116,8 @@ def _sections(
         inner += found
         keys.append(_key(model, name, field, below, [kind for _, kind in found]))
     yield Section(path, condition, _description(model), tuple(keys))
-    before = above
-    above |= {kind for _, kind in inner}
-    inner = [each for each in inner if each[1] not in before]
+    above |= {model}
+    inner = [each for each in inner if each[1] not in above]
     for below, kind in inner:
         if kind is not StrategyChoice:
             beside = [each for place, each in inner if place == below]

@@ -52,6 +52,7 @@ def launch(
     silence_seconds: Seconds = math.inf,
     changes: Changes = NO_CHANGES,
     roster: Roster | None = None,
+    is_enough: Callable[[], bool] = lambda: False,
 ) -> list[Loss]:
     """Run `command` in `world` learner processes until all have exited, and return the losses that the others survived.
 
@@ -67,6 +68,7 @@ def launch(
         silence_seconds: A learner that sends no heartbeat for so long is killed.
         changes: Which learners may join or be restarted; only with `on_loss`.
         roster: Where the learners are recorded; pass one to read it during the run.
+        is_enough: Whether the learners shall save and end before their budget is spent, which is no error.
 
     Raises:
         PeerLost: A learner was killed, and the others cannot continue.
@@ -90,7 +92,7 @@ def launch(
             for learner_id in range(world):
                 begin(learner_id, joins=False)
             joiners = Joiners(changes, roster, begin)
-            watch = Watch(roster, on_message, on_loss, silence_seconds, received, changes, joiners)
+            watch = Watch(roster, on_message, on_loss, silence_seconds, received, changes, joiners, is_enough)
             watch.until_all_ended()
             return watch.losses
         finally:

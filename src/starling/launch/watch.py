@@ -1,6 +1,7 @@
 """Watches the learners of a launcher: reads their messages, decides which are lost, and announces memberships."""
 
 import selectors
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -37,6 +38,7 @@ class Watch:
         received: "list[int]",
         changes: Changes,
         joiners: Joiners,
+        is_enough: Callable[[], bool] = lambda: False,
     ) -> None:
         self.losses: list[Loss] = []
         self._roster = roster
@@ -47,6 +49,7 @@ class Watch:
         self._received_by_learners: list[int] = []
         self._changes = changes
         self._joiners = joiners
+        self._is_enough = is_enough
         self._all_here: float | None = None
         """Since when all members of the newest membership, except joiners, have been waiting for the others."""
         self._asked_to_stop: Seconds | None = None
@@ -60,6 +63,8 @@ class Watch:
                 self._read(selector, READ)
                 if number := self._signal():
                     self._stop(number)
+                elif self._asked_to_stop is not None or self._is_enough():
+                    self._stop(signal.SIGTERM)
                 self._kill_silent()
                 if not self._handle_exits(selector):
                     break

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from starling.checkpoint.reader import latest, load
+from starling.checkpoint.reader import checkpoints_in, latest, load
 from starling.errors import CheckpointError, ConfigError, DataError, MissingExtraError, did_you_mean
 from starling.extras import require
 from starling.report.progress import Bars, Say
@@ -43,12 +43,13 @@ def evaluate(
     with_beam: bool | None = None,
     jobs: int = 1,
     conditions: Sequence[str] = (),
+    average: int | None = None,
 ) -> None:
     """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
 
     With `conditions`, which are codecs, the audio goes through each of them, and a set is scored as `test@telephone`.
 
-    The model is the newest one, or with `is_best` the one that scored best on the validation set. Files that list every
+    The model is that of `load_recogniser`. Files that list every
     error go to the experiment's `decode` folder. `with_beam` adds the scores of beam searches, by `jobs` processes, for
     a model with CTC (None: if the recipe has a section `decoding`). Raises CheckpointError if there is no model,
     ConfigError for a set that the recipe does not define.
@@ -62,7 +63,7 @@ def evaluate(
             check_codec(codec)
         except ValueError as error:
             raise ConfigError(f"--condition: {error}") from error
-    recogniser = load_recogniser(experiment, recipe, is_best)
+    recogniser = load_recogniser(experiment, recipe, is_best, average)
     if with_beam is None:
         with_beam = recipe.decoding is not None
     with ExitStack() as stack:
@@ -191,9 +192,9 @@ def _text(recogniser: Recogniser, features: Tensor, search: BestSearch | None) -
     return search.texts[""]
 
 
-def load_recogniser(experiment: Path, recipe: Recipe, is_best: bool = False) -> Recogniser:
-    """The newest consensus model of an experiment, or the best on the validation set, on the recipe's device. Raises
-    CheckpointError if there is none."""
+def load_recogniser(experiment: Path, recipe: Recipe, is_best: bool = False, average: int | None = None) -> Recogniser:
+    """The newest consensus model of an experiment, the mean of its `average` newest ones (None: the recipe's number),
+    or the best on the validation set; on the recipe's device. Raises CheckpointError if there is none."""
     use_threads(recipe, 1)
     best = best_model(ExperimentFolder(experiment))
     if is_best and best is None:
@@ -201,9 +202,25 @@ def load_recogniser(experiment: Path, recipe: Recipe, is_best: bool = False) -> 
             f"{experiment / 'best'}: no model was scored during training; set data.valid and train again, or use the "
             "newest model, without --best"
         )
-    recogniser = Recogniser.load(best if is_best and best is not None else load(latest(experiment)).model_folder)
+    if is_best and best is not None:
+        recogniser = Recogniser.load(best)
+    else:
+        recogniser = _mean(experiment, recipe.average if average is None else average)
     if recipe.engine.device != "cpu" and torch.cuda.is_available():
         recogniser.model.to("cuda")
+    return recogniser
+
+
+def _mean(experiment: Path, number: int) -> Recogniser:
+    """The recogniser whose weights are the mean of those of the newest checkpoints; of fewer, if there are fewer."""
+    newest = latest(experiment)
+    folders = [path for path in checkpoints_in(newest.parent) if path != newest][1 - number :] if number > 1 else []
+    recogniser = Recogniser.load(load(newest).model_folder)
+    state = recogniser.model.state_dict()
+    others = [Recogniser.load(load(path).model_folder).model.state_dict() for path in folders]
+    for name, values in state.items():
+        if others and values.is_floating_point():
+            values.copy_(torch.stack([values, *(other[name] for other in others)]).double().mean(0))
     return recogniser
 
 

@@ -32,11 +32,12 @@ def run_learners(
     display: Display,
     how_to_resume: str,
     on_message: Callable[[LearnerMessage], None] = lambda message: None,
+    is_enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run the learners of `run`, each a process of `command`, until all have exited.
 
-    Their messages are shown and then passed to `on_message`. Raises the error that ended the run; if there is a
-    checkpoint, with a note that contains `how_to_resume`.
+    Their messages are shown and then passed to `on_message`. Once `is_enough`, they save and end early. Raises the
+    error that ended the run; if there is a checkpoint, with a note that contains `how_to_resume`.
     """
     following.on_look = display.tick
     roster = following.roster
@@ -64,6 +65,7 @@ def run_learners(
                 run.engine.timeout_seconds,
                 changes(run, requests, display.say, on_join, display.left_out),
                 roster,
+                is_enough,
             )
     except StarlingError as error:
         raise resumable(error, folder, how_to_resume) from None

@@ -24,7 +24,7 @@ from starling.runs.learning import Task, learn
 from starling.runs.planning.auto import choose_before, choose_together, kept, with_choice
 from starling.runs.recipe.recipe import Recipe, fingerprints, recipe_digest
 from starling.runs.setup import set_up_and_claim
-from starling.runs.validate import Validation
+from starling.runs.validate import Validation, best_model
 from starling.timeouts import SET_UP
 
 
@@ -56,9 +56,12 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
             if isinstance(message, ModelSaved):
                 validation.saved(Path(message.folder))
 
-        run_learners(recipe, folder, command, following, display, how_to_resume(folder), on_message)
+        run_learners(
+            recipe, folder, command, following, display, how_to_resume(folder), on_message, validation.is_enough
+        )
     with following.scoring():
-        evaluate(folder.path, None, tell, console)
+        is_best = recipe.patience is not None and best_model(folder) is not None
+        evaluate(folder.path, None, tell, console, is_best)
 
 
 def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Console) -> None:

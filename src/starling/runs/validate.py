@@ -66,7 +66,10 @@ class Validation:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starling-validation")
         self._under_way: Future[None] | None = None
         self._is_over = threading.Event()
-        self._best = _score_of(best_model(folder))
+        self._best = _score_of(best_model(folder), "wer")
+        self._best_epochs = _score_of(best_model(folder), "epochs") or 0.0
+        self._newest_epochs = 0.0
+        self._has_told = False
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +80,14 @@ class Validation:
         self._is_over.set()
         self._thread.shutdown(wait=error is None, cancel_futures=error is not None)
         shutil.rmtree(self._folder.validation, ignore_errors=True)
+
+    def is_enough(self) -> bool:
+        """Whether the error has not fallen for as many epochs as the recipe's `patience` allows. An error of 100 % or
+        more, with which training begins, may stay for longer."""
+        patience = self._recipe.patience
+        if patience is None or self._best is None or self._best >= 100.0:
+            return False
+        return self._newest_epochs - self._best_epochs >= patience
 
     def saved(self, folder: Path, is_last: bool = False) -> None:
         """Score a new checkpoint or model if none is being scored, or if it is the final one (`is_last`)."""
@@ -118,9 +129,17 @@ class Validation:
         curves = Curves(self._folder.tensorboard / "valid")
         curves.word_error_rate(result.wer, steps)
         curves.close()
+        self._newest_epochs = self._newest_epochs if epochs is None else float(epochs)
+        if self._best is None or result.wer < self._best:
+            self._best_epochs = self._newest_epochs
         if self._best is None or result.wer <= self._best:  # of two equal models, keep the later one
             self._best = result.wer
             self._keep(checkpoint, {"set": name, "wer": result.wer, "steps": steps, "epochs": epochs})
+        if self.is_enough() and not self._has_told:
+            self._has_told = True
+            self._say(
+                f"no lower error on {name} since epoch {self._best_epochs:g}: training ends; the best model is scored"
+            )
 
     def _keep(self, checkpoint: Checkpoint, scored: dict[str, Any]) -> None:
         """Replace the best model."""
@@ -137,9 +156,9 @@ class Validation:
                 remove(other)
 
 
-def _score_of(model: Path | None) -> float | None:
-    """The word error rate of the best model; None if there is none or it cannot be read."""
+def _score_of(model: Path | None, key: str) -> float | None:
+    """The word error rate of the best model, or its epochs; None if there is none or it cannot be read."""
     try:
-        return None if model is None else float(json.loads((model / _SCORE).read_text(encoding="utf-8"))["wer"])
+        return None if model is None else float(json.loads((model / _SCORE).read_text(encoding="utf-8"))[key])
     except (OSError, ValueError, KeyError, TypeError):
         return None

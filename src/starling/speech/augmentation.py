@@ -1,9 +1,13 @@
-"""Augmentation of training audio: speed, noise, codecs, SpecAugment. All randomness comes from explicit seeds."""
+"""Augmentation of training audio: speed, tempo, vocal tract, noise, babble, reverberation, level, codecs, SpecAugment.
+
+All of it is made on the fly, and all randomness comes from explicit seeds.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -14,6 +18,9 @@ from starling.speech.codecs import Codec, transmitted_tensor
 if TYPE_CHECKING:
     import torch
 
+    from starling.speech.mel import Warp
+
+_STEP = 0.01  # factors are rounded to it, so that few mel banks are made
 _MIN_FRAMES_TO_MASK = 20  # below this, masks would hide whole phones or be empty
 
 
@@ -29,16 +36,38 @@ class SpecAugmentConfig(Config):
     max_time_masked: float = Field(default=0.15, ge=0, le=1, description="share of the frames that masks may cover")
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+Range = tuple[float, float]
+_LIMITS = {"tempo": (0.5, 2.0), "vocal_tract": (0.75, 1.3), "reverberation": (0.01, 2.0)}
+
+
 class AugmentConfig(Config):
-    """How training audio is augmented; the `augment:` section of a recipe."""
+    """How training audio is augmented; the `augment:` section of a recipe.
+
+    Ranges are [lowest, highest], and a value is drawn from them uniformly for each utterance.
+    """
 
     speed: tuple[float, ...] = Field(default=(0.9, 1.0, 1.1), description="factors drawn from, one per utterance")
-    noise_snr: tuple[float, float] | None = Field(default=None, description="dB range of added white noise")
-    noise_probability: float = Field(default=0.5, ge=0, le=1, description="share of utterances with added noise")
+    tempo: Range | None = Field(default=None, description="factors of the tempo alone; the pitch stays")
+    vocal_tract: Range | None = Field(
+        default=None, description="factors of the frequency axis (vocal tract length perturbation)"
+    )
+    reverberation: Range | None = Field(
+        default=None, description="seconds in which the echo of a synthetic room decays by 60 dB"
+    )
+    reverberation_probability: Share = Field(default=0.3, description="share of utterances with reverberation")
+    babble_snr: Range | None = Field(default=None, description="dB range of added speech of the same mini-batch")
+    babble_probability: Share = Field(default=0.3, description="share of utterances with added speech")
+    noise_snr: Range | None = Field(default=None, description="dB range of added noise")
+    noise_probability: Share = Field(default=0.5, description="share of utterances with added noise")
+    noise_colour: Literal["white", "random"] = Field(
+        default="white", description="random: the power falls with frequency, by 0 (white) to 6 dB per octave"
+    )
+    gain_db: Range | None = Field(default=None, description="dB range by which the level is changed")
     codecs: tuple[Codec, ...] = Field(
         default=(), description="codecs drawn from: telephone, gsm, rate-HZ, opus-KBITS …"
     )
-    codec_probability: float = Field(default=0.5, ge=0, le=1, description="share of utterances that go through a codec")
+    codec_probability: Share = Field(default=0.5, description="share of utterances that go through a codec")
     spec_augment: SpecAugmentConfig | None = SpecAugmentConfig()
     """Masks over the features; null: none."""
 
@@ -50,9 +79,14 @@ class AugmentConfig(Config):
         return speed
 
     @model_validator(mode="after")
-    def _snr_is_a_range(self) -> AugmentConfig:
-        if self.noise_snr is not None and self.noise_snr[0] > self.noise_snr[1]:
-            raise ValueError(f"noise_snr must be [lowest, highest] in dB; got {list(self.noise_snr)}")
+    def _ranges_are_possible(self) -> AugmentConfig:
+        for name in ("tempo", "vocal_tract", "reverberation", "babble_snr", "noise_snr", "gain_db"):
+            found: Range | None = getattr(self, name)
+            lowest, highest = _LIMITS.get(name, (-math.inf, math.inf))
+            if found is None or lowest <= found[0] <= found[1] <= highest:
+                continue
+            unit = " in dB" if name.endswith(("snr", "db")) else f", from {lowest} to {highest}"
+            raise ValueError(f"{name} must be [lowest, highest]{unit}; got {list(found)}")
         return self
 
     @classmethod
@@ -60,12 +94,21 @@ class AugmentConfig(Config):
         """No augmentation at all."""
         return cls(speed=(1.0,), spec_augment=None)
 
+    @property
+    def fastest(self) -> tuple[float, float]:
+        """The highest factors of speed and tempo."""
+        return max(self.speed), 1.0 if self.tempo is None else self.tempo[1]
+
 
 def augment_waveform(
-    waveform: torch.Tensor, sampling_rate: int, config: AugmentConfig, generator: np.random.Generator
+    waveform: torch.Tensor,
+    sampling_rate: int,
+    config: AugmentConfig,
+    generator: np.random.Generator,
+    others: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """`waveform` `[T]` with its speed changed (length divided by the factor, rounded up), white noise added,
-    and sent through a codec."""
+    """`waveform` `[T]` with its speed changed (length divided by the factor, rounded up), then with reverberation,
+    babble of `others`, noise and another level, and sent through a codec."""
     import torch
 
     from starling.speech.features import resample
@@ -73,14 +116,92 @@ def augment_waveform(
     factor = float(generator.choice(np.asarray(config.speed)))
     if factor != 1.0:
         waveform = resample(waveform[None], round(sampling_rate * factor), sampling_rate)[0]
+    if config.reverberation is not None and generator.random() < config.reverberation_probability:
+        waveform = _convolved(waveform, impulse_response(sampling_rate, config.reverberation, generator))
+    if config.babble_snr is not None and others and generator.random() < config.babble_probability:
+        snr = generator.uniform(*config.babble_snr)
+        babble = _babble(len(waveform), others, generator)
+        power, level = float(waveform.square().mean()), float(babble.square().mean())
+        if level > 0.0:
+            waveform = waveform + babble * math.sqrt(power / level / 10 ** (snr / 10))
     if config.noise_snr is not None and generator.random() < config.noise_probability:
         snr = generator.uniform(*config.noise_snr)
         power = float(waveform.square().mean())
-        noise = generator.standard_normal(len(waveform), dtype=np.float32)
-        waveform = waveform + torch.from_numpy(noise) * math.sqrt(power / 10 ** (snr / 10))
+        if config.noise_colour == "white":
+            noise = torch.from_numpy(generator.standard_normal(len(waveform), dtype=np.float32))
+        else:
+            noise = _coloured_noise(len(waveform), generator)
+        waveform = waveform + noise * math.sqrt(power / 10 ** (snr / 10))
+    if config.gain_db is not None:
+        waveform = waveform * 10 ** (generator.uniform(*config.gain_db) / 20)
     if config.codecs and generator.random() < config.codec_probability:  # last: a codec hears the noise, too
         waveform = transmitted_tensor(waveform, sampling_rate, str(generator.choice(config.codecs)))
     return waveform
+
+
+def draw_warp(config: AugmentConfig, generator: np.random.Generator) -> Warp | None:
+    """The tempo and the warping of an utterance's frequency axis, each rounded to 0.01; None if neither is changed."""
+    if config.tempo is None and config.vocal_tract is None:
+        return None
+    from starling.speech.mel import Warp
+
+    drawn = [1.0 if each is None else generator.uniform(*each) for each in (config.tempo, config.vocal_tract)]
+    tempo, frequency = (round(round(each / _STEP) * _STEP, 2) for each in drawn)
+    return Warp(tempo, frequency)
+
+
+def impulse_response(sampling_rate: int, decay: Range, generator: np.random.Generator) -> torch.Tensor:
+    """A room's impulse response `[T]`: a direct sound of 1, and noise whose power decays by 60 dB in the drawn time and
+    is 0 to 10 dB below the direct sound's."""
+    import torch
+
+    seconds = generator.uniform(*decay)
+    below = generator.uniform(0.0, 10.0)
+    tail = generator.standard_normal(max(2, round(seconds * sampling_rate)))
+    tail *= 10.0 ** (-3.0 * np.arange(len(tail)) / len(tail))
+    tail[0] = 0.0
+    tail *= 10 ** (-below / 20) / np.sqrt(np.sum(tail**2))
+    tail[0] = 1.0
+    return torch.from_numpy(tail.astype(np.float32))
+
+
+def _convolved(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+    """The waveform `[T]` heard through an impulse response, cut to its own length."""
+    import torch
+
+    size = 1 << (len(waveform) + len(response) - 1).bit_length()
+    product = torch.fft.rfft(waveform, size) * torch.fft.rfft(response, size)
+    heard: torch.Tensor = torch.fft.irfft(product, size)[: len(waveform)]
+    return heard
+
+
+def _babble(num_samples: int, others: Sequence[torch.Tensor], generator: np.random.Generator) -> torch.Tensor:
+    """The sum `[num_samples]` of one to three of `others`, each repeated from a random place."""
+    import torch
+
+    chosen = generator.choice(len(others), min(len(others), int(generator.integers(1, 4))), replace=False)
+    mixed = torch.zeros(num_samples)
+    for place in chosen.tolist():
+        other = others[place]
+        start = int(generator.integers(len(other)))
+        mixed += other[(start + torch.arange(num_samples)) % len(other)]
+    return mixed
+
+
+def _coloured_noise(num_samples: int, generator: np.random.Generator) -> torch.Tensor:
+    """Noise `[num_samples]` with a mean power of 1, which is proportional to 1 / f^a; a is drawn from 0 to 2.
+
+    It repeats after 16,384 samples, because longer FFTs would take longer than all the rest; so would those of other
+    sizes than powers of 2.
+    """
+    import torch
+
+    size = min(1 << 14, 1 << (num_samples - 1).bit_length())
+    spectrum = torch.fft.rfft(torch.from_numpy(generator.standard_normal(size, dtype=np.float32)))
+    spectrum *= torch.arange(len(spectrum)).clamp(min=1) ** (-generator.uniform(0.0, 2.0) / 2)
+    noise: torch.Tensor = torch.fft.irfft(spectrum, size).repeat(-(-num_samples // size))[:num_samples]
+    noise /= noise.square().mean().sqrt()
+    return noise
 
 
 def spec_augment(features: list[torch.Tensor], config: SpecAugmentConfig, seed: int) -> list[torch.Tensor]:

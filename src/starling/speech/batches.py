@@ -1,6 +1,7 @@
 """Loads batches: audio from a prepared set, augmentation, features and tokens, with an explicit seed."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -9,7 +10,7 @@ import torch
 
 from starling.chance import derive_seed
 from starling.errors import DataError
-from starling.speech.augmentation import AugmentConfig, augment_waveform, spec_augment
+from starling.speech.augmentation import AugmentConfig, augment_waveform, draw_warp, spec_augment
 from starling.speech.chance import one_thread
 from starling.speech.features import LogMel, UtteranceSource
 from starling.speech.planning import BatchConfig, MiniBatch
@@ -71,7 +72,8 @@ def load_batch(
     """Load the utterances `indices` of a set. The same arguments give the same bits in every process.
 
     With `augment` None the audio is not changed. Global random generators keep their states. The randomness of an
-    utterance depends only on `seed` and its place in the batch, so a skipped utterance does not affect others.
+    utterance depends only on `seed` and its place in the batch, so a skipped utterance does not affect others, unless
+    speech of the batch is added to it (`augment.babble_snr`).
     Raises DataError, naming the utterance, for an unusable audio or transcript; with `on_bad` "skip" the utterance is
     listed in `skipped` instead. A shard that cannot be read is always an error.
     """
@@ -80,13 +82,15 @@ def load_batch(
     kept: list[_Loaded] = []
     skipped: list[tuple[str, str]] = []
     with one_thread():
-        for place, (index, audio) in enumerate(zip(places, speech_set.audios(places), strict=True)):
+        audios = speech_set.audios(places)
+        for place, (index, audio) in enumerate(zip(places, audios, strict=True)):
             name = speech_set.id(index)
             try:
                 tokens = tokenizer.encode(speech_set.text(index), name)
                 waveform = features.checked(audio, name)
                 generator = np.random.default_rng(derive_seed(seed, "waveform", place))
-                augmented = augment_waveform(waveform, speech_set.sampling_rate, augment, generator)
+                others = _others(audios, place, features) if augment.babble_snr is not None else ()
+                augmented = augment_waveform(waveform, speech_set.sampling_rate, augment, generator, others)
                 if augmented is not waveform:
                     features.check(augmented, name)
             except DataError as error:
@@ -95,7 +99,9 @@ def load_batch(
                 skipped.append((name, str(error)))
             else:
                 kept.append(_Loaded(place, index, name, tokens, augmented))
-        matrices = features.batch([each.waveform for each in kept]) if kept else []
+        warps = [draw_warp(augment, np.random.default_rng(derive_seed(seed, "warp", each.place))) for each in kept]
+        drawn = [each for each in warps if each is not None]
+        matrices = features.batch([each.waveform for each in kept], drawn or None) if kept else []
         if augment.spec_augment is not None:
             for number, each in enumerate(kept):
                 mask_seed = derive_seed(seed, "SpecAugment", each.place)
@@ -111,6 +117,16 @@ def load_batch(
         ids=tuple(each.name for each in kept),
         skipped=tuple(skipped),
     )
+
+
+def _others(audios: Sequence[np.ndarray | DataError], place: int, features: LogMel) -> list[torch.Tensor]:
+    """The usable audio of a batch, except that at `place`."""
+    found = []
+    for other, audio in enumerate(audios):
+        if other != place:
+            with suppress(DataError):
+                found.append(features.checked(audio))
+    return found
 
 
 @dataclass(frozen=True)

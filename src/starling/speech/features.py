@@ -15,6 +15,8 @@ from starling.errors import DataError
 if TYPE_CHECKING:
     import torch
 
+    from starling.speech.mel import Warp
+
 _SMALLEST_DEVIATION = 1e-5  # so that constant features (digital silence) are not divided by zero
 _FITTED_AT_ONCE = 32  # utterances that are read together
 
@@ -92,9 +94,9 @@ class LogMel:
             )
         )
 
-    def num_frames(self, num_samples: int) -> int:
+    def num_frames(self, num_samples: int, tempo: float = 1.0) -> int:
         """The number of frames of a waveform of `num_samples` samples."""
-        return self._layer.num_frames(num_samples)
+        return self._layer.num_frames(num_samples, tempo)
 
     def __call__(self, waveform: torch.Tensor, utterance: str = "") -> torch.Tensor:
         """The features `[frames, F]`, float32, of one waveform `[T]`, normalised as configured.
@@ -104,17 +106,21 @@ class LogMel:
         self.check(waveform, utterance)
         return self.batch([waveform])[0]
 
-    def batch(self, waveforms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def batch(self, waveforms: Sequence[torch.Tensor], warps: Sequence[Warp] | None = None) -> list[torch.Tensor]:
         """The features of several waveforms that passed `check`; faster than one by one, with the same result.
 
-        Raises DataError if `normalise: global` has no statistics.
+        `warps` changes the tempo and the frequency axis of each. Raises DataError if `normalise: global` has no
+        statistics.
         """
-        bands = self.bands(waveforms)
+        bands = self.bands(waveforms, warps)
         return [spliced(each, self.config.splice) for each in bands] if self.config.splice else bands
 
-    def bands(self, waveforms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def bands(self, waveforms: Sequence[torch.Tensor], warps: Sequence[Warp] | None = None) -> list[torch.Tensor]:
         """The same without splicing, `[frames, num_bands]`."""
-        energies = self._layer(waveforms)
+        if warps is None:
+            energies = self._layer(waveforms)
+        else:
+            energies = [self._layer.warped(*each) for each in zip(waveforms, warps, strict=True)]
         if self.config.normalise == "none":
             return energies
         if self.config.normalise == "utterance":

@@ -94,24 +94,24 @@ def check_ctc_fits(
     augment: AugmentConfig | None = None,
     on_too_short: Literal["fail", "list"] = "fail",
 ) -> list[TooShort]:
-    """The utterances that would have too few encoder frames at the highest speed factor of `augment`.
+    """The utterances that would have too few encoder frames at the highest factors of speed and tempo of `augment`.
 
     It encodes all transcripts, so it also finds characters outside the alphabet. Raises DataError for these, and for
     utterances that are too short unless `on_too_short` is "list".
     """
-    fastest = max(augment.speed) if augment is not None else 1.0
+    fastest, tempo = augment.fastest if augment is not None else (1.0, 1.0)
     found = []
     for index, seconds in enumerate(speech_set.durations.tolist()):
         samples = math.ceil(round(seconds * speech_set.sampling_rate) / fastest)
-        frames = model.encoder_frames(features.num_frames(samples))
+        frames = model.encoder_frames(features.num_frames(samples, tempo))
         needed = frames_needed(tokenizer.encode(speech_set.text(index), speech_set.id(index)))
         if frames < needed:
             found.append(TooShort(speech_set.id(index), frames, needed))
     if found and on_too_short == "fail":
         shown = ", ".join(f"{each.id} ({each.frames} frames, {each.needed} needed)" for each in found[:5])
         raise DataError(
-            f"{len(found)} of {len(speech_set)} utterances have too few encoder frames for CTC at speed {fastest}: "
-            f"{shown}{', ...' if len(found) > 5 else ''}. Raise data.filter.min_seconds, lower "
+            f"{len(found)} of {len(speech_set)} utterances have too few encoder frames for CTC at speed "
+            f"{fastest * tempo:g}: {shown}{', ...' if len(found) > 5 else ''}. Raise data.filter.min_seconds, lower "
             f"model.subsampling (now {model.shape.subsampling}), use longer tokens, or leave them out with "
             "data.filter.on_bad=skip"
         )

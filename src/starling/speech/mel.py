@@ -1,10 +1,12 @@
 """Log-mel energies of many waveforms at once, as defined by Kaldi."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
-from lhotse.features.kaldi.layers import Wav2LogFilterBank
+from lhotse.features.kaldi.layers import Wav2LogFilterBank, lin2mel
 from numpy.typing import NDArray
 
 _PRE_EMPHASIS = 0.97
@@ -12,6 +14,17 @@ _BLOCK = 256  # frames computed at a time, so that intermediate results stay in 
 _MULTIPLE = (
     16  # the number of frames is rounded up to this: with few rows, libraries' results may differ in the last bits
 )
+_HIGHEST_WARPED = 4800.0  # Hz: above the formants, where a warped frequency axis bends back (Jaitly & Hinton 2013)
+_BANKS_KEPT = 128
+
+
+@dataclass(frozen=True)
+class Warp:
+    """How an utterance is changed while its features are computed, at no cost: it sounds `tempo` times as fast at the
+    same pitch, and what it has at frequency f appears at `frequency` * f, as with a shorter vocal tract."""
+
+    tempo: float = 1.0
+    frequency: float = 1.0
 
 
 class LogMelLayer:
@@ -28,13 +41,15 @@ class LogMelLayer:
         self._length, self._shift, self._fft_length = int(window._length), int(window._shift), int(layer.fft_length)
         self._window: torch.Tensor = window._window.detach()
         self._bank: torch.Tensor = layer._fb.detach()
+        self._rate, self._edges = layer.sampling_rate, (layer.low_freq, layer.high_freq)
         self._floor = float(layer._eps)
         if float(self._window[0]) != 0.0:
             raise ValueError(f"the window begins with {float(self._window[0])}, not with 0")
 
-    def num_frames(self, num_samples: int) -> int:
+    def num_frames(self, num_samples: int, tempo: float = 1.0) -> int:
         """The number of frames of a waveform of `num_samples` samples."""
-        return (num_samples + self._shift // 2) // self._shift
+        shift = self._shifted(tempo)
+        return (num_samples + shift // 2) // shift
 
     @torch.no_grad()
     def __call__(self, waveforms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -46,12 +61,31 @@ class LogMelLayer:
         samples = np.zeros((rows - 1) * self._shift + self._length, np.float32)
         for waveform, count, row in zip(waveforms, counts, first[:-1].tolist(), strict=True):
             self._lay(waveform.numpy(), count, samples[row * self._shift :])
-        energies = self._energies(torch.from_numpy(samples), rows)
+        energies = self._energies(torch.from_numpy(samples), rows, self._shift, self._bank)
         return [energies[row : row + count] for row, count in zip(first[:-1].tolist(), counts, strict=True)]
 
-    def _lay(self, waveform: NDArray[np.float32], count: int, into: NDArray[np.float32]) -> None:
+    @torch.no_grad()
+    def warped(self, waveform: torch.Tensor, warp: Warp) -> torch.Tensor:
+        """The energies `[frames, F]` of one waveform `[T]`, warped: windows of the same length are further apart for a
+        higher tempo, rounded to samples, and the mel bank sees a warped frequency axis."""
+        shift = self._shifted(warp.tempo)
+        count = self.num_frames(len(waveform), warp.tempo)
+        rows = -(-count // _MULTIPLE) * _MULTIPLE
+        samples = np.zeros((rows - 1) * shift + self._length, np.float32)
+        self._lay(waveform.numpy(), count, samples, shift)
+        bank = self._bank
+        if warp.frequency != 1.0:
+            bank = mel_bank(self._bank.shape[1], self._fft_length, self._rate, *self._edges, warp.frequency)
+        return self._energies(torch.from_numpy(samples), rows, shift, bank)[:count]
+
+    def _shifted(self, tempo: float) -> int:
+        """Samples from one frame to the next."""
+        return self._shift if tempo == 1.0 else max(1, min(self._length, round(self._shift * tempo)))
+
+    def _lay(self, waveform: NDArray[np.float32], count: int, into: NDArray[np.float32], shift: int = 0) -> None:
         """Copy a waveform, mirrored at its ends to fill `count` frames, to the beginning of an array."""
-        left, whole = (self._length - self._shift) // 2, (count - 1) * self._shift + self._length
+        shift = shift or self._shift
+        left, whole = (self._length - shift) // 2, (count - 1) * shift + self._length
         into[:left] = waveform[:left][::-1]
         middle = waveform[: whole - left]
         end = left + len(middle)
@@ -59,15 +93,15 @@ class LogMelLayer:
         if end < whole:
             into[end:whole] = waveform[end - whole :][::-1]
 
-    def _energies(self, samples: torch.Tensor, rows: int) -> torch.Tensor:
+    def _energies(self, samples: torch.Tensor, rows: int, shift: int, bank: torch.Tensor) -> torch.Tensor:
         """The log-mel energies `[rows, F]` of the frames of `samples`."""
         emphasised = torch.empty_like(samples)
         emphasised[0] = 0.0  # the window hides it
         torch.sub(samples[1:], samples[:-1], alpha=_PRE_EMPHASIS, out=emphasised[1:])
-        size, stride = (rows, self._length), (self._shift, 1)
+        size, stride = (rows, self._length), (shift, 1)
         raw, frames = samples.as_strided(size, stride), emphasised.as_strided(size, stride)
         padded = torch.zeros(min(rows, _BLOCK), self._fft_length)
-        energies = torch.empty(rows, self._bank.shape[1])
+        energies = torch.empty(rows, bank.shape[1])
         for begin in range(0, rows, _BLOCK):
             end = min(rows, begin + _BLOCK)
             block = padded[: end - begin]
@@ -77,5 +111,27 @@ class LogMelLayer:
             spectrum = torch.view_as_real(torch.fft.rfft(block))
             real, imaginary = spectrum[..., 0], spectrum[..., 1]
             power = real.square().addcmul_(imaginary, imaginary)
-            torch.matmul(power, self._bank, out=energies[begin:end])
+            torch.matmul(power, bank, out=energies[begin:end])
         return energies.clamp_(min=self._floor).log_()
+
+
+@lru_cache(maxsize=_BANKS_KEPT)
+def mel_bank(
+    num_bands: int, fft_length: int, sampling_rate: int, low: float, high: float, warp: float = 1.0
+) -> torch.Tensor:
+    """Kaldi's triangular filters `[fft_length / 2 + 1, num_bands]` on a warped frequency axis.
+
+    The axis is f -> warp * f up to a boundary, and from there a line to the Nyquist frequency, which stays where it is
+    (Jaitly & Hinton 2013, "Vocal tract length perturbation improves speech recognition"). `low` and `high` are the
+    edges of the bands in Hz; `high` <= 0 counts from the Nyquist frequency down.
+    """
+    nyquist = sampling_rate / 2
+    bins = np.arange(fft_length // 2) * (sampling_rate / fft_length)
+    bent = min(_HIGHEST_WARPED, 0.8 * nyquist) * min(warp, 1.0)  # Hz, after warping
+    rest = nyquist - (nyquist - bent) / (nyquist - bent / warp) * (nyquist - bins)
+    mels = lin2mel(np.where(bins <= bent / warp, warp * bins, rest))[:, None]
+    edges = np.linspace(lin2mel(low), lin2mel(high if high > 0 else nyquist + high), num_bands + 2)
+    rising = (mels - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    falling = (edges[2:] - mels) / (edges[2:] - edges[1:-1])
+    bank = np.pad(np.clip(np.minimum(rising, falling), 0.0, None), ((0, 1), (0, 0)))
+    return torch.from_numpy(bank.astype(np.float32))

@@ -108,6 +108,12 @@ class Recipe(RunConfig):
     validate_every: int | None = Field(default=1, ge=1)
     """Epochs between two scorings of the validation set during training; null: never. A scoring is skipped if scoring
     would otherwise take more than a twentieth of the time."""
+    patience: int | None = Field(default=None, ge=1)
+    """End training once the error on the validation set has not fallen for so many epochs, and score the best model;
+    null: only the budget ends it."""
+    average: int = Field(default=1, ge=1)
+    """The model that is scored is the mean of those of so many of the newest checkpoints; `checkpoints` says when they
+    are saved, and how many are kept."""
     warm_start: WarmStart | None = None
     """Initialise the model with the weights of another experiment: its folder, or a mapping with `sizes`."""
     freeze: tuple[Freeze, ...] = ()
@@ -180,6 +186,21 @@ class Recipe(RunConfig):
             if getattr(self.batches, key) != getattr(usual, key)
         ]
         return problems
+
+    @model_validator(mode="after")
+    def _end_is_possible(self) -> Self:
+        problems = []
+        if self.patience is not None and (self.data.valid is None or self.validate_every is None):
+            problems.append("patience: needs the scores of a validation set: set data.valid and validate_every")
+        if self.patience is not None and self.average > 1:
+            problems.append("average: patience scores the best model; leave one of them out")
+        if self.average > self.checkpoints.keep:
+            problems.append(
+                f"average: {self.average} checkpoints, but checkpoints.keep is {self.checkpoints.keep}; raise that"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
 
     @model_validator(mode="after")
     def _mixed_sets_exist(self) -> Self:

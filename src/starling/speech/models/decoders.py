@@ -18,7 +18,7 @@ class AttentionConfig(_Beside):
     """A Transformer decoder, which attends to the encoder's frames and emits token after token."""
 
     kind: Literal["attention"] = Field(description="attention, or transducer")
-    layers: int = Field(default=2, ge=1, description="blocks")
+    layers: int = Field(default=2, ge=1, description="blocks of the decoder")
     heads: int = Field(default=4, ge=1, description="heads of each attention; they share the width")
     dropout: float = Field(default=0.1, ge=0, lt=1, description="share of units that are set to 0 in training")
     label_smoothing: float = Field(
