@@ -30,7 +30,7 @@ from starling.training.flat import trainable
 from starling.training.job import Job, Silence, StepReport
 from starling.workload import Ticket, Workload
 
-WORLD, NUM_FEATURES, NUM_OUTPUTS, FRAMES, BATCH = 2, 140, 32_000, 21, 16
+WORLD, NUM_FEATURES, NUM_OUTPUTS, FRAMES, BATCH = 2, 140, 32_000, 21, 4
 
 
 class Published(Workload[FrameBatch]):

@@ -64,8 +64,8 @@ class Plan:
     minutes: float
     """Training time so far, the same for all learners."""
     source: int | None = None
-    """The rank whose state the `takers` copy, and whose strategy state all copy, or the first rank of an island, of which
-    each copies that of the rank with the same shard; None: each learner continues from its own."""
+    """The rank whose state the `takers` copy, and whose strategy state all copy; or the first rank of an island, of
+    which each copies the rank with the same shard; None: each learner continues from its own."""
     takers: tuple[int, ...] = ()
     """The ranks that copy the state of `source`."""
 
