@@ -30,7 +30,7 @@ from starling.training.flat import trainable
 from starling.training.job import Job, Silence, StepReport
 from starling.workload import Ticket, Workload
 
-WORLD, NUM_FEATURES, NUM_OUTPUTS, FRAMES, BATCH = 2, 140, 32_000, 21, 16
+WORLD, NUM_FEATURES, NUM_OUTPUTS, FRAMES, BATCH = 2, 140, 32_000, 21, 4
 
 
 class Published(Workload[FrameBatch]):
@@ -114,7 +114,9 @@ def main(steps: int) -> None:
     for size, each in found.items():
         memory, seconds = (max(float(learner["told"][place]) for learner in each) for place in (0, 1))
         share = memory / (16 * len(whole))
-        print(f"islands of {size}: {memory:,.0f} bytes of tensors a learner ({share:.3f}), {seconds:.2f} s a step")
+        print(
+            f"islands of {size}: {memory:,.0f} bytes of tensors and shared memory ({share:.3f}), {seconds:.2f} s a step"
+        )
     moved = (whole - torch.cat([each.detach().reshape(-1) for each in trainable(Published().make_model())])).abs().max()
     apart = (Cut(WORLD, shapes).whole(parts) - whole).abs().max()
     print(f"after {steps} steps the weights have moved by up to {moved:.3g}, and differ by at most {apart:.2g}")

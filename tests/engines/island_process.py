@@ -206,9 +206,6 @@ CASES = {
     "hadpsgd": Case("hadpsgd", workload=Counting, optimizer=sgd(0.5), options={"per_node": 2}, clip=None),
     "local-sgd": Case("local-sgd", optimizer=sgd(0.1), options={"every": 2}),
     "diloco": Case("diloco", optimizer=sgd(0.1), options={"every": 2}, saves="diloco"),
-    "diloco resumed whole": Case(
-        "diloco", steps=48, size=1, optimizer=sgd(0.1), options={"every": 2}, resumes="diloco"
-    ),
     "four": Case(size=4),
     "large": Case(workload=Large, steps=8),
     "two large": Case(workload=Large, steps=8),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from starling.chance import derive_seed
 from starling.checkpoint.cut import Cut
 from starling.checkpoint.reader import load
+from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import CheckpointError
 from starling.training.flat import trainable
 from starling.workload import Ticket
@@ -153,6 +154,24 @@ def test_islands_average_as_learners_with_whole_models(name: str, result: Result
     for number, found in enumerate(islands(result, name)):
         torch.testing.assert_close(found, flat(oracle.models[number]), rtol=0.0, atol=1e-6)
     assert not torch.equal(*islands(result, name))
+
+
+@pytest.mark.parametrize("name", ["local-sgd", "diloco"])
+def test_periodic_strategies_hold_between_islands(name: str, result: Result) -> None:
+    """As on the virtual engine, where an island is one learner with a whole model."""
+    expected = [state.weights for state in VirtualEngine(CASES[name].job(), 4).run().states]
+    for found, whole in zip(islands(result, name), expected, strict=True):
+        torch.testing.assert_close(found, whole, rtol=0.0, atol=1e-6)
+
+
+def test_what_a_strategy_keeps_is_whole_for_islands_of_another_size(folder: Path, result: Result) -> None:
+    assert islands(result, "diloco")
+    (path,) = (folder / "diloco").glob("step-*")
+    found, ranks = load(path).start(3, 4, 4).strategy["momentum"], [load(path).learner(rank) for rank in range(2)]
+    shard = ranks[0].shard_of_island
+    assert shard is not None
+    assert torch.equal(found, shard.cut.whole([rank.strategy["momentum"] for rank in ranks]))
+    assert found.abs().max() > 0.0
 
 
 @pytest.mark.parametrize("name", ["adpsgd", "hadpsgd"])

@@ -56,11 +56,6 @@ def between_islands(strategy: Strategy, island: Island) -> Strategy:
                 f"island: {between.name} keeps its model outside the learners, so that islands cannot hold it; choose "
                 "another strategy, such as allreduce or adpsgd, or leave out island"
             )
-        if between.keeps_state:
-            raise ConfigError(
-                f"island: {between.name} keeps a state of its own, which checkpoints of islands do not hold; choose "
-                "another strategy, such as allreduce or adpsgd, or leave out island"
-            )
         if world % size:
             raise ConfigError(
                 f"island.sharded: {world} learners cannot be divided into islands of {size}; choose a multiple of "
