@@ -174,6 +174,7 @@ def smaller(text: str) -> str:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("page", "block"),
     [each for each in BLOCKS if each[0] in HOW_TO and each[1].language == "python" and not each[1].reason],
