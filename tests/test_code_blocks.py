@@ -21,7 +21,9 @@ TUTORIALS = [f"docs/tutorials/{name}.md" for name in ("first-recogniser", "choos
 """In this order in one folder, as the second says."""
 ALONE = ["docs/tutorials/your-own-corpus.md", "docs/tutorials/your-own-loop.md", "docs/write-your-own-strategy.md"]
 """Each in a folder of its own."""
-HOW_TO = [page for page in PAGES if page != "README.md"] + ["docs/gpu.md"]
+TOPICS = [f"docs/{name}.md" for name in ("adapting", "corpora", "gpu", "islands", "models", "small-corpora")]
+"""How-to pages whose commands take data or devices that tests do not have."""
+HOW_TO = [page for page in PAGES if page != "README.md"] + TOPICS
 BLOCKS = [
     (page, block)
     for page in [*TUTORIALS, *ALONE, *HOW_TO, "docs/tutorials/README.md"]

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 KEYS = {key.path.replace("[]", ""): key for section in recipe_keys.sections() for key in section.keys}
 FREE = (
     *("data.corpus.sets", "data.corpus.options", "data.storage_options", "data.strings.copies", "optimizer.options"),
-    *("stragglers.slow", "compare.settings"),
+    *("stragglers.slow", "compare.settings", "data.corpus.tags", "data.corpus.corpora.<NAME>.sets"),
 )
 """Keys whose value is a mapping with names of the user's, or of another library."""
 
@@ -35,8 +35,10 @@ FREE = (
 def dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """The dotted keys of a tree, `<NAME>` for the name of a domain or an arm."""
     for name, value in tree.items():
-        named = "<NAME>" if prefix in ("mixture.domains.", "compare.arms.") else name
-        yield (key := prefix + named)
+        named = "<NAME>" if prefix in ("mixture.domains.", "compare.arms.", "data.corpus.corpora.") else name
+        key = prefix + named
+        if named == name:
+            yield key
         inside = value if isinstance(value, list | tuple) else [value]
         for each in inside:
             if isinstance(each, dict) and key not in FREE:
