@@ -236,7 +236,7 @@ def test_learners_of_different_sizes_have_no_consensus(whole: Path, tmp_path: Pa
     """Files of two checkpoints, signed together."""
     path = whole / "learner-1.safetensors"
     path.write_bytes(_header(_tensor("F32", [1], [0, 4]), data=b"\0" * 4))
-    scalars = json.loads((whole / "learner-1.json").read_text()) | {"optimizer": {}}
+    scalars = json.loads((whole / "learner-1.json").read_text()) | {"optimizer": {}, "strategy": {}}
     (whole / "learner-1.json").write_text(json.dumps(scalars))
     signed(whole)
     with pytest.raises(CheckpointError, match="weights have different shapes"):

@@ -198,7 +198,7 @@ def test_a_step_without_torchs_wrapper_is_the_step_with_it(make: Callable[[list[
         assert torch.equal(fast.weights, plain.weights) and not fast.weights.requires_grad
         assert str(fast.optimizer.state_dict()) == str(plain.optimizer.state_dict())
         if number == 3:
-            fast.restore(plain.weights, copy.deepcopy(plain.optimizer.state_dict()))
+            fast.restore(plain.weights, copy.deepcopy(plain.optimizer.state_dict()), {})
 
 
 @pytest.mark.parametrize("is_global", [False, True])

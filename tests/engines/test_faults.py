@@ -47,7 +47,8 @@ def test_a_gradient_that_is_not_finite_is_neither_applied_nor_mixed(strategy: st
     outcome, listener = run(strategy, NotFinite(nan=1, at_step=3), NotFinite(nan=0, at_step=7))
     assert all(state.weights.isfinite().all() for state in outcome.states)
     assert sum(loss != loss for losses in listener.losses.values() for loss in losses) == 2
-    assert listener.num_not_finite == (4 if find_strategy(strategy).has_one_model else 2)
+    in_a_mean = find_strategy(strategy).has_one_model or strategy == "bmuf"  # which begins with means, as its warm-up
+    assert listener.num_not_finite == (4 if in_a_mean else 2)
     assert sum(map(len, listener.losses.values())) == 48
 
 
