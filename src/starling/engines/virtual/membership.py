@@ -274,8 +274,9 @@ class VirtualMembership:
 
     def _look_whether_over(self) -> None:
         """Is over once all have left or are done, and the others have heard of every death."""
-        is_unheard = not self.reasons and any(learner.life.is_dead for learner in self.learners)
-        if not self._activities and not is_unheard and not self.over.triggered:
+        if self._activities or self.over.triggered:  # asked at the end of each activity: of all learners only then
+            return
+        if self.reasons or not any(learner.life.is_dead for learner in self.learners):
             self.over.succeed()
 
 
