@@ -19,35 +19,35 @@ HERE = Path(__file__).resolve().parent
 SEED = 1
 
 TIMELINES = {
-    "allreduce": Waits("allreduce", {}, "everybody waits for the slowest at each step, then for the mean"),
+    "allreduce": Waits("allreduce", {}, "all learners wait for the slowest at each step, then for the mean"),
     "delay-by-one": Waits(
-        "delay-by-one", {}, "the mean travels behind the next gradient; the slowest still sets the pace"
+        "delay-by-one", {}, "the mean travels during the next gradient; the slowest still sets the pace"
     ),
     "dpsgd": Waits("dpsgd", {"pattern": "ring"}, "neighbours wait for each other; waiting spreads around the ring"),
-    "adpsgd": Waits("adpsgd", {"pattern": "random"}, "gradients wait for nobody; the random ring averages beside them"),
-    "adpsgd-pairs": Waits("adpsgd", {"pattern": "pairs"}, "gradients wait for nobody; pairs average beside them"),
+    "adpsgd": Waits("adpsgd", {"pattern": "random"}, "no gradient waits for another learner; a random ring averages meanwhile"),
+    "adpsgd-pairs": Waits("adpsgd", {"pattern": "pairs"}, "no gradient waits for another learner; pairs average meanwhile"),
     "hadpsgd": Waits(
-        "hadpsgd", {"per_node": 2, "pattern": "pairs"}, "in step inside a super-learner, nobody waits between them"
+        "hadpsgd", {"per_node": 2, "pattern": "pairs"}, "in step within a super-learner; super-learners do not wait for each other"
     ),
     "parameter-server": Waits(
         "parameter-server",
         {"update": "asynchronous", "servers": "own"},
-        "the server steps with each gradient as it comes; a worker waits for its own messages alone",
+        "the server steps with each gradient as it arrives; a worker waits only for its own messages",
     ),
     "parameter-server-hybrid": Waits(
         "parameter-server",
         {"update": "hybrid", "servers": "own"},
-        "the server waits for all workers' gradients, and so everybody for the slowest",
+        "the server waits for the gradients of all workers, so all wait for the slowest",
     ),
     "parameter-server-summed": Waits(
         "parameter-server",
         {"update": "summed", "sum": LEARNERS, "servers": "own"},
-        "the server steps with the sum of any four gradients; workers go on with the weights that are there",
+        "the server steps with the sum of any four gradients; workers continue with the current weights",
     ),
     "hogwild": Waits(
         "hogwild",
         {"piece_megabytes": NUM_WEIGHTS * 4 / 3 / 2**20},
-        "everybody reads and changes one shared model, in three pieces here; nobody waits",
+        "all learners read and change one shared model, here in three pieces; none waits",
     ),
     "local-sgd": Waits("local-sgd", {"every": 3}, "learners step alone, and wait for the mean of all every third step"),
     "streaming-diloco": Waits(
@@ -56,7 +56,7 @@ TIMELINES = {
         "halves of the weights are averaged in turn, beneath the next gradient",
     ),
     "delayed": Waits(
-        "delayed", {"delay": 2}, "as allreduce, but a step is made with the mean of two steps ago: it wins no time"
+        "delayed", {"delay": 2}, "as allreduce, but each step uses the mean gradient of two steps ago; this saves no time"
     ),
 }
 
@@ -104,7 +104,7 @@ def pictures() -> dict[str, Callable[[], Picture]]:
         (
             "Each learner gives its weights, computes its gradient meanwhile,",
             "puts the mean in their place and steps with its gradient.",
-            "The mean is no process of its own: each learner sums one part of the weights.",
+            "No extra process computes the mean: each learner sums one part of the weights.",
         ),
         ("mean of", "weights"),
     )
@@ -113,7 +113,7 @@ def pictures() -> dict[str, Callable[[], Picture]]:
         "one model in memory, which all learners of a machine read and change",
         (
             "Each learner reads the model, computes a gradient, and steps on the model.",
-            "Nobody locks it: what is read may be of different ages.",
+            "There is no lock: the parts that a learner reads may differ in age.",
             "Each learner has an optimizer of its own.",
         ),
         ("shared", "weights"),
