@@ -24,10 +24,16 @@ TIMELINES = {
         "delay-by-one", {}, "the mean travels during the next gradient; the slowest still sets the pace"
     ),
     "dpsgd": Waits("dpsgd", {"pattern": "ring"}, "neighbours wait for each other; waiting spreads around the ring"),
-    "adpsgd": Waits("adpsgd", {"pattern": "random"}, "no gradient waits for another learner; a random ring averages meanwhile"),
-    "adpsgd-pairs": Waits("adpsgd", {"pattern": "pairs"}, "no gradient waits for another learner; pairs average meanwhile"),
+    "adpsgd": Waits(
+        "adpsgd", {"pattern": "random"}, "no gradient waits for another learner; a random ring averages meanwhile"
+    ),
+    "adpsgd-pairs": Waits(
+        "adpsgd", {"pattern": "pairs"}, "no gradient waits for another learner; pairs average meanwhile"
+    ),
     "hadpsgd": Waits(
-        "hadpsgd", {"per_node": 2, "pattern": "pairs"}, "in step within a super-learner; super-learners do not wait for each other"
+        "hadpsgd",
+        {"per_node": 2, "pattern": "pairs"},
+        "in step within a super-learner; super-learners do not wait for each other",
     ),
     "parameter-server": Waits(
         "parameter-server",
@@ -56,7 +62,9 @@ TIMELINES = {
         "halves of the weights are averaged in turn, beneath the next gradient",
     ),
     "delayed": Waits(
-        "delayed", {"delay": 2}, "as allreduce, but each step uses the mean gradient of two steps ago; this saves no time"
+        "delayed",
+        {"delay": 2},
+        "as allreduce, but each step uses the mean gradient of two steps ago; this saves no time",
     ),
 }
 
