@@ -86,7 +86,7 @@ async def local(me: Learner, options: LocalOptions) -> None:
     with suppress(LoopEnded):
         while me.claim():
             gradient = me.gradient(me.weights)
-            me.step(await (me.mean(gradient) if period.is_to_begin else gradient))
+            me.step(await (me.mean(gradient) if period.is_warming_up else gradient))
             await period.after_step()
     await period.end()
 
@@ -122,7 +122,7 @@ class Period:
         return int(self._steps) - self._options.warm_up
 
     @property
-    def is_to_begin(self) -> bool:
+    def is_warming_up(self) -> bool:
         """Whether learners still step together."""
         return self._local_steps < 0
 
