@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from starling.runs.recipe.recipe import Recipe, load_recipe
     from starling.runs.report import report
     from starling.runs.train_job import Simulated, Trained, simulate, train
+    from starling.runs.transcribe import load_model
     from starling.speech.recogniser import Recogniser
+    from starling.speech.transcribing.transcriber import Live, Transcriber
+    from starling.speech.transcribing.transcript import Segment, Transcript, Update, Word
     from starling.strategies import STRATEGIES, Strategy
     from starling.strategies.islands import Island
     from starling.topology import Topology
@@ -44,22 +47,29 @@ __all__ = [
     "Job",
     "JoinedLearner",
     "Learner",
+    "Live",
     "LoopStats",
     "Plan",
     "Profile",
     "Recipe",
     "Recogniser",
     "Schedule",
+    "Segment",
     "Simulated",
     "StarlingError",
     "Strategy",
     "Ticket",
     "Topology",
     "Trained",
+    "Transcriber",
+    "Transcript",
+    "Update",
     "VirtualEngine",
+    "Word",
     "Workload",
     "compare",
     "join",
+    "load_model",
     "load_recipe",
     "plan",
     "profile",
@@ -80,22 +90,29 @@ _HOMES = {
     "Job": "training.job",
     "JoinedLearner": "engines.loop.joined",
     "Learner": "learner",
+    "Live": "speech.transcribing.transcriber",
     "LoopStats": "engines.loop.joined",
     "Plan": "runs.planning.plan",
     "Profile": "runs.planning.costs",
     "Recipe": "runs.recipe.recipe",
     "Recogniser": "speech.recogniser",
     "Schedule": "budget",
+    "Segment": "speech.transcribing.transcript",
     "Simulated": "runs.train_job",
     "StarlingError": "errors",
     "Strategy": "strategies",
     "Ticket": "workload",
     "Topology": "topology",
     "Trained": "runs.train_job",
+    "Transcriber": "speech.transcribing.transcriber",
+    "Transcript": "speech.transcribing.transcript",
+    "Update": "speech.transcribing.transcript",
     "VirtualEngine": "engines.virtual.engine",
+    "Word": "speech.transcribing.transcript",
     "Workload": "workload",
     "compare": "runs.compare.api",
     "join": "launch.joining",
+    "load_model": "runs.transcribe",
     "load_recipe": "runs.recipe.recipe",
     "report": "runs.report",
     "plan": "runs.planning.plan",
@@ -104,7 +121,7 @@ _HOMES = {
     "train": "runs.train_job",
 }
 
-_SPEECH = ("Recogniser", "Recipe", "load_recipe")
+_SPEECH = ("Live", "Recogniser", "Recipe", "Transcriber", "load_model", "load_recipe")
 
 if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
     import_module("starling.launch.dynamo_on_demand").postpone_dynamo()

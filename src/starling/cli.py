@@ -383,20 +383,68 @@ def report(
         write_report(experiments, output, typer.echo)
 
 
-@app.command(epilog="Example: [bold]starling transcribe exp/demo hello.wav[/bold]")
+@app.command(epilog="Example: [bold]starling transcribe exp/demo talk.flac --format srt --output talk.srt[/bold]")
 def transcribe(
     experiment: Experiment,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="WAV, FLAC, MP3, Opus.", show_default=False)],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH", help="WAV, FLAC, MP3, Opus, of any length and rate; folders; - for standard input."
+        ),
+    ],
+    form: Annotated[str, typer.Option("--format", help="txt, json, srt, vtt or ctm.")] = "txt",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="A file; of several inputs, a folder. Default: the screen.", show_default=False),
+    ] = None,
+    raw_pcm: Annotated[
+        int | None,
+        typer.Option(
+            "--raw-pcm",
+            metavar="RATE",
+            help="Standard input is raw PCM at this rate: 16 bits, little-endian, one channel.",
+        ),
+    ] = None,
     best: Best = False,
     beam: Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Transcribe audio files with the newest model of an experiment. Files that are no audio are named at the end."""
+    """Transcribe audio with the newest model of an experiment.
+
+    Files that cannot be transcribed are named at the end, and the exit code is then 5.
+    """
     with _errors(debug):
         require("speech", "starling transcribe")
-        from starling.runs import evaluate
+        from starling.runs.transcribe import checked_format
+        from starling.runs.transcribe import transcribe as transcribe_paths
 
-        evaluate.transcribe(experiment, files, typer.echo, best, beam, _console())
+        transcribe_paths(experiment, paths, typer.echo, best, beam, _console(), checked_format(form), output, raw_pcm)
+
+
+@app.command(epilog="Example: [bold]starling serve exp/demo[/bold]")
+def serve(
+    experiment: Experiment,
+    host: Annotated[
+        str, typer.Option("--host", help="The address to serve at. Others than loopback are open to the network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 8000,
+    max_megabytes: Annotated[float, typer.Option("--max-megabytes", min=0.001, help="Of an upload.")] = 500.0,
+    max_minutes: Annotated[float, typer.Option("--max-minutes", min=0.01, help="Of audio in an upload.")] = 240.0,
+    stall_seconds: Annotated[
+        float, typer.Option("--stall-seconds", min=0.1, help="How long a client may send nothing.")
+    ] = 30.0,
+    best: Best = False,
+    beam: Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Serve the newest model of an experiment: a web page, files over HTTP, and microphones over a WebSocket."""
+    with _errors(debug):
+        require("serve", "starling serve")
+        from starling.runs.serving.guard import Limits
+        from starling.runs.serving.serve import serve as serve_model
+
+        limits = Limits(round(1e6 * max_megabytes), 60 * max_minutes, stall_seconds)
+        serve_model(experiment, typer.echo, host, port, best, beam, limits)
 
 
 @app.command(epilog="Example: [bold]starling strategies[/bold]")

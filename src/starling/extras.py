@@ -17,6 +17,7 @@ EXTRAS = {
     "cloud": (*SPEECH, "s3fs"),
     "decoding": ("flashlight", "num2words"),
     "report": ("jinja2", "plotly"),
+    "serve": (*SPEECH, "python_multipart", "starlette", "uvicorn", "websockets"),
 }
 """The modules that each extra in pyproject.toml installs."""
 

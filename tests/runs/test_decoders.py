@@ -18,10 +18,11 @@ from starling.chance import derive_seed
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError
 from starling.runs.compare.api import load_comparison
-from starling.runs.evaluate import evaluate, transcribe
+from starling.runs.evaluate import evaluate
 from starling.runs.recipe.recipe import check_recipe, fixed_settings
 from starling.runs.scored import read_texts
 from starling.runs.simulate import simulate
+from starling.runs.transcribe import transcribe
 from starling.speech.batches import Batch
 from starling.speech.losses import ctc_loss, speech_loss
 from starling.speech.models import ModelConfig, build_model, count_parameters

@@ -16,13 +16,15 @@ from starling.runs import frames
 from starling.runs.audit import audit
 from starling.runs.compare.api import compare_recipe
 from starling.runs.compare.subject import check_comparison
-from starling.runs.evaluate import evaluate, load_recogniser, transcribe
+from starling.runs.evaluate import evaluate
 from starling.runs.experiment.claim import claim_folder
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.frames import FrameWorkload
 from starling.runs.recipe.recipe import Recipe, check_recipe, dump_recipe
+from starling.runs.recognisers import load_recogniser
 from starling.runs.setup import load_workload, set_up
 from starling.runs.simulate import simulate
+from starling.runs.transcribe import transcribe
 from starling.speech.hybrid.losses import PADDING
 from starling.speech.recogniser import Recogniser
 from starling.strategies import STRATEGIES

@@ -14,9 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, DataError, PeerLost
 from starling.runs.audit import audit
-from starling.runs.evaluate import evaluate, transcribe
+from starling.runs.evaluate import evaluate
 from starling.runs.recipe.recipe import check_recipe
 from starling.runs.simulate import simulate
+from starling.runs.transcribe import transcribe
 
 Tree = dict[str, Any]
 

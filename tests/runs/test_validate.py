@@ -13,11 +13,11 @@ from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.report.epochs import Score
 from starling.runs import validate
-from starling.runs.evaluate import load_recogniser
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.job import ModelWriter
 from starling.runs.keeping import SaveChoice, model_writer
 from starling.runs.recipe.recipe import Recipe, check_recipe, fingerprints
+from starling.runs.recognisers import load_recogniser
 from starling.runs.setup import set_up_and_claim
 from starling.runs.validate import Validation, best_model
 from starling.speech.models import count_parameters

@@ -1,5 +1,6 @@
 """A language of tones for tests: each word is a chord of its own, so that a tiny network learns it in seconds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,3 +33,22 @@ def song_set(folder: Path, count: int, seed: int = 0) -> SpeechSet:
             writer.write(f"song-{number}", "singer", " ".join(words), sing(words, generator))
         writer.finish(digest="songs")
     return SpeechSet.open(folder)
+
+
+def performance(
+    words: Sequence[str], gaps: Sequence[float], generator: np.random.Generator, rate: int = RATE, noise: float = 0.002
+) -> tuple[np.ndarray, list[tuple[str, float, float]]]:
+    """Waveform `[T]` of `words`, of different lengths, with gaps in seconds before each and after the last; and each
+    word with the seconds at which it begins and ends."""
+    pieces, spans, place = [], [], 0
+    for word, gap in zip([*words, None], gaps, strict=True):
+        pieces.append(np.zeros(int(gap * rate)))
+        place += len(pieces[-1])
+        if word is not None:
+            time = np.arange(int(generator.uniform(0.2, 0.4) * rate)) / rate
+            envelope = np.minimum(1.0, np.minimum(time, time[-1] - time) / 0.02)
+            pieces.append(0.1 * envelope * sum(np.sin(2 * np.pi * each * time) for each in WORDS[word]))
+            spans.append((word, place / rate, (place + len(time)) / rate))
+            place += len(time)
+    waveform = np.concatenate(pieces)
+    return (waveform + noise * generator.standard_normal(len(waveform))).astype(np.float32), spans

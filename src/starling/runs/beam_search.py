@@ -95,6 +95,11 @@ class BestSearch:
         results = self._pool(_rows(log_probs, frames), self.tuned.weights, self._num_best)
         self.found.update(zip(names, results, strict=True))
 
+    def text(self, log_probs: NDArray[np.float32]) -> str:
+        """The best text of one utterance's log-probabilities `[T, V]`; empty if no word fits."""
+        (found,) = self._pool([log_probs], self.tuned.weights)
+        return found[0].text if found else ""
+
     @property
     def texts(self) -> dict[str, str]:
         """The best text of each utterance; empty if no word fits."""

@@ -8,9 +8,9 @@ from typing import Self
 from starling.checkpoint.manifest import MANIFEST
 from starling.checkpoint.reader import load
 from starling.errors import ConfigError
-from starling.runs.evaluate import load_recogniser
 from starling.runs.experiment.folder import ExperimentFolder, existing
 from starling.runs.recipe.recipe import Recipe, load_resolved
+from starling.runs.recognisers import load_recogniser
 from starling.speech.check.findings import Report
 from starling.speech.check.heard import SetHeard
 from starling.speech.data import DataConfig

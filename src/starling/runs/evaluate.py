@@ -1,4 +1,4 @@
-"""Scores sets and transcribes files with the newest or the best model of an experiment."""
+"""Scores sets with the newest or the best model of an experiment."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -6,26 +6,18 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import numpy as np
-import soundfile
-import torch
-from numpy.typing import NDArray
 from rich.console import Console
-from torch import Tensor
 
-from starling.checkpoint.reader import checkpoints_in, latest, load
-from starling.errors import CheckpointError, ConfigError, DataError, MissingExtraError, did_you_mean
+from starling.errors import ConfigError, DataError, MissingExtraError, did_you_mean
 from starling.extras import require
 from starling.report.progress import Bars, Say
 from starling.runs.beam_search import BestSearch, best_search
-from starling.runs.cores import use_threads
 from starling.runs.decoder_search import DecoderSearch, decoder_search
-from starling.runs.experiment.folder import ExperimentFolder, existing
-from starling.runs.recipe.recipe import Recipe, load_resolved
-from starling.runs.validate import best_model
+from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.recipe.recipe import Recipe
+from starling.runs.recognisers import load_recogniser, open_experiment
 from starling.speech.check.findings import seen_in_training
 from starling.speech.codecs import Transmitted, check_codec, label_of
-from starling.speech.corpora.audio import read_audio
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.prepare import prepare
 from starling.speech.recogniser import Recogniser
@@ -54,7 +46,7 @@ def evaluate(
     a model with CTC (None: if the recipe has a section `decoding`). Raises CheckpointError if there is no model,
     ConfigError for a set that the recipe does not define.
     """
-    folder, recipe = _open(experiment)
+    folder, recipe = open_experiment(experiment)
     names = list(sets or recipe.data.test)
     for name in names:
         _check_set(recipe, name)
@@ -146,89 +138,6 @@ def _score_set(
             tell(line)
 
 
-def transcribe(
-    experiment: Path,
-    files: Sequence[Path],
-    tell: Say,
-    is_best: bool = False,
-    with_beam: bool = False,
-    console: Console | None = None,
-) -> None:
-    """Pass a line for each file to `tell`: its name, a tab, and the text, greedy or by the beam search that `evaluate`
-    has tuned; without that it is tuned first.
-
-    Raises DataError that names the files which are not audio, after the text of all others; and ConfigError for a beam
-    search with a model that is not trained with CTC.
-    """
-    folder, recipe = _open(experiment)
-    recogniser = load_recogniser(experiment, recipe, is_best)
-    with ExitStack() as stack:
-        search: BestSearch | None = None
-        if with_beam:
-            if recipe.loss != "ctc":
-                raise ConfigError(f"{experiment}: the beam search is for CTC, but it was trained with {recipe.loss}")
-            require("decoding", "the beam search", ("flashlight",))
-            with Bars(console or Console(stderr=True)) as bars:
-                search = stack.enter_context(best_search(recipe, folder, recogniser, bars))
-        problems = []
-        for file in files:
-            try:
-                features = recogniser.matrix(*_read_all_channels(file))
-            except DataError as error:
-                message = str(error)
-                problems.append(message if str(file) in message else f"{file}: {message}")
-                continue
-            tell(f"{file}\t{_text(recogniser, features, search)}")
-    if problems:
-        several = f"{len(problems)} of {len(files)} files cannot be transcribed: " if len(files) > 1 else ""
-        raise DataError(several + "; ".join(problems))
-
-
-def _text(recogniser: Recogniser, features: Tensor, search: BestSearch | None) -> str:
-    """The text of one recording's features `[T, F]`."""
-    if search is None:
-        return recogniser.texts(*recogniser.hear([features]))[0]
-    search.take([""], *recogniser.log_probs([features]))
-    return search.texts[""]
-
-
-def load_recogniser(experiment: Path, recipe: Recipe, is_best: bool = False, average: int | None = None) -> Recogniser:
-    """The newest consensus model of an experiment, the mean of its `average` newest ones (None: the recipe's number),
-    or the best on the validation set; on the recipe's device. Raises CheckpointError if there is none."""
-    use_threads(recipe, 1)
-    best = best_model(ExperimentFolder(experiment))
-    if is_best and best is None:
-        raise CheckpointError(
-            f"{experiment / 'best'}: no model was scored during training; set data.valid and train again, or use the "
-            "newest model, without --best"
-        )
-    if is_best and best is not None:
-        recogniser = Recogniser.load(best)
-    else:
-        recogniser = _mean(experiment, recipe.average if average is None else average)
-    if recipe.engine.device != "cpu" and torch.cuda.is_available():
-        recogniser.model.to("cuda")
-    return recogniser
-
-
-def _mean(experiment: Path, number: int) -> Recogniser:
-    """The recogniser whose weights are the mean of those of the newest checkpoints; of fewer, if there are fewer."""
-    newest = latest(experiment)
-    folders = [path for path in checkpoints_in(newest.parent) if path != newest][1 - number :] if number > 1 else []
-    recogniser = Recogniser.load(load(newest).model_folder)
-    state = recogniser.model.state_dict()
-    others = [Recogniser.load(load(path).model_folder).model.state_dict() for path in folders]
-    for name, values in state.items():
-        if others and values.is_floating_point():
-            values.copy_(torch.stack([values, *(other[name] for other in others)]).double().mean(0))
-    return recogniser
-
-
-def _open(experiment: Path) -> tuple[ExperimentFolder, Recipe]:
-    folder = existing(experiment)
-    return folder, load_resolved(folder.config)
-
-
 def _check_set(recipe: Recipe, name: str) -> None:
     known = recipe.data.sets
     if name not in known:
@@ -254,11 +163,3 @@ def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypothes
         return [f"no score without near-duplicates of training: {error}"]
     line = line_of_unseen(references, hypotheses, seen or ())
     return [] if line is None else [line]
-
-
-def _read_all_channels(file: Path) -> tuple[NDArray[np.float32], int]:
-    """Samples `[channels, T]` in [-1, 1], and their sampling rate in Hz."""
-    first, rate = read_audio(file, channel=0)
-    channels = int(soundfile.info(str(file)).channels)
-    others = [read_audio(file, channel=channel)[0] for channel in range(1, channels)]
-    return np.stack([first, *others]), rate

@@ -20,27 +20,20 @@ from typing import Any, Self
 import torch
 
 from starling.checkpoint.files import partial_folder, publish, remove, write_json
-from starling.checkpoint.manifest import read_manifest, sort_key
+from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import Checkpoint
 from starling.errors import StarlingError
 from starling.report.curves import Curves
 from starling.report.epochs import Score
 from starling.report.progress import Say
-from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.experiment.folder import SCORE, ExperimentFolder, best_model
 from starling.runs.recipe.recipe import Recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring import score
 from starling.speech.store import SpeechSet
 
-_SCORE = "score.json"
 _REST = 19.0
 """The pause after each scoring, as a multiple of its duration: scoring takes at most a twentieth of the time."""
-
-
-def best_model(folder: ExperimentFolder) -> Path | None:
-    """The folder of the model that scored best on the validation set; None if none was scored."""
-    found = [path for path in folder.best.glob("step-*") if (path / _SCORE).is_file()]
-    return max(found, key=lambda path: sort_key(path.name) or (0, 0), default=None)
 
 
 class Validation:
@@ -149,7 +142,7 @@ class Validation:
         partial = partial_folder(final)
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(checkpoint.model_folder, partial)
-        write_json(partial / _SCORE, scored)
+        write_json(partial / SCORE, scored)
         publish(partial, final)
         for other in self._folder.best.glob("step-*"):
             if other != final:
@@ -159,6 +152,6 @@ class Validation:
 def _score_of(model: Path | None, key: str) -> float | None:
     """The word error rate of the best model, or its epochs; None if there is none or it cannot be read."""
     try:
-        return None if model is None else float(json.loads((model / _SCORE).read_text(encoding="utf-8"))[key])
+        return None if model is None else float(json.loads((model / SCORE).read_text(encoding="utf-8"))[key])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -65,15 +65,13 @@ class UtteranceSource(Protocol):
 
 
 class LogMel:
-    """Waveform `[T]` in [-1, 1] -> log-mel features `[frames, F]`, as defined by Kaldi (lhotse's layers).
+    """Waveform `[T]` in [-1, 1] -> log-mel features `[frames, F]`, as defined by Kaldi.
 
     Frames are centred (`snip_edges=False`): their number is the length divided by the frame shift, rounded.
     An utterance's features do not depend on the other utterances of its batch.
     """
 
     def __init__(self, config: FeatureConfig, sampling_rate: int) -> None:
-        from lhotse.features.kaldi.layers import Wav2LogFilterBank
-
         from starling.speech.mel import LogMelLayer
 
         self.config = config
@@ -84,14 +82,12 @@ class LogMel:
         self.deviation: torch.Tensor | None = None  # [F]
         self._window = math.floor(config.frame_length * sampling_rate)
         self._layer = LogMelLayer(
-            Wav2LogFilterBank(
-                sampling_rate,
-                frame_length=config.frame_length,
-                frame_shift=config.frame_shift,
-                low_freq=config.low_freq,
-                high_freq=config.high_freq,
-                num_filters=self.num_bands,
-            )
+            sampling_rate,
+            self.num_bands,
+            config.frame_length,
+            config.frame_shift,
+            config.low_freq,
+            config.high_freq,
         )
 
     def num_frames(self, num_samples: int, tempo: float = 1.0) -> int:
@@ -220,7 +216,6 @@ def resample(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
     """`waveform` `[..., T]` at `rate` Hz, resampled to `wanted` Hz."""
     if rate == wanted:
         return waveform
-    from lhotse.augmentation.torchaudio import get_or_create_resampler
+    from starling.speech.resampling import resampled
 
-    resampled: torch.Tensor = get_or_create_resampler(rate, wanted)(waveform)
-    return resampled
+    return resampled(waveform, rate, wanted)

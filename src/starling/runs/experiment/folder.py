@@ -20,7 +20,11 @@ exp/<name>/joins/                   requests for more learners; see starling.lau
 
 from pathlib import Path
 
+from starling.checkpoint.manifest import sort_key
 from starling.errors import ConfigError
+
+SCORE = "score.json"
+"""Beside a model in `best/`: its score."""
 
 
 class ExperimentFolder:
@@ -51,3 +55,9 @@ def existing(experiment: Path) -> ExperimentFolder:
     if not folder.config.is_file():
         raise ConfigError(f"{experiment}: no config.yaml here; give an experiment that `starling train` has written")
     return folder
+
+
+def best_model(folder: ExperimentFolder) -> Path | None:
+    """The folder of the model that scored best on the validation set; None if none was scored."""
+    found = [path for path in folder.best.glob("step-*") if (path / SCORE).is_file()]
+    return max(found, key=lambda path: sort_key(path.name) or (0, 0), default=None)

@@ -37,7 +37,7 @@ def read_audio(
     """
     import soundfile
 
-    _check_regular(path)
+    check_regular(path)
     try:
         with soundfile.SoundFile(str(path)) as file:
             first, count = _segment(path, file, start, duration)
@@ -68,7 +68,8 @@ def read_blocks(file: soundfile.SoundFile, count: int, column: int = 0) -> NDArr
     return np.concatenate(blocks)
 
 
-def _check_regular(path: Path) -> None:
+def check_regular(path: Path) -> None:
+    """Raise DataError for what is no regular file, or empty."""
     try:
         status = path.stat()
     except OSError as error:
@@ -84,9 +85,7 @@ def _segment(path: Path, file: soundfile.SoundFile, start: float, duration: floa
     rate, total = int(file.samplerate), int(file.frames)
     if rate < 1:
         raise DataError(f"{path}: sampling rate {rate} Hz")
-    short = _SHORT_CHUNK.search(str(file.extra_info))
-    if short and int(short[1]) < _STREAMED and int(short[2]) < int(short[1]):
-        raise DataError(f"{path}: truncated: {short[2]} bytes of audio, but the header declares {short[1]}")
+    check_whole(path, file)
     first = round(start * rate)
     count = total - first if duration is None else round(duration * rate)
     if not (start >= 0 and count >= 0 and first + count <= total + rate // 100):
@@ -102,6 +101,13 @@ def _segment(path: Path, file: soundfile.SoundFile, start: float, duration: floa
     if count > MAX_SAMPLES:
         raise DataError(f"{path}: declares {count} samples, the limit is {MAX_SAMPLES}; cut it into segments")
     return first, count
+
+
+def check_whole(path: Path, file: soundfile.SoundFile) -> None:
+    """Raise DataError for a file that has less audio than its header declares."""
+    short = _SHORT_CHUNK.search(str(file.extra_info))
+    if short and int(short[1]) < _STREAMED and int(short[2]) < int(short[1]):
+        raise DataError(f"{path}: truncated: {short[2]} bytes of audio, but the header declares {short[1]}")
 
 
 def _channel(path: Path, channels: int, channel: int | None) -> int:

@@ -1,0 +1,50 @@
+"""The recogniser of an experiment: its newest model, the mean of several, or the best."""
+
+from pathlib import Path
+
+import torch
+
+from starling.checkpoint.reader import checkpoints_in, latest, load
+from starling.errors import CheckpointError
+from starling.runs.cores import use_threads
+from starling.runs.experiment.folder import ExperimentFolder, best_model, existing
+from starling.runs.recipe.recipe import Recipe, load_resolved
+from starling.speech.recogniser import Recogniser
+
+
+def open_experiment(experiment: Path) -> tuple[ExperimentFolder, Recipe]:
+    """The folder of an experiment, and its recipe. Raises ConfigError if it is none."""
+    folder = existing(experiment)
+    return folder, load_resolved(folder.config)
+
+
+def load_recogniser(experiment: Path, recipe: Recipe, is_best: bool = False, average: int | None = None) -> Recogniser:
+    """The newest consensus model of an experiment, the mean of its `average` newest ones (None: the recipe's number),
+    or the best on the validation set; on the recipe's device. Raises CheckpointError if there is none."""
+    use_threads(recipe, 1)
+    best = best_model(ExperimentFolder(experiment))
+    if is_best and best is None:
+        raise CheckpointError(
+            f"{experiment / 'best'}: no model was scored during training; set data.valid and train again, or use the "
+            "newest model, without --best"
+        )
+    if is_best and best is not None:
+        recogniser = Recogniser.load(best)
+    else:
+        recogniser = _mean(experiment, recipe.average if average is None else average)
+    if recipe.engine.device != "cpu" and torch.cuda.is_available():
+        recogniser.model.to("cuda")
+    return recogniser
+
+
+def _mean(experiment: Path, number: int) -> Recogniser:
+    """The recogniser whose weights are the mean of those of the newest checkpoints; of fewer, if there are fewer."""
+    newest = latest(experiment)
+    folders = [path for path in checkpoints_in(newest.parent) if path != newest][1 - number :] if number > 1 else []
+    recogniser = Recogniser.load(load(newest).model_folder)
+    state = recogniser.model.state_dict()
+    others = [Recogniser.load(load(path).model_folder).model.state_dict() for path in folders]
+    for name, values in state.items():
+        if others and values.is_floating_point():
+            values.copy_(torch.stack([values, *(other[name] for other in others)]).double().mean(0))
+    return recogniser

@@ -1,0 +1,1 @@
+"""From audio of any length to text with times: segments, words, subtitles."""

@@ -1,0 +1,179 @@
+"""Cuts audio at pauses, by its energy; it may come in pieces, of which only the last segment is kept in memory."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Seconds = float
+
+FRAME: Seconds = 0.01
+_LOOK_EVERY = 10
+"""Frames between two looks for pauses. Segments therefore do not depend on the pieces in which audio comes."""
+_SMOOTHED = 5
+"""Frames over whose mean energy levels are taken."""
+_LOWEST = -70.0
+"""The lowest noise floor, dB below full scale: digital silence counts as such a noise."""
+_LOUD, _ABOVE = 10.0, 6.0
+"""Speech is more than `_ABOVE` dB above the noise floor, and somewhere more than `_LOUD`."""
+_SHORTEST = 3
+"""Frames of the shortest sound that counts as speech: a click has fewer."""
+_FLOOR = 1000
+"""Frames, 10 s, within which the noise floor is the lowest level."""
+_PATIENCE = 200
+"""Frames, 2 s, after which an even level counts as noise. No speech is so long without a change of 10 dB."""
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """Where audio is cut."""
+
+    pause: Seconds = 0.5
+    """The shortest pause at which a segment ends."""
+    pad: Seconds = 0.25
+    """What a segment keeps of the pause before and after it; at most half of `pause`."""
+    longest: Seconds = 20.0
+    """A longer segment is cut at the quietest place in its second half."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A segment of audio."""
+
+    start: int
+    """Samples before it."""
+    samples: NDArray[np.float32]
+
+
+def powers(samples: NDArray[np.float32], hop: int) -> NDArray[np.float64]:
+    """The variance of each whole frame of `hop` samples."""
+    count = len(samples) // hop
+    return np.asarray(samples[: count * hop].reshape(count, hop).var(axis=1, dtype=np.float64))
+
+
+def levels(power: NDArray[np.float64], width: int = _SMOOTHED) -> NDArray[np.float64]:
+    """The level of each frame in dB below full scale, smoothed over `width` frames."""
+    sums = np.concatenate([[0.0], np.cumsum(power)])
+    places = np.arange(len(power))
+    first, last = np.maximum(places - width // 2, 0), np.minimum(places + width // 2 + 1, len(power))
+    mean = (sums[last] - sums[first]) / (last - first)
+    return np.asarray(10.0 * np.log10(np.maximum(mean, 1e-12)))
+
+
+def floor_of(level: NDArray[np.float64]) -> float:
+    """The noise floor, dB."""
+    return max(_LOWEST, float(level.min(initial=0.0)))
+
+
+def is_above(level: NDArray[np.float64], floor: float) -> NDArray[np.bool_]:
+    """Where there is some sound above a noise floor."""
+    found: NDArray[np.bool_] = level > floor + _ABOVE
+    return found
+
+
+def runs(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """First and last + 1 `[N, 2]` of each stretch that is true."""
+    return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+
+
+class Segmenter:
+    """Finds the segments of audio that comes in pieces.
+
+    A detector of the energy with hysteresis: speech rises 10 dB above the lowest level of the last ten seconds, and
+    ends where it stays within 6 dB of it for the length of a pause.
+    """
+
+    def __init__(self, rate: int, segmentation: Segmentation | None = None) -> None:
+        chosen = segmentation or Segmentation()
+        self._hop = max(1, round(rate * FRAME))
+        self._pause, self._pad, self._longest = (
+            round(each / FRAME) for each in (chosen.pause, min(chosen.pad, chosen.pause / 2), chosen.longest)
+        )
+        self._start = 0  # of the pending samples
+        self._samples = np.zeros(0, np.float32)
+        self._power = np.zeros(0)
+        self._before = np.zeros(0)  # levels of the frames before the pending ones
+        self._seen = 0  # pending frames that have been looked at
+        self._found = 0
+
+    def feed(self, samples: NDArray[np.float32]) -> list[Piece]:
+        """The segments that end in the next samples `[T]`."""
+        self._samples = np.concatenate([self._samples, samples])
+        known = len(self._power) * self._hop
+        self._power = np.concatenate([self._power, powers(self._samples[known:], self._hop)])
+        pieces: list[Piece] = []
+        while self._seen + _LOOK_EVERY <= len(self._power):
+            self._seen += _LOOK_EVERY
+            while (piece := self._look()) is not None:
+                pieces.append(piece)
+        return pieces
+
+    def end(self) -> list[Piece]:
+        """The last segments."""
+        if len(self._power) * self._hop < len(self._samples):
+            self._power = np.append(self._power, self._samples[-self._hop :].var(dtype=np.float64))
+        self._seen = len(self._power)
+        pieces: list[Piece] = []
+        while (piece := self._look(is_end=True)) is not None:
+            pieces.append(piece)
+        is_silent = not len(self._power) or float(levels(self._power).max()) < _LOWEST + _LOUD
+        if not self._found and not self._start and not is_silent:
+            pieces.append(self._taken(self._seen))  # all there is; too short to tell speech from noise
+        return pieces
+
+    @property
+    def taken(self) -> int:
+        """All samples so far."""
+        return self._start + len(self._samples)
+
+    @property
+    def pending(self) -> Piece | None:
+        """The segment that has not ended, so far; None where there is no speech."""
+        level = levels(self._power)
+        if not len(found := self._speech(level)):
+            return None
+        begin = max(0, int(found[0, 0]) - self._pad) * self._hop
+        return Piece(self._start + begin, self._samples[begin:])
+
+    def _speech(self, level: NDArray[np.float64]) -> NDArray[np.int64]:
+        """The stretches with speech `[N, 2]` of pending levels, in frames."""
+        floor = max(_LOWEST, min(floor_of(level), floor_of(self._before)))
+        found = runs(is_above(level, floor))
+        if not len(found):
+            return found
+        is_loud = np.maximum.reduceat(level, found[:, 0]) > floor + _LOUD
+        return found[is_loud & (found[:, 1] - found[:, 0] >= _SHORTEST)]
+
+    def _look(self, is_end: bool = False) -> Piece | None:
+        """The first segment that has ended, if there is one, which is taken away."""
+        level = levels(self._power[: self._seen])
+        found = self._speech(level)
+        if not len(found):
+            if self._seen > _PATIENCE:
+                self._taken(self._seen - _PATIENCE)
+            return None
+        gaps = np.flatnonzero(found[1:, 0] - found[:-1, 1] >= self._pause)
+        begin = max(0, int(found[0, 0]) - self._pad)
+        last = int(found[gaps[0] if len(gaps) else -1, 1])
+        if last - begin > self._longest or (not len(gaps) and self._seen - begin >= self._longest):
+            half = begin + self._longest // 2
+            quietest = levels(self._power[half : begin + self._longest], 4 * _SMOOTHED)
+            return self._kept(begin, half + int(quietest.argmin()))
+        if len(gaps) or is_end or self._seen - last >= self._pause:
+            return self._kept(begin, min(last + self._pad, self._seen))
+        return None
+
+    def _kept(self, begin: int, end: int) -> Piece:
+        self._found += 1
+        self._taken(begin)
+        return self._taken(end - begin)
+
+    def _taken(self, end: int) -> Piece:
+        """Take the pending frames up to `end` away."""
+        self._before = np.concatenate([self._before, levels(self._power[:end])])[-_FLOOR:]
+        cut = end * self._hop
+        piece = Piece(self._start, self._samples[:cut])
+        self._start += len(piece.samples)
+        self._samples, self._power = self._samples[cut:], self._power[end:]
+        self._seen -= end
+        return piece

@@ -1,0 +1,103 @@
+"""Reads audio of any length in blocks, from files, streams and raw PCM; every error is a `DataError`."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import soundfile
+from numpy.typing import NDArray
+
+from starling.errors import DataError
+from starling.speech.corpora.audio import check_regular, check_whole
+
+_BLOCK = 1 << 18
+"""Numbers that are read at once; all channels together."""
+RATES = (1_000, 768_000)
+"""The lowest and the highest sampling rate, Hz."""
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Audio that is being read."""
+
+    rate: int
+    seconds: float | None
+    """As its header says; None: unknown."""
+    blocks: Iterator[NDArray[np.float32]]
+    """The mean of the channels, `[T]` each. Raises DataError for a truncated file and for samples that are not
+    finite."""
+
+
+@contextmanager
+def opened(audio: Path | IO[bytes], name: str) -> Iterator[Sound]:
+    """A file, or a stream that can be sought. Raises DataError that begins with `name`."""
+    if isinstance(audio, Path):
+        check_regular(audio)
+    try:
+        file = soundfile.SoundFile(str(audio) if isinstance(audio, Path) else audio)
+    except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, TypeError) as error:
+        raise DataError(f"{name}: cannot be read as audio: {_reason(error)}") from error
+    with file:
+        check_rate(int(file.samplerate), name)
+        if isinstance(audio, Path):
+            check_whole(audio, file)
+        yield Sound(int(file.samplerate), file.frames / file.samplerate, _blocks(file, name))
+
+
+def check_rate(rate: int, name: str) -> None:
+    """Raise DataError for an impossible sampling rate."""
+    if not RATES[0] <= rate <= RATES[1]:
+        raise DataError(
+            f"{name}: a sampling rate of {rate} Hz is impossible; the limits are {RATES[0]} and {RATES[1]} Hz"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """libsndfile's words, without the name of an object in memory."""
+    return re.sub(r"^Error opening <.*?>: ", "", str(error))
+
+
+def _blocks(file: soundfile.SoundFile, name: str) -> Iterator[NDArray[np.float32]]:
+    size, read = max(1, _BLOCK // file.channels), 0
+    while True:
+        try:
+            block = file.read(size, dtype="float32", always_2d=True)
+        except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, MemoryError) as error:
+            raise DataError(f"{name}: cannot be read as audio: {_reason(error)}") from error
+        if not len(block):
+            break
+        read += len(block)
+        yield checked(block.mean(axis=1) if file.channels > 1 else block[:, 0], name)
+    if read == 0:
+        raise DataError(f"{name}: no samples")
+    if read < file.frames and file.format not in ("MP3", "MPEG"):  # whose lengths are estimates
+        raise DataError(f"{name}: truncated: only {read} of {file.frames} samples")
+
+
+def pcm_blocks(stream: IO[bytes], name: str) -> Iterator[NDArray[np.float32]]:
+    """Raw PCM of one channel, 16 bits, little-endian, as soon as it arrives."""
+    rest = b""
+    read1 = getattr(stream, "read1", stream.read)
+    while data := read1(_BLOCK):
+        samples, rest = pcm(rest + data)
+        if len(samples):
+            yield samples
+    if rest:
+        raise DataError(f"{name}: ends within a sample; raw PCM has 16 bits a sample")
+
+
+def pcm(data: bytes) -> tuple[NDArray[np.float32], bytes]:
+    """Samples of 16 bits, little-endian, in [-1, 1], and a byte that is left over."""
+    whole = len(data) // 2 * 2
+    return np.frombuffer(data[:whole], "<i2").astype(np.float32) / 32768.0, data[whole:]
+
+
+def checked(samples: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+    """The samples. Raises DataError if some are not finite."""
+    if not np.isfinite(samples).all():
+        raise DataError(f"{name}: contains samples that are not finite (NaN or infinity): decode it again")
+    return samples

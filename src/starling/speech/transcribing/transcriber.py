@@ -1,0 +1,194 @@
+"""Transcribes waveforms, streams of any length, and audio as it is spoken."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from starling.errors import DataError
+from starling.speech.recogniser import Recogniser
+from starling.speech.resampling import Resampler
+from starling.speech.transcribing.segmenter import Piece, Segmentation, Segmenter
+from starling.speech.transcribing.sound import check_rate, checked
+from starling.speech.transcribing.timing import Emission, aligned, greedy_path, words_of
+from starling.speech.transcribing.transcript import Seconds, Segment, Transcript, Update
+
+Search: TypeAlias = Callable[[NDArray[np.float32]], str]
+"""The text of log-probabilities `[T, V]` of CTC, such as by a beam search."""
+Waveform: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int16] | NDArray[np.int32] | torch.Tensor
+
+TOGETHER: Seconds = 240.0
+"""Audio whose segments are decoded together, in batches of similar lengths."""
+_BATCH: Seconds = 120.0
+"""Padded audio of a batch."""
+_OFTEN: Seconds = 0.4
+_GROWTH = 0.25
+"""A live segment is decoded again after `_OFTEN` seconds more, or this share of its length, if that is longer: all the
+work is then at most five times that of decoding it once, however long it is."""
+
+
+class Transcriber:
+    """Transcribes with a trained recogniser. `starling.load_model` makes one.
+
+    Methods may be called from one thread at a time.
+    """
+
+    def __init__(
+        self, recogniser: Recogniser, search: Search | None = None, segmentation: Segmentation | None = None
+    ) -> None:
+        self.recogniser = recogniser
+        self._search = search
+        self._segmentation = segmentation
+
+    @property
+    def rate(self) -> int:
+        """The sampling rate of the recogniser, Hz. Audio of other rates is resampled."""
+        return self.recogniser.features.sampling_rate
+
+    @property
+    def has_times(self) -> bool:
+        """Whether words have times: not with models that were trained frame by frame."""
+        return self.recogniser.states is None
+
+    def transcribe(self, waveform: Waveform, rate: int) -> Transcript:
+        """What is said in a recording `[T]` or `[channels, T]` (averaged), sampled at `rate` Hz.
+
+        Floating-point samples are in [-1, 1]; integers of 16 or 32 bits are scaled.
+
+        Raises:
+            DataError: The audio is empty or not finite, or its shape or rate is impossible.
+        """
+        samples = _mono(waveform)
+        segments = tuple(segment for some in self.stream([samples], rate) for segment in some)
+        return Transcript(segments, len(samples) / rate)
+
+    def stream(
+        self, blocks: Iterable[NDArray[np.float32]], rate: int, together: Seconds = TOGETHER
+    ) -> Iterator[list[Segment]]:
+        """The segments of audio that comes in blocks `[T]` of one channel, in bounded memory.
+
+        Segments of up to `together` seconds are decoded together, and come out together.
+        """
+        waiting: list[Piece] = []
+        for piece in self.pieces(blocks, rate):
+            waiting.append(piece)
+            if sum(len(each.samples) for each in waiting) >= together * self.rate:
+                yield self.decode(waiting)
+                waiting = []
+        if waiting:
+            yield self.decode(waiting)
+
+    def pieces(self, blocks: Iterable[NDArray[np.float32]], rate: int) -> Iterator[Piece]:
+        """The audio of the segments, at the rate of the recogniser."""
+        check_rate(rate, "audio")
+        resampler, segmenter = Resampler(rate, self.rate), Segmenter(self.rate, self._segmentation)
+        for block in blocks:
+            yield from segmenter.feed(resampler.feed(block))
+        yield from segmenter.feed(resampler.end())
+        yield from segmenter.end()
+
+    def live(self, rate: int) -> "Live":
+        """Transcribe audio while it is spoken."""
+        check_rate(rate, "audio")
+        return Live(self, rate, Segmenter(self.rate, self._segmentation))
+
+    def decode(self, pieces: Sequence[Piece]) -> list[Segment]:
+        """What is said in pieces of audio at the rate of the recogniser, in batches of similar lengths."""
+        order = sorted(range(len(pieces)), key=lambda place: -len(pieces[place].samples))
+        found: dict[int, Segment] = {}
+        while order:
+            size = max(1, int(_BATCH * self.rate / max(1, len(pieces[order[0]].samples))))
+            batch, order = order[:size], order[size:]
+            decoded = self._decode_batch([pieces[place] for place in batch])
+            found.update(zip(batch, decoded, strict=True))
+        return [found[place] for place in range(len(pieces))]
+
+    def _decode_batch(self, pieces: Sequence[Piece]) -> list[Segment]:
+        recogniser = self.recogniser
+        heard = recogniser.hear(recogniser.features.batch([self._tensor(piece) for piece in pieces]))
+        is_greedy = self.has_times and self._search is None and recogniser.decoder is None
+        texts = recogniser.texts(*heard) if self._search is None and not is_greedy else None
+        segments = []
+        lengths = heard.lengths.tolist()
+        for number, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
+            row = np.ascontiguousarray(heard.log_probs[number, :length].float().cpu().numpy())
+            if is_greedy:
+                path = greedy_path(row)
+                text = recogniser.tokenizer.decode([each.token for each in path])
+                segments.append(self._segment(piece, text, path))
+            else:
+                text = self._search(row) if texts is None and self._search is not None else (texts or [])[number]
+                segments.append(self._segment(piece, text, self._aligned(row, text)))
+        return segments
+
+    def _tensor(self, piece: Piece) -> torch.Tensor:
+        """At least one window long."""
+        shortest = round(self.recogniser.features.config.frame_length * self.rate) + 1
+        missing = max(0, shortest - len(piece.samples))
+        return torch.from_numpy(np.pad(piece.samples, (0, missing)))
+
+    def _aligned(self, log_probs: NDArray[np.float32], text: str) -> list[Emission] | None:
+        """Where CTC hears a text that another search has found."""
+        if not self.has_times:
+            return None
+        if not text.strip():
+            return []
+        try:
+            tokens = self.recogniser.tokenizer.encode(text)
+        except DataError:  # a decoder's text may not be one that the tokens spell again
+            return None
+        return aligned(log_probs, tokens)
+
+    def _segment(self, piece: Piece, text: str, emissions: Sequence[Emission] | None) -> Segment:
+        start, end = piece.start / self.rate, (piece.start + len(piece.samples)) / self.rate
+        words = None
+        if emissions is not None:
+            seconds, tokenizer = self.recogniser.output_seconds, self.recogniser.tokenizer
+            words = words_of(emissions, tokenizer, seconds, piece.samples, self.rate, start)
+        return Segment(round(start, 3), round(end, 3), " ".join(text.split()), words)
+
+
+class Live:
+    """Transcribes audio while it is spoken. `Transcriber.live` makes one.
+
+    The segment that has not ended is decoded again and again, after ever longer intervals.
+    """
+
+    def __init__(self, transcriber: Transcriber, rate: int, segmenter: Segmenter) -> None:
+        self._transcriber = transcriber
+        self._segmenter = segmenter
+        self._resampler = Resampler(rate, transcriber.rate)
+        self._partial = ""
+        self._next = 0  # samples after which to decode
+
+    def feed(self, samples: NDArray[np.float32], with_partial: bool = True) -> Update:
+        """What is known after the next samples `[T]`, in [-1, 1]. Without `with_partial`, the partial text may be older
+        than that."""
+        pieces = self._segmenter.feed(self._resampler.feed(checked(samples, "audio")))
+        final = tuple(self._transcriber.decode(pieces)) if pieces else ()
+        pending = self._segmenter.pending
+        if final or pending is None:
+            self._partial = ""
+        if with_partial and pending is not None and (final or self._segmenter.taken >= self._next):
+            self._partial = self._transcriber.decode([pending])[0].text
+            pause = max(_OFTEN * self._transcriber.rate, _GROWTH * len(pending.samples))
+            self._next = self._segmenter.taken + round(pause)
+        return Update(final, self._partial)
+
+    def end(self) -> Update:
+        """The last segments. Nothing can be fed after that."""
+        pieces = [*self._segmenter.feed(self._resampler.end()), *self._segmenter.end()]
+        return Update(tuple(self._transcriber.decode(pieces)) if pieces else ())
+
+
+def _mono(waveform: Waveform) -> NDArray[np.float32]:
+    """Samples `[T]` in [-1, 1]."""
+    tensor = torch.as_tensor(waveform)
+    if tensor.ndim not in (1, 2) or tensor.numel() == 0:
+        raise DataError(f"audio of shape {list(tensor.shape)} cannot be transcribed: give [T] or [channels, T]")
+    if not tensor.is_floating_point():
+        tensor = tensor.float() / -float(torch.iinfo(tensor.dtype).min)
+    tensor = tensor.detach().float().cpu()
+    return checked((tensor.mean(0) if tensor.ndim == 2 else tensor).numpy(), "the audio")

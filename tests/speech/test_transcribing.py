@@ -1,0 +1,165 @@
+"""Words and their times, of recordings of any length and rate, and of audio as it is spoken."""
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from starling.errors import DataError
+from starling.speech.features import FeatureConfig, LogMel
+from starling.speech.models import AttentionConfig, ModelConfig, TransducerConfig
+from starling.speech.recogniser import Recogniser
+from starling.speech.resampling import resampled
+from starling.speech.tokens import CharacterTokenizer
+from starling.speech.transcribing.timing import aligned, greedy_path
+from starling.speech.transcribing.transcriber import Transcriber
+from starling.speech.transcribing.transcript import Segment, Transcript
+from tests.speech.tones import RATE, WORDS, performance
+
+TONES = Path(__file__).parents[1] / "data" / "tones"
+"""A trained recogniser of tones; tests/data/make_tones.py made it."""
+WITHIN = 0.08
+"""Seconds."""
+
+
+@pytest.fixture(scope="module")
+def transcriber() -> Transcriber:
+    return Transcriber(Recogniser.load(TONES))
+
+
+def song(count: int, seed: int = 5) -> tuple[np.ndarray, list[tuple[str, float, float]]]:
+    """Sentences of one to six words."""
+    generator = np.random.default_rng(seed)
+    words, gaps = [], []
+    for _ in range(count):
+        size = int(generator.integers(1, 7))
+        words += generator.choice(list(WORDS), size).tolist()
+        gaps += [generator.uniform(0.7, 1.5), *generator.uniform(0.05, 0.4, size - 1)]
+    return performance(words, [*gaps, 0.8], generator)
+
+
+def check(transcript: Transcript, spans: list[tuple[str, float, float]]) -> None:
+    """The words, and where they are."""
+    assert transcript.text == " ".join(word for word, _, _ in spans)
+    for word, (text, start, end) in zip(transcript.words, spans, strict=True):
+        assert word.text == text
+        assert abs(word.start - start) <= WITHIN, (word, start)
+        assert abs(word.end - end) <= WITHIN, (word, end)
+        assert 0.0 < word.confidence <= 1.0
+
+
+def test_words_are_within_80_ms_of_where_they_were_put(transcriber: Transcriber) -> None:
+    """In a recording of many sentences, at its own rate, at another one, and in stereo."""
+    waveform, spans = song(12)
+    check(transcriber.transcribe(waveform, RATE), spans)
+    wide = resampled(torch.from_numpy(waveform), RATE, 22050)
+    check(transcriber.transcribe(torch.stack([wide, wide]), 22050), spans)
+    check(transcriber.transcribe((32767 * waveform).astype(np.int16), RATE), spans)
+
+
+def test_the_text_of_a_long_recording_is_that_of_its_pieces(transcriber: Transcriber) -> None:
+    """Each segment alone says the same, and offsets are kept."""
+    waveform, _ = song(8)
+    whole = transcriber.transcribe(waveform, RATE)
+    assert len(whole.segments) >= 8
+    for segment in whole.segments:
+        piece = waveform[round(segment.start * RATE) : round(segment.end * RATE)]
+        assert transcriber.recogniser.transcribe(piece, RATE).split() == segment.text.split()
+        alone = transcriber.transcribe(piece, RATE)
+        assert alone.text == segment.text
+        assert [round(word.start + segment.start - other.start, 1) for word, other in zip(
+            alone.words, segment.words or (), strict=True)] == [0.0] * len(alone.words)  # fmt: skip
+    streamed = [each for some in transcriber.stream(np.array_split(waveform, 37), RATE, 3.0) for each in some]
+    assert [each.text for each in streamed] == [each.text for each in whole.segments]
+
+
+def test_speech_is_transcribed_while_it_is_spoken(transcriber: Transcriber) -> None:
+    """Partial texts grow towards the final ones, which are those of the whole recording."""
+    waveform, _ = song(4)
+    live, finals, partials = transcriber.live(16_000), list[Segment](), list[str]()
+    for block in np.array_split(resampled(torch.from_numpy(waveform), RATE, 16_000).numpy(), 60):
+        update = live.feed(block)
+        finals += update.final
+        partials.append(update.partial)
+    update = live.end()
+    finals += update.final
+    assert update.partial == ""
+    assert [each.text for each in finals] == [each.text for each in transcriber.transcribe(waveform, RATE).segments]
+    beginnings = [" ".join(finals[-1].text.split()[:count]) for count in range(1, 7)]
+    assert set(partials) & set(beginnings)
+    assert "" in partials
+
+
+def test_confidence_falls_where_words_are_unclear(transcriber: Transcriber) -> None:
+    """Two words at once are not said as confidently as one."""
+    generator = np.random.default_rng(1)
+    clear, _ = performance(["DO", "MI"], [0.3, 0.2, 0.3], generator)
+    mixed = 0.5 * clear + 0.5 * np.roll(clear, 1500)
+    (first,), found = transcriber.transcribe(clear, RATE).segments, transcriber.transcribe(mixed, RATE)
+    assert first.confidence is not None and first.confidence > 0.9
+    assert min([word.confidence for word in found.words], default=0.0) < first.confidence
+
+
+@pytest.mark.parametrize(
+    ("waveform", "rate", "message"),
+    [
+        (np.zeros(0, np.float32), RATE, r"shape \[0\]"),
+        (np.zeros((1, 2, 9), np.float32), RATE, r"shape \[1, 2, 9\]"),
+        (np.full(900, np.nan, np.float32), RATE, "not finite"),
+        (np.zeros(900, np.float32), 0, "rate of 0 Hz"),
+    ],
+)
+def test_audio_that_cannot_be_transcribed_is_refused(
+    transcriber: Transcriber, waveform: np.ndarray, rate: int, message: str
+) -> None:
+    """As a DataError with the numbers."""
+    with pytest.raises(DataError, match=message):
+        transcriber.transcribe(waveform, rate)
+
+
+def test_silence_has_no_words(transcriber: Transcriber) -> None:
+    """And is no error."""
+    found = transcriber.transcribe(np.zeros(5 * RATE, np.float32), RATE)
+    assert (found.text, found.words, found.segments, found.seconds) == ("", (), (), 5.0)
+
+
+@pytest.mark.parametrize(
+    "decoder", [AttentionConfig(kind="attention", width=16, heads=2), TransducerConfig(kind="transducer", width=16)]
+)
+def test_texts_of_decoders_have_times_by_ctc(decoder: AttentionConfig | TransducerConfig) -> None:
+    """With random weights: the decoder's text, in order, inside its segment."""
+    config = ModelConfig(preset="tiny", subsampling=2, decoder=decoder)
+    recogniser = Recogniser.create(config, LogMel(FeatureConfig(), RATE), CharacterTokenizer(" AB"), seed=3)
+    waveform, _ = song(2)
+    found = Transcriber(recogniser).transcribe(waveform, RATE)
+    assert found.segments
+    for segment in found.segments:
+        if segment.words is not None:
+            assert " ".join(word.text for word in segment.words) == segment.text
+            times = [time for word in segment.words for time in (word.start, word.end)]
+            assert times == sorted(times)
+            assert not times or segment.start <= times[0] <= times[-1] <= segment.end + 0.001
+
+
+def test_an_alignment_is_the_best_of_all_paths() -> None:
+    """By trying each path of five frames."""
+    generator = np.random.default_rng(1)
+    for tokens in ([1, 2], [1, 1], [2], []):
+        log_probs = np.log(generator.dirichlet(np.ones(3), 5)).astype(np.float32)
+        best = max(
+            (
+                (sum(log_probs[frame, token] for frame, token in enumerate(path)), path)
+                for path in product(range(3), repeat=5)
+                if [each.token for each in greedy_path(np.eye(3, dtype=np.float32)[list(path)])] == tokens
+            ),
+        )[1]
+        expected = greedy_path(np.eye(3, dtype=np.float32)[list(best)])
+        found = aligned(log_probs, tokens)
+        assert found is not None
+        assert [(each.token, each.first, each.last) for each in found] == [
+            (each.token, each.first, each.last) for each in expected
+        ]
+    assert aligned(log_probs[:2], [1, 1]) is None
+    assert aligned(log_probs[:1], [1, 2]) is None
