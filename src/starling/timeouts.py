@@ -69,3 +69,11 @@ STATUS_FRESH: Seconds = 10.0
 """If a status is older than this, its launcher does not run or is stalled, because it writes one every second."""
 SHORT_WAIT: Seconds = 1.0
 """Shorter waits are not reported to the launcher, because every averaging round has some."""
+
+# Serving
+
+CLIENT_STALL: Seconds = 30.0
+"""How long a client of `starling serve` may send nothing in the middle of an upload or a conversation, or not read its
+answer. A telephone in a tunnel is back after seconds."""
+ANSWERS_END: Seconds = 5.0
+"""How long answers may take to end after `starling serve` is stopped. One turn of the model takes less than 1 s."""

@@ -1,0 +1,100 @@
+"""Limits of each connection: its size, the time a client may take, and the pages that may use the server."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from starling.timeouts import CLIENT_STALL, Seconds
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may ask for."""
+
+    upload_bytes: int = 500 * 1_000_000
+    audio_seconds: Seconds = 4 * 3600.0
+    stall: Seconds = CLIENT_STALL
+
+
+class Guard:
+    """Refuses pages of other sites, uploads that are too large, and clients that stall.
+
+    A browser sends the address of the page with each request that another site's page makes. Without this check, any
+    page could listen through a server on the same machine.
+    """
+
+    def __init__(self, app: App, limits: Limits, is_local: bool) -> None:
+        self._app = app
+        self._limits = limits
+        self._is_local = is_local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if (refusal := self._refusal(headers)) is not None:
+            if scope["type"] == "http":
+                await JSONResponse({"error": refusal}, 403)(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008, "reason": refusal})
+            return
+        if scope["type"] == "websocket":
+            await self._app(scope, receive, self._hurried(send))
+            return
+        declared = headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared) > self._limits.upload_bytes:
+            await JSONResponse({"error": self._too_large}, 413)(scope, receive, send)
+            return
+        await self._app(scope, self._counted(receive), self._hurried(send))
+
+    def _refusal(self, headers: dict[str, str]) -> str | None:
+        host = headers.get("host", "")
+        if self._is_local and urlsplit(f"//{host}").hostname not in LOOPBACK:
+            return f"host {host[:100]!r} is not this machine"
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return f"pages of {origin[:100]} may not use this server"
+        return None
+
+    @property
+    def _too_large(self) -> str:
+        return f"the upload is larger than {self._limits.upload_bytes / 1e6:g} MB (--max-megabytes)"
+
+    def _counted(self, receive: Receive) -> Receive:
+        """At most so many bytes, each message within the time limit."""
+        total = 0
+
+        async def checked() -> Message:
+            nonlocal total
+            try:
+                message = await asyncio.wait_for(receive(), self._limits.stall)
+            except TimeoutError:
+                raise HTTPException(408, f"no data for {self._limits.stall:g} s") from None
+            total += len(message.get("body", b""))
+            if total > self._limits.upload_bytes:
+                raise HTTPException(413, self._too_large)
+            return message
+
+        return checked
+
+    def _hurried(self, send: Send) -> Send:
+        """A client that does not read its answer is cut off."""
+
+        async def checked(message: Message) -> None:
+            await asyncio.wait_for(send(message), self._limits.stall)
+
+        return checked
