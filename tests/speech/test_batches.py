@@ -183,7 +183,7 @@ def test_statistics_leave_out_what_is_damaged_where_that_is_wished(tmp_path):
     with pytest.raises(DataError, match="the audio of song-2 is damaged"):
         log_mel.fit(broken)
     log_mel.fit(broken, on_bad="skip")
-    rows = [log_mel._layer([torch.from_numpy(broken.audio(index))])[0] for index in (0, 1, 3, 4, 5)]
+    rows = [log_mel.layer([torch.from_numpy(broken.audio(index))])[0] for index in (0, 1, 3, 4, 5)]
     torch.testing.assert_close(log_mel.mean, torch.cat(rows).mean(0), atol=1e-4, rtol=0)
     with pytest.raises(DataError, match="none of 2 utterances"):
         log_mel.fit(damaged(tmp_path / "all", 2, 0, 1), on_bad="skip")

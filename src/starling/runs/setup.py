@@ -70,6 +70,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
             outside the alphabet, or contains too many utterances that are too short for CTC or for their states.
         CheckpointError: The warm start's experiment has no intact checkpoint.
     """
+    if (latency := recipe.model.latency(recipe.features.frame_shift, recipe.features.frame_length)) is not None:
+        say(f"streaming model: an algorithmic latency of {1000 * latency:.0f} ms")
     say(prepare_all(recipe, progress))
     train = open_training_set(recipe)
     tokenizer = make_tokenizer(recipe.tokens, (train.text(index) for index in range(len(train))))

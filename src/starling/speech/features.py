@@ -31,7 +31,7 @@ class FeatureConfig(Config):
     high_freq: float = Field(default=-400.0, description="upper edge of the highest band, Hz; <= 0: from Nyquist down")
     normalise: Literal["utterance", "global", "none"] = Field(
         default="utterance",
-        description="data whose mean and deviation normalise each band",
+        description="data whose mean and deviation normalise each band; a streaming model needs global, or none",
     )
     splice: int = Field(
         default=0, ge=0, le=50, description="frames on either side that are joined to each, for loss: frames"
@@ -81,7 +81,7 @@ class LogMel:
         self.mean: torch.Tensor | None = None  # [F], set by `fit` for normalise: global
         self.deviation: torch.Tensor | None = None  # [F]
         self._window = math.floor(config.frame_length * sampling_rate)
-        self._layer = LogMelLayer(
+        self.layer = LogMelLayer(
             sampling_rate,
             self.num_bands,
             config.frame_length,
@@ -92,7 +92,7 @@ class LogMel:
 
     def num_frames(self, num_samples: int, tempo: float = 1.0) -> int:
         """The number of frames of a waveform of `num_samples` samples."""
-        return self._layer.num_frames(num_samples, tempo)
+        return self.layer.num_frames(num_samples, tempo)
 
     def __call__(self, waveform: torch.Tensor, utterance: str = "") -> torch.Tensor:
         """The features `[frames, F]`, float32, of one waveform `[T]`, normalised as configured.
@@ -114,9 +114,13 @@ class LogMel:
     def bands(self, waveforms: Sequence[torch.Tensor], warps: Sequence[Warp] | None = None) -> list[torch.Tensor]:
         """The same without splicing, `[frames, num_bands]`."""
         if warps is None:
-            energies = self._layer(waveforms)
+            energies = self.layer(waveforms)
         else:
-            energies = [self._layer.warped(*each) for each in zip(waveforms, warps, strict=True)]
+            energies = [self.layer.warped(*each) for each in zip(waveforms, warps, strict=True)]
+        return self.normalised(energies)
+
+    def normalised(self, energies: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Log-mel energies `[frames, num_bands]` of each utterance, normalised as configured."""
         if self.config.normalise == "none":
             return energies
         if self.config.normalise == "utterance":
@@ -150,7 +154,7 @@ class LogMel:
                         raise
                     bad = bad or error
                     continue
-                features = self._layer([waveform])[0].double()
+                features = self.layer([waveform])[0].double()
                 count += len(features)
                 total = total + features.sum(0)
                 squares = squares + features.square().sum(0)

@@ -84,6 +84,31 @@ class LogMelLayer:
             bank = mel_bank(self._bank.shape[1], self._fft_length, self._rate, *self._edges, warp.frequency)
         return self._energies(torch.from_numpy(samples), rows, shift, bank)[:count]
 
+    @property
+    def length(self) -> int:
+        """Samples of a window."""
+        return self._length
+
+    @property
+    def shift(self) -> int:
+        """Samples from one frame to the next."""
+        return self._shift
+
+    @property
+    def left(self) -> int:
+        """Samples of the first window in front of a waveform, where it is mirrored."""
+        return (self._length - self._shift) // 2
+
+    @property
+    def window_and_bank(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The window `[length]` and the mel bank `[fft_length / 2 + 1, F]`."""
+        return self._window, self._bank
+
+    @torch.no_grad()
+    def of_samples(self, samples: torch.Tensor, count: int) -> torch.Tensor:
+        """The energies `[count, F]` of windows that begin at the first sample, without mirroring."""
+        return self._energies(samples.contiguous(), count, self._shift, self._bank)
+
     def _shifted(self, tempo: float) -> int:
         """Samples from one frame to the next."""
         return self._shift if tempo == 1.0 else max(1, min(self._length, round(self._shift * tempo)))

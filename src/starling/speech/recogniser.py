@@ -84,7 +84,7 @@ class Recogniser:
     ) -> Self:
         """A recogniser with randomly initialised weights."""
         num_outputs = tokenizer.vocab_size if states is None else states.num_states
-        model = build_model(model_config, features.num_features, num_outputs, seed)
+        model = build_model(model_config, features.num_features, num_outputs, seed, features.config.frame_shift)
         return cls(model, model_config, features, tokenizer, states)
 
     def save(self, folder: Path) -> None:
@@ -199,6 +199,12 @@ class Recogniser:
         """Seconds between two rows of log-probabilities."""
         return self.features.config.frame_shift * self.model_config.shape.subsampling
 
+    @property
+    def latency(self) -> float | None:
+        """The algorithmic latency of a streaming model in seconds; None: it needs whole recordings."""
+        config = self.features.config
+        return self.model_config.latency(config.frame_shift, config.frame_length)
+
     def log_probs(self, matrices: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The network's log-probabilities `[B, T', V]` for features `[T, F]` of each utterance, and lengths `[B]`."""
         heard = self.hear(matrices)
@@ -209,7 +215,7 @@ class Recogniser:
         device = next(self.model.parameters()).device
         features = torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True).to(device)
         lengths = torch.tensor([len(matrix) for matrix in matrices], device=device)
-        with self._evaluating():
+        with self.evaluating():
             if self.decoder is None:
                 log_probs, lengths = self.model(features, lengths)
                 return Heard(log_probs, lengths, None)
@@ -218,7 +224,7 @@ class Recogniser:
             return Heard(network.log_probs(frames), lengths, frames)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Without dropout and gradients."""
         was_training = self.model.training
         self.model.eval()
@@ -240,7 +246,7 @@ class Recogniser:
             return self._decoder(log_probs, lengths)
         if self.decoder is None or frames is None:
             return greedy_decode(log_probs, lengths, self.tokenizer)
-        with self._evaluating():
+        with self.evaluating():
             if isinstance(self.decoder, AttentionDecoder):
                 found = attention.greedy(self.decoder, frames, lengths)
             else:
@@ -252,7 +258,7 @@ class Recogniser:
         if self.decoder is None or heard.frames is None:
             raise ValueError("a recogniser without a decoder has no beam search of its own")
         found = []
-        with self._evaluating():
+        with self.evaluating():
             for row, length in zip(heard.frames, heard.lengths.tolist(), strict=True):
                 if isinstance(self.decoder, AttentionDecoder):
                     best = attention.beam_search(self.decoder, row[:length], beam)
@@ -265,7 +271,7 @@ class Recogniser:
         """log p(text | audio) by the attention decoder, of some texts of each utterance. ValueError without one."""
         if not isinstance(self.decoder, AttentionDecoder) or heard.frames is None:
             raise ValueError("a recogniser without an attention decoder cannot score texts by it")
-        with self._evaluating():
+        with self.evaluating():
             return [
                 attention.scores(
                     self.decoder, row[:length], [self.tokenizer.encode(text) if text else [] for text in each]

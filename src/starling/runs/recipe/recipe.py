@@ -37,7 +37,7 @@ from starling.training.freezing import Freeze
 
 _WHOLE_UTTERANCES = ("max_duration", "num_buckets", "window", "similar")
 """Keys of `batches` that say how whole utterances are grouped."""
-_LATER_SIZES = ("span", "kernel", "stack_rates", "stack_layers", "stack_widths", "decoder")
+_LATER_SIZES = ("span", "kernel", "stack_rates", "stack_layers", "stack_widths", "decoder", "chunk")
 """Keys of `model` that fingerprints leave out where they are not set: earlier runs have none of them."""
 _OF_FRAMES = ("sequences", "states", "alignment")
 """Sections that only `loss: frames` has."""
@@ -146,6 +146,8 @@ class Recipe(RunConfig):
         given = [f"{section}: only for loss: frames; leave it out" for section in _OF_FRAMES if getattr(self, section)]
         if self.features.splice:
             given.append("features.splice: only for loss: frames; leave it out")
+        if self.model.chunk is not None and self.features.normalise == "utterance":
+            given.append("features.normalise: utterance needs whole recordings; model.chunk needs global, or none")
         given += self._decoding_problems(OF_FRAMES, "frames")
         if self.decoding is not None and self.decoding.vocabulary == "open":
             given += [

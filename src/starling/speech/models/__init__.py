@@ -10,8 +10,9 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.registry import Registry
+from starling.speech.models.chunks import ChunkConfig
 from starling.speech.models.decoders import AttentionConfig, DecoderConfig, TransducerConfig
-from starling.speech.models.shape import MODELS, Architecture, ModelShape, Positions, frames_after
+from starling.speech.models.shape import MODELS, Architecture, ModelShape, Positions, frames_after, frames_ahead
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +23,7 @@ __all__ = [
     "MODELS",
     "Architecture",
     "AttentionConfig",
+    "ChunkConfig",
     "DecoderConfig",
     "ModelConfig",
     "ModelShape",
@@ -50,7 +52,7 @@ def find_model(name: str) -> Architecture:
     return _REGISTRY.find(name)
 
 
-_NO_SIZES = ("name", "preset", "decoder")
+_NO_SIZES = ("name", "preset", "decoder", "chunk")
 """Keys of `ModelConfig` that are no sizes of the network."""
 
 
@@ -100,6 +102,12 @@ class ModelConfig(Config):
         default=None, description="a decoder beside CTC: kind: attention or transducer, and its sizes; null: CTC alone"
     )
 
+    chunk: ChunkConfig | None = Field(
+        default=None,
+        description="a streaming model, of lstm, transformer or conformer: seconds of a chunk, and chunks before it; "
+        "null: every frame hears the whole utterance",
+    )
+
     @field_validator("name")
     @classmethod
     def _name_is_known(cls, name: str) -> str:
@@ -127,7 +135,13 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ModelConfig:
-        _ = self.shape  # raises ValueError for sizes that don't go together
+        shape = self.shape  # raises ValueError for sizes that don't go together
+        if self.chunk is not None:
+            if not find_model(self.name).can_stream:
+                known = [name for name, each in MODELS.items() if each.can_stream]
+                raise ValueError(f"chunk: {self.name} cannot stream; known are {', '.join(known)}")
+            if getattr(shape, "positions", "rotary") != "rotary" or getattr(shape, "span", 0):
+                raise ValueError("chunk: needs positions: rotary, and no span; leave them out")
         return self
 
     @property
@@ -140,9 +154,26 @@ class ModelConfig(Config):
         """Frames in which the network emits tokens, of `num_frames` feature frames."""
         return frames_after(num_frames, self.shape.subsampling)
 
+    def latency(self, frame_shift: float, frame_length: float) -> float | None:
+        """The algorithmic latency of a streaming model in seconds; None: it needs the whole utterance.
 
-def build_model(config: ModelConfig, num_features: int, vocab_size: int, seed: int) -> nn.Module:
+        The longest time from a sound to the outputs of its own encoder frame, on a computer that takes no time: from
+        the beginning of a chunk to the end of the last window that its last frame hears.
+        """
+        if self.chunk is None:
+            return None
+        subsampling = self.shape.subsampling
+        chunk = self.chunk.chunks(frame_shift * subsampling).frames * subsampling
+        ahead = frames_ahead(subsampling) - subsampling
+        return (chunk + ahead) * frame_shift + (frame_shift + frame_length) / 2
+
+
+def build_model(
+    config: ModelConfig, num_features: int, vocab_size: int, seed: int, frame_shift: float = 0.010
+) -> nn.Module:
     """The network of `config` with fresh weights and `vocab_size` outputs; the same seed gives the same weights.
+
+    `frame_shift` is that of the features in seconds, which `config.chunk` is measured in.
 
     `forward(features [B, T, F], lengths [B])` gives log-probabilities `[B, T', V]` and lengths `[B]`.
     The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).
@@ -150,6 +181,7 @@ def build_model(config: ModelConfig, num_features: int, vocab_size: int, seed: i
     """
     from starling.speech.chance import borrowed_generators
     from starling.speech.models.network import Network
+    from starling.speech.models.streaming import StreamingNetwork
 
     with borrowed_generators(seed):
         network = find_model(config.name).load()(config.shape, num_features, vocab_size)
@@ -160,6 +192,13 @@ def build_model(config: ModelConfig, num_features: int, vocab_size: int, seed: i
                     "starling.speech.models.network.Network: a decoder needs its `encode`; leave the decoder out"
                 )
             network.decoder = _build_decoder(config.decoder, network.output.in_features, vocab_size)
+        if config.chunk is not None:
+            if not isinstance(network, StreamingNetwork):
+                raise ConfigError(
+                    f"model.chunk: {config.name} makes a {type(network).__name__}, which is no "
+                    "starling.speech.models.streaming.StreamingNetwork; leave chunk out"
+                )
+            network.chunks = config.chunk.chunks(frame_shift * config.shape.subsampling)
     return network
 
 

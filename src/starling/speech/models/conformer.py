@@ -4,9 +4,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import Network
+from starling.speech.models.chunks import Chunks
 from starling.speech.models.positions import distances, phases
 from starling.speech.models.shape import ConformerShape
+from starling.speech.models.streaming import (
+    Caches,
+    StreamingNetwork,
+    chunk_convolution,
+    chunk_mask,
+    chunk_visible,
+    convolve_once,
+)
 from starling.speech.models.subsampling import ConvSubsampling, frame_mask
 from starling.speech.models.transformer import SelfAttention
 
@@ -27,7 +35,7 @@ class RelativeAttention(SelfAttention):
         self.distance_bias = nn.Parameter(torch.zeros(heads, width // heads))  # v
 
     def forward(self, frames: torch.Tensor, visible: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """`visible` `[B, 1, 1, T]` says which frames are attended to; `places` is `distances(T, width)`."""
+        """`visible` (`[B, 1, 1, T]`, or `[B, 1, T, T]`) says which frames are attended to; `places` is `distances(T, width)`."""
         if places is None:
             raise ValueError("relative attention needs `places`, the sinusoids of distances")
         queries, keys, values = self.inputs(frames).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -74,10 +82,25 @@ class Convolution(nn.Module):
         self.outputs = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, frames: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-        """`[B, T, width]` -> `[B, T, width]`; `inside` `[B, T, 1]` is true inside the utterance."""
-        gated = F.glu(self.gates(self.norm(frames)), dim=2).masked_fill(~inside, 0.0)
-        mixed = self.convolution(gated.transpose(1, 2)).transpose(1, 2)
+    def forward(self, frames: torch.Tensor, inside: torch.Tensor, chunk: int | None = None) -> torch.Tensor:
+        """`[B, T, width]` -> `[B, T, width]`; `inside` `[B, T, 1]` is true inside the utterance. A frame hears none
+        behind its `chunk`, if that is given, in frames."""
+        gated = self._gated(frames, inside)
+        return self._mixed(
+            self.convolution(gated) if chunk is None else chunk_convolution(self.convolution, gated, chunk)
+        )
+
+    def step(self, frames: torch.Tensor, inside: torch.Tensor, past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for a chunk, with the `past` `[B, width, kernel // 2]` before it; and the past of the next one."""
+        window = torch.cat([past, self._gated(frames, inside)], dim=2)
+        return self._mixed(convolve_once(self.convolution, window)), window[..., window.shape[2] - past.shape[2] :]
+
+    def _gated(self, frames: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+        """`[B, width, T]`."""
+        return F.glu(self.gates(self.norm(frames)), dim=2).masked_fill(~inside, 0.0).transpose(1, 2)
+
+    def _mixed(self, mixed: torch.Tensor) -> torch.Tensor:
+        mixed = mixed.transpose(1, 2)
         added: torch.Tensor = self.dropout(self.outputs(F.silu(self.inner_norm(mixed))))
         return added
 
@@ -103,17 +126,41 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, frames: torch.Tensor, inside: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """`inside` `[B, T, 1]` is true inside the utterance; `places` are those of the attention."""
+    def forward(
+        self,
+        frames: torch.Tensor,
+        inside: torch.Tensor,
+        visible: torch.Tensor,
+        places: torch.Tensor,
+        chunk: int | None = None,
+    ) -> torch.Tensor:
+        """`inside` `[B, T, 1]` is true inside the utterance; `visible` and `places` are those of the attention,
+        `chunk` that of the convolution."""
         frames = frames + 0.5 * self.first(frames)
-        visible = inside[:, None, None, :, 0]
         frames = frames + self.dropout(self.attention(self.attention_norm(frames), visible, places))
-        frames = frames + self.convolution(frames, inside)
+        frames = frames + self.convolution(frames, inside, chunk)
         normed: torch.Tensor = self.norm(frames + 0.5 * self.second(frames))
         return normed
 
+    def step(
+        self,
+        frames: torch.Tensor,
+        inside: torch.Tensor,
+        visible: torch.Tensor,
+        angles: torch.Tensor,
+        past: torch.Tensor,
+        convolved: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A chunk's outputs, and the pasts of attention and convolution for the next one."""
+        frames = frames + 0.5 * self.first(frames)
+        attended, past = self.attention.step(self.attention_norm(frames), visible, angles, past)
+        frames = frames + attended
+        mixed, convolved = self.convolution.step(frames, inside, convolved)
+        frames = frames + mixed
+        return self.norm(frames + 0.5 * self.second(frames)), past, convolved
 
-class ConformerCtc(Network):
+
+class ConformerCtc(StreamingNetwork):
     """Convolutional subsampling, a projection to the width, Conformer blocks, CTC outputs.
 
     Source: Gulati et al. 2020, "Conformer: convolution-augmented Transformer for speech recognition" (arXiv
@@ -140,6 +187,40 @@ class ConformerCtc(Network):
         device = frames.device
         places = phases(num_frames, self.head_size, device) if self.rotary else distances(num_frames, width, device)
         inside = frame_mask(lengths, num_frames)
+        chunks = self.pass_chunks()
+        visible = inside[:, None, None, :, 0] if chunks is None else chunk_mask(inside, chunks)
         for block in self.blocks:
-            frames = block(frames, inside, places)
+            frames = block(frames, inside, visible, places, None if chunks is None else chunks.frames)
         return frames, lengths
+
+    @property
+    def cache_names(self) -> tuple[str, ...]:
+        """The name of each of `caches`."""
+        return "attention", "convolution", "remembered"
+
+    def caches(self, batch_size: int, chunks: Chunks) -> Caches:
+        """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before, what the convolutions hear of them
+        `[B, layers, width, kernel // 2]`, and which of them exist `[B, L]`."""
+        first = self.blocks[0]
+        before, heads, kernel = chunks.left * chunks.frames, first.attention.heads, first.convolution.convolution
+        past = self.output.weight.new_zeros(batch_size, len(self.blocks), before, 2, heads, self.head_size)
+        convolved = past.new_zeros(batch_size, len(self.blocks), kernel.in_channels, kernel.kernel_size[0] // 2)
+        return past, convolved, torch.zeros(batch_size, before, dtype=torch.bool, device=past.device)
+
+    def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
+        """As for `StreamingNetwork`."""
+        past, convolved, remembered = caches
+        before = past.shape[2]
+        frames, inside = self.subsampling.of_window(window, inside)
+        frames = self.projection(frames)
+        angles = phases(before + frames.shape[1], self.head_size, frames.device)
+        visible = chunk_visible(remembered, inside)
+        pasts, heard = [], []
+        for number, block in enumerate(self.blocks):
+            frames, known, mixed = block.step(
+                frames, inside[:, :, None], visible, angles, past[:, number], convolved[:, number]
+            )
+            pasts.append(known)
+            heard.append(mixed)
+        remembered = torch.cat([remembered, inside], dim=1)[:, -before:]
+        return frames, (torch.stack(pasts, dim=1), torch.stack(heard, dim=1), remembered)

@@ -3,12 +3,13 @@
 import torch
 from torch import nn
 
-from starling.speech.models.network import Network
+from starling.speech.models.chunks import Chunks
 from starling.speech.models.shape import RecurrentShape
+from starling.speech.models.streaming import Caches, StreamingNetwork
 from starling.speech.models.subsampling import ConvSubsampling
 
 
-class LstmCtc(Network):
+class LstmCtc(StreamingNetwork):
     """Convolutional subsampling, LSTM layers in the direction of time, an optional bottleneck, CTC outputs."""
 
     def __init__(self, shape: RecurrentShape, num_features: int, vocab_size: int) -> None:
@@ -26,3 +27,22 @@ class LstmCtc(Network):
         for index, layer in enumerate(self.layers):
             frames, _ = layer(self.dropout(frames) if index else frames)
         return self.bottleneck(self.dropout(frames)), lengths
+
+    @property
+    def cache_names(self) -> tuple[str, ...]:
+        """The name of each of `caches`."""
+        return ("recurrent",)
+
+    def caches(self, batch_size: int, chunks: Chunks) -> Caches:
+        """Outputs and cells `[B, layers, 2, hidden]` of the last frame."""
+        return (self.output.weight.new_zeros(batch_size, len(self.layers), 2, self.layers[0].hidden_size),)
+
+    def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
+        """As for `StreamingNetwork`."""
+        frames, _ = self.subsampling.of_window(window, inside)
+        past = caches[0].permute(1, 2, 0, 3)[:, :, None]  # [layers, 2, 1, B, hidden]
+        pasts = []
+        for layer, (outputs, cells) in zip(self.layers, past.unbind(0), strict=True):
+            frames, last = layer(frames, (outputs.contiguous(), cells.contiguous()))
+            pasts.append(torch.cat(last))  # [2, B, hidden]
+        return self.bottleneck(frames), (torch.stack(pasts).permute(2, 0, 1, 3),)

@@ -43,7 +43,7 @@ def rotate(vectors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     (arXiv 2104.09864). Unit i is paired with unit i + D / 2 here, not with its neighbour as there: another order of the
     units, with no interleaving.
     """
-    angles = angles.view(len(angles), *[1] * (vectors.ndim - 3), -1)
+    angles = angles.view(angles.shape[0], *[1] * (vectors.ndim - 3), -1)
     cosines, sines = angles.cos(), angles.sin()
     first, second = vectors.chunk(2, dim=-1)
     turned = torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)

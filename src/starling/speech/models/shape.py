@@ -253,6 +253,8 @@ class Architecture:
     """`network(shape, num_features, vocab_size)`, or its `module:name`; the shape is of the presets' class."""
     presets: Mapping[str, ModelShape]
     """Complete sets of sizes, by name; all of one class, and one of them is `small`."""
+    can_stream: bool = False
+    """Whether the network is a `starling.speech.models.streaming.StreamingNetwork`, which `model.chunk` needs."""
 
     @property
     def sizes(self) -> list[str]:
@@ -271,9 +273,9 @@ class Architecture:
 _HERE = "starling.speech.models"
 MODELS = {
     "blstm": Architecture(f"{_HERE}.blstm:BlstmCtc", _RECURRENT),
-    "lstm": Architecture(f"{_HERE}.lstm:LstmCtc", _RECURRENT),
-    "transformer": Architecture(f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER),
-    "conformer": Architecture(f"{_HERE}.conformer:ConformerCtc", _CONFORMER),
+    "lstm": Architecture(f"{_HERE}.lstm:LstmCtc", _RECURRENT, can_stream=True),
+    "transformer": Architecture(f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER, can_stream=True),
+    "conformer": Architecture(f"{_HERE}.conformer:ConformerCtc", _CONFORMER, can_stream=True),
     "zipformer": Architecture(f"{_HERE}.zipformer:ZipformerCtc", _ZIPFORMER),
     "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
     "blstm-hybrid": Architecture(f"{_HERE}.blstm_hybrid:BlstmHybrid", _HYBRID),
@@ -287,3 +289,8 @@ def frames_after(num_frames: int, subsampling: int) -> int:
         num_frames = (num_frames + 1) // 2
         subsampling //= 2
     return num_frames
+
+
+def frames_ahead(subsampling: int) -> int:
+    """Feature frames behind its own that an encoder frame hears through the two convolutions in front."""
+    return 4 if subsampling == 1 else 6

@@ -29,6 +29,32 @@ class ConvSubsampling(nn.Module):
         )
         self.norms = nn.ModuleList(nn.LayerNorm(channels) for _ in strides)
         self.strides = strides
+        self.num_features = num_features
+
+    @property
+    def rate(self) -> int:
+        """Feature frames per encoder frame."""
+        return self.strides[0] * self.strides[1]
+
+    @property
+    def reach(self) -> int:
+        """Feature frames on either side of its own that an encoder frame hears."""
+        return (1 + self.strides[0]) * (_KERNEL // 2)
+
+    def window(self, frames: int) -> int:
+        """Feature frames that so many successive encoder frames hear."""
+        return self.rate * (frames - 1) + 2 * self.reach + 1
+
+    def of_window(self, features: torch.Tensor, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The encoder inputs `[B, C, channels]` of a window `[B, window(C), F]`, and which are of the utterance
+        `[B, C]`, as `inside` `[B, window(C)]` says of the window's."""
+        edge = _KERNEL // 2
+        for convolution, norm, stride in zip(self.convolutions, self.norms, self.strides, strict=True):
+            features = features.masked_fill(~inside[:, :, None], 0.0).transpose(1, 2)
+            features = nn.functional.conv1d(features, convolution.weight, convolution.bias, stride).transpose(1, 2)
+            features = torch.relu(norm(features))
+            inside = inside[:, edge:-edge:stride]
+        return features, inside
 
     def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encoder inputs `[B, T', channels]` and their lengths `[B]`."""

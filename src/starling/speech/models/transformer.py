@@ -4,9 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import Network
 from starling.speech.models.positions import phases, rotate, sinusoids
+from starling.speech.models.chunks import Chunks
 from starling.speech.models.shape import TransformerShape
+from starling.speech.models.streaming import Caches, StreamingNetwork, chunk_mask, chunk_visible
 from starling.speech.models.subsampling import ConvSubsampling, frame_mask
 
 
@@ -36,6 +37,25 @@ class SelfAttention(nn.Module):
         outputs: torch.Tensor = self.outputs(attended.transpose(1, 2).flatten(2))
         return outputs
 
+    def step(
+        self, frames: torch.Tensor, visible: torch.Tensor, angles: torch.Tensor, past: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for a chunk `[B, C, width]`, with the `past` of L frames before it; and the past of the next one.
+
+        A past `[B, L, 2, heads, D]` has the keys before rotation, and the values: angles `[L + C, D / 2]` count from
+        its first frame, so that they stay small in a long stream. `visible` is `[B, 1, C, L + C]`.
+        """
+        parts = self.inputs(frames).unflatten(2, (3, self.heads, -1))
+        known = torch.cat([past, parts[:, :, 1:]], dim=1)
+        before = past.shape[1]
+        attended = F.scaled_dot_product_attention(
+            rotate(parts[:, :, 0], angles[before:]).transpose(1, 2),
+            rotate(known[:, :, 0], angles).transpose(1, 2),
+            known[:, :, 1].transpose(1, 2),
+            visible,
+        )
+        return self.outputs(attended.transpose(1, 2).flatten(2)), known[:, -before:]
+
 
 class Block(nn.Module):
     """One pre-norm block, `[B, T, width]` -> `[B, T, width]`.
@@ -58,7 +78,16 @@ class Block(nn.Module):
 
     def forward(self, frames: torch.Tensor, visible: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
         """`visible` and `angles` as for `SelfAttention`."""
-        frames = frames + self.dropout(self.attention(self.attention_norm(frames), visible, angles))
+        return self._widened(frames + self.dropout(self.attention(self.attention_norm(frames), visible, angles)))
+
+    def step(
+        self, frames: torch.Tensor, visible: torch.Tensor, angles: torch.Tensor, past: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A chunk's outputs, and the past of the next one; the arguments are those of `SelfAttention.step`."""
+        attended, past = self.attention.step(self.attention_norm(frames), visible, angles, past)
+        return self._widened(frames + attended), past
+
+    def _widened(self, frames: torch.Tensor) -> torch.Tensor:
         wide = torch.relu(self.widening(self.feed_forward_norm(frames)))
         added: torch.Tensor = self.dropout(self.narrowing(self.dropout(wide)))
         return frames + added
@@ -70,7 +99,7 @@ def _near(num_frames: int, span: int, device: torch.device) -> torch.Tensor:
     return (place[:, None] - place).abs() <= span
 
 
-class TransformerCtc(Network):
+class TransformerCtc(StreamingNetwork):
     """Convolutional subsampling, a projection to the width, positions, pre-norm blocks, LayerNorm, CTC outputs."""
 
     def __init__(self, shape: TransformerShape, num_features: int, vocab_size: int) -> None:
@@ -98,7 +127,34 @@ class TransformerCtc(Network):
         frames = self.dropout(frames)
         visible = frame_mask(lengths, num_frames)[:, None, None, :, 0]
         if self.span:
-            visible = visible & _near(num_frames, self.span, frames.device) | ~visible.mT
+            visible = visible & _near(num_frames, self.span, frames.device) | ~visible.transpose(2, 3)
+        if (chunks := self.pass_chunks()) is not None:
+            visible = chunk_mask(frame_mask(lengths, num_frames), chunks)
         for block in self.blocks:
             frames = block(frames, visible, angles)
         return self.norm(frames), lengths
+
+    @property
+    def cache_names(self) -> tuple[str, ...]:
+        """The name of each of `caches`."""
+        return "attention", "remembered"
+
+    def caches(self, batch_size: int, chunks: Chunks) -> Caches:
+        """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before, and which of them exist `[B, L]`."""
+        before, heads = chunks.left * chunks.frames, self.blocks[0].attention.heads
+        past = self.output.weight.new_zeros(batch_size, len(self.blocks), before, 2, heads, self.head_size)
+        return past, torch.zeros(batch_size, before, dtype=torch.bool, device=past.device)
+
+    def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
+        """As for `StreamingNetwork`."""
+        past, remembered = caches
+        before = past.shape[2]
+        frames, inside = self.subsampling.of_window(window, inside)
+        frames = self.projection(frames)
+        angles = phases(before + frames.shape[1], self.head_size, frames.device)
+        visible = chunk_visible(remembered, inside)
+        pasts = []
+        for number, block in enumerate(self.blocks):
+            frames, known = block.step(frames, visible, angles, past[:, number])
+            pasts.append(known)
+        return self.norm(frames), (torch.stack(pasts, dim=1), torch.cat([remembered, inside], dim=1)[:, -before:])

@@ -66,7 +66,7 @@ class AttentionWeights(nn.Module):
         """`inside` `[B, T, 1]` is true inside the utterance; `angles` is `phases(T, D)`."""
         parts = rotate(self.inputs(frames).unflatten(2, (2, self.heads, _QUERY_SIZE)), angles)
         queries, keys = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        scores = queries @ keys.mT * _QUERY_SIZE**-0.5
+        scores = queries @ keys.transpose(2, 3) * _QUERY_SIZE**-0.5
         weights: torch.Tensor = scores.masked_fill(~inside[:, None, None, :, 0], float("-inf")).softmax(dim=3)
         return weights
 
@@ -184,8 +184,8 @@ class Downsample(nn.Module):
     def forward(self, frames: torch.Tensor, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`inside` `[B, T, 1]`, true inside the utterance, is joined too."""
         extra = -frames.shape[1] % self.rate
-        groups = F.pad(frames, (0, 0, 0, extra)).reshape(len(frames), -1, self.rate, frames.shape[2])
-        parts = F.pad(inside, (0, 0, 0, extra)).reshape(len(frames), -1, self.rate, 1)
+        groups = F.pad(frames, (0, 0, 0, extra)).reshape(frames.shape[0], -1, self.rate, frames.shape[2])
+        parts = F.pad(inside, (0, 0, 0, extra)).reshape(frames.shape[0], -1, self.rate, 1)
         shares = parts * self.weights.softmax(0)[:, None]
         # what is in the padding may be anything, hence no product with 0
         total = (groups.masked_fill(~parts, 0.0) * shares).sum(2)

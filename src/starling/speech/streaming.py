@@ -1,0 +1,129 @@
+"""Recognises speech while it is spoken: features of blocks of samples, and the text so far."""
+
+from __future__ import annotations
+
+import torch
+
+from starling.errors import ConfigError
+from starling.speech.decoding.greedy import greedy_tokens
+from starling.speech.features import LogMel
+from starling.speech.models.streaming import StreamingNetwork
+from starling.speech.recogniser import Recogniser
+
+Seconds = float
+
+
+class StreamingLogMel:
+    """The features of one recording that comes in blocks: together the frames that `LogMel` gives for the whole, to
+    rounding.
+
+    Raises ConfigError for features that need the whole recording: `normalise: utterance`, and `splice`.
+    """
+
+    def __init__(self, features: LogMel) -> None:
+        if features.config.normalise == "utterance" or features.config.splice:
+            raise ConfigError(
+                "features.normalise: utterance, and splice, need the whole recording: a stream needs normalise: global "
+                "or none, without splice"
+            )
+        self._features = features
+        self._received = 0  # samples
+        self._made = 0  # frames
+        self._samples = torch.zeros(0)  # those that later frames need; before the first frame, those of the beginning
+        self._has_begun = False
+
+    def accept(self, samples: torch.Tensor) -> torch.Tensor:
+        """The frames `[n, F]` that are complete with these samples `[T]`, which follow those before."""
+        layer = self._features.layer
+        self._received += len(samples)
+        self._samples = torch.cat([self._samples, samples.float()])
+        if not self._has_begun:
+            if len(self._samples) < layer.length:
+                return self._nothing()
+            self._samples = torch.cat([self._samples[: layer.left].flip(0), self._samples])
+            self._has_begun = True
+        return self._frames((len(self._samples) - layer.length) // layer.shift + 1)
+
+    def finish(self) -> torch.Tensor:
+        """The frames `[n, F]` at the end, whose windows go beyond the recording; none if it is shorter than a window."""
+        if not self._has_begun:
+            return self._nothing()
+        layer = self._features.layer
+        missing = layer.num_frames(self._received) - self._made
+        needed = (missing - 1) * layer.shift + layer.length - len(self._samples)
+        if needed > 0:
+            self._samples = torch.cat([self._samples, self._samples[-needed:].flip(0)])
+        return self._frames(missing)
+
+    def _frames(self, count: int) -> torch.Tensor:
+        if count <= 0:
+            return self._nothing()
+        layer = self._features.layer
+        energies = layer.of_samples(self._samples[: (count - 1) * layer.shift + layer.length], count)
+        self._samples = self._samples[count * layer.shift :]
+        self._made += count
+        return self._features.normalised([energies])[0]
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.zeros(0, self._features.num_features)
+
+
+class Stream:
+    """One recording that is recognised while it comes, by greedy CTC.
+
+    ```python
+    stream = Stream(recogniser)
+    for block in blocks:                 # [T] in [-1, 1], at the recogniser's sampling rate
+        print(stream.accept(block))      # the text so far
+    print(stream.finish())
+    ```
+
+    Raises ConfigError for a recogniser whose model has no `model.chunk`.
+    """
+
+    def __init__(self, recogniser: Recogniser) -> None:
+        self._network = streaming_network(recogniser)
+        self._recogniser = recogniser
+        self._features = StreamingLogMel(recogniser.features)
+        with recogniser.evaluating():
+            self._state = self._network.initial_state()
+        self._tokens: list[int] = []
+        self._last = -1  # the best token of the last frame
+        self.log_probs: list[torch.Tensor] = []
+        """Those of each step, `[T', V]`, for other searches."""
+
+    def accept(self, samples: torch.Tensor) -> str:
+        """The text of all samples so far, of which `samples` `[T]` follow those before."""
+        return self._step(self._features.accept(samples), is_last=False)
+
+    def finish(self) -> str:
+        """The text of the whole recording, which is over."""
+        return self._step(self._features.finish(), is_last=True)
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._recogniser.tokenizer.decode(self._tokens)
+
+    def _step(self, features: torch.Tensor, is_last: bool) -> str:
+        device = self._network.output.weight.device
+        with self._recogniser.evaluating():
+            log_probs, self._state = self._network.step(features[None].to(device), self._state, is_last)
+        if log_probs.shape[1]:
+            best = log_probs[0].argmax(1)
+            (found,) = greedy_tokens(log_probs, torch.tensor([log_probs.shape[1]], device=device))
+            repeated = bool(found) and int(best[0]) == self._last == found[0]
+            self._tokens += found[1:] if repeated else found
+            self._last = int(best[-1])
+            self.log_probs.append(log_probs[0].cpu())
+        return self.text
+
+
+def streaming_network(recogniser: Recogniser) -> StreamingNetwork:
+    """The network of a recogniser that can stream. Raises ConfigError for any other."""
+    network = recogniser.model
+    if not isinstance(network, StreamingNetwork) or network.chunks is None:
+        raise ConfigError(
+            f"this {recogniser.model_config.name} needs whole recordings: to stream, train it with model.chunk"
+        )
+    return network
