@@ -42,6 +42,19 @@ LOADERS: Seconds = 2.0
 READ: Seconds = 0.05
 """How long the launcher waits for messages before it checks its processes again: the delay until a death is noticed."""
 
+# Joined loops that outlive losses
+
+COORDINATOR_LOOKS: Seconds = 0.5
+"""How often a coordinator looks for silent learners. Closed connections are noticed at once."""
+COORDINATOR_TELLS: Seconds = 1.0
+"""How long a coordinator tries to send a message of some hundred bytes to a learner. If that fails, the learner is not
+reading, and its connection closes soon."""
+CAUSE: Seconds = 5.0
+"""How long a learner that lost a connection waits for the announcement that explains it. It takes milliseconds if a
+process died, and up to 9 s if a machine did: until then, the error is a lost peer, and `REGROUP` applies."""
+REGROUP: Seconds = 20.0
+"""How long a learner that lost a peer waits for the next membership before the loss is its error."""
+
 # Requests of other commands
 
 REQUESTS_EVERY: Seconds = 0.5

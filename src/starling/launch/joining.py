@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from pydantic import ValidationError
@@ -17,8 +17,10 @@ from starling.engines.loop.joined import JoinedLearner
 from starling.engines.loop.replica import check_loop
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
-from starling.launch.rendezvous import find_place, is_learner
+from starling.launch.elastic import CoordinatorLink, connect
+from starling.launch.rendezvous import find_place, is_learner, number_of_learners
 from starling.strategies import Strategy, find_strategy
+from starling.strategies.base import all_but_the_lost
 
 
 def join(
@@ -29,6 +31,7 @@ def join(
     seed: int = 0,
     timeout_seconds: float = 600.0,
     most_not_finite: int = 10,
+    on_loss: Literal["stop", "continue"] = "stop",
     **options: Any,
 ) -> JoinedLearner:
     """Let your own PyTorch loop train `model` together with the other processes that `torchrun` started.
@@ -46,6 +49,8 @@ def join(
         seed: Determines random patterns.
         timeout_seconds: The longest wait for another learner.
         most_not_finite: How many successive gradients that are not finite end the run. They make no optimizer step.
+        on_loss: What the other learners do when one is lost: `stop` with an error that names it, or `continue` without
+            it. With `continue`, a restarted process, or another with a RANK of its own, joins the run.
         options: The strategy's options, such as `pattern="pairs"`.
 
     Raises:
@@ -60,6 +65,11 @@ def join(
         raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
     if most_not_finite < 1:
         raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
+    if on_loss not in ("stop", "continue"):
+        raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
+    coordination: CoordinatorLink | None = None
+    if on_loss == "continue":
+        _check_survives(chosen)
     if not is_learner():
         place = Place(0, 1, 0, 1, HashStore())
     elif dist.is_initialized():
@@ -67,10 +77,23 @@ def join(
             "torch.distributed already has a process group: remove your call of init_process_group, because "
             "starling.join calls it (torch.distributed can be used afterwards), or close the learner that joined before"
         )
+    elif on_loss == "continue":
+        chosen.validate(checked, number_of_learners())
+        place, coordination = connect(timeout_seconds)
     else:
         place = _new_place(timeout_seconds)
     chosen.validate(checked, place.world)
-    return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds, most_not_finite)
+    return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds, most_not_finite, coordination)
+
+
+def _check_survives(strategy: Strategy) -> None:
+    """Raise `ConfigError` for a strategy whose learners cannot each be lost."""
+    if strategy.is_served or strategy.survivors is not all_but_the_lost:
+        why = "its servers hold the model" if strategy.is_served else "its super-learners need all their learners"
+        raise ConfigError(
+            f"on_loss: {strategy.name} cannot continue without any one of its learners, because {why}; choose another "
+            'strategy, such as adpsgd, or on_loss="stop"'
+        )
 
 
 def _new_place(timeout_seconds: float) -> Place:

@@ -55,6 +55,21 @@ class Ready(_Message):
 
 
 @dataclass(frozen=True)
+class Hello(_Message):
+    """The first message of a joined loop to its coordinator."""
+
+    learner_id: int
+    world: int
+    """The number of learners with which the run starts."""
+    timeout_seconds: Seconds
+    """The silence after which it is lost."""
+    signed: str
+    """A text that it has signed with the run token."""
+    _: KW_ONLY
+    kind: Literal["hello"] = "hello"
+
+
+@dataclass(frozen=True)
 class Arrived(_Message):
     """The learner waits for the other members of a membership."""
 
@@ -244,6 +259,7 @@ class Activity(_Message):
 
 LearnerMessage = (
     Heartbeat
+    | Hello
     | Ready
     | Arrived
     | Entered
@@ -285,7 +301,17 @@ class Stop(_Message):
     kind: Literal["stop"] = "stop"
 
 
-LauncherMessage = NewMembership | Stop
+@dataclass(frozen=True)
+class Greeted(_Message):
+    """A coordinator's answer to `Hello`."""
+
+    refused: str = ""
+    """Why the loop may not take part; empty: it may."""
+    _: KW_ONLY
+    kind: Literal["greeted"] = "greeted"
+
+
+LauncherMessage = NewMembership | Stop | Greeted
 
 
 # Between `starling join` and a launcher
@@ -393,7 +419,7 @@ def _status() -> TypeAdapter[Status]:
 
 def encode(message: LearnerMessage | LauncherMessage) -> bytes:
     """A message as one line of JSON."""
-    if isinstance(message, NewMembership | Stop):
+    if isinstance(message, NewMembership | Stop | Greeted):
         return _from_launcher().dump_json(message) + b"\n"
     return _from_learner().dump_json(message) + b"\n"
 

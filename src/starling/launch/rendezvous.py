@@ -66,15 +66,8 @@ def find_place(timeout_seconds: float = CONNECT) -> Place:
 
     Raises `ConfigError` for an invalid environment variable, `ProtocolError` if the store does not answer.
     """
-    rank, world, _ = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
-    local_rank, local_world = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world)
-    if rank < 0 or (rank >= world and not joins()):
-        raise ConfigError(f"environment: RANK is {rank}, but must be in [0, WORLD_SIZE), which is {world}")
+    rank, world, local_rank, local_world = ranks_of_environment(joins())
     address = os.environ["MASTER_ADDR"]
-    if address in LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-    if rank == 0:
-        _warn_if_exposed(address)
     try:
         store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
     except (RuntimeError, OSError) as error:
@@ -84,6 +77,24 @@ def find_place(timeout_seconds: float = CONNECT) -> Place:
             "is the process that owns it alive, and is the port free?"
         ) from error
     return Place(rank, world, local_rank, local_world, store)
+
+
+def ranks_of_environment(may_join: bool) -> tuple[int, int, int, int]:
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Also keeps gloo on loopback if MASTER_ADDR is, and warns of
+    any other address.
+
+    Raises `ConfigError` for an invalid variable. A rank that `may_join` later may be any number from 0.
+    """
+    rank, world, _ = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
+    local_rank, local_world = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world)
+    if rank < 0 or (rank >= world and not may_join):
+        raise ConfigError(f"environment: RANK is {rank}, but must be in [0, WORLD_SIZE), which is {world}")
+    address = os.environ["MASTER_ADDR"]
+    if address in LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    if rank == 0:
+        _warn_if_exposed(address)
+    return rank, world, local_rank, local_world
 
 
 def _warn_if_exposed(address: str) -> None:

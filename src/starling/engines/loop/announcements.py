@@ -11,10 +11,10 @@ it no longer needs the others.
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -23,24 +23,20 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from starling.engines.loop.progress import Consensus
 from starling.engines.processes.collectives import OrderedMean
 from starling.errors import ProtocolError
 
-
-@dataclass(frozen=True)
-class Consensus:
-    """The mean of all learners' contributions `[P + B]`, and the distance of their weights `[P]` from it,
-    (1/L) sum_l |w_l - mean|^2."""
-
-    mean: Tensor
-    distance: float
+_ENDED = "ended"
+"""Announces that the membership has ended, of which these announcements are part."""
 
 
 class AnnouncementListener(threading.Thread):
     """Listens to announcements, and takes part in each consensus for its learner.
 
     `contribution` returns the number of steps made and the learner's contribution after them; `own_weights` returns the
-    weights `[P]` whose distance from the mean is measured.
+    weights `[P]` whose distance from the mean is measured. `listening` is the store over a connection that nothing else
+    uses meanwhile; None: a new one.
     """
 
     def __init__(
@@ -51,6 +47,7 @@ class AnnouncementListener(threading.Thread):
         means: OrderedMean,
         contribution: Callable[[], tuple[int, Tensor]],
         own_weights: Callable[[], Tensor],
+        listening: Store | None = None,
     ) -> None:
         super().__init__(name=f"starling-announcements-{rank}", daemon=True)  # it must not keep a failed process alive
         self.finished: dict[int, int] = {}
@@ -66,13 +63,15 @@ class AnnouncementListener(threading.Thread):
         """The error of each rank that failed because it had lost a peer."""
         self.bytes_sent = 0
         self._store = store
-        self._own = store.clone()  # type: ignore[attr-defined]  # its own connection, because it blocks
+        # its own connection, because it blocks
+        self._own = listening or store.clone()  # type: ignore[attr-defined]
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world, self._means = rank, world, means
         self._contribution = contribution
         self._own_weights = own_weights
         self._is_final_wanted = False
         self._size: int | None = None
+        self._awaited = 0
         self._lock = threading.Lock()
         self._requests: dict[int, Future[Consensus]] = {}
         self._under_way: tuple[int, Future[Consensus]] | None = None
@@ -98,6 +97,15 @@ class AnnouncementListener(threading.Thread):
             self._requests[self.announce("consensus")] = future
             return future
 
+    def leave(self, seconds: float) -> None:
+        """End the thread, at most in so many seconds, although not all learners have closed."""
+        ended = json.dumps([self._rank, _ENDED, ""])
+        deadline = time.monotonic() + seconds
+        while self.is_alive() and time.monotonic() < deadline:
+            # nothing else sets this key if the learner that was to set it has died
+            self._store.compare_set(f"announced/{self._awaited}", "", ended)
+            self.join(0.01)
+
     @property
     def is_over(self) -> bool:
         """Whether all learners have closed."""
@@ -106,7 +114,10 @@ class AnnouncementListener(threading.Thread):
     def run(self) -> None:
         try:
             for number in count():
+                self._awaited = number
                 rank, what, word = json.loads(self._own.get(f"announced/{number}"))
+                if what == _ENDED:
+                    return
                 self._hear(number, rank, what, word)
                 if self.is_over:
                     return

@@ -6,23 +6,20 @@ import logging
 import os
 import sys
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed import DistError
 from torch.optim import Optimizer
 
 from starling.configuration import Config
-from starling.engines.loop.learner import LoopLearner
+from starling.engines.loop.life import Coordination, LoopLife
 from starling.engines.loop.replica import LoopReplica
-from starling.engines.processes.handshake import Handshake, part, shake_hands
+from starling.engines.processes.handshake import Handshake
 from starling.engines.processes.place import Place
-from starling.engines.processes.process_group import process_group
-from starling.engines.processes.stalls import Waits
 from starling.errors import ConfigError, ProtocolError
 from starling.strategies import Strategy
 
@@ -70,6 +67,7 @@ class JoinedLearner:
         seed: int,
         timeout_seconds: float,
         most_not_finite: int,
+        coordination: Coordination | None = None,
     ) -> None:
         """Connect to the other learners. Raises the errors listed at `starling.join`."""
         sync_groups = strategy.sync_groups(options, place.world)
@@ -78,36 +76,64 @@ class JoinedLearner:
                 f"strategy.servers: with own, {place.world - sync_groups.num_workers} of {place.world} processes would "
                 "have no loop; with starling.join use servers='beside'"
             )
-        is_shared = sync_groups.size == place.world
+        world = place.world if coordination is None else max(2, place.world)  # others may join later
+        is_shared = strategy.sync_groups(options, world).size == world
         replica = LoopReplica(model, optimizer, is_shared)
-        self._place, self._timeout_seconds = place, timeout_seconds
-        self._connections = ExitStack()
-        self._is_closed = False
-        waits = self._waits = Waits()
-        if place.world > 1:
-            mine = Handshake(
-                world=place.world,
+        digest, num_groups = _digest(model), len(optimizer.param_groups)
+
+        def handshake(world: int) -> Handshake:
+            return Handshake(
+                world=world,
                 strategy=strategy.name,
                 num_parameters=len(replica.weights),
                 dtype=str(replica.weights.dtype),
-                configuration=f"{options.model_dump_json()}, seed {seed}, model {_digest(model)}, "
-                f"{len(optimizer.param_groups)} parameter groups",
+                configuration=f"{options.model_dump_json()}, seed {seed}, model {digest}, "
+                f"{num_groups} parameter groups" + (", on_loss continue" if coordination else ""),
                 **Handshake.of_versions(),
             )
-            shake_hands(place.store, place.rank, mine, timeout_seconds, waits=waits)
-            self._connections.enter_context(process_group(place, replica.weights.device, timeout_seconds, waits=waits))
-        self._learner = LoopLearner(place, strategy, options, replica, seed, timeout_seconds, most_not_finite, waits)
+
+        self._is_closed = False
+        self._life = LoopLife(
+            place,
+            strategy,
+            options,
+            replica,
+            seed,
+            timeout_seconds,
+            most_not_finite,
+            handshake,
+            coordination,
+        )
+        self._learner_id = place.rank
         atexit.register(self._at_exit)
 
     @property
     def rank(self) -> int:
-        """This learner's number, in [0, world). Use it to choose data, and the learner that prints and saves."""
-        return self._place.rank
+        """This learner's number, in [0, world). Use it to choose data, and the learner that prints and saves. With
+        `on_loss="continue"` it changes with the membership."""
+        return self._life.place.rank
 
     @property
     def world(self) -> int:
-        """The number of learners."""
-        return self._place.world
+        """The number of learners. With `on_loss="continue"` it changes with the membership."""
+        return self._life.place.world
+
+    @property
+    def learner_id(self) -> int:
+        """This learner's permanent number: its RANK when it started. A restarted process takes that of a lost one."""
+        return self._learner_id
+
+    @property
+    def membership(self) -> int:
+        """The number of membership changes so far: learners that were lost or have joined. Compare it with an earlier
+        value to notice a change, for example to divide data again."""
+        return self._life.membership.number
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of the run. Without joiners, that is the number of calls of `step`. A process that joins
+        later begins with that of another learner; learners that step together have the same."""
+        return self._life.progress.num_steps
 
     def step(self, scaler: GradScaler | None = None) -> None:
         """Make a step of the strategy with the gradients that `backward` computed.
@@ -130,7 +156,8 @@ class JoinedLearner:
                 f"learner {self.rank}: step() accepts only a GradScaler, got {type(scaler).__name__}; instead of a "
                 "closure, call backward() before step()"
             )
-        self._learner.make_step(scaler)
+        self._life.run(lambda learner: learner.begin_step(scaler))
+        self._life.run(lambda learner: learner.complete_step())
 
     @contextmanager
     def consensus(self, final: bool = False) -> Generator[None, None, None]:
@@ -146,23 +173,36 @@ class JoinedLearner:
 
         Raises `PeerLost` as `close` does, and warns if there were gradients but no steps.
         """
-        with self._learner.consensus(final):
+        life, progress = self._life, self._life.progress
+        if progress.final is not None and not self._is_closed:
             yield
+            return
+        life.run(lambda learner: learner.prepare_consensus())
+        if final:
+            life.run(lambda learner: learner.finish_and_adopt())
+            yield
+            return
+        agreed = life.run(lambda learner: learner.agree())
+        try:
+            with life.learner.replica.showing(agreed.mean):
+                yield
+        finally:
+            progress.resumed_at = progress.now()
 
     def stats(self) -> LoopStats:
         """This learner's counters so far."""
-        learner = self._learner
-        averaging, spent = learner.statistics.averaging, learner.statistics.spent
+        progress = self._life.progress
+        averaging, spent = progress.statistics.averaging, progress.statistics.spent
         return LoopStats(
-            steps=learner.num_steps,
-            steps_skipped=learner.num_skipped,
+            steps=progress.num_calls,
+            steps_skipped=progress.num_skipped,
             rounds=averaging.rounds,
-            rounds_per_gradient=averaging.rounds / max(1, learner.num_steps),
+            rounds_per_gradient=averaging.rounds / max(1, progress.num_calls),
             staleness=dict(sorted(averaging.staleness.items())),
-            bytes_sent=learner.bytes_sent,
+            bytes_sent=self._life.learner.bytes_sent,
             seconds_computing=spent.computing,
             seconds_waiting=spent.waiting_for_peers,
-            consensus_distance=learner.consensus_distance,
+            consensus_distance=progress.consensus_distance,
         )
 
     def close(self) -> None:
@@ -175,15 +215,12 @@ class JoinedLearner:
         if self._is_closed:
             return
         try:
-            self._learner.close()
-            if self.world > 1:
-                part(self._place.store, self.rank, self.world, self._timeout_seconds, waits=self._waits)
+            self._life.close()
         except BaseException as error:
             self._abandon(error)
             raise
         self._is_closed = True
         atexit.unregister(self._at_exit)
-        self._connections.close()
 
     def __enter__(self) -> Self:
         return self
@@ -197,22 +234,18 @@ class JoinedLearner:
             self._abandon(error)
 
     def _abandon(self, error: BaseException | None) -> None:
-        """Notify the others, and leave without waiting. Connections stay open, because threads may be waiting in
-        them."""
+        """Notify the others, and leave without waiting."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._learner.leave_optimizer()
-        self._learner.fail(error or ProtocolError(f"learner {self.rank} ended without close()"))
-        with suppress(DistError):  # the store may be gone as well
-            self._learner.announce_failure(error)
+        self._life.abandon(error)
 
     def _at_exit(self) -> None:
         """End a process whose learner has not closed: otherwise torch would wait for its process groups, and Python
         would abort when one of their threads wakes up."""
         error = getattr(sys, "last_value", None)
         self._abandon(error)
-        if self.world > 1:
+        if self.world > 1 or self._life.survives:
             logging.shutdown()
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError):

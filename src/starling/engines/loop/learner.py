@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Container, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,16 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
+from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from starling.checkpoint.state import OWN_PREFIX
 from starling.configuration import Config
-from starling.engines.loop.announcements import AnnouncementListener, Consensus
+from starling.engines.loop.announcements import AnnouncementListener
+from starling.engines.loop.progress import Consensus, LoopPlan, Progress
 from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.collectives import OrderedMean
-from starling.engines.processes.communicator import Communicator, ProcessHandle, stopwatch
-from starling.engines.processes.handshake import silent_learners
+from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, Communicator, ProcessHandle
+from starling.engines.processes.handshake import do_nothing, silent_learners
+from starling.engines.processes.member import share_state
 from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import Worker
@@ -35,14 +39,29 @@ from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingErr
 from starling.learner import Handle, Learner, LoopEnded, Shard
 from starling.strategies import Strategy
 from starling.training.checks import check_group
-from starling.training.job import Statistics
 from starling.training.shards import Shards
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a learner that survives losses is given to enter a membership."""
+
+    plan: LoopPlan
+    explain: Callable[[Exception], None]
+    """Raises `MembershipChanged` if an announced change explains a lost connection."""
+    look_around: Callable[[], None]
+    """Called repeatedly while connecting; may raise."""
+    listening: Store
+    """The store, over a connection for announcements."""
+    end: Callable[[], None]
+    """Called when all learners have closed. Raises `MembershipChanged` if the run continues nevertheless."""
 
 
 class LoopLearner(Learner):
     """A learner whose gradients come from a user's loop. The loop's thread calls all methods, unless noted otherwise.
 
-    While the loop computes, an `AnnouncementListener` responds to the other learners.
+    While the loop computes, an `AnnouncementListener` responds to the other learners. With an `entry` it belongs to one
+    membership, after which another one continues with `progress`.
     """
 
     def __init__(
@@ -55,23 +74,19 @@ class LoopLearner(Learner):
         timeout_seconds: float,
         most_not_finite: int,
         waits: Waits,
+        progress: Progress,
+        entry: Entry | None = None,
     ) -> None:
         self.replica = replica
-        self.statistics = Statistics()
-        self.num_steps = 0
-        self.num_skipped = 0
-        """Non-finite gradients, which made no optimizer step."""
-        self.consensus_distance: float | None = None
+        self.progress, self.statistics, self._now = progress, progress.statistics, progress.now
+        self._entry = entry
         self._place, self._rank, self._world, self._seed = place, place.rank, place.world, seed
         self._timeout_seconds = timeout_seconds
-        self._num_skipped_in_a_row, self._most_not_finite = 0, most_not_finite
+        self._most_not_finite = most_not_finite
         self._strategy = strategy
         self._num_groups = len(replica.optimizer.param_groups)
         self._gradient_version = 0  # the version of the weights at which the newest gradient is taken
-        self._steps_begun, self._is_over = 0, False
-        self._final: Consensus | None = None
-        self._has_warned = False
-        self._resumed_at = 0.0
+        self._has_finished = False
         self._all_finished = threading.Event()  # or something failed
         self._all_settled = threading.Event()
         self._all_closed = threading.Event()
@@ -81,7 +96,6 @@ class LoopLearner(Learner):
         self._sync_group = sync_groups.of(place.rank)
         # if all learners form one sync group, only the loop's own thread computes means
         by_nccl = place.has_own_device(replica.weights.device) and len(self._sync_group) == place.world
-        self._now = stopwatch()
         self._communicator = Communicator(
             place,
             sync_groups,
@@ -92,18 +106,29 @@ class LoopLearner(Learner):
             waits,
             self._now,
             self._where,
+            explain=(lambda error: None) if entry is None else entry.explain,
             name_lost=self._name_lost,
             has_other_threads=place.world > 1,
+            look_around=do_nothing if entry is None else entry.look_around,
         )
         self._release = self._communicator.release
         self._shards = Shards(place.rank, replica, self.statistics, _set_rates, self._communicator.start_on_memory)
+        try:
+            if place.world > 1:
+                self._meet()
+            if entry is not None:
+                self._continue(entry.plan)
+        except BaseException:
+            self._communicator.leave()
+            raise
         if place.world > 1:
-            self._meet()
+            self._listen()
             if getattr(options, "optimizer_state", "local") == "averaged":
                 replica.pieces(len(replica.weights), optimizer_state=True)  # not later, in the background
-        self._proceed()
+        if progress.final is None:
+            self._proceed()
         self._guard = replica.optimizer.register_step_pre_hook(self._refuse_step)
-        self._resumed_at = self._now()
+        progress.resumed_at = self._now()
 
     # the contract with the strategy
 
@@ -139,7 +164,7 @@ class LoopLearner(Learner):
 
     def claim(self) -> bool:
         self._release.check()
-        return not self._is_over
+        return not self.progress.is_over
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         replica = self.replica
@@ -159,6 +184,8 @@ class LoopLearner(Learner):
         when = self._gradient_version if read_at is None else read_at
         self.statistics.averaging.staleness[replica.version - when] += 1
         replica.step(gradient, 1.0)
+        if self.progress.gradient == "given":
+            self.progress.gradient = "used"
         self._communicator.rounds.gradient_made()
         self._count_not_finite(replica.was_finite)
 
@@ -227,60 +254,64 @@ class LoopLearner(Learner):
 
     # called by the user's loop
 
-    def make_step(self, scaler: GradScaler | None = None) -> None:
-        """Run the strategy to the next gradient, with the gradient that the loop has computed in its parameters."""
-        spent = self.statistics.spent
+    def begin_step(self, scaler: GradScaler | None = None) -> None:
+        """Take the gradient that the loop has computed in its parameters."""
+        progress = self.progress
         self.check_in_use("step()")
         self.replica.check_model(f"learner {self._rank}")
         if scaler is not None:
             _unscale(scaler, self.replica.optimizer, f"learner {self._rank}")
+        progress.statistics.spent.computing += self._now() - progress.resumed_at
+        progress.gradient = "given"
+
+    def complete_step(self) -> None:
+        """Run the strategy to the next gradient. If a membership change interrupts it, the learner of the next
+        membership completes the step."""
+        progress, spent = self.progress, self.statistics.spent
+        self._release.check()
         begin, waited = self._now(), spent.waiting_for_peers
-        spent.computing += begin - self._resumed_at
-        self._steps_begun += 1
         self._news()
-        self._gradient.is_supplied = True
-        self._proceed()
-        self.num_steps += 1
+        if progress.gradient == "given":
+            self._gradient.is_supplied = True
+            self._proceed()
+        elif progress.gradient == "alone":
+            self.replica.step(self.replica.own_gradient(), 1.0)
+        progress.gradient = "none"
+        progress.num_steps += 1
+        progress.num_calls += 1
         if self._listener is not None and self._listener.finished:  # finished learners wait for this heartbeat
             with self._naming_the_store():
-                self._place.store.set(f"steps/{self._rank}", str(self.num_steps))
-        self._resumed_at = self._now()
-        spent.computing += self._resumed_at - begin - (spent.waiting_for_peers - waited)
+                self._place.store.set(f"steps/{self._rank}", str(progress.num_steps))
+        progress.resumed_at = self._now()
+        spent.computing += progress.resumed_at - begin - (spent.waiting_for_peers - waited)
 
-    @contextmanager
-    def consensus(self, final: bool) -> Generator[None, None, None]:
-        """Within this context the model holds the mean of all learners' models; with `final`, also afterwards."""
-        if self._final is not None and not self._all_closed.is_set():
-            yield
-            return
+    def prepare_consensus(self) -> None:
+        """Check that a consensus can be requested now."""
         self.check_in_use("consensus()")
         self.replica.check_model(f"learner {self._rank}")
         self._warn_without_steps()
-        if final:
-            self._final = self._finish(is_final_wanted=True) or Consensus(self._contribution()[1], 0.0)
-            self.replica.adopt(self._final.mean)
-            self.consensus_distance = self._final.distance
-            yield
-            return
-        self.statistics.spent.computing += self._now() - self._resumed_at
+
+    def agree(self) -> Consensus:
+        """The mean of all learners' models, now."""
+        progress = self.progress
+        self._release.check()
+        now = self._now()
+        progress.statistics.spent.computing += now - progress.resumed_at
+        progress.resumed_at = now
         if self._listener is None:
             agreed = Consensus(self._contribution()[1], 0.0)
         else:
             with self._naming_the_store():
-                request = self._listener.request(self.num_steps)
+                request = self._listener.request(progress.num_steps)
             agreed = self._communicator.wait_for("a consensus", lambda: self._release.wait(request))
-        self.consensus_distance = agreed.distance
-        try:
-            with self.replica.showing(agreed.mean):
-                yield
-        finally:
-            self._resumed_at = self._now()
+        progress.consensus_distance = agreed.distance
+        return agreed
 
     def check_in_use(self, what: str) -> None:
         """Raise an error of another thread, or `ProtocolError` if `what` cannot be called now."""
         self._release.check()
-        if self._is_over:
-            how = "closed" if self._final is None else "finished"
+        if self.progress.is_over:
+            how = "closed" if self.progress.final is None else "finished"
             raise ProtocolError(f"learner {self._rank} has {how}: {what} must be called before that")
         if self.replica.is_showing:
             raise ProtocolError(
@@ -290,20 +321,38 @@ class LoopLearner(Learner):
     def close(self) -> None:
         """Finish, and continue averaging and taking part in consensus until all learners have closed."""
         self._release.check()
-        if not self._is_over:
+        if not self.progress.is_over:
             self._warn_without_steps()
-            self._finish(is_final_wanted=False)
+        if self.progress.final is None and not self._has_finished:
+            self.finish(is_final_wanted=False)
         begin = self._now()
         if self._listener is not None:
             with self._naming_the_store():
                 self._listener.announce("closed")
                 self._meet_all(self._all_closed.wait)
+        if self._entry is not None:
+            self._entry.end()
+        if self._listener is not None:
             self._listener.join()
             self._consensus_means.close()
         self._all_closed.set()
+        if not self._has_finished:  # it entered with the final consensus
+            self._communicator.close()
         self.replica.finish()
         self.leave_optimizer()
         self.statistics.spent.waiting_for_peers += self._now() - begin
+
+    def leave(self) -> None:
+        """Leave a membership that has ended and whose connections have been cut."""
+        self._communicator.leave()
+        self.leave_optimizer()
+        if (listener := self._listener) is not None:
+            self._consensus_means.abandon()
+            listener.leave(LONGEST_LEAVE_SECONDS)
+            self.progress.consensus_bytes += listener.bytes_sent
+            if listener.final.done() and listener.final.exception() is None:
+                self.progress.final = self.progress.final or listener.final.result()
+        self._coroutine.close()
 
     def leave_optimizer(self) -> None:
         """Allow the loop to call its optimizer's `step` again."""
@@ -323,16 +372,20 @@ class LoopLearner(Learner):
     @property
     def bytes_sent(self) -> int:
         """Bytes sent to other learners, including those for consensus."""
-        return self.statistics.averaging.bytes_sent + (self._listener.bytes_sent if self._listener else 0)
+        of_consensus = self.progress.consensus_bytes + (self._listener.bytes_sent if self._listener else 0)
+        return self.statistics.averaging.bytes_sent + of_consensus
 
-    # implementation
-
-    def _finish(self, is_final_wanted: bool) -> Consensus | None:
+    def finish(self, is_final_wanted: bool) -> Consensus | None:
         """Run the strategy to its end once all learners have made their last steps. Returns the consensus of the final
         weights, or None if no learner wants it."""
-        self._is_over = True
+        progress = self.progress
+        self._release.check()
+        if progress.final is not None:
+            return progress.final
         spent, communicator = self.statistics.spent, self._communicator
-        spent.computing += self._now() - self._resumed_at
+        if not progress.is_over:
+            spent.computing += self._now() - progress.resumed_at
+        progress.is_over = True
         begin, listener = self._now(), self._listener
         communicator.warn_of_few_rounds()
         with self._naming_the_store():
@@ -340,26 +393,41 @@ class LoopLearner(Learner):
             with suppress(LoopEnded, StopIteration):  # run it until it waits for the others' end
                 self._coroutine.throw(LoopEnded())
             if listener is not None:
-                listener.announce("finished", self._steps_begun)
+                listener.announce("finished", progress.num_steps)
                 self._meet_all(lambda: self._wait_for_all(self._all_finished, listener.finished))
             with suppress(StopIteration):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
         communicator.join_background()
         self._release.check()
-        communicator.close()
         agreed = None
         if listener is not None:
             with self._naming_the_store():
                 listener.announce("settled", int(is_final_wanted))
                 self._meet_all(lambda: self._wait_for_all(self._all_settled, listener.settled))
             agreed = self._release.wait(listener.final)
+        communicator.close()
+        self._has_finished = True
         self.replica.refresh_loop()
         spent.waiting_for_peers += self._now() - begin
         return agreed
 
+    def finish_and_adopt(self) -> None:
+        """Finish, and take the final consensus for good."""
+        progress = self.progress
+        progress.final = self.finish(is_final_wanted=True) or Consensus(self._contribution()[1], 0.0)
+        progress.consensus_distance = progress.final.distance
+        self.replica.adopt(progress.final.mean)
+
+    # implementation
+
     def _meet_all(self, wait: Callable[[], object]) -> None:
-        """Call `wait`, then meet all learners in a closing barrier, which fails immediately if one of them dies."""
+        """Call `wait`, then meet all learners in a closing barrier, which fails immediately if one of them dies. A
+        learner that survives losses hears of a death without it."""
+        if self._entry is not None:
+            wait()
+            self._release.check()
+            return
         thread = Worker("starling-closing")
         met = thread.submit(self._closing_barrier)
         wait()
@@ -369,11 +437,12 @@ class LoopLearner(Learner):
 
     def _count_not_finite(self, is_finite: bool) -> None:
         """Count non-finite gradients. Raises NonFiniteError after many in a row."""
-        self._num_skipped_in_a_row = 0 if is_finite else self._num_skipped_in_a_row + 1
-        self.num_skipped += not is_finite
-        if self._num_skipped_in_a_row == self._most_not_finite:
+        progress = self.progress
+        progress.num_skipped_in_a_row = 0 if is_finite else progress.num_skipped_in_a_row + 1
+        progress.num_skipped += not is_finite
+        if progress.num_skipped_in_a_row == self._most_not_finite:
             raise NonFiniteError(
-                f"learner {self._rank}: the gradient of step {self._steps_begun} is not finite, nor were the "
+                f"learner {self._rank}: the gradient of step {progress.steps_begun} is not finite, nor were the "
                 f"{self._most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
                 "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
             )
@@ -388,8 +457,9 @@ class LoopLearner(Learner):
             )
 
     def _warn_without_steps(self) -> None:
-        if self._steps_begun == 0 and self.replica.has_gradients and not self._has_warned:
-            self._has_warned = True
+        progress = self.progress
+        if progress.steps_begun == 0 and self.replica.has_gradients and not progress.has_warned:
+            progress.has_warned = True
             warnings.warn(
                 f"learner {self._rank} has computed gradients but made no step, so nothing was trained. Call step() of "
                 "the joined learner after each backward",
@@ -416,24 +486,48 @@ class LoopLearner(Learner):
 
     def _lost_store(self, error: dist.DistError) -> BaseException:
         """The error to raise if the store does not respond."""
+        host = "learner 0 or the launcher" if self._entry is None else "the coordinator"
         return self._release.error or PeerLost(
-            f"learner {self._rank} lost the store, {self._where()}: learner 0 or the launcher, which hosts it, has "
+            f"learner {self._rank} lost the store, {self._where()}: {host}, which hosts it, has "
             f"ended ({str(error).splitlines()[0]})"
         )
 
     def _meet(self) -> None:
-        """Copy learner 0's model, and begin to listen to the others."""
+        """Make groups for consensus; at the start of a run, copy learner 0's model."""
         ranks = range(self._world)
         usual = timedelta(seconds=self._timeout_seconds)
         self._consensus_means = OrderedMean(dist.new_group(ranks, backend="gloo", timeout=usual), self._world)
-        # a learner that has closed waits for the others without a time-out, but fails immediately if one dies
-        self._closing_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=20))
-        listener = self._listener = AnnouncementListener(
-            self._place.store, self._rank, self._world, self._consensus_means, self._contribution, self._own_weights
+        if self._entry is None:
+            # a learner that has closed waits for the others without a time-out, but fails immediately if one dies
+            self._closing_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=20))
+        self._listener = AnnouncementListener(
+            self._place.store,
+            self._rank,
+            self._world,
+            self._consensus_means,
+            self._contribution,
+            self._own_weights,
+            None if self._entry is None else self._entry.listening,
         )
-        with self._communicator.naming_the_lost("copying learner 0's model"):
-            self.replica.start_from_first()
-        listener.listen(self._news, self._failed_behind)
+        if self._entry is None:
+            with self._communicator.naming_the_lost("copying learner 0's model"):
+                self.replica.start_from_first()
+
+    def _continue(self, plan: LoopPlan) -> None:
+        """Continue from this learner's state, or from that of another."""
+        progress, is_taker = self.progress, self._rank in plan.takers
+        if plan.source is not None and self._world > 1:
+            is_source = self._rank == plan.source
+            own = self.replica.state(self._rank, self._world, progress.final if is_source else None)
+            with self._communicator.naming_the_lost("copying a learner's state"):
+                state = share_state(own, plan.source)
+            progress.final = progress.final or self.replica.take(state, is_taker)
+            progress.is_over = progress.is_over or progress.final is not None
+        progress.continue_from(plan.num_done[self._rank], is_taker)
+
+    def _listen(self) -> None:
+        if self._listener is not None:
+            self._listener.listen(self._news, self._failed_behind)
 
     def _contribution(self) -> tuple[int, Tensor]:
         """The number of steps made, and this learner's contribution `[P + B]` to the consensus mean."""
@@ -442,7 +536,7 @@ class LoopLearner(Learner):
             contribution[: len(self.replica.weights)] = 0.0
         for shard in self._shards.held:
             contribution[shard.piece] = shard.copy() * (self._world if self._strategy.is_served else 1)
-        return self.num_steps, contribution
+        return self.progress.num_steps, contribution
 
     def _own_weights(self) -> Tensor:
         return self.replica.contribution()[: len(self.replica.weights)]
@@ -487,15 +581,16 @@ class LoopLearner(Learner):
                 lost = self._name_lost(None)
                 self.fail(PeerLost(f"learner {self._rank} lost {lost}, {self._where()}: {why}"))
         for rank, steps in list(listener.finished.items()):
-            if rank in self._sync_group and (
-                steps < self._steps_begun or (self._rank in listener.finished and steps != self._steps_begun)
-            ):
-                done = "has closed after" if self._is_over else "is in step"
+            begun = self.progress.steps_begun
+            if rank in self._sync_group and (steps < begun or (self._rank in listener.finished and steps != begun)):
+                counting = " (let learner.num_steps count them)" if self._entry else ""
+                done = "has closed after" if self.progress.is_over else "is in step"
                 self.fail(
                     ProtocolError(
                         f"learner {rank} has closed after {steps} steps, but learner {self._rank} {done} "
-                        f"{self._steps_begun}: under {self._strategy.name} they must make equal numbers of steps; give "
-                        "them equal numbers of mini-batches, or choose an asynchronous strategy, such as adpsgd"
+                        f"{begun}: under {self._strategy.name} they must make equal numbers of steps; give "
+                        f"them equal numbers of mini-batches{counting}, or choose an asynchronous strategy, such as "
+                        "adpsgd"
                     )
                 )
         if len(listener.finished) == self._world:
@@ -504,7 +599,7 @@ class LoopLearner(Learner):
             self._all_settled.set()
         if listener.is_over:
             self._all_closed.set()
-        if not self._is_over and threading.current_thread() is not listener:
+        if not self.progress.is_over and threading.current_thread() is not listener:
             self._release.check()
 
     def _follow(self) -> None:
@@ -534,7 +629,8 @@ class LoopLearner(Learner):
         return failed[0] if failed else lost
 
     def _where(self) -> str:
-        return f"step {self._steps_begun}" if not self._is_over else f"closing after step {self._steps_begun}"
+        begun = self.progress.steps_begun
+        return f"step {begun}" if not self.progress.is_over else f"closing after step {begun}"
 
 
 def _set_rates(optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from typing import Any
 
@@ -13,17 +13,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from starling.checkpoint.encoding import encode_state
+from starling.checkpoint.state import OWN_PREFIX, LearnerState
+from starling.checkpoint.state import own as copied
+from starling.engines.loop.progress import Consensus
 from starling.engines.processes.backend import communicating
 from starling.engines.processes.communicator import ProcessHandle
-from starling.errors import ConfigError, ProtocolError
+from starling.errors import CheckpointError, ConfigError, ProtocolError
 from starling.learner import Handle
 from starling.training.flat import in_cudnn_order, split, trainable, view_weights
 from starling.training.replica import Replica
+from starling.workload import Position
 
 _SAME_PARAMETERS = (
     "at starling.join all parameters that will be trained must belong to the model and must require gradients or be in "
     "the optimizer; to train some only later, freeze them with requires_grad_(False) after starling.join"
 )
+_BUFFER, _FROZEN, _FINAL, _DISTANCE = "buffer ", "frozen ", "final", "distance"
+"""Names, or beginnings of names, of the tensors beside the weights that one learner copies from another."""
 _SMALL = 10_000
 """Up to this number of elements, copying takes less time than calling a torch function."""
 
@@ -349,6 +356,71 @@ class LoopReplica(Replica):
                 self.weights.copy_(self.loop)
             self.version += 1
             self.loop_version = self.version
+
+    def state(self, rank: int, world: int, final: Consensus | None) -> LearnerState:
+        """A copy of the whole model, the optimizer's state and the strategy's, for another learner to `take`."""
+        with self._lock:
+            loop, floating = self._aside or (self.loop, self._floating_buffers())
+            weights = loop if self._is_shared else self.weights
+            floats = iter(floating)
+            tensors = {
+                _BUFFER + name: next(floats) if each.is_floating_point() else each
+                for name, each in self.model.named_buffers()
+            } | self._frozen()
+            if final is not None:
+                tensors |= {_FINAL: final.mean, _DISTANCE: torch.tensor(final.distance, dtype=torch.float64)}
+            optimizer = {"state": self.optimizer.state_dict()["state"]}
+            with suppress(CheckpointError):  # an optimizer whose state cannot be sent starts afresh elsewhere
+                encode_state(optimizer, "optimizer", {})
+                return LearnerState(
+                    rank,
+                    world,
+                    Position(),
+                    0.0,
+                    copied(weights),
+                    copied(tensors),
+                    copied(optimizer),
+                    strategy=self._strategy(),
+                )
+            return LearnerState(
+                rank, world, Position(), 0.0, copied(weights), copied(tensors), {}, strategy=self._strategy()
+            )
+
+    def take(self, state: LearnerState, everything: bool) -> Consensus | None:
+        """Take another learner's strategy state or, with `everything`, its whole state; returns the final consensus, if
+        that learner has it. Learning rates stay those of this loop."""
+        with self._lock:
+            mine = {name: each for name, each in self.strategy_state.items() if name.startswith(OWN_PREFIX)}
+            if state.strategy:
+                self.strategy_state = {name: each.clone() for name, each in state.strategy.items()}
+                self.strategy_state |= {} if everything else mine
+            if everything:
+                self.weights.copy_(state.weights)
+                self.loop.copy_(state.weights)
+                self.version += 1
+                self.loop_version = self.version
+                tensors = {_BUFFER + name: each for name, each in self.model.named_buffers()} | self._frozen()
+                for name, tensor in tensors.items():
+                    tensor.copy_(state.buffers[name])
+                self._memory = None
+                if state.optimizer:
+                    groups = self.optimizer.state_dict()["param_groups"]
+                    self.optimizer.load_state_dict({**state.optimizer, "param_groups": groups})
+        if _FINAL not in state.buffers:
+            return None
+        return Consensus(state.buffers[_FINAL], float(state.buffers[_DISTANCE]))
+
+    def _strategy(self) -> dict[str, Tensor]:
+        return {name: copied(each) for name, each in self.strategy_state.items() if not name.startswith(OWN_PREFIX)}
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """The parameters that learners do not train together."""
+        together = {id(parameter) for parameter in self._parameters}
+        return {
+            _FROZEN + name: parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if id(parameter) not in together
+        }
 
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
         """An optimizer like the loop's for `parameters`, with the same groups and options."""

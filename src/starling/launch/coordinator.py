@@ -1,0 +1,274 @@
+"""The process that holds the store and announces memberships for loops joined with `on_loss="continue"`.
+
+It outlives every learner: learner 0 starts it detached, and it ends with the last learner, so that any of them may be
+lost. It never starts or kills a learner. A learner is lost when its connection closes or is silent for too long. Only
+learners that reach this process can continue or finish, so two halves of a split network never both do.
+"""
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from starling.engines.processes.run_token import verified
+from starling.errors import ProtocolError
+from starling.launch.messages import (
+    Ended,
+    Failed,
+    Greeted,
+    Hello,
+    LearnerMessage,
+    NewMembership,
+    Ready,
+    decode_from_learner,
+    encode,
+)
+from starling.timeouts import COORDINATOR_LOOKS, COORDINATOR_TELLS
+
+Seconds = float
+LINK = "coordinator/link"
+"""The key in the store that holds the port on which the coordinator hears learners."""
+OVER = "the run is ending"
+_LONGEST_LINE = 1 << 16
+
+
+@dataclass(eq=False)
+class _Line:
+    """The connection of one learner."""
+
+    connection: socket.socket
+    unread: bytearray = field(default_factory=bytearray)
+    learner_id: int | None = None
+    silence_limit: Seconds = 60.0
+    is_ready: bool = False
+    heard_at: Seconds = field(default_factory=time.monotonic)
+
+
+class Coordinator:
+    """Hears learners on `listener`, and announces memberships until the last learner has gone.
+
+    The first membership needs as many learners as they say the run has. `parent`, a pipe, is held open by the process
+    that started this one until it has connected; without one, the first learner has `wait` seconds to connect.
+    """
+
+    def __init__(self, listener: socket.socket, parent: int | None, wait: Seconds) -> None:
+        self._listener, self._parent = listener, parent
+        self._deadline = time.monotonic() + (0.0 if parent is not None else wait)
+        self._selector = selectors.DefaultSelector()
+        self._lines: set[_Line] = set()
+        self._world = 0
+        self._membership = NewMembership(-1, ())
+        self._is_over = False
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        if parent is not None:
+            self._selector.register(parent, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Serve until no learner is left."""
+        while self._lines or self._parent is not None or time.monotonic() < self._deadline:
+            reasons: list[str] = []
+            for key, _ in self._selector.select(COORDINATOR_LOOKS):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj == self._parent:
+                    self._selector.unregister(key.fileobj)
+                    self._parent = None
+                elif key.data in self._lines:
+                    self._read(key.data, reasons)
+            for line in [each for each in self._lines if time.monotonic() - each.heard_at > each.silence_limit]:
+                self._drop(line, f"was silent for {line.silence_limit:g} s", reasons)
+            self._announce(reasons)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            keep_alive(connection)
+            connection.settimeout(COORDINATOR_TELLS)
+            line = _Line(connection)
+            self._lines.add(line)
+            self._selector.register(connection, selectors.EVENT_READ, line)
+
+    def _read(self, line: _Line, reasons: list[str]) -> None:
+        try:
+            received = line.connection.recv(1 << 12)
+        except TimeoutError:
+            return
+        except OSError:
+            received = b""
+        line.heard_at = time.monotonic()
+        line.unread += received
+        while line in self._lines and b"\n" in line.unread:
+            text, _, rest = line.unread.partition(b"\n")
+            line.unread = bytearray(rest)
+            try:
+                self._hear(line, decode_from_learner(bytes(text), -1 if line.learner_id is None else line.learner_id))
+            except ProtocolError as error:
+                self._refuse(line, str(error))
+            except _Gone as gone:
+                self._drop(line, str(gone), reasons)
+        if line in self._lines and (not received or len(line.unread) > _LONGEST_LINE):
+            self._drop(line, "was lost: its connection closed", reasons)
+
+    def _hear(self, line: _Line, message: LearnerMessage) -> None:
+        match message:
+            case Hello():
+                self._greet(line, message)
+            case _ if line.learner_id is None:
+                self._refuse(line, "a learner must first say which it is")
+            case Ready():
+                line.is_ready = True
+            case Failed():
+                raise _Gone(f"failed: {message.error}: {message.text}")
+            case Ended():
+                self._is_over = True
+            case _:
+                pass
+
+    def _greet(self, line: _Line, hello: Hello) -> None:
+        verified(-1, hello.learner_id, hello.signed.encode())
+        self._world = self._world or hello.world
+        if self._is_over:
+            self._refuse(line, OVER)
+        elif hello.world != self._world:
+            self._refuse(line, f"WORLD_SIZE is {hello.world}, but {self._world} in the run")
+        elif any(each.learner_id == hello.learner_id for each in self._lines):
+            self._refuse(line, f"RANK {hello.learner_id} is already in the run; give it the RANK of a lost learner")
+        else:
+            line.learner_id, line.silence_limit = hello.learner_id, hello.timeout_seconds
+            with suppress(OSError):
+                line.connection.sendall(encode(Greeted()))
+
+    def _refuse(self, line: _Line, why: str) -> None:
+        with suppress(OSError):
+            line.connection.sendall(encode(Greeted(why)))
+        self._drop(line, "", [])
+
+    def _drop(self, line: _Line, why: str, reasons: list[str]) -> None:
+        self._lines.discard(line)
+        self._selector.unregister(line.connection)
+        line.connection.close()
+        if line.learner_id in self._membership.members and not self._is_over:
+            reasons.append(f"learner {line.learner_id} {why}")
+
+    def _announce(self, reasons: list[str]) -> None:
+        """Announce the next membership if learners were lost or are ready to join."""
+        if self._is_over:
+            return
+        ready = sorted(each.learner_id for each in self._lines if each.is_ready and each.learner_id is not None)
+        before = self._membership
+        if before.generation < 0:
+            if self._world == 0 or any(rank not in ready for rank in range(self._world)):
+                return
+            members: tuple[int, ...] = tuple(range(self._world))
+        else:
+            living = [each for each in before.members if each in ready]
+            joined = [each for each in ready if each not in before.members]
+            members = (*living, *joined)
+            reasons += [f"learner {each} joined" for each in joined]
+        if members == before.members or not members:
+            return
+        self._membership = NewMembership(before.generation + 1, members, "; ".join(reasons))
+        for line in [each for each in self._lines if each.learner_id in members]:
+            with suppress(OSError):  # its end is read from its connection
+                line.connection.sendall(encode(self._membership))
+
+
+class _Gone(Exception):  # noqa: N818 - not an error
+    """A learner leaves."""
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the system close a connection whose other end has not answered for about 9 s."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 9000)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on loopback, or on all interfaces if `address` is empty."""
+    if not address and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
+    return socket.create_server((address, port), backlog=128)
+
+
+_running: list["subprocess.Popen[bytes]"] = []
+"""Coordinators that this process has started."""
+
+
+class StartedCoordinator:
+    """A coordinator that this process has started; it stays as long as this is not closed or learners are there."""
+
+    def __init__(self, address: str, port: int) -> None:
+        """Start one whose store listens on `port`, or on any if that is 0. `ProtocolError` if it cannot."""
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, address, str(port), "--parent"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a signal to this process's group does not reach it
+        )
+        _running[:] = [each for each in _running if each.poll() is None] + [self._process]
+        said: dict[str, int | str] = json.loads((self._process.stdout and self._process.stdout.readline()) or b"{}")
+        if "port" not in said:
+            raise ProtocolError(
+                f"no store can be started on port {port}: {said.get('error', 'its process ended')}; is the port free?"
+            )
+        self.port = int(said["port"])
+
+    def close(self) -> None:
+        """Let it end with the last learner."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def await_coordinator(seconds: Seconds) -> None:
+    """Wait a moment for coordinators of this process that are about to end, so that no zombie is left."""
+    for process in _running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+
+
+def main(arguments: list[str]) -> None:
+    """Be a coordinator: `ADDRESS PORT [--parent | SECONDS]`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # learners decide when the run ends
+        signal.signal(number, signal.SIG_IGN)
+    address, port, last = arguments[0], int(arguments[1]), arguments[2]
+    try:
+        listener = listen(address, port)
+    except OSError as error:
+        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
+        return
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    with listener, listen(address, 0) as link:
+        port = int(listener.getsockname()[1])
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+        store.set(LINK, str(link.getsockname()[1]))
+        sys.stdout.write(json.dumps({"port": port}) + "\n")
+        sys.stdout.flush()
+        Coordinator(link, 0 if last == "--parent" else None, 0.0 if last == "--parent" else float(last)).serve()
+        del store
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

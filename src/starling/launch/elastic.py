@@ -1,0 +1,218 @@
+"""How a joined loop that survives losses finds its coordinator, or starts it, and hears of memberships.
+
+The coordinator listens on MASTER_PORT. Where something else holds a store there (torchrun's agent), it takes any free
+port, which learner 0 publishes in that store.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from starling.engines.processes import run_token
+from starling.engines.processes.place import Place
+from starling.engines.processes.process_group import Connections
+from starling.errors import PeerLost, ProtocolError
+from starling.launch.coordinator import LINK, OVER, StartedCoordinator, await_coordinator, keep_alive
+from starling.launch.messages import (
+    Ended,
+    Failed,
+    Greeted,
+    Heartbeat,
+    Hello,
+    LearnerMessage,
+    NewMembership,
+    Ready,
+    decode_from_launcher,
+    encode,
+)
+from starling.launch.rendezvous import LOOPBACK, find_place, ranks_of_environment
+from starling.timeouts import HEARTBEAT_EVERY
+from starling.training.membership import Membership, MembershipFeed
+
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+_PUBLISHED = "coordinator/port"
+_RETRY_SECONDS = 0.05
+_ANSWER_SECONDS = 5.0
+"""How long a coordinator may take to answer a connection, whose loop does nothing else."""
+_REAP_SECONDS = 0.2
+
+
+class _NotThere(Exception):  # noqa: N818 - not an error
+    """No coordinator answers yet, or one whose run is ending."""
+
+
+class CoordinatorLink:
+    """This learner's connection to the coordinator, and the memberships heard from it."""
+
+    def __init__(self, place: Place, line: socket.socket, store_connections: Connections, seconds: float) -> None:
+        self.feed = MembershipFeed(place.rank, None, is_watched=True)
+        self._place, self._line, self._store_connections, self._seconds = place, line, store_connections, seconds
+        self._sending = threading.Lock()
+        self._error: PeerLost | None = None
+        self._has_left = False
+        self._on_lost: Callable[[PeerLost], None] = lambda error: None
+        self.listening: Store = place.store.clone()  # type: ignore[attr-defined]
+        self.listening.set_timeout(timedelta(days=20))
+        store_connections.note()
+        for target, name in ((self._hear, "hears"), (self._beat, "beats")):
+            threading.Thread(target=target, name=f"starling-coordination-{name}", daemon=True).start()
+
+    def watch(self, on_lost: Callable[[PeerLost], None]) -> None:
+        """Call `on_lost` once if the connection is lost."""
+        self._on_lost = on_lost
+        if self._error is not None:
+            on_lost(self._error)
+
+    def await_first(self) -> Membership:
+        """Report that this learner is ready; the first membership that includes it. Raises PeerLost."""
+        store, world = self._place.store, self._place.world
+        store.set(f"came/{self.feed.name}", "")
+        self._send(Ready())
+        deadline = time.monotonic() + self._seconds
+        while (first := self.feed.beyond(Membership(-1, ()), _RETRY_SECONDS)) is None:
+            if self._error is not None:
+                raise self._error
+            if time.monotonic() > deadline:
+                missing = [f"learner {rank}" for rank in range(world) if not store.check([f"came/{rank}"])]
+                raise PeerLost(
+                    f"learner {self.feed.name} waited {self._seconds:g} s for {' and '.join(missing) or 'the others'} "
+                    "to join; see their logs, or give more timeout_seconds"
+                )
+        return first
+
+    def leave(self, error: BaseException | None) -> None:
+        """Disconnect: because the run has ended or, with `error`, because this learner ends without the others."""
+        self._has_left = True
+        with suppress(OSError):
+            self._send(Ended(0) if error is None else Failed(type(error).__name__, str(error).partition("\n")[0]))
+            self._line.shutdown(socket.SHUT_RDWR)
+        await_coordinator(_REAP_SECONDS)
+
+    def _send(self, message: LearnerMessage) -> None:
+        line = encode(message)
+        with self._sending:
+            self._line.sendall(line)
+
+    def _beat(self) -> None:
+        while not self._has_left:
+            time.sleep(HEARTBEAT_EVERY)
+            with suppress(OSError):  # the listening thread hears of it
+                self._send(Heartbeat())
+
+    def _hear(self) -> None:
+        why = "its connection closed"
+        try:
+            with self._line.makefile("rb") as lines:
+                for line in lines:
+                    new = decode_from_launcher(line)
+                    if isinstance(new, NewMembership):
+                        self.feed.announce(Membership(new.generation, new.members, new.reason))
+        except (OSError, ProtocolError) as error:
+            why = str(error)
+        if not self._has_left:
+            self._error = PeerLost(
+                f"learner {self.feed.name} lost the coordinator of its run ({why}): its process or machine has ended, "
+                "or the network to it; learners that reach it continue"
+            )
+            self._on_lost(self._error)
+            self._store_connections.cut()
+
+
+def connect(seconds: float) -> tuple[Place, CoordinatorLink]:
+    """This process's place among learners that survive losses; learner 0 starts the coordinator if there is none.
+
+    Raises `ConfigError` for an invalid environment variable, `ProtocolError` if no coordinator answers or takes it.
+    """
+    rank, world, local_rank, local_world = ranks_of_environment(may_join=True)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent_store = find_place(seconds).store if os.environ.get(_AGENT) == "True" else None
+    deadline = time.monotonic() + seconds
+    started: StartedCoordinator | None = None
+    try:
+        while True:
+            try:
+                found = port if agent_store is None else _published(agent_store)
+                connections = Connections()
+                store, line = _connect(rank, world, address, found, seconds)
+                place = Place(rank, world, local_rank, local_world, store)
+                return place, CoordinatorLink(place, line, connections, seconds)
+            except _NotThere as reason:
+                if rank == 0 and started is None and str(reason) != OVER:
+                    started = _start(address, port, agent_store)
+                elif time.monotonic() > deadline:
+                    raise ProtocolError(
+                        f"learner {rank} cannot reach the coordinator at {address}:{port}: {reason}; is learner 0 "
+                        "alive, and is the port free?"
+                    ) from reason
+                time.sleep(_RETRY_SECONDS)
+    finally:
+        if started is not None:
+            started.close()
+
+
+def _start(address: str, port: int, agent_store: Store | None) -> StartedCoordinator:
+    listening = "127.0.0.1" if address in LOOPBACK else ""
+    if agent_store is None:
+        return StartedCoordinator(listening, port)
+    started = StartedCoordinator(listening, 0)
+    agent_store.set(_PUBLISHED, str(started.port))
+    return started
+
+
+def _published(agent_store: Store) -> int:
+    if not agent_store.check([_PUBLISHED]):
+        raise _NotThere("learner 0 has not started it")
+    return int(agent_store.get(_PUBLISHED))
+
+
+def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> tuple[Store, socket.socket]:
+    """The coordinator's store, and a connection over which it has taken this learner."""
+    _open(address, port).close()
+    try:
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+        store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+        link = int(store.get(LINK))
+        store.set_timeout(timedelta(seconds=seconds))
+    except (DistError, RuntimeError) as error:
+        raise ProtocolError(
+            f"learner {rank}: what listens at {address}:{port} is not the coordinator of a run "
+            f"({str(error).splitlines()[0]}); choose another MASTER_PORT"
+        ) from error
+    line = _open(address, link)
+    refused = _greet(line, Hello(rank, world, seconds, run_token.sign(rank, "hello")))
+    if refused == OVER:
+        raise _NotThere(OVER)
+    if refused:
+        raise ProtocolError(f"learner {rank} cannot join the run at {address}:{port}: {refused}")
+    keep_alive(line)
+    line.settimeout(None)
+    return store, line
+
+
+def _greet(line: socket.socket, hello: Hello) -> str:
+    """Introduce this learner; returns why it may not take part, or nothing."""
+    said = b""
+    try:
+        line.sendall(encode(hello))
+        while not said.endswith(b"\n"):
+            if not (received := line.recv(1)):  # what follows belongs to `CoordinatorLink`
+                raise _NotThere("it closed the connection")
+            said += received
+    except OSError as error:
+        raise _NotThere(error.strerror or str(error)) from error
+    answer = decode_from_launcher(said)
+    return answer.refused if isinstance(answer, Greeted) else "it did not answer"
+
+
+def _open(address: str, port: int) -> socket.socket:
+    try:
+        return socket.create_connection((address, port), timeout=_ANSWER_SECONDS)
+    except OSError as error:
+        raise _NotThere(error.strerror or str(error)) from error
