@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from starling.encoding import EncodedMean
+
 
 T = TypeVar("T")
 
@@ -133,6 +135,14 @@ class Learner(ABC):
         """
 
     @abstractmethod
+    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
+        """Start averaging vectors that travel encoded over this learner's sync group, `part` being its own part.
+
+        The result `[n]` is in host memory, and has the same bits on all learners and engines. Strategies use
+        `strategies.compression`, which keeps the residuals.
+        """
+
+    @abstractmethod
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """Start sending `tensor` to `peer`, which receives it under the same `tag`. A learner may send to itself.
 
@@ -213,7 +223,7 @@ class Learner(ABC):
 
         Checkpoints save it, and a resumed learner gets the saved value instead of `initial`. After a membership change,
         all learners begin with the value of one of them if it `is_common`, otherwise each with its own. Only a strategy
-        that declares `keeps_state` may call this, and only its foreground may write to the tensor, in place.
+        that declares `keeps_state` may keep what is common, and only its foreground may write to a tensor, in place.
         """
 
     @abstractmethod

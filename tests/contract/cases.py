@@ -13,6 +13,7 @@ from starling.configuration import Config
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, NoOptions, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions
+from starling.strategies.allreduce import AllReduceOptions
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.hogwild import HogwildOptions
@@ -81,6 +82,10 @@ class Choice:
         return self.strategy.sync_group_size(self.options(6), 6) == 6
 
 
+def _allreduce(**options: Any) -> Choice:
+    return Choice(STRATEGIES["allreduce"], lambda world: AllReduceOptions(**options))
+
+
 def _dpsgd(pattern: str) -> Choice:
     return Choice(STRATEGIES["dpsgd"], lambda world: MixingOptions(pattern=pattern))
 
@@ -108,9 +113,10 @@ PERIODIC: dict[str, dict[str, Any]] = {
     "slowmo": {"every": 2},
     "diloco": {"every": 3},
     "streaming-diloco": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1},
+    "streaming-diloco-int4": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1, "compression": "int4"},
 }
 """The strategies that agree every few steps, with options that the contract's short runs can show."""
-METHODS = {"post-local-sgd": "local-sgd"}
+METHODS = {"post-local-sgd": "local-sgd", "streaming-diloco-int4": "streaming-diloco"}
 
 
 def _periodic(name: str, options: dict[str, Any], world: int) -> Config:
@@ -125,7 +131,8 @@ def _hadpsgd(world: int) -> HierarchicalOptions:
 
 def choices() -> dict[str, Choice]:
     """Every registered strategy, in every pattern."""
-    made = {name: Choice(STRATEGIES[name]) for name in ("allreduce", "delay-by-one")}
+    made = {"allreduce": _allreduce(), "allreduce-int8": _allreduce(compression="int8")}
+    made["delay-by-one"] = Choice(STRATEGIES["delay-by-one"])
     for pattern in PATTERNS:
         made[f"dpsgd-{pattern}"] = _dpsgd(pattern)
         made[f"adpsgd-{pattern}"] = _adpsgd(pattern=pattern)

@@ -1,12 +1,14 @@
 """The strategies in naive matrix form, in NumPy: W_{k+1} = W_k T - a g(Phi_k), one column a learner."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from starling.strategies.compression import Compression, TopK
 from starling.topology import PATTERNS, complete, find_topology, identity
 from starling.training.flat import trainable
 from starling.workload import Ticket
@@ -28,6 +30,55 @@ def allreduce(start: Vector, gradient: Gradient, learning_rate: float, learners:
         gradients = columns(weights, gradient, k)
         weights = weights @ identity(learners) - learning_rate * gradients @ complete(learners)
     return weights
+
+
+def rounded(vector: Vector, compression: Compression) -> Vector:
+    """What the receivers of an encoded vector decode; at most 256 numbers."""
+    largest = np.abs(vector).max()
+    if isinstance(compression, TopK):
+        kept = np.argsort(-np.abs(vector), kind="stable")[: max(1, round(compression.top_k * len(vector)))]
+        return np.where(np.isin(np.arange(len(vector)), kept), vector, 0.0)
+    if compression == "none" or largest == 0.0:
+        return vector
+    if compression == "bfloat16":
+        return torch.from_numpy(vector).float().bfloat16().double().numpy()
+    step = largest / {"int8": 127, "int4": 7}[compression]
+    return step * np.round(vector / step)
+
+
+def mean_of_encoded(vectors: Matrix, residuals: Matrix, compression: Compression) -> Vector:
+    """Each owner's chunk: q_l = C(v_l + e_l) to the owner, C(mean + e) back to all; `residuals` `[P, L]` change."""
+    size, learners = vectors.shape
+    if compression == "none" or learners == 1:
+        return vectors.mean(axis=1)
+    padded, errors = np.zeros((2, -(-size // learners) * learners, learners))
+    padded[:size], errors[:size] = vectors, residuals
+    mean = np.zeros(len(padded))
+    for owner, rows in enumerate(np.split(np.arange(len(padded)), learners)):
+        sent = padded[rows] + errors[rows]
+        sent[:, owner] = padded[rows, owner]
+        decoded = np.stack([rounded(each, compression) for each in sent.T], axis=1)
+        decoded[:, owner] = sent[:, owner]
+        summed = decoded.mean(axis=1) + errors[rows, owner]
+        mean[rows] = rounded(summed, compression)
+        errors[rows] = sent - decoded
+        errors[rows, owner] = summed - mean[rows]
+    residuals[:] = errors[:size]
+    return mean[:size]
+
+
+def allreduce_of_encoded(compression: Compression) -> Oracle:
+    """The same with the mean of gradients that travel encoded."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        weights = np.tile(start[:, None], (1, learners))
+        residuals = np.zeros_like(weights)
+        for k in range(rounds):
+            mean = mean_of_encoded(columns(weights, gradient, k), residuals, compression)
+            weights = weights - learning_rate * mean[:, None]
+        return weights
+
+    return run
 
 
 def delay_by_one(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
@@ -94,11 +145,15 @@ def local(
     overlap: int = 0,
     blend: float = 0.0,
     optimizer_state: str = "local",
+    compression: Any = "none",
 ) -> Oracle:
     """X <- X - a G(X), and every H steps D = theta - X 1 / L, v <- beta v + D, theta and X as the options say.
 
-    Plain SGD has no state, so that what becomes of the state does not matter.
+    Plain SGD has no state, so that what becomes of the state does not matter. With a compression, D is the mean of
+    theta - X that travels encoded.
     """
+    if isinstance(compression, dict):
+        compression = TopK(**compression)
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         weights, theta, v = np.tile(start[:, None], (1, learners)), start.copy(), np.zeros_like(start)
@@ -107,10 +162,16 @@ def local(
         pieces = [slice(first, min(first + size, len(start))) for first in range(0, len(start), size)]
         begun = [every * (number + 1) // len(pieces) for number in range(len(pieces))]
         sent: dict[int, Vector] = {}
+        residuals = np.zeros_like(weights)
+
+        def send(number: int) -> None:
+            piece = pieces[number]
+            moved = theta[piece, None] - weights[piece]
+            sent[number] = mean_of_encoded(moved, residuals[piece], compression)
 
         def agree(number: int, alpha: float) -> None:
             piece, a = pieces[number], learning_rate if divided_by_rate else 1.0
-            difference = (theta[piece] - sent.pop(number)) / a
+            difference = sent.pop(number) / a
             v[piece] = beta * v[piece] + difference
             theta[piece] -= rate * a * (difference + beta * v[piece] if nesterov else v[piece])
             weights[piece] = alpha * weights[piece] + (1 - alpha) * theta[piece, None]
@@ -118,8 +179,10 @@ def local(
         for k in range(rounds):
             gradients = columns(weights, gradient, k)
             if k < warm_up:
-                weights -= learning_rate * gradients @ complete(learners)
+                weights -= learning_rate * mean_of_encoded(gradients, residuals, compression)[:, None]
                 theta = weights.mean(axis=1)
+                if k + 1 == warm_up:
+                    residuals[:] = 0.0
                 continue
             weights -= learning_rate * gradients
             steps = k + 1 - warm_up
@@ -128,14 +191,14 @@ def local(
                     agree(number, blend)
             for number, first in enumerate(begun):
                 if steps >= first and (steps - first) % every == 0:
-                    sent[number] = weights[pieces[number]].mean(axis=1)
+                    send(number)
                     if overlap == 0:
                         agree(number, blend)
         for number in list(sent):
             agree(number, blend)
         if rounds > warm_up and (len(pieces) > 1 or overlap or (rounds - warm_up) % every):
-            for number, piece in enumerate(pieces):
-                sent[number] = weights[piece].mean(axis=1)
+            for number in range(len(pieces)):
+                send(number)
                 agree(number, 0.0)
         return weights
 
@@ -175,6 +238,7 @@ def periodic(name: str) -> Oracle:
 
 SYNCHRONOUS: dict[str, Oracle] = {
     "allreduce": allreduce,
+    "allreduce-int8": allreduce_of_encoded("int8"),
     "delay-by-one": delay_by_one,
     "server-hybrid": allreduce,
     "delayed": delayed(2),

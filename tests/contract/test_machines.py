@@ -15,7 +15,7 @@ from tests.contract.cases import CHOICES, LEARNING_RATE
 from tests.contract.conftest import Runner
 from tests.warm_start import run_learners
 
-SAME_BITS = ["dpsgd-ring", "dpsgd-random", "delay-by-one", "exchanges"]
+SAME_BITS = ["allreduce-int8", "dpsgd-ring", "dpsgd-random", "delay-by-one", "exchanges"]
 COUNTED = ["allreduce", "adpsgd-random", "adpsgd-bfloat16", "adpsgd-in-pieces", "hadpsgd", "server-asynchronous"]
 WORLD = 4
 Between = Callable[[str, str], Tensor]

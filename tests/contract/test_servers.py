@@ -20,7 +20,8 @@ from starling.consensus import consensus
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
-from starling.strategies import STRATEGIES, NoOptions
+from starling.strategies import STRATEGIES
+from starling.strategies.allreduce import AllReduceOptions
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.server import ServerOptions
@@ -93,7 +94,7 @@ def model(outcome: Outcome) -> Tensor:
 @pytest.mark.parametrize("learners", [2, 3, 4])
 def test_hybrid_is_allreduce_to_rounding(learners: int, shards: int) -> None:
     """The mean of all gradients at the same weights, under Adam, wherever the step is made."""
-    expected = model(run("allreduce", NoOptions(), learners))
+    expected = model(run("allreduce", AllReduceOptions(), learners))
     torch.testing.assert_close(served(learners, VARYING, update="hybrid", shards=shards), expected, rtol=0.0, atol=1e-6)
 
 
@@ -251,7 +252,7 @@ def test_one_worker_at_a_time_is_never_stale() -> None:
     assert set(notes.staleness) == {0}
     assert outcome.seconds > 24.0
     assert Counter(report.rank for report in notes.steps) == {0: 8, 1: 8, 2: 8}
-    plain = run("allreduce", NoOptions(), 1)
+    plain = run("allreduce", AllReduceOptions(), 1)
     torch.testing.assert_close(model(outcome), model(plain), rtol=0.0, atol=1e-6)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import starling
 from starling.errors import ConfigError, NonFiniteError, ProtocolError
+from tests.contract.cases import PERIODIC
 from tests.contract.oracle import SYNCHRONOUS, Vector
 from tests.contract.problems import TinyRegression
 from tests.engines.drop_in_process import MIDDLE, STEPS, flat, make_troubled, take_gradient, troubled_loss
@@ -53,6 +54,8 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "allreduce": {"strategy": "allreduce"},
+    "allreduce-int8": {"strategy": "allreduce", "options": {"compression": "int8"}},
+    "streaming-diloco-int4": {"strategy": "streaming-diloco", "options": PERIODIC["streaming-diloco-int4"]},
     "delay-by-one": {"strategy": "delay-by-one"},
     "dpsgd-random": {"strategy": "dpsgd", "options": {"pattern": "random"}},
     "dpsgd-pairs": {"strategy": "dpsgd", "options": {"pattern": "pairs"}},
@@ -161,7 +164,13 @@ def test_gradients_that_are_late_are_applied_when_the_loop_ends() -> None:
 
 
 @every_world
-@pytest.mark.parametrize("name", ["allreduce", "delay-by-one", "dpsgd-random", "dpsgd-pairs", "server-hybrid"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("allreduce", "allreduce-int8", "delay-by-one", "dpsgd-random", "dpsgd-pairs", "server-hybrid"),
+        "streaming-diloco-int4",
+    ],
+)
 def test_learners_in_step_follow_their_equation(name: str, world: int, joined: Runner) -> None:
     """The oracle is the matrix form in NumPy, as for the other engines."""
     model = TinyRegression().make_model().double()

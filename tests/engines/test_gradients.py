@@ -14,7 +14,8 @@ from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError
-from starling.strategies import STRATEGIES, NoOptions
+from starling.strategies import STRATEGIES
+from starling.strategies.allreduce import AllReduceOptions
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.server import ServerOptions
@@ -143,7 +144,7 @@ def test_a_resumed_simulation_has_the_buffers_it_ended_with() -> None:
 
 
 MEAN_GRADIENTS: dict[str, Config] = {
-    "allreduce": NoOptions(),
+    "allreduce": AllReduceOptions(),
     "delayed": DelayOptions(delay=0),
     "hadpsgd": HierarchicalOptions(per_node=3, pattern="pairs"),
     "parameter-server": ServerOptions(update="hybrid"),

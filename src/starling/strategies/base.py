@@ -88,7 +88,7 @@ class Strategy:
     has_one_model: bool = False
     """Whether all learners have the same weights after each step."""
     keeps_state: bool = False
-    """Whether it uses `Learner.strategy_state`."""
+    """Whether it keeps a common `Learner.strategy_state`."""
     family: str = ""
     """The strategies that share a text and a page; empty: the strategy's own name."""
     steps_itself: bool = True

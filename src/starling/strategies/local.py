@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +12,7 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Handle, Learner, LoopEnded
 from starling.strategies.base import Strategy
+from starling.strategies.compression import Compression, Means
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,8 @@ class LocalOptions(Config):
     """tau, the steps that a learner makes while a fragment is being averaged."""
     blend: float = Field(default=0.0, ge=0.0, lt=1.0)
     """alpha, the share of its own weights that a learner keeps at an agreement."""
+    compression: Compression = "none"
+    """How theta - x_l is encoded for sending, or a gradient while warming up; errors are fed back."""
 
 
 async def local(me: Learner, options: LocalOptions) -> None:
@@ -66,6 +69,8 @@ async def local(me: Learner, options: LocalOptions) -> None:
       tau steps are made: D is theta less the mean of the weights tau steps ago. Fragments are consecutive numbers
       here, and layers in the paper.
 
+    With `compression`, learners send theta - x_l encoded, and D is the mean of what is decoded.
+
     The last period ends with the budget, and with an agreement about all weights, with alpha = 0.
 
     Args:
@@ -86,7 +91,7 @@ async def local(me: Learner, options: LocalOptions) -> None:
     with suppress(LoopEnded):
         while me.claim():
             gradient = me.gradient(me.weights)
-            me.step(await (me.mean(gradient) if period.is_warming_up else gradient))
+            me.step(await (period.mean(gradient) if period.is_warming_up else gradient))
             await period.after_step()
     await period.end()
 
@@ -99,7 +104,9 @@ class Period:
 
         self._me, self._options = me, options
         momentum = 1.0 - 1.0 / me.world if options.momentum is None else options.momentum
-        self._momentum, self._is_mean = momentum, options.rate == 1.0 and momentum == 0.0
+        self._means = Means(me, options.compression)
+        self._momentum = momentum
+        self._is_mean = options.rate == 1.0 and momentum == 0.0 and not self._means.are_encoded
         largest = -(-len(me.weights) // options.fragments)
         self._fragments = list(me.pieces(largest))
         self._states = [] if options.optimizer_state == "local" else list(me.pieces(largest, True))[self._num :]
@@ -107,7 +114,7 @@ class Period:
         if not self._is_mean:
             self._theta = me.strategy_state("theta", me.weights)
             self._v = me.strategy_state("momentum", me.weights.new_zeros(len(me.weights)))
-        self._under_way: tuple[slice, Handle[Tensor]] | None = None
+        self._under_way: tuple[slice, Awaitable[Tensor]] | None = None
         if options.overlap:
             self._sent = me.strategy_state("sent", me.weights, is_common=False)
             self._start_again()
@@ -126,18 +133,23 @@ class Period:
         """Whether learners still step together."""
         return self._local_steps < 0
 
+    def mean(self, gradient: Handle[Tensor]) -> Awaitable[Tensor]:
+        """Start averaging a gradient."""
+        return self._means.start(gradient)
+
     async def after_step(self) -> None:
         """Agree on what is due after a step."""
         self._steps.add_(1)
         if self._local_steps <= 0:
             if self._local_steps == 0 and not self._is_mean:
                 self._theta.copy_(self._me.weights)
+                self._means.forget()
             return
         if any(since == self._options.overlap > 0 for _, since in self._since()):
             await self._merge()
         for fragment, since in self._since():
             if since == 0:
-                self._under_way = fragment, self._me.mean(self._to_send(fragment))
+                self._under_way = fragment, self._means.start(self._to_send(fragment), fragment)
                 if self._options.overlap == 0:
                     await self._merge()
         if self._local_steps % self._options.every == 0:
@@ -151,7 +163,7 @@ class Period:
             return
         if self._local_steps > 0:
             for fragment in self._fragments:
-                self._agree(fragment, await self._me.mean(self._me.snapshot(fragment)), blend=0.0)
+                self._agree(fragment, await self._means.start(self._mine(fragment), fragment), blend=0.0)
 
     def _since(self) -> Iterator[tuple[slice, int]]:
         """The fragments whose averaging has begun at least once, with the steps since it last did."""
@@ -162,15 +174,20 @@ class Period:
                 yield fragment, (steps - first) % every
 
     def _to_send(self, fragment: slice) -> Tensor:
-        """A fragment of the weights, which is kept if a checkpoint may be saved before its mean is used."""
-        mine = self._me.snapshot(fragment)
+        """What is averaged for a fragment. It is kept if a checkpoint may be saved before its mean is used."""
+        mine = self._mine(fragment)
         return self._sent[fragment].copy_(mine) if self._options.overlap else mine
+
+    def _mine(self, fragment: slice) -> Tensor:
+        """A fragment of the weights x or, if it is encoded, of theta - x."""
+        mine = self._me.snapshot(fragment)
+        return self._theta[fragment] - mine if self._means.are_encoded else mine
 
     def _start_again(self) -> None:
         """Average again the fragment that was being averaged when the checkpoint was saved."""
         for fragment, since in self._since():
             if since < self._options.overlap:
-                self._under_way = fragment, self._me.mean(self._sent[fragment])
+                self._under_way = fragment, self._means.start(self._sent[fragment], fragment)
 
     async def _merge(self) -> None:
         if self._under_way is not None:
@@ -188,7 +205,8 @@ class Period:
         """Change `theta` and `v`, both `[n]`, in place; returns `theta`."""
         options, beta = self._options, self._momentum
         a = float(self._me.step_metadata[0]) if options.divided_by_rate else 1.0
-        difference = (theta - mean) / a if a else 0.0 * mean  # without a rate, nothing has moved
+        moved = mean if self._means.are_encoded else theta - mean
+        difference = moved / a if a else 0.0 * mean  # without a rate, nothing has moved
         v.mul_(beta).add_(difference)
         return theta.sub_(options.rate * a * (difference + beta * v if options.nesterov else v))
 

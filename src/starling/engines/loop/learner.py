@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from starling.checkpoint.state import OWN_PREFIX
 from starling.configuration import Config
+from starling.encoding import EncodedMean
 from starling.engines.loop.announcements import AnnouncementListener
 from starling.engines.loop.progress import Consensus, LoopPlan, Progress
 from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
@@ -227,6 +228,9 @@ class LoopLearner(Learner):
             if not of.is_supplied:
                 return MeanOfGradient(of, lambda gradient: self._communicator.mean(gradient, group))
         return self._communicator.mean(of, group)
+
+    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
+        return self._communicator.encoded_mean(part)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         return self._communicator.send(peer, tensor, tag)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from starling.averaging import rank_ordered_mean
+from starling.encoding import EncodedMean
 from starling.engines.processes.backend import communicating
 from starling.engines.processes.threads import Worker
 
@@ -31,6 +32,10 @@ class OrderedMean:
         mine[: vector.numel()].copy_(vector)
         return self._thread.submit(lambda: self._mean(mine, vector.numel()))
 
+    def start_encoded(self, part: EncodedMean) -> "Future[Tensor]":
+        """Begin a mean whose vectors travel encoded: an all-to-all and an all-gather of bytes."""
+        return self._thread.submit(lambda: self._mean_encoded(part))
+
     def abandon(self) -> None:
         """Stop without waiting for the mean under way."""
         self._thread.abandon()
@@ -38,6 +43,16 @@ class OrderedMean:
     def close(self) -> None:
         """Finish the mean under way, and end the thread."""
         self._thread.close()
+
+    def _mean_encoded(self, part: EncodedMean) -> Tensor:
+        mine = torch.cat(part.messages())
+        theirs = torch.empty_like(mine)
+        with communicating():
+            dist.all_to_all_single(theirs, mine, group=self._group)
+        combined = part.combine(theirs.chunk(self._world))
+        with communicating():
+            dist.all_gather(list(mine.chunk(self._world)), combined, group=self._group)
+        return part.result(mine.chunk(self._world))
 
     def _mean(self, mine: Tensor, size: int) -> Tensor:
         if self._world > 1:

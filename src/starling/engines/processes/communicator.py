@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from starling.encoding import EncodedMean
 from starling.engines.processes import nccl
 from starling.engines.processes.backend import ConnectionFailed, ReducingModel, communicating, local_group, wait_for
 from starling.engines.processes.collectives import OrderedMean
@@ -249,6 +250,15 @@ class Communicator:
         with self.naming_the_lost(what):
             under_way = means.start(of, into) if isinstance(means, SharedMean) else means.start(of)
         return ProcessHandle(lambda: self.wait_for(what, under_way.result, in_this_thread=is_shared).to(self._device))
+
+    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
+        """See `Learner.encoded_mean`."""
+        self._statistics.averaging.bytes_sent += 2 * (len(self._sync_group) - 1) * part.message_bytes
+        means = self._ordered_behind if self.is_behind else self._ordered
+        is_shared = isinstance(means, SharedMean)
+        with self.naming_the_lost(A_MEAN):
+            under_way = means.start_encoded(part)
+        return ProcessHandle(lambda: self.wait_for(A_MEAN, under_way.result, in_this_thread=is_shared))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """See `Learner.send`."""

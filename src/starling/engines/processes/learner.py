@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from starling.checkpoint.state import OWN_PREFIX, LearnerState
+from starling.encoding import EncodedMean
 from starling.engines.processes.backend import ReducingModel
 from starling.engines.processes.batches import ProcessBatches
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
@@ -276,6 +277,9 @@ class ProcessLearner(Learner):
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
         return self.communicator.mean(of, group)
+
+    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
+        return self.communicator.encoded_mean(part)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         return self.communicator.send(peer, tensor, tag)

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from starling.averaging import rank_ordered_mean
+from starling.encoding import EncodedMean
 from starling.engines.processes.backend import ConnectionFailed
 from starling.engines.processes.handshake import await_keys, do_nothing
 from starling.engines.processes.rounds import Board
@@ -420,16 +421,24 @@ class SharedMean:
         self._timeout_seconds = timeout_seconds
         self._places = {(each, number): links.place(each, lane, number) for each in sync_group for number in range(2)}
         self._num_begun = 0
-        self._under_way: UnderWay | None = None
+        self._under_way: UnderWay | EncodedUnderWay | None = None
 
     def start(self, vector: Tensor, into: Tensor | None = None) -> "UnderWay":
         """Begin the mean of `vector` `[P]` as it is now, after finishing the previous one. The result is written to
         `into` `[P]`, if given, otherwise to new memory."""
         if self._under_way is not None:
             self._under_way.result()
-        self._under_way = UnderWay(self, self._num_begun, vector, into)
+        self._under_way = under_way = UnderWay(self, self._num_begun, vector, into)
         self._num_begun += 1
-        return self._under_way
+        return under_way
+
+    def start_encoded(self, part: EncodedMean) -> "EncodedUnderWay":
+        """Begin a mean whose vectors travel encoded, after finishing the previous one."""
+        if self._under_way is not None:
+            self._under_way.result()
+        self._under_way = under_way = EncodedUnderWay(self, self._num_begun, part)
+        self._num_begun += 1
+        return under_way
 
     def abandon(self) -> None:
         """Nothing to do: there is no thread."""
@@ -491,6 +500,34 @@ class UnderWay:
         means.await_all(2 * self._number + 1)
         self._mean = torch.empty_like(parts[0]) if self._into is None else self._into
         torch.cat([each[place] for place, each in enumerate(chunks) if place < len(each)], out=self._mean)
+        return self._mean
+
+
+class EncodedUnderWay:
+    """A mean whose vectors travel encoded, and which has begun; the first call of `result` waits for it.
+
+    A learner's place holds its message for each other learner. The slot of its own message then takes its chunk of the
+    encoded mean.
+    """
+
+    def __init__(self, means: SharedMean, number: int, part: EncodedMean) -> None:
+        self._means, self._number, self._part = means, number, part
+        messages = part.messages()
+        self._slots = [place.chunk(len(messages)) for place in means.parts(number, torch.cat(messages))]
+        for slot, message in zip(self._slots[means.own_place], messages, strict=True):
+            slot.copy_(message)
+        self._mean: Tensor | None = None
+        means.tell_all(2 * number)
+
+    def result(self) -> Tensor:
+        """The mean `[n]`."""
+        if self._mean is None:
+            means, slots, own = self._means, self._slots, self._means.own_place
+            means.await_all(2 * self._number)
+            slots[own][own].copy_(self._part.combine([each[own] for each in slots]))
+            means.tell_all(2 * self._number + 1)
+            means.await_all(2 * self._number + 1)
+            self._mean = self._part.result([each[place] for place, each in enumerate(slots)])
         return self._mean
 
 

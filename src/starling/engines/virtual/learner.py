@@ -10,6 +10,7 @@ import simpy
 from torch import Tensor
 
 from starling.checkpoint.state import OWN_PREFIX, LearnerState
+from starling.encoding import EncodedMean
 from starling.engines.virtual.batches import MembershipBatches, VirtualBatches
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.computation import Computation
@@ -220,6 +221,12 @@ class VirtualLearner(Learner):
         size = self.weights.nbytes if isinstance(of, Handle) else of.nbytes
         self.statistics.averaging.bytes_sent += 2 * (len(chosen) - 1) * size // len(chosen)
         return self._network.mean(self._rank, chosen, self.activity, number, of)
+
+    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
+        chosen = self._sync_group
+        number = self._num_means[self.activity] = self._num_means.get(self.activity, -1) + 1
+        self.statistics.averaging.bytes_sent += 2 * (len(chosen) - 1) * part.message_bytes
+        return self._network.mean(self._rank, chosen, self.activity, number, part)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         check_peer(self._rank, peer, self._surroundings.world)

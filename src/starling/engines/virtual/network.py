@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary, ref
 import simpy
 from torch import Tensor
 
+from starling.encoding import EncodedMean
 from starling.engines.virtual.cluster import Cluster, JitterOf
 from starling.engines.virtual.links import Links
 from starling.errors import ProtocolError
@@ -174,6 +175,39 @@ class Mean:
         return [self.group[place] for place in places if place not in self._early]
 
 
+class MeanOfEncoded:
+    """A mean whose vectors travel encoded; computed once all learners' parts are there."""
+
+    def __init__(self, event: simpy.Event, group: Sequence[int]) -> None:
+        self.event = event
+        self.group = group
+        self.result: Tensor | None = None
+        self._parts: dict[int, EncodedMean] = {}
+
+    def join(self, rank: int, part: EncodedMean) -> bool:
+        """Add a learner's part; returns whether it was the last."""
+        other = next(iter(self._parts.values()), part)
+        if (other.size, other.message_bytes) != (part.size, part.message_bytes):
+            raise ProtocolError(
+                f"learner {rank} cannot join a mean with {part.size} numbers in {part.message_bytes} bytes: others "
+                f"brought {other.size} in {other.message_bytes}"
+            )
+        self._parts[rank] = part
+        if len(self._parts) < len(self.group):
+            return False
+        parts = [self._parts[each] for each in self.group]
+        self.result = parts[0].vector
+        if part.has_numbers:
+            sent = [each.messages() for each in parts]
+            combined = [each.combine([row[place] for row in sent]) for place, each in enumerate(parts)]
+            self.result = part.result(combined)
+        return True
+
+    def missing(self) -> list[int]:
+        """The ranks that have not joined."""
+        return [rank for rank in self.group if rank not in self._parts]
+
+
 class Network:
     """Carries messages between learners, over the links of the cluster.
 
@@ -197,7 +231,7 @@ class Network:
         self._names, self._apart = names, apart
         self._held: list[tuple[simpy.Event, Sequence[int]]] = []
         self._sent_first, self._wanted_first = _Waiting(), _Waiting()
-        self._means: dict[tuple[int, str, int], Mean] = {}
+        self._means: dict[tuple[int, str, int], Mean | MeanOfEncoded] = {}
         self._sent: WeakValueDictionary[int, _Content] = WeakValueDictionary()  # what each learner sent last
 
     def send(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
@@ -254,23 +288,28 @@ class Network:
         return VirtualHandle(message.event, result, lambda: f"learner {self._names[peer]} to send under tag {tag}")
 
     def mean(
-        self, rank: int, group: Sequence[int], activity: str, number: int, of: Tensor | Handle[Tensor]
+        self, rank: int, group: Sequence[int], activity: str, number: int, of: Tensor | Handle[Tensor] | EncodedMean
     ) -> Handle[Tensor]:
-        """Join a group's mean of this number: with a vector as it is now, or with a gradient once it is complete.
+        """Join a group's mean of this number: with a vector as it is now, with a gradient once it is complete, or with
+        a part of a mean that travels encoded.
 
         Means of a learner's foreground and of its background are numbered separately.
         """
         name = (group[0], activity, number)
-        mean = self._means.setdefault(name, Mean(self._environment.event(), group))
+        kind = MeanOfEncoded if isinstance(of, EncodedMean) else Mean
+        mean = self._means.setdefault(name, kind(self._environment.event(), group))
+
+        def travel(num_bytes: int) -> None:
+            del self._means[name]
+            names = [self._names[each] for each in group]
+            longer = self._jitter.factor(names[0], names[-1])
+            self._happen(mean.event, self._links.reduce(names, self._environment.now, num_bytes, longer), group)
 
         def join(vector: Tensor) -> None:
+            if isinstance(mean, MeanOfEncoded):
+                raise ProtocolError(f"learner {rank} cannot join a mean with numbers: others encode theirs")
             if mean.join(rank, vector):
-                del self._means[name]
-                names = [self._names[each] for each in group]
-                seconds = self._links.reduce(
-                    names, self._environment.now, vector.nbytes, self._jitter.factor(names[0], names[-1])
-                )
-                self._happen(mean.event, seconds, group)
+                travel(vector.nbytes)
 
         computing = 0.0
         if isinstance(of, VirtualHandle) and of.event.processed:
@@ -280,6 +319,11 @@ class Network:
             of.event.callbacks.append(lambda _: join(VirtualHandle.result(of)))
         elif isinstance(of, Tensor):
             join(of)
+        elif isinstance(of, EncodedMean):
+            if isinstance(mean, Mean):
+                raise ProtocolError(f"learner {rank} cannot join a mean with encoded numbers: others do not encode")
+            if mean.join(rank, of):
+                travel(len(group) * of.message_bytes)
 
         def result() -> Tensor:
             self._record(rank, "mean", struct.pack("<q", number))

@@ -11,6 +11,7 @@ from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, M
 from starling.engines.virtual.timing import TimingOutcome, simulate_timing
 from starling.runs.planning.costs import Costs, Seconds
 from starling.strategies import Strategy
+from starling.strategies.compression import is_compressed
 from starling.training.job import Spent
 from starling.training.stragglers import Stragglers
 
@@ -56,8 +57,8 @@ class Machines:
         costs, group = self.costs, arm.strategy.sync_group_size(arm.options, learners)
         means_only = arm.name in AVERAGING
         link = costs.means if means_only else costs.messages
-        if arm.strategy.averages_gradients(arm.options) and means_only:
-            link = costs.gradient_means or costs.means
+        if arm.strategy.averages_gradients(arm.options) and means_only and not is_compressed(arm.options):
+            link = costs.gradient_means or costs.means  # encoded gradients are averaged after backward
         nodes = NodeModel()
         if costs.devices_per_node > 1 and costs.inside is not None:
             inside = costs.inside if not means_only or costs.inside_means is None else costs.inside_means

@@ -1,0 +1,191 @@
+"""Lossy encodings of vectors for sending, and the mean of vectors that travel encoded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from starling.averaging import rank_ordered_mean
+
+BLOCK = 256
+"""The numbers that share a scale."""
+
+
+class Encoding(ABC):
+    """Turns a float32 vector `[n]` into bytes, and bytes into a vector near it."""
+
+    @abstractmethod
+    def num_bytes(self, size: int) -> int:
+        """The bytes of an encoded vector `[size]`."""
+
+    @abstractmethod
+    def encode(self, vector: Tensor) -> Tensor:
+        """The bytes `[num_bytes(n)]` of a vector `[n]`, uint8."""
+
+    @abstractmethod
+    def decode(self, encoded: Tensor, size: int) -> Tensor:
+        """The vector `[size]` that the receivers of `encoded` use."""
+
+
+class Bfloat16(Encoding):
+    """Each number with 8 bits of its mantissa: 2 n bytes."""
+
+    def num_bytes(self, size: int) -> int:
+        return 2 * size
+
+    def encode(self, vector: Tensor) -> Tensor:
+        return vector.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, encoded: Tensor, size: int) -> Tensor:
+        return encoded.clone().view(torch.bfloat16).to(torch.float32)
+
+
+class Integers(Encoding):
+    """Integers of 8 or 4 bits, times a float32 scale for each block of 256 numbers: n bits / 8 + 4 n / 256 bytes.
+
+    Equation, for a block v, with m = 127 or 7::
+
+        s = max |v| / m,  q = round(v / s),  decoded: s q
+
+    No number changes by more than s / 2. Rounding is to even, and draws no random numbers.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self._bits, self._levels = bits, 2 ** (bits - 1) - 1
+
+    def num_bytes(self, size: int) -> int:
+        return 4 * _blocks(size) + (size * self._bits + 7) // 8
+
+    def encode(self, vector: Tensor) -> Tensor:
+        size = len(vector)
+        blocks = vector.new_zeros(_blocks(size) * BLOCK)
+        blocks[:size] = vector
+        blocks = blocks.view(-1, BLOCK)
+        scales = blocks.abs().amax(dim=1) / self._levels
+        divisors = torch.where(scales == 0.0, torch.ones_like(scales), scales)
+        # a block that is not finite decodes to NaN through its scale, whatever its integers are
+        integers = torch.nan_to_num((blocks / divisors[:, None]).round_()).to(torch.int8).view(-1)
+        if self._bits == 4:
+            nibbles = (integers + 8).view(torch.uint8)
+            packed = nibbles[0::2] | (nibbles[1::2] << 4)
+            return torch.cat([scales.view(torch.uint8), packed[: (size + 1) // 2]])
+        return torch.cat([scales.view(torch.uint8), integers[:size].view(torch.uint8)])
+
+    def decode(self, encoded: Tensor, size: int) -> Tensor:
+        count = _blocks(size)
+        scales = encoded[: 4 * count].clone().view(torch.float32)
+        if self._bits == 4:
+            packed = encoded[4 * count :]
+            pairs = torch.stack([packed & 15, packed >> 4], dim=1).view(-1)[:size]
+            integers = pairs.to(torch.float32) - 8.0
+        else:
+            integers = encoded[4 * count :].view(torch.int8).to(torch.float32)
+        return integers * scales.repeat_interleave(BLOCK)[:size]
+
+
+class Largest(Encoding):
+    """The k = max(1, round(fraction n)) numbers of largest magnitude with their places, 8 k bytes; all others are 0."""
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+
+    def num_bytes(self, size: int) -> int:
+        return 8 * self._count(size)
+
+    def encode(self, vector: Tensor) -> Tensor:
+        places = torch.topk(vector.abs(), self._count(len(vector)), sorted=False).indices.sort().values
+        return torch.cat([vector[places].view(torch.uint8), places.to(torch.int32).view(torch.uint8)])
+
+    def decode(self, encoded: Tensor, size: int) -> Tensor:
+        half = 4 * self._count(size)
+        vector = torch.zeros(size)
+        vector[encoded[half:].clone().view(torch.int32).long()] = encoded[:half].clone().view(torch.float32)
+        return vector
+
+    def _count(self, size: int) -> int:
+        return min(size, max(1, round(self._fraction * size)))
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+class EncodedMean:
+    """One learner's part in the mean of its sync group's vectors, of which all travel encoded.
+
+    Equation, for L learners, each of which owns one of L equal chunks of the vectors; with v_l learner l's vector, e_l
+    its residual, C the encoding, and everything for the chunk of owner o::
+
+        l to o:        q_l = C(v_l + e_l),  e_l <- v_l + e_l - q_l        for all l but o
+        o to all:      s = (v_o + sum_l q_l) / L + e_o,  mean = C(s),  e_o <- s - mean
+
+    The owner sums in rank order, and its own vector exactly, so that its residual has room for the error of the mean.
+    Each learner sends 2 (L - 1) times the bytes of a chunk, and all get the same bits.
+
+    References:
+        Seide et al. 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed training
+        of speech DNNs", Interspeech, which has both exchanges.
+        Tang et al. 2019, "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated
+        Compression", arXiv 1905.05957.
+    """
+
+    def __init__(self, encoding: Encoding, vector: Tensor, residual: Tensor, place: int, num_learners: int) -> None:
+        """`vector` and `residual`, both `[n]`, are read now; `place` is this learner's in its sync group."""
+        self.vector, self.size = vector, len(vector)
+        self._encoding, self._place, self._num = encoding, place, num_learners
+        self._chunk = -(-self.size // num_learners)
+        self.message_bytes = encoding.num_bytes(self._chunk)
+        """The bytes of one encoded chunk."""
+        self.has_numbers = vector.device.type != "meta"
+        """False in a simulation of time alone."""
+        if self.has_numbers:
+            self._own, self._errors = self._padded(vector), self._padded(residual)
+
+    def messages(self) -> list[Tensor]:
+        """Encode each owner's chunk: a message `[message_bytes]` for each learner, in the order of ranks; zeros for
+        this learner."""
+        sent = []
+        for owner in range(self._num):
+            if owner == self._place:
+                sent.append(torch.zeros(self.message_bytes, dtype=torch.uint8))
+                continue
+            errors = self._errors[self._at(owner)]
+            errors.add_(self._own[self._at(owner)])
+            sent.append(self._encoding.encode(errors))
+            errors.sub_(self._encoding.decode(sent[-1], self._chunk))
+        return sent
+
+    def combine(self, received: Sequence[Tensor]) -> Tensor:
+        """Encode the mean of this learner's chunk, from what each learner sent it; this learner's own place is not
+        read."""
+        own = self._own[self._at(self._place)]
+        decoded = (
+            own if place == self._place else self._encoding.decode(each, self._chunk)
+            for place, each in enumerate(received)
+        )
+        errors = self._errors[self._at(self._place)]
+        errors.add_(rank_ordered_mean(decoded))
+        encoded = self._encoding.encode(errors)
+        errors.sub_(self._encoding.decode(encoded, self._chunk))
+        return encoded
+
+    def result(self, combined: Sequence[Tensor]) -> Tensor:
+        """The mean `[n]`, from the encoded means of all chunks."""
+        mean = torch.cat([self._encoding.decode(each, self._chunk) for each in combined])[: self.size]
+        return mean.masked_fill_(mean == 0.0, -0.0)  # the mark of a parameter without a gradient
+
+    @property
+    def residual(self) -> Tensor:
+        """What the residual `[n]` becomes once the mean is used."""
+        return self._errors[: self.size]
+
+    def _at(self, owner: int) -> slice:
+        return slice(owner * self._chunk, (owner + 1) * self._chunk)
+
+    def _padded(self, vector: Tensor) -> Tensor:
+        padded = torch.zeros(self._chunk * self._num)
+        padded[: self.size] = vector
+        return padded

@@ -1,0 +1,222 @@
+"""Means of vectors that travel encoded: what encodings keep, their bytes, and what error feedback gives back."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from starling.budget import Budget
+from starling.checkpoint.state import OWN_PREFIX, LearnerState
+from starling.encoding import BLOCK, Bfloat16, EncodedMean, Encoding, Integers, Largest
+from starling.engines.virtual.cluster import Cluster
+from starling.engines.virtual.engine import VirtualEngine
+from starling.engines.virtual.timing import simulate_timing
+from starling.strategies import STRATEGIES
+from starling.strategies.compression import Compression, TopK
+from starling.training.faults import NotFinite
+from starling.training.job import EpochReport, Job, Silence
+from tests.contract.cases import adamw, sgd
+from tests.contract.oracle import allreduce_of_encoded, gradient_of_regression, local, mean_of_encoded
+from tests.contract.problems import TinyRegression
+from tests.contract.test_contract import flat
+
+ENCODINGS: dict[str, tuple[Encoding, Compression]] = {
+    "bfloat16": (Bfloat16(), "bfloat16"),
+    "int8": (Integers(8), "int8"),
+    "int4": (Integers(4), "int4"),
+    "top_k": (Largest(0.1), TopK(top_k=0.1)),
+}
+every_encoding = pytest.mark.parametrize("name", ENCODINGS)
+LEARNERS, STEPS = 3, 36
+
+
+def normal(size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+@every_encoding
+@pytest.mark.parametrize("size", [1, 3, 255, 256, 1001])
+def test_an_encoded_vector_has_the_bytes_of_the_formula_and_is_decoded_anywhere_in_a_buffer(
+    name: str, size: int
+) -> None:
+    """Bytes that are received need not be aligned."""
+    encoding, vector = ENCODINGS[name][0], normal(size)
+    encoded = encoding.encode(vector)
+    blocks, kept = -(-size // BLOCK), max(1, round(0.1 * size))
+    expected = {"bfloat16": 2 * size, "int8": size + 4 * blocks, "int4": -(-size // 2) + 4 * blocks, "top_k": 8 * kept}
+    assert len(encoded) == encoding.num_bytes(size) == expected[name]
+    elsewhere = torch.cat([torch.zeros(3, dtype=torch.uint8), encoded])[3:]
+    assert torch.equal(encoding.decode(elsewhere, size), encoding.decode(encoded, size))
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
+def test_no_number_changes_by_more_than_half_a_step_of_its_block(bits: int, levels: int) -> None:
+    """The step is the largest magnitude of the block over the number of levels; that number itself is exact."""
+    vector, encoding = normal(4 * BLOCK) * torch.arange(1, 5).repeat_interleave(BLOCK) ** 8, Integers(bits)
+    change = (encoding.decode(encoding.encode(vector), len(vector)) - vector).abs().view(4, BLOCK)
+    largest = vector.abs().view(4, BLOCK).amax(dim=1, keepdim=True)
+    assert bool((change <= 0.5000001 * largest / levels).all())
+    assert bool((change.max(dim=1).values > 0.4 * largest[:, 0] / levels).all())  # else the bound shows nothing
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@every_encoding
+def test_what_is_not_finite_arrives_as_such(name: str, wrong: float) -> None:
+    """So that all learners leave the mini-batch out."""
+    vector, encoding = normal(300), ENCODINGS[name][0]
+    vector[7] = wrong
+    assert not bool(encoding.decode(encoding.encode(vector), 300).isfinite().all())
+
+
+def averaged(encoding: Encoding, vectors: list[Tensor], residuals: list[Tensor]) -> list[Tensor]:
+    """What each learner gets; `residuals` change."""
+    world = len(vectors)
+    parts = [
+        EncodedMean(encoding, *each, place, world) for place, each in enumerate(zip(vectors, residuals, strict=True))
+    ]
+    sent = [part.messages() for part in parts]
+    combined = [part.combine([row[place] for row in sent]) for place, part in enumerate(parts)]
+    for part, residual in zip(parts, residuals, strict=True):
+        residual.copy_(part.residual)
+    return [part.result(combined) for part in parts]
+
+
+@every_encoding
+@pytest.mark.parametrize("learners", [2, 3, 16])
+def test_a_mean_is_that_of_the_matrix_form(name: str, learners: int) -> None:
+    """Twice, so that residuals count; with 16 learners whose numbers all have the largest magnitude, too."""
+    encoding, compression = ENCODINGS[name]
+    residuals = [torch.zeros(401) for _ in range(learners)]
+    in_numpy = np.zeros((401, learners))
+    for seed in range(2):
+        vectors = [normal(401, 7 * seed + rank) for rank in range(learners)]
+        expected = mean_of_encoded(torch.stack(vectors, dim=1).double().numpy(), in_numpy, compression)
+        means = averaged(encoding, vectors, residuals)
+        assert all(torch.equal(mean, means[0]) for mean in means)
+        np.testing.assert_allclose(means[0].numpy(), expected, rtol=0.0, atol=2e-6)
+        np.testing.assert_allclose(torch.stack(residuals, dim=1).numpy(), in_numpy, rtol=0.0, atol=2e-6)
+    largest = averaged(encoding, [torch.full((64,), 127.0)] * learners, [torch.zeros(64)] * learners)[0]
+    assert bool((largest[largest != 0.0] >= 126.5).all())
+
+
+@every_encoding
+def test_what_encoding_takes_away_comes_back_later(name: str) -> None:
+    """Error feedback: the sum of many means is that of the exact means, to the two residuals that are left."""
+    vectors, rounds = [normal(90, rank) for rank in range(LEARNERS)], 400
+    residuals = [torch.zeros(90) for _ in range(LEARNERS)]
+    total = sum((averaged(ENCODINGS[name][0], vectors, residuals)[0].double() for _ in range(rounds)), torch.zeros(90))
+    exact = torch.stack(vectors).double().mean(dim=0)
+    left = torch.stack(residuals).double()
+    owner = torch.arange(90) // 30
+    of_owner = left[owner, torch.arange(90)]
+    back = (left.sum(dim=0) - of_owner) / LEARNERS + of_owner
+    torch.testing.assert_close((total + back) / rounds, exact, rtol=0.0, atol=1e-6)
+    assert float(((total / rounds) - exact).abs().max()) < 0.1
+
+
+def job(name: str, optimizer: Any = None, **options: Any) -> Job:
+    strategy = STRATEGIES[name]
+    chosen = strategy.options.model_validate(options)
+    return Job(TinyRegression(), strategy, Budget(steps=STEPS), optimizer or sgd(0.1), options=chosen, seed=11)
+
+
+class Watch(Silence):
+    """The bytes that each learner has sent, and the states at checkpoints."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, int] = {}
+        self.saved: list[LearnerState] = []
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self.by_rank[report.rank] = self.by_rank.get(report.rank, 0) + report.averaging.bytes_sent
+
+    def on_barrier(self, state: LearnerState) -> None:
+        self.saved.append(copy.deepcopy(state))
+
+
+CHOSEN: list[tuple[str, dict[str, Any]]] = [
+    ("local-sgd", {"every": 6, "compression": "bfloat16"}),
+    ("allreduce", {"compression": {"top_k": 0.1}}),
+    ("local-sgd", {"every": 4, "compression": {"top_k": 0.25}}),
+    ("bmuf", {"every": 3, "warm_up": 3, "compression": "int8"}),
+    ("diloco", {"every": 5, "compression": "int4"}),
+    ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1, "compression": "int8"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CHOSEN)
+def test_options_that_the_contract_leaves_out_follow_the_equation(name: str, options: dict[str, Any]) -> None:
+    """In matrix form, as those of the contract."""
+    chosen = STRATEGIES[name].options.model_validate(options)
+    compression: Compression = chosen.compression  # type: ignore[attr-defined]
+    oracle = allreduce_of_encoded(compression) if name == "allreduce" else local(**chosen.model_dump())
+    start = flat(TinyRegression().make_model()).double().numpy()
+    expected = oracle(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
+    states = VirtualEngine(job(name, **options), LEARNERS).run().states
+    for rank, state in enumerate(states):
+        np.testing.assert_allclose(state.weights.numpy(), expected[:, rank], rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize("compression", ["int8", {"top_k": 0.1}], ids=["int8", "top_k"])
+@pytest.mark.parametrize(
+    ("name", "options", "means"),
+    [
+        ("allreduce", {}, [29] * 12),
+        ("diloco", {"every": 5}, [29] * 3),
+        ("local-sgd", {"every": 6, "warm_up": 6}, [29] * 7),
+        ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1}, [15, 14] * 4),
+    ],
+)
+def test_the_bytes_sent_are_those_of_the_formula(
+    name: str, options: dict[str, Any], means: list[int], compression: Any
+) -> None:
+    """2 (L - 1) times an encoded chunk for each mean, in a run as in a simulation of time alone."""
+    encoding: Encoding = Integers(8) if compression == "int8" else Largest(0.1)
+    expected = sum(2 * (LEARNERS - 1) * encoding.num_bytes(-(-size // LEARNERS)) for size in means)
+    watch, mine = Watch(), job(name, **options, compression=compression)
+    VirtualEngine(mine, LEARNERS, observer=watch).run()
+    assert list(watch.by_rank.values()) == [expected] * LEARNERS
+    timing = simulate_timing(mine.strategy, mine.options, LEARNERS, Cluster(), 4 * 29, STEPS)
+    assert [each.averaging.bytes_sent for each in timing.learners] == [expected] * LEARNERS
+
+
+def test_a_simulated_mean_takes_the_time_of_its_encoded_bytes() -> None:
+    """On a slow link a step with numbers of 4 bits takes nearly an eighth of the time of one with 32."""
+    cluster = Cluster.model_validate({"compute": {"seconds": 1e-9}, "link": {"latency": 0.0, "bandwidth": 1e6}})
+
+    def seconds(compression: str) -> float:
+        options = STRATEGIES["allreduce"].options.model_validate({"compression": compression})
+        return simulate_timing(STRATEGIES["allreduce"], options, 4, cluster, 4 * 2**20, 40).seconds
+
+    assert seconds("none") / seconds("int4") == pytest.approx(32 / (4 + 32 / BLOCK), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("allreduce", {"compression": "int4"}),
+        ("diloco", {"every": 4, "compression": {"top_k": 0.2}}),
+        ("streaming-diloco", {"every": 6, "fragments": 2, "overlap": 3, "compression": "int4"}),
+    ],
+)
+def test_a_resumed_run_ends_in_the_same_bits(name: str, options: dict[str, Any]) -> None:
+    """Wherever it was stopped: residuals are saved, and a mean under way is begun again."""
+    mine, whole = replace(job(name, adamw(0.01), **options), checkpoint_every=LEARNERS), Watch()
+    expected = VirtualEngine(mine, LEARNERS, observer=whole).run().states
+    assert len(whole.saved) > 4 * LEARNERS
+    for first in range(0, len(whole.saved), LEARNERS):
+        resumed = VirtualEngine(mine, LEARNERS, start=whole.saved[first : first + LEARNERS]).run().states
+        for found, state in zip(resumed, expected, strict=True):
+            assert torch.equal(found.weights, state.weights)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_residual_as_it_was() -> None:
+    """Otherwise no later gradient would be finite."""
+    mine = replace(job("allreduce", compression="int8"), faults=(NotFinite(nan=1, at_step=3),))
+    for state in VirtualEngine(mine, LEARNERS).run().states:
+        assert bool(state.weights.isfinite().all())
+        assert bool(state.strategy[OWN_PREFIX + "residual"].isfinite().all())
