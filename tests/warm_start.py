@@ -66,13 +66,14 @@ class WarmPopen:
         stderr: int = subprocess.STDOUT,
         pass_fds: Sequence[int] = (),
         start_new_session: bool = True,
+        cwd: Path | None = None,
     ) -> None:
         assert (args[0], args[1], stdin, stderr) == (sys.executable, "-m", subprocess.DEVNULL, subprocess.STDOUT)
         assert start_new_session
         self.args, self.returncode, self.rank = args, None, int(env["RANK"])
         self._report, theirs = socket.socketpair()
         self._unread = b""
-        asked = {"command": args[2:], "env": dict(env), "folder": str(Path.cwd()), "numbers": list(pass_fds)}
+        asked = {"command": args[2:], "env": dict(env), "folder": str(cwd or Path.cwd()), "numbers": list(pass_fds)}
         with theirs:
             files = [theirs.fileno(), stdout.fileno(), *pass_fds]
             socket.send_fds(self._to_server(), [json.dumps(asked).encode()], files)

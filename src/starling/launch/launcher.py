@@ -1,4 +1,4 @@
-"""Starts learner processes on this machine, watches them, and leaves none behind.
+"""Starts learner processes, on this machine unless told otherwise, watches them, and leaves none behind.
 
 When a learner dies, or is killed because it sent no heartbeat for too long, the others may continue: the launcher
 announces the next membership to them.
@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -20,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.engines.processes import run_token
 from starling.launch.joiners import Changes, Joiners
-from starling.launch.process import LearnerProcess, end, signal_group, start
+from starling.launch.process import LearnerProcess, Machines, Program, Site, end, loopback_interface, start
 from starling.launch.roster import LearnerRecord, Roster
 from starling.launch.watch import Loss, OnMessage, Watch
 
@@ -29,15 +30,15 @@ Seconds = float
 
 
 @contextmanager
-def loopback_store() -> Generator[int, None, None]:
-    """Run a store that listens on the loopback interface only, and yield its port."""
+def loopback_store(address: str = "127.0.0.1") -> Generator[int, None, None]:
+    """Run a store that listens on the interface of `address` only, by default the loopback, and yield its port."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((address, 0))
         listener.listen(128)
         port = int(listener.getsockname()[1])
         # passing a bound socket is the only way to keep TCPStore off the other interfaces
         store = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
         yield port
         del store
@@ -53,6 +54,7 @@ def launch(
     changes: Changes = NO_CHANGES,
     roster: Roster | None = None,
     is_enough: Callable[[], bool] = lambda: False,
+    machines: Machines | None = None,
 ) -> list[Loss]:
     """Run `command` in `world` learner processes until all have exited, and return the losses that the others survived.
 
@@ -69,6 +71,7 @@ def launch(
         changes: Which learners may join or be restarted; only with `on_loss`.
         roster: Where the learners are recorded; pass one to read it during the run.
         is_enough: Whether the learners shall save and end before their budget is spent, which is no error.
+        machines: Where the learners run; None: on this machine.
 
     Raises:
         PeerLost: A learner was killed, and the others cannot continue.
@@ -78,14 +81,12 @@ def launch(
     log_folder.mkdir(parents=True, exist_ok=True)
     roster = roster or Roster(world)
     processes: list[LearnerProcess] = []
-    token = run_token.new_token()
-    with loopback_store() as port, _scratch() as scratch, _signals(processes, scratch) as received:
+    program = Program(tuple(command), world, log_folder, run_token.new_token(), on_loss is not None)
+    with (machines or ThisMachine()).open(program) as site, _signals(processes, site) as received:
         try:
 
             def begin(learner_id: int, joins: bool = True) -> LearnerRecord:
-                process = start(
-                    command, learner_id, world, port, log_folder, scratch, token, on_loss is not None, joins
-                )
+                process = site.start(learner_id, joins)
                 processes.append(process)
                 return roster.start(learner_id, process, joins)
 
@@ -99,6 +100,36 @@ def launch(
             end(processes)
 
 
+class ThisMachine:
+    """Starts learners as child processes on this machine, whose store and sockets are on its loopback interface."""
+
+    @contextmanager
+    def open(self, program: Program) -> "Generator[Site, None, None]":
+        """A store and a scratch folder for one run."""
+        with loopback_store() as port, _scratch() as scratch:
+            yield _Here(program, port, scratch)
+
+
+@dataclass(frozen=True)
+class _Here:
+    program: Program
+    port: int
+    scratch: Path
+
+    def start(self, learner_id: int, joins: bool) -> LearnerProcess:
+        place = {
+            "LOCAL_RANK": learner_id,
+            "LOCAL_WORLD_SIZE": self.program.world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": self.port,
+            "GLOO_SOCKET_IFNAME": loopback_interface(),
+        }
+        return start(self.program, learner_id, joins, self.scratch, place)
+
+    def abandon(self) -> None:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
 @contextmanager
 def _scratch() -> Generator[Path, None, None]:
     """A folder for the learners' temporary files, because loading processes that are killed do not remove theirs."""
@@ -109,7 +140,7 @@ def _scratch() -> Generator[Path, None, None]:
 
 
 @contextmanager
-def _signals(processes: list[LearnerProcess], scratch: Path) -> Generator[list[int], None, None]:
+def _signals(processes: list[LearnerProcess], site: Site) -> Generator[list[int], None, None]:
     """Collect SIGINT and SIGTERM in a list instead of ending this process; the second signal ends it."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -120,9 +151,9 @@ def _signals(processes: list[LearnerProcess], scratch: Path) -> Generator[list[i
         received.append(number)
         if len(received) > 1:
             for process in processes:
-                process.popen.kill()  # a stopped process would not notice that its link is closed
-                signal_group(process, signal.SIGTERM)
-            shutil.rmtree(scratch, ignore_errors=True)
+                process.signal(signal.SIGKILL)  # a stopped process would not notice that its link is closed
+                process.signal_group(signal.SIGTERM)
+            site.abandon()
             os._exit(128 + number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,142 +1,242 @@
-"""A learner's process: how a launcher starts it, sends it messages, and ends it together with its child processes."""
+"""A learner's process: how a launcher starts it, sends it messages, and ends it together with its child processes.
+
+`LearnerProcess`, `Site` and `Machines` are what the launcher knows of the place where learners run. `LocalProcess` is a
+process on this machine; `starling.launch.on_ray` has the processes on a Ray cluster.
+"""
 
 import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+from typing import Protocol
 
 from starling.engines.processes import run_token
+from starling.errors import StarlingError
 from starling.launch.link import JOINS, SCRATCH, VARIABLE, WATCHED
 from starling.launch.messages import LauncherMessage, encode
 from starling.timeouts import LOADERS, TERMINATION
 
+Seconds = float
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every learner of a run executes."""
+
+    command: tuple[str, ...]
+    """The command line."""
+    world: int
+    """The number of learners at the start."""
+    log_folder: Path
+    """A learner's output goes to `learner-<id>.log` in it."""
+    token: str = field(repr=False)
+    """The run's token; see `run_token`."""
+    is_watched: bool
+    """Whether the launcher announces memberships after losses."""
+
+    def log(self, learner_id: int) -> Path:
+        """The file of a learner's output."""
+        return self.log_folder / f"learner-{learner_id}.log"
+
 
 @dataclass
-class LearnerProcess:
-    """A process and the launcher's end of the socket to it."""
+class LearnerProcess(ABC):
+    """A learner's process as its launcher sees it, on whichever machine it runs."""
 
-    popen: "Popen[bytes]"
-    line: socket.socket
     log: Path
+    line: socket.socket | None = None
+    """The launcher's end of the socket to it; None before it is connected."""
+    node: str = ""
+    """The cluster's node on which it runs; empty on the launcher's machine."""
+    lost: str = ""
+    """How it was lost, if not by a signal; empty otherwise."""
+    error: StarlingError | None = None
+    """Why it could not be started."""
+    is_read: bool = False
+    """Whether `Watch` reads its messages."""
     unread: bytearray = field(default_factory=bytearray)
     """The received part of an incomplete message."""
     can_stop: bool = False
     """Whether it is able to save and end together with the others on a stop request."""
-    is_cleared: bool = False
+
+    @property
+    @abstractmethod
+    def exit_code(self) -> int | None:
+        """None while it runs; negative if a signal killed it, or its machine was lost."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it runs, or is still to be started."""
+        return self.exit_code is None
+
+    def tell(self, message: LauncherMessage) -> None:
+        """Send a message. If the process has exited, the message is dropped: `Watch` notices the exit."""
+        if self.line is not None:
+            with suppress(OSError):
+                self.line.sendall(encode(message))
+
+    def hang_up(self) -> None:
+        """Close the socket: the process has exited, is about to, or can no longer be reached."""
+        if self.line is not None:
+            self.line.close()
+
+    @abstractmethod
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+
+    @abstractmethod
+    def wait(self, seconds: Seconds) -> bool:
+        """Wait for it to exit; return whether it has."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Send SIGKILL, and wait for the process to exit."""
+
+    @abstractmethod
+    def signal_group(self, number: int) -> bool:
+        """Signal it and its loading processes; return whether one exists. Number 0 only looks."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Release what belonged to it; it and its loading processes are gone."""
+
+
+class Site(Protocol):
+    """Where the learners of one run are started, for as long as it runs."""
+
+    def start(self, learner_id: int, joins: bool) -> LearnerProcess:
+        """Start a learner; `joins` says whether it joins a running experiment."""
+
+    def abandon(self) -> None:
+        """Remove temporary files at once: this process is about to exit."""
+
+
+class Machines(Protocol):
+    """The machines on which learners can be started: this one, or those of a cluster."""
+
+    def open(self, program: Program) -> AbstractContextManager[Site]:
+        """Get ready to start learners, which find their store at the site."""
+
+
+@dataclass
+class LocalProcess(LearnerProcess):
+    """A process on this machine."""
+
+    popen: "Popen[bytes]" = field(kw_only=True)
+    _is_cleared: bool = False
     """Whether it and its child processes are gone. Their process group's number may have been reused."""
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative if a signal killed it."""
         return self.popen.poll()
 
-    @property
-    def is_running(self) -> bool:
-        return self.popen.poll() is None
+    def signal(self, number: int) -> None:
+        self.popen.send_signal(number)
 
-    def tell(self, message: LauncherMessage) -> None:
-        """Send a message. If the process has exited, the message is dropped: `Watch` notices the exit."""
-        with suppress(OSError):
-            self.line.sendall(encode(message))
+    def wait(self, seconds: Seconds) -> bool:
+        with suppress(TimeoutExpired):
+            self.popen.wait(seconds)
+        return self.popen.poll() is not None
 
     def kill(self) -> None:
-        """Send SIGKILL, and wait for the process to exit."""
         self.popen.kill()
         self.popen.wait()
 
+    def signal_group(self, number: int) -> bool:
+        if self._is_cleared:
+            return False
+        try:
+            os.killpg(self.popen.pid, number)
+        except (ProcessLookupError, PermissionError):  # it is gone, or another user's group has its number
+            return False
+        return True
+
+    def forget(self) -> None:
+        self._is_cleared = True
+
 
 def start(
-    command: Sequence[str],
+    program: Program,
     learner_id: int,
-    world: int,
-    port: int,
-    log_folder: Path,
+    joins: bool,
     scratch: Path,
-    token: str,
-    is_watched: bool,
-    joins: bool = False,
-) -> LearnerProcess:
-    """Start a learner; `joins` says whether it joins a running experiment."""
+    place: Mapping[str, object],
+    folder: Path | None = None,
+) -> LocalProcess:
+    """Start a learner on this machine.
+
+    Args:
+        program: What it executes.
+        learner_id: Its id, which is also its first rank.
+        joins: Whether it joins a running experiment.
+        scratch: The folder for its temporary files.
+        place: Environment variables that say where it runs, and where its store is.
+        folder: Its current folder; None: this process's.
+    """
     ours, theirs = socket.socketpair()
-    log = log_folder / f"learner-{learner_id}.log"
-    place = {
+    log = program.log(learner_id)
+    environment = {
         "RANK": learner_id,
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": learner_id,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "WORLD_SIZE": program.world,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # tells torch that the launcher, not learner 0, owns the store
-        "GLOO_SOCKET_IFNAME": loopback_interface(),
+        **place,
         VARIABLE: theirs.fileno(),
         SCRATCH: scratch,
-        run_token.VARIABLE: token,
+        run_token.VARIABLE: program.token,
         "TMPDIR": scratch,
-        WATCHED: int(is_watched),
+        WATCHED: int(program.is_watched),
         JOINS: int(joins),
     }
     with log.open("ab") as output, theirs:
         popen = Popen(
-            list(command),
-            env={**os.environ, **{name: str(value) for name, value in place.items()}},
+            list(program.command),
+            env={**os.environ, **{name: str(value) for name, value in environment.items()}},
             stdin=DEVNULL,
             stdout=output,
             stderr=STDOUT,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # so that a signal to the group also reaches its loading processes
+            cwd=folder,
         )
-    return LearnerProcess(popen, ours, log)
+    return LocalProcess(log, ours, popen=popen)
 
 
-def end(processes: list[LearnerProcess]) -> None:
+def end(processes: Sequence[LearnerProcess]) -> None:
     """End all learners and their loading processes. A learner that can stop is killed at once, any other one if it has
     not exited `TERMINATION` seconds after SIGTERM."""
     for process in processes:
-        if process.popen.poll() is None:
+        if process.is_running:
             # after SIGTERM, a learner that can stop would first save
-            process.popen.send_signal(signal.SIGKILL if process.can_stop else signal.SIGTERM)
-            process.popen.send_signal(signal.SIGCONT)  # a stopped process does not handle SIGTERM
+            process.signal(signal.SIGKILL if process.can_stop else signal.SIGTERM)
+            process.signal(signal.SIGCONT)  # a stopped process does not handle SIGTERM
     deadline = time.monotonic() + TERMINATION
     for process in processes:
-        try:
-            process.popen.wait(max(0.0, deadline - time.monotonic()))
-        except TimeoutExpired:
-            process.popen.kill()
-            process.popen.wait()
-        process.line.close()
+        if not process.wait(max(0.0, deadline - time.monotonic())):
+            process.kill()
+        process.hang_up()
     end_loaders(processes)
 
 
-def end_loaders(processes: list[LearnerProcess]) -> None:
+def end_loaders(processes: Sequence[LearnerProcess]) -> None:
     """End the loading processes that outlived their learners.
 
     Python's resource tracker is one of them: it ignores SIGTERM, and exits once it has removed their semaphores.
     """
     deadline = time.monotonic() + LOADERS
-    left = [process for process in processes if signal_group(process, signal.SIGTERM)]
+    left = [process for process in processes if process.signal_group(signal.SIGTERM)]
     while left and time.monotonic() < deadline:
         time.sleep(0.01)
-        left = [process for process in left if signal_group(process, 0)]
+        left = [process for process in left if process.signal_group(0)]
     for process in left:
-        signal_group(process, signal.SIGKILL)
+        process.signal_group(signal.SIGKILL)
     for process in processes:
-        process.is_cleared = True
-
-
-def signal_group(process: LearnerProcess, number: int) -> bool:
-    """Signal a learner's process group; return whether it exists."""
-    if process.is_cleared:
-        return False
-    try:
-        os.killpg(process.popen.pid, number)
-    except (ProcessLookupError, PermissionError):  # it is gone, or another user's group has its number
-        return False
-    return True
+        process.forget()
 
 
 def loopback_interface() -> str:

@@ -152,6 +152,8 @@ class LearnerRecord:
         name = f"learner {self.learner_id}"
         if self.killed_because:
             return f"{name} {self.killed_because} while {self.doing} and was killed"
+        if self.process is not None and self.process.lost:
+            return f"{name} {self.process.lost} while {self.doing}"
         code = (self.process.exit_code if self.process is not None else None) or 0
         return f"{name} was killed by {signal_name(-code)} while {self.doing}"
 

@@ -2,6 +2,7 @@
 
 import selectors
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -57,8 +58,6 @@ class Watch:
     def until_all_ended(self) -> None:
         """Handle messages until all processes have exited. Raises the first error that the run did not survive."""
         with selectors.DefaultSelector() as selector:
-            for record in self._roster.learners.values():
-                _register(selector, record)
             while any(record.is_running for record in self._counted()):
                 self._read(selector, READ)
                 if number := self._signal():
@@ -68,7 +67,7 @@ class Watch:
                 self._kill_silent()
                 if not self._handle_exits(selector):
                     break
-                self._admit_joiners(selector)
+                self._admit_joiners()
             deadline = self._roster.clock() + EXPLANATION  # learners that still run may send messages without end
             while (self._read(selector, 0.0) or _is_unexplained(self._counted())) and self._roster.clock() < deadline:
                 self._read(selector, READ)
@@ -165,15 +164,14 @@ class Watch:
             self._changes.say(f"learner {', '.join(map(str, gone))}: restarting")
             self._joiners.want(gone)
 
-    def _admit_joiners(self, selector: selectors.BaseSelector) -> None:
+    def _admit_joiners(self) -> None:
         """Start requested joiners, and announce a membership with those that are ready. Waits until all members have
         entered the newest membership."""
         if self._asked_to_stop is not None or any(record.generation < 0 for record in self._counted()):
             return
         here = self._roster.records(self._members)
         is_ending = any(not record.is_running for record in here)
-        for record in self._joiners.tend(self._members, is_ending):
-            _register(selector, record)
+        self._joiners.tend(self._members, is_ending)
         if is_ending or any(record.generation < self._roster.membership.generation for record in here):
             return
         joining, members = self._joiners.ready(self._members)
@@ -214,10 +212,12 @@ class Watch:
 
     def _read(self, selector: selectors.BaseSelector, timeout: Seconds) -> bool:
         """Handle new messages from learners; return whether any data came."""
+        for record in self._roster.learners.values():
+            _register(selector, record)
         ready = selector.select(timeout)
         for key, _ in ready:
-            record, process = key.data
-            for message in self._received_from(selector, record, process):
+            line, record, process = key.data
+            for message in self._received_from(selector, line, record, process):
                 if process is record.process:  # and not the previous one of a learner that was restarted
                     self._roster.hear(record.learner_id, message)
                 if isinstance(message, Signalled):
@@ -226,16 +226,16 @@ class Watch:
         return bool(ready)
 
     def _received_from(
-        self, selector: selectors.BaseSelector, record: LearnerRecord, process: LearnerProcess
+        self, selector: selectors.BaseSelector, line: socket.socket, record: LearnerRecord, process: LearnerProcess
     ) -> list[LearnerMessage]:
         """The complete messages in the received data; at end-of-file, close the socket."""
         try:
-            received = process.line.recv(65536)
-        except ConnectionResetError:
+            received = line.recv(65536)
+        except OSError:  # it was reset, or its machine does not answer any more
             received = b""
         if not received:
-            selector.unregister(process.line)
-            process.line.close()  # the process has exited, or is about to
+            selector.unregister(line)
+            process.hang_up()
             return []
         if process is record.process:
             record.heard_at = self._roster.clock()
@@ -247,8 +247,11 @@ class Watch:
 
 
 def _register(selector: selectors.BaseSelector, record: LearnerRecord) -> None:
-    if record.process is not None:
-        selector.register(record.process.line, selectors.EVENT_READ, (record, record.process))
+    """Read the messages of a learner's newest process, once it is connected."""
+    process = record.process
+    if process is not None and process.line is not None and not process.is_read:
+        process.is_read = True
+        selector.register(process.line, selectors.EVENT_READ, (process.line, record, process))
 
 
 def _silent_for(silence: Seconds) -> str:
