@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from starling.engines.virtual.cluster import Cluster
     from starling.engines.virtual.engine import VirtualEngine
     from starling.errors import StarlingError
-    from starling.launch.joining import join
+    from starling.launch.joining import attach, join
     from starling.learner import Handle, Learner
     from starling.runs.compare.api import compare
     from starling.runs.compare.table import Comparison
@@ -58,6 +58,7 @@ __all__ = [
     "Trained",
     "VirtualEngine",
     "Workload",
+    "attach",
     "compare",
     "join",
     "load_recipe",
@@ -94,6 +95,7 @@ _HOMES = {
     "Trained": "runs.train_job",
     "VirtualEngine": "engines.virtual.engine",
     "Workload": "workload",
+    "attach": "launch.joining",
     "compare": "runs.compare.api",
     "join": "launch.joining",
     "load_recipe": "runs.recipe.recipe",

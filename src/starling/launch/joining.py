@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim import Optimizer
@@ -71,6 +72,40 @@ def join(
         place = _new_place(timeout_seconds)
     chosen.validate(checked, place.world)
     return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds, most_not_finite)
+
+
+def attach(
+    optimizer: Optimizer,
+    model: nn.Module,
+    strategy: str | Strategy = "adpsgd",
+    *,
+    scaler: GradScaler | None = None,
+    **options: Any,
+) -> JoinedLearner:
+    """Like `starling.join`, for a loop that cannot be changed: its calls of `optimizer.step()` become the learner's.
+
+    Call it once, after the optimizer was made and before the first step. The arithmetic is that of
+    `JoinedLearner.step`, to the bit. A step with a closure works, too. A process that ends without an error closes its
+    learner. What the loop itself saves are this learner's own weights; save within `consensus()` of the result instead.
+
+    The optimizer's other hooks act once for each step; those registered before `attach` see this learner's own gradient.
+
+    Args:
+        optimizer: The loop's optimizer.
+        model: The model that it trains.
+        strategy: As in `starling.join`.
+        scaler: The loop's `GradScaler`, whose `step` becomes the learner's as well. Without it, a step that the scaler
+            skips is no step of the learner, which learners of a synchronous strategy do not survive.
+        options: The other keywords of `starling.join`, and the strategy's options.
+
+    Raises:
+        ConfigError: As `starling.join`.
+        ProtocolError: As `starling.join`.
+        PeerLost: As `starling.join`.
+    """
+    learner = join(model, optimizer, strategy, **options)
+    learner.take_over(scaler)
+    return learner
 
 
 def _new_place(timeout_seconds: float) -> Place:

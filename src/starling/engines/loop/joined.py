@@ -83,6 +83,7 @@ class JoinedLearner:
         self._place, self._timeout_seconds = place, timeout_seconds
         self._connections = ExitStack()
         self._is_closed = False
+        self._closes_at_exit = False
         waits = self._waits = Waits()
         if place.world > 1:
             mine = Handshake(
@@ -131,6 +132,14 @@ class JoinedLearner:
                 "closure, call backward() before step()"
             )
         self._learner.make_step(scaler)
+
+    def take_over(self, scaler: GradScaler | None = None) -> None:
+        """From now on the loop calls `optimizer.step()`, or `scaler.step(optimizer)`, in place of `step()`.
+
+        `starling.attach` describes this. A process that ends without an error closes its learner.
+        """
+        self._learner.take_over(scaler)
+        self._closes_at_exit = True
 
     @contextmanager
     def consensus(self, final: bool = False) -> Generator[None, None, None]:
@@ -211,6 +220,9 @@ class JoinedLearner:
         """End a process whose learner has not closed: otherwise torch would wait for its process groups, and Python
         would abort when one of their threads wakes up."""
         error = getattr(sys, "last_value", None)
+        if self._closes_at_exit and error is None and self._learner.is_alive:
+            self.close()
+            return
         self._abandon(error)
         if self.world > 1:
             logging.shutdown()

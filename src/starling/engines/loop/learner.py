@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from starling.checkpoint.state import OWN_PREFIX
 from starling.configuration import Config
 from starling.engines.loop.announcements import AnnouncementListener, Consensus
+from starling.engines.loop.hooks import StepHook
 from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.collectives import OrderedMean
@@ -102,7 +104,7 @@ class LoopLearner(Learner):
             if getattr(options, "optimizer_state", "local") == "averaged":
                 replica.pieces(len(replica.weights), optimizer_state=True)  # not later, in the background
         self._proceed()
-        self._guard = replica.optimizer.register_step_pre_hook(self._refuse_step)
+        self._guard: RemovableHandle | StepHook = replica.optimizer.register_step_pre_hook(self._refuse_step)
         self._resumed_at = self._now()
 
     # the contract with the strategy
@@ -305,6 +307,11 @@ class LoopLearner(Learner):
         self.leave_optimizer()
         self.statistics.spent.waiting_for_peers += self._now() - begin
 
+    def take_over(self, scaler: GradScaler | None) -> None:
+        """Make each call of the optimizer's `step`, or of `scaler.step`, a step of this learner."""
+        self._guard.remove()
+        self._guard = StepHook(self.replica, self.make_step, scaler)
+
     def leave_optimizer(self) -> None:
         """Allow the loop to call its optimizer's `step` again."""
         self._guard.remove()
@@ -319,6 +326,11 @@ class LoopLearner(Learner):
         """Notify the others that this learner ends without having closed."""
         if self._listener is not None:
             self._listener.announce("lost peer" if isinstance(error, PeerLost) else "failed", one_line(error))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether neither this learner nor another has failed."""
+        return self._release.error is None
 
     @property
     def bytes_sent(self) -> int:
@@ -384,7 +396,7 @@ class LoopLearner(Learner):
             raise ProtocolError(
                 f"learner {self._rank}: optimizer.step() was called on an optimizer given to starling.join, so the "
                 "other learners would not see the step; call step() of the joined learner instead, and "
-                "step(scaler) instead of scaler.step(optimizer)"
+                "step(scaler) instead of scaler.step(optimizer), or use starling.attach"
             )
 
     def _warn_without_steps(self) -> None:
