@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from starling.engines.virtual.engine import VirtualEngine
     from starling.errors import StarlingError
     from starling.launch.joining import attach, join
+    from starling.launch.sharing import SharedBatches, SharedSampler
     from starling.learner import Handle, Learner
     from starling.runs.compare.api import compare
     from starling.runs.compare.table import Comparison
@@ -50,6 +51,8 @@ __all__ = [
     "Recipe",
     "Recogniser",
     "Schedule",
+    "SharedBatches",
+    "SharedSampler",
     "Simulated",
     "StarlingError",
     "Strategy",
@@ -87,6 +90,8 @@ _HOMES = {
     "Recipe": "runs.recipe.recipe",
     "Recogniser": "speech.recogniser",
     "Schedule": "budget",
+    "SharedBatches": "launch.sharing",
+    "SharedSampler": "launch.sharing",
     "Simulated": "runs.train_job",
     "StarlingError": "errors",
     "Strategy": "strategies",

@@ -17,6 +17,8 @@ EXTRAS = {
     "cloud": (*SPEECH, "s3fs"),
     "decoding": ("flashlight", "num2words"),
     "report": ("jinja2", "plotly"),
+    "lightning": ("lightning",),
+    "huggingface": ("accelerate", "transformers"),
 }
 """The modules that each extra in pyproject.toml installs."""
 

@@ -78,8 +78,8 @@ class JoinedLearner:
                 f"strategy.servers: with own, {place.world - sync_groups.num_workers} of {place.world} processes would "
                 "have no loop; with starling.join use servers='beside'"
             )
-        is_shared = sync_groups.size == place.world
-        replica = LoopReplica(model, optimizer, is_shared)
+        self._is_in_step = sync_groups.size == place.world
+        replica = LoopReplica(model, optimizer, self._is_in_step)
         self._place, self._timeout_seconds = place, timeout_seconds
         self._connections = ExitStack()
         self._is_closed = False
@@ -109,6 +109,11 @@ class JoinedLearner:
     def world(self) -> int:
         """The number of learners."""
         return self._place.world
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether all learners make their steps together, as under `allreduce`, and so equal numbers of them."""
+        return self._is_in_step
 
     def step(self, scaler: GradScaler | None = None) -> None:
         """Make a step of the strategy with the gradients that `backward` computed.
