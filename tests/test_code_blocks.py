@@ -23,7 +23,9 @@ ALONE = ["docs/tutorials/your-own-corpus.md", "docs/tutorials/your-own-loop.md",
 """Each in a folder of its own."""
 TOPICS = [f"docs/{name}.md" for name in ("adapting", "corpora", "gpu", "islands", "models", "small-corpora")]
 """How-to pages whose commands take data or devices that tests do not have."""
-HOW_TO = [page for page in PAGES if page != "README.md"] + TOPICS
+HOSTS = [f"docs/{name}.md" for name in ("lightning",)]
+"""Pages on other libraries' training loops; tests/integrations runs them, too."""
+HOW_TO = [page for page in PAGES if page != "README.md"] + TOPICS + HOSTS
 BLOCKS = [
     (page, block)
     for page in [*TUTORIALS, *ALONE, *HOW_TO, "docs/tutorials/README.md"]
@@ -60,6 +62,7 @@ def test_every_block_is_fenced_and_names_its_language(page: str) -> None:
         "yaml",
         "toml",
         "console",
+        "diff",
         "text",
     }
 

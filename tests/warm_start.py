@@ -34,6 +34,7 @@ MODULES = (
     "starling.runs.learner_process",
     "tests.contract.learner_process",
     "tests.contract.machines_process",
+    "tests.engines.attached_process",
     "tests.engines.device_process",
     "tests.engines.drop_in_process",
     "tests.engines.served_process",

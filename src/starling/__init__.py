@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from starling.engines.virtual.cluster import Cluster
     from starling.engines.virtual.engine import VirtualEngine
     from starling.errors import StarlingError
-    from starling.launch.joining import join
+    from starling.launch.joining import attach, join
+    from starling.launch.sharing import SharedBatches, SharedSampler
     from starling.learner import Handle, Learner
     from starling.runs.compare.api import compare
     from starling.runs.compare.table import Comparison
@@ -55,6 +56,8 @@ __all__ = [
     "Recogniser",
     "Schedule",
     "Segment",
+    "SharedBatches",
+    "SharedSampler",
     "Simulated",
     "StarlingError",
     "Strategy",
@@ -67,6 +70,7 @@ __all__ = [
     "VirtualEngine",
     "Word",
     "Workload",
+    "attach",
     "compare",
     "join",
     "load_model",
@@ -98,6 +102,8 @@ _HOMES = {
     "Recogniser": "speech.recogniser",
     "Schedule": "budget",
     "Segment": "speech.transcribing.transcript",
+    "SharedBatches": "launch.sharing",
+    "SharedSampler": "launch.sharing",
     "Simulated": "runs.train_job",
     "StarlingError": "errors",
     "Strategy": "strategies",
@@ -110,6 +116,7 @@ _HOMES = {
     "VirtualEngine": "engines.virtual.engine",
     "Word": "speech.transcribing.transcript",
     "Workload": "workload",
+    "attach": "launch.joining",
     "compare": "runs.compare.api",
     "join": "launch.joining",
     "load_model": "runs.transcribe",

@@ -18,6 +18,8 @@ EXTRAS = {
     "decoding": ("flashlight", "num2words"),
     "report": ("jinja2", "plotly"),
     "serve": (*SPEECH, "python_multipart", "starlette", "uvicorn", "websockets"),
+    "lightning": ("lightning",),
+    "huggingface": ("accelerate", "transformers"),
 }
 """The modules that each extra in pyproject.toml installs."""
 

@@ -1,13 +1,13 @@
 """`starling.join`: turns an existing PyTorch training loop into one learner of several."""
 
 from collections.abc import Iterator
-from functools import cache
 from itertools import count
 from typing import Any, Literal
 
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim import Optimizer
@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 from starling.configuration import Config
 from starling.engines.loop.joined import JoinedLearner
 from starling.engines.loop.replica import check_loop
+from starling.engines.loop.traps import check_modules
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
 from starling.launch.elastic import CoordinatorLink, connect
 from starling.launch.rendezvous import find_place, is_learner, number_of_learners
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.base import all_but_the_lost
+from starling.timeouts import CONNECT
 
 
 def join(
@@ -83,6 +85,8 @@ def join(
     else:
         place = _new_place(timeout_seconds)
     chosen.validate(checked, place.world)
+    is_in_step = chosen.sync_groups(checked, place.world).size == place.world
+    check_modules(model, chosen.name, is_in_step)
     return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds, most_not_finite, coordination)
 
 
@@ -96,19 +100,64 @@ def _check_survives(strategy: Strategy) -> None:
         )
 
 
+def attach(
+    optimizer: Optimizer,
+    model: nn.Module,
+    strategy: str | Strategy = "adpsgd",
+    *,
+    scaler: GradScaler | None = None,
+    **options: Any,
+) -> JoinedLearner:
+    """Like `starling.join`, for a loop that cannot be changed: its calls of `optimizer.step()` become the learner's.
+
+    Call it once, after the optimizer was made and before the first step. The arithmetic is that of
+    `JoinedLearner.step`, to the bit. A step with a closure works, too. A process that ends without an error closes its
+    learner. What the loop itself saves are this learner's own weights; save within `consensus()` of the result instead.
+
+    The optimizer's other hooks act once for each step. Those registered before see this learner's own gradient.
+
+    Args:
+        optimizer: The loop's optimizer.
+        model: The model that it trains.
+        strategy: As in `starling.join`.
+        scaler: The loop's `GradScaler`, whose `step` becomes the learner's as well. Without it, a step that the scaler
+            skips is no step of the learner, which learners of a synchronous strategy do not survive.
+        options: The other keywords of `starling.join`, and the strategy's options.
+
+    Raises:
+        ConfigError: As `starling.join`.
+        ProtocolError: As `starling.join`.
+        PeerLost: As `starling.join`.
+    """
+    learner = join(model, optimizer, strategy, **options)
+    learner.take_over(scaler)
+    return learner
+
+
+def shared_place(timeout_seconds: float = CONNECT) -> Place:
+    """This process's place, with the store that all calls of `join` share."""
+    return _find_place(timeout_seconds)
+
+
 def _new_place(timeout_seconds: float) -> Place:
     """This process's place, with a store prefix for this call of `join`.
 
     The prefix is the number of earlier calls, which is the same on all learners.
     """
-    place = _find_place(timeout_seconds)
+    place = shared_place(timeout_seconds)
     store = PrefixStore(f"join/{next(_NUM_CALLS)}", place.store)
     return Place(place.rank, place.world, place.local_rank, place.local_world, store)
 
 
 _NUM_CALLS: Iterator[int] = count()
-_find_place = cache(find_place)
-"""A process connects to the store once, because learner 0 may own it, and several calls of `join` use it."""
+_places: list[Place] = []
+
+
+def _find_place(timeout_seconds: float) -> Place:
+    """A process connects to the store once, because learner 0 may own it, and several calls of `join` use it."""
+    if not _places:
+        _places.append(find_place(timeout_seconds))
+    return _places[0]
 
 
 def _checked(strategy: Strategy, options: dict[str, Any]) -> Config:

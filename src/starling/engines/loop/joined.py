@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from starling.configuration import Config
+from starling.engines.loop.hooks import StepHook
 from starling.engines.loop.life import Coordination, LoopLife
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.processes.handshake import Handshake
@@ -92,7 +93,9 @@ class JoinedLearner:
                 **Handshake.of_versions(),
             )
 
+        self._is_in_step = is_shared
         self._is_closed = False
+        self._hook: StepHook | None = None
         self._life = LoopLife(
             place,
             strategy,
@@ -135,6 +138,11 @@ class JoinedLearner:
         later begins with that of another learner; learners that step together have the same."""
         return self._life.progress.num_steps
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether all learners make their steps together, as under `allreduce`, and so equal numbers of them."""
+        return self._is_in_step
+
     def step(self, scaler: GradScaler | None = None) -> None:
         """Make a step of the strategy with the gradients that `backward` computed.
 
@@ -159,6 +167,13 @@ class JoinedLearner:
         self._life.run(lambda learner: learner.begin_step(scaler))
         self._life.run(lambda learner: learner.complete_step())
 
+    def take_over(self, scaler: GradScaler | None = None) -> None:
+        """From now on the loop calls `optimizer.step()`, or `scaler.step(optimizer)`, in place of `step()`.
+
+        `starling.attach` describes this. A process that ends without an error closes its learner.
+        """
+        self._hook = self._life.attach(self.step, scaler)
+
     @contextmanager
     def consensus(self, final: bool = False) -> Generator[None, None, None]:
         """A context in which the model holds the mean of all learners' weights and floating-point buffers.
@@ -180,6 +195,7 @@ class JoinedLearner:
         life.run(lambda learner: learner.prepare_consensus())
         if final:
             life.run(lambda learner: learner.finish_and_adopt())
+            self._detach()
             yield
             return
         agreed = life.run(lambda learner: learner.agree())
@@ -220,6 +236,7 @@ class JoinedLearner:
             self._abandon(error)
             raise
         self._is_closed = True
+        self._detach()
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Self:
@@ -238,12 +255,21 @@ class JoinedLearner:
         if self._is_closed:
             return
         self._is_closed = True
+        self._detach()
         self._life.abandon(error)
+
+    def _detach(self) -> None:
+        """Leave the optimizer's `step` to the loop again."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def _at_exit(self) -> None:
         """End a process whose learner has not closed: otherwise torch would wait for its process groups, and Python
         would abort when one of their threads wakes up."""
         error = getattr(sys, "last_value", None)
+        if self._hook is not None and error is None and (self._life.survives or self._life.learner.is_alive):
+            self.close()
+            return
         self._abandon(error)
         if self.world > 1 or self._life.survives:
             logging.shutdown()

@@ -128,7 +128,7 @@ class LoopLearner(Learner):
                 replica.pieces(len(replica.weights), optimizer_state=True)  # not later, in the background
         if progress.final is None:
             self._proceed()
-        self._guard = replica.optimizer.register_step_pre_hook(self._refuse_step)
+        self._guard = None if replica.is_attached else replica.optimizer.register_step_pre_hook(self._refuse_step)
         progress.resumed_at = self._now()
 
     # the contract with the strategy
@@ -360,7 +360,8 @@ class LoopLearner(Learner):
 
     def leave_optimizer(self) -> None:
         """Allow the loop to call its optimizer's `step` again."""
-        self._guard.remove()
+        if self._guard is not None:
+            self._guard.remove()
 
     def fail(self, error: BaseException) -> None:
         """End all waits of this learner with `error`. May be called by any thread."""
@@ -372,6 +373,11 @@ class LoopLearner(Learner):
         """Notify the others that this learner ends without having closed."""
         if self._listener is not None:
             self._listener.announce("lost peer" if isinstance(error, PeerLost) else "failed", one_line(error))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether neither this learner nor another has failed."""
+        return self._release.error is None
 
     @property
     def bytes_sent(self) -> int:
@@ -457,7 +463,7 @@ class LoopLearner(Learner):
             raise ProtocolError(
                 f"learner {self._rank}: optimizer.step() was called on an optimizer given to starling.join, so the "
                 "other learners would not see the step; call step() of the joined learner instead, and "
-                "step(scaler) instead of scaler.step(optimizer)"
+                "step(scaler) instead of scaler.step(optimizer), or use starling.attach"
             )
 
     def _warn_without_steps(self) -> None:

@@ -14,10 +14,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.configuration import Config
+from starling.engines.loop.hooks import StepHook
 from starling.engines.loop.learner import Entry, LoopLearner
 from starling.engines.loop.progress import Past, Progress, plan
 from starling.engines.loop.replica import LoopReplica
@@ -140,6 +142,13 @@ class LoopLife:
     def survives(self) -> bool:
         """Whether this learner continues when others are lost."""
         return self._coordination is not None
+
+    def attach(self, make_step: Callable[[GradScaler | None], None], scaler: GradScaler | None) -> StepHook:
+        """Let the loop's calls of `optimizer.step()`, or `scaler.step()`, call `make_step`. Returns the hook, to remove."""
+        with self._lock:
+            self.learner.leave_optimizer()
+            self._replica.is_attached = True
+            return StepHook(self._replica, make_step, scaler)
 
     def abandon(self, error: BaseException | None) -> None:
         """Leave without the others: they are notified. Connections stay open, because threads may be waiting in

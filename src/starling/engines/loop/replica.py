@@ -277,6 +277,7 @@ class LoopReplica(Replica):
         self.loop = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self._adopted.view(self.loop)
         self.is_stepping = False
+        self.is_attached = False  # the loop's calls of the optimizer's `step` are the learner's steps
         """Whether this replica is calling the optimizer's `step`."""
         self.was_finite = True
         """Whether the newest gradient was finite, so that the optimizer made a step."""

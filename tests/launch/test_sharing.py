@@ -1,0 +1,211 @@
+"""Samplers whose samples go to whichever learner asks first."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import starling
+from starling.errors import ConfigError
+from starling.launch import sharing
+from starling.training.claims import Claims
+
+
+def flat(lists: list[list[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
+
+
+class Learners:
+    """Makes samplers of several learners in one process, which share a store as their processes do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.store = dist.HashStore()
+
+    def make(self, rank: int, make: Any) -> Any:
+        self._monkeypatch.setattr(sharing, "_store_and_rank", lambda: (self.store, rank))
+        return make()
+
+
+@pytest.fixture
+def learners(monkeypatch: pytest.MonkeyPatch) -> Learners:
+    return Learners(monkeypatch)
+
+
+def take_turns(passes: list[Iterator[Any]], chance: random.Random) -> list[list[Any]]:
+    """What each gets, if one is five times as fast as the others."""
+    got: list[list[Any]] = [[] for _ in passes]
+    running = list(range(len(passes)))
+    while running:
+        rank = chance.choices(running, [5.0 if each == 0 else 1.0 for each in running])[0]
+        try:
+            got[rank].append(next(passes[rank]))
+        except StopIteration:
+            running.remove(rank)
+    return got
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_sample_of_an_epoch_is_given_once_at_unequal_speeds(learners: Learners, seed: int) -> None:
+    """In two epochs, whose orders differ; the fast learner gets more."""
+    samplers = [learners.make(rank, lambda: starling.SharedSampler(200, seed=seed, claim_size=3)) for rank in range(3)]
+    epochs = []
+    for _ in range(2):
+        got = take_turns([iter(each) for each in samplers], random.Random(seed))
+        assert sorted(flat(got)) == list(range(200))
+        assert len(got[0]) > 2 * len(got[1])
+        epochs.append(got[0][:3])
+    assert epochs[0] != epochs[1]
+
+
+def test_threads_that_ask_at_the_same_time_get_each_sample_once(learners: Learners) -> None:
+    """A claim is a counter of the store, which gives each number once."""
+    samplers = [learners.make(rank, lambda: starling.SharedSampler(600, claim_size=1)) for rank in range(4)]
+    got: list[list[int]] = [[] for _ in samplers]
+
+    def learn(rank: int) -> None:
+        for index in samplers[rank]:
+            got[rank].append(index)
+            time.sleep(0.0)
+
+    threads = [threading.Thread(target=learn, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(flat(got)) == list(range(600))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_resumed_epoch_gives_what_no_learner_was_done_with(learners: Learners, seed: int) -> None:
+    """Saved in the middle of claims; the state is the same whichever learner saves it, and fits another number of
+    learners."""
+    samplers = [learners.make(rank, lambda: starling.SharedSampler(50, seed=seed, claim_size=4)) for rank in range(2)]
+    passes = [iter(each) for each in samplers]
+    had: list[list[int]] = [[], []]
+    trained: list[int] = []
+    for rank, number, done in ((0, 11, 10), (1, 6, 5), (0, 3, 2)):
+        had[rank] += islice(passes[rank], number)
+        samplers[rank].done(done)
+        trained += had[rank][:done]
+        del had[rank][:done]
+    first, second = (each.state_dict() for each in samplers)
+    assert first == second
+    learners.store = dist.HashStore()
+    resumed = [learners.make(rank, lambda: starling.SharedSampler(50, seed=seed, claim_size=4)) for rank in range(3)]
+    for each in resumed:
+        each.load_state_dict(first)
+    got = flat(take_turns([iter(each) for each in resumed], random.Random(seed)))
+    assert sorted(got + trained) == list(range(50))
+    assert sorted(flat(take_turns([iter(each) for each in resumed], random.Random(0)))) == list(range(50))
+
+
+def test_what_a_lost_learner_had_is_given_to_the_others(learners: Learners) -> None:
+    """Once, although two say that it was lost; a learner that joins takes part."""
+    samplers = [learners.make(rank, lambda: starling.SharedSampler(40, claim_size=4)) for rank in range(3)]
+    lost, others = iter(samplers[2]), [iter(samplers[0]), iter(samplers[1])]
+    trained = list(islice(lost, 6))[:5]
+    samplers[2].done(5)
+    got = [next(others[0]), next(others[1])]
+    for each in samplers[:2]:
+        each.reissue(2)
+    joiner = learners.make(3, lambda: starling.SharedSampler(40, claim_size=4))
+    got += flat(take_turns([*others, iter(joiner)], random.Random(1)))
+    assert sorted(got + trained) == list(range(40))
+
+
+class Batches:
+    """Batches of cuts, as a lhotse sampler gives them."""
+
+    world_size = 1
+
+    def __init__(self, num: int) -> None:
+        self.num, self.epoch = num, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        yield from ((self.epoch, number) for number in range(self.num))
+
+
+def test_batches_of_another_sampler_are_given_once(learners: Learners) -> None:
+    """With a lost learner's, for which the sampler is iterated again; and a resumed epoch gives the rest."""
+    samplers = [learners.make(rank, lambda: starling.SharedBatches(Batches(20))) for rank in range(3)]
+    passes = [iter(each) for each in samplers]
+    next(passes[2])
+    samplers[2].done(0)
+    got = [next(passes[0]), next(passes[0]), next(passes[1])]
+    samplers[0].reissue(2)
+    got += flat(take_turns(passes[:2], random.Random(0)))
+    assert sorted(got) == [(0, number) for number in range(20)]
+    assert min(flat(take_turns([iter(each) for each in samplers[:2]], random.Random(0)))) == (1, 0)
+
+    learners.store = dist.HashStore()
+    single = learners.make(0, lambda: starling.SharedBatches(Batches(9)))
+    assert len(list(islice(iter(single), 4))) == 4
+    single.done(3)
+    state, learners.store = single.state_dict(), dist.HashStore()
+    again = learners.make(0, lambda: starling.SharedBatches(Batches(9)))
+    again.load_state_dict(state)
+    assert [number for _, number in again] == list(range(3, 9))
+
+
+def test_a_lhotse_sampler_of_cuts_is_shared(learners: Learners) -> None:
+    """Each cut once, by two learners."""
+    from lhotse import CutSet, Recording
+    from lhotse.dataset import DynamicBucketingSampler
+
+    recordings = [Recording(f"r{n}", [], 16000, 16000 * (1 + n % 5), float(1 + n % 5)) for n in range(60)]
+    cuts = CutSet.from_cuts(each.to_cut() for each in recordings)
+
+    def make() -> Any:
+        inner = DynamicBucketingSampler(cuts, max_duration=12, num_buckets=2, shuffle=True, rank=0, world_size=1)
+        return starling.SharedBatches(inner)
+
+    got = take_turns([iter(learners.make(rank, make)) for rank in range(2)], random.Random(0))
+    assert sorted(cut.id for batch in flat(got) for cut in batch) == sorted(cut.id for cut in cuts)
+    with pytest.raises(ConfigError, match="rank=0, world_size=1"):
+        starling.SharedBatches(DynamicBucketingSampler(cuts, max_duration=12, num_buckets=2, rank=0, world_size=2))
+
+
+def test_a_loader_takes_it_as_its_sampler() -> None:
+    """With one learner, an epoch is one pass; loading processes do not ask."""
+    sampler = starling.SharedSampler(10, shuffle=False)
+    loader = DataLoader(list(range(10)), sampler=sampler, batch_size=4)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    with pytest.raises(TypeError):
+        len(loader)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "said"), [(0, {}, "is empty"), (3, {"claim_size": 0}, "claim_size: must be at least 1, got 0")]
+)
+def test_a_sampler_refuses_what_it_cannot_use(data: int, options: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        starling.SharedSampler(data, **options)
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    """The error shows both values."""
+    with pytest.raises(ConfigError, match="the saved state has samples 5, but this sampler has samples 6"):
+        starling.SharedSampler(6).load_state_dict(starling.SharedSampler(5).state_dict())
+
+
+def test_a_claim_that_is_about_to_be_recorded_is_waited_for() -> None:
+    """So that a saved state cannot miss it."""
+    store = dist.HashStore()
+    claims = Claims(store, 0, [(0, 8)], 4)
+    assert store.add("given", 1) == 1  # another learner, which has not recorded its claim
+    recorded = threading.Timer(0.02, lambda: [store.set("learner/0", "1"), store.set("claim/1/0", "[0, 4]")])
+    recorded.start()
+    store.set("done/1", "[0, 0]")
+    threading.Timer(0.01, lambda: [store.add("learners", 1), store.add("claims/1", 1)]).start()
+    recorded.join()
+    assert claims.remaining() == [(0, 4), (4, 8)]
