@@ -144,7 +144,7 @@ class LoopLife:
         return self._coordination is not None
 
     def attach(self, make_step: Callable[[GradScaler | None], None], scaler: GradScaler | None) -> StepHook:
-        """Let the loop's calls of `optimizer.step()`, or `scaler.step()`, call `make_step`. Returns the hook, to remove."""
+        """Let the loop's calls of `optimizer.step()` or `scaler.step()` call `make_step`; returns the hook."""
         with self._lock:
             self.learner.leave_optimizer()
             self._replica.is_attached = True
