@@ -12,7 +12,20 @@ from starling.cli import app
 from starling.strategies import STRATEGIES
 
 COMMANDS = (
-    *("prepare", "check", "train", "demo", "join", "simulate", "evaluate", "audit", "status", "report", "transcribe", "serve"),
+    *(
+        "prepare",
+        "check",
+        "train",
+        "demo",
+        "join",
+        "simulate",
+        "evaluate",
+        "audit",
+        "status",
+        "report",
+        "transcribe",
+        "serve",
+    ),
     *("strategies", "recipes copy", "compare", "study staleness", "profile", "plan"),
 )
 

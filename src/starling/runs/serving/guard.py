@@ -17,6 +17,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+_CLOSE = {"Connection": "close"}
+"""For answers to uploads that have not been read to their end."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -57,7 +59,7 @@ class Guard:
             return
         declared = headers.get("content-length", "0")
         if declared.isdecimal() and int(declared) > self._limits.upload_bytes:
-            await JSONResponse({"error": self._too_large}, 413)(scope, receive, send)
+            await JSONResponse({"error": self._too_large}, 413, _CLOSE)(scope, receive, send)
             return
         await self._app(scope, self._counted(receive), self._hurried(send))
 
@@ -83,10 +85,10 @@ class Guard:
             try:
                 message = await asyncio.wait_for(receive(), self._limits.stall)
             except TimeoutError:
-                raise HTTPException(408, f"no data for {self._limits.stall:g} s") from None
+                raise HTTPException(408, f"no data for {self._limits.stall:g} s", _CLOSE) from None
             total += len(message.get("body", b""))
             if total > self._limits.upload_bytes:
-                raise HTTPException(413, self._too_large)
+                raise HTTPException(413, self._too_large, _CLOSE)
             return message
 
         return checked

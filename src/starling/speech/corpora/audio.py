@@ -103,11 +103,11 @@ def _segment(path: Path, file: soundfile.SoundFile, start: float, duration: floa
     return first, count
 
 
-def check_whole(path: Path, file: soundfile.SoundFile) -> None:
-    """Raise DataError for a file that has less audio than its header declares."""
+def check_whole(name: object, file: soundfile.SoundFile) -> None:
+    """Raise DataError that begins with `name` for a file that has less audio than its header declares."""
     short = _SHORT_CHUNK.search(str(file.extra_info))
     if short and int(short[1]) < _STREAMED and int(short[2]) < int(short[1]):
-        raise DataError(f"{path}: truncated: {short[2]} bytes of audio, but the header declares {short[1]}")
+        raise DataError(f"{name}: truncated: {short[2]} bytes of audio, but the header declares {short[1]}")
 
 
 def _channel(path: Path, channels: int, channel: int | None) -> int:

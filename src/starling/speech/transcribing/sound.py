@@ -43,8 +43,7 @@ def opened(audio: Path | IO[bytes], name: str) -> Iterator[Sound]:
         raise DataError(f"{name}: cannot be read as audio: {_reason(error)}") from error
     with file:
         check_rate(int(file.samplerate), name)
-        if isinstance(audio, Path):
-            check_whole(audio, file)
+        check_whole(name, file)
         yield Sound(int(file.samplerate), file.frames / file.samplerate, _blocks(file, name))
 
 

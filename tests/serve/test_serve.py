@@ -1,0 +1,217 @@
+"""The server answers files and live audio, refuses what is wrong in one message, and serves all clients in turn."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import pysubs2
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from starling.errors import ConfigError
+from starling.runs.serving.serve import serve
+from tests.serve.conftest import STALL, TONES, file_of, sung, words_of
+from tests.speech.tones import RATE
+
+
+def test_it_is_healthy_and_shows_a_page(client: httpx.Client) -> None:
+    """Which loads nothing from elsewhere."""
+    assert client.get("/health").json() == {"status": "ok", "model": str(TONES), "rate": RATE, "waiting": 0}
+    page = client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert client.get("/page.js").status_code == client.get("/microphone.js").status_code == 200
+    assert client.get("/other.js").json() == {"error": "no page /other.js"}
+
+
+def test_a_file_is_answered_in_every_format(client: httpx.Client) -> None:
+    """As a form or as the body, of any rate and kind; raw PCM, too."""
+    words = words_of(1)
+    audio = file_of(sung(words, 16_000), 16_000, "FLAC")
+    form = {"file": ("my talk.flac", audio)}
+    found = client.post("/transcribe", files=form).json()
+    assert (found["file"], found["text"].split()) == ("my talk.flac", words)
+    assert [word["text"] for segment in found["segments"] for word in segment["words"]] == words
+    assert client.post("/transcribe?format=txt", content=audio).text.split() == words
+    raw = (32767 * sung(words)).astype("<i2").tobytes()
+    assert client.post(f"/transcribe?format=txt&raw_pcm={RATE}", content=raw).text.split() == words
+    srt = client.post("/transcribe?format=srt", files=form)
+    assert srt.headers["content-type"].startswith("application/x-subrip")
+    assert pysubs2.SSAFile.from_string(srt.text, format_="srt")[0].plaintext.split() == words
+    assert client.post("/transcribe?format=vtt", files=form).text.startswith("WEBVTT\n")
+    ctm = client.post("/transcribe?format=ctm", files=form).text.splitlines()
+    assert [line.split()[0] for line in ctm] == ["my_talk"] * 3
+    *segments, whole = client.post("/transcribe?format=jsonl", files=form).text.splitlines()
+    assert " ".join(json.loads(line)["segment"]["text"] for line in segments).split() == words
+    assert json.loads(whole)["text"].split() == words
+
+
+NOT_AUDIO = {"file": ("page.html", b"<html>")}
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+
+
+@pytest.mark.parametrize(
+    ("query", "upload", "code", "message"),
+    [
+        ("", {"files": NOT_AUDIO}, 400, "page.html: cannot be read as audio: Format not recognised."),
+        ("", {"content": b"RIFF\x24\x00\x00\x00WAVEfmt "}, 400, "upload: cannot be read as audio"),
+        ("", {"content": file_of(sung(["DO"]))[:3000]}, 400, "upload: truncated"),
+        ("", {"content": b""}, 400, "the request has no audio"),
+        ("", {"files": {"file": ("empty.wav", b"")}}, 400, "empty.wav: cannot be read as audio"),
+        ("", {"content": b"garbage", "headers": FORM}, 400, "Invalid multipart data."),
+        ("", {"content": b"--x\r\nContent-Dis", "headers": FORM}, 400, "the form has no file"),
+        ("", {"data": {"text": "hello"}, "files": {}}, 400, "cannot be read as audio"),
+        ("?format=doc", {"content": b"x"}, 400, "format 'doc' is unknown; known are txt, json, srt, vtt, ctm, jsonl"),
+        ("?raw_pcm=fast", {"content": b"xx"}, 400, "raw_pcm 'fast' is not a sampling rate"),
+        ("?raw_pcm=1", {"content": b"xx"}, 400, "a sampling rate of 1 Hz is impossible"),
+        ("?raw_pcm=8000", {"content": b"x" * 801}, 400, "ends within a sample"),
+        ("?format=jsonl", {"files": NOT_AUDIO}, 400, "page.html: cannot be read as audio"),
+        ("", {"content": b"x" * 10_000_001}, 413, "larger than 10 MB (--max-megabytes)"),
+        ("", {"content": (b"x" * 1_000_000 for _ in range(11))}, 413, "larger than 10 MB (--max-megabytes)"),
+        ("", {"content": file_of(np.zeros(7 * 60 * 8000), 8000, "FLAC")}, 400, "longer than 6 minutes"),
+        ("", {"content": b"x", "headers": {"Origin": "http://elsewhere.org"}}, 403, "elsewhere.org may not use this"),
+        ("", {"content": b"x", "headers": {"Host": "elsewhere.org"}}, 403, "'elsewhere.org' is not this machine"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_one_message(
+    client: httpx.Client, query: str, upload: dict[str, object], code: int, message: str
+) -> None:
+    """With a status of the 400s, and the server answers the next client."""
+    answer = client.post(f"/transcribe{query}", **upload)  # type: ignore[arg-type]
+    assert answer.status_code == code, answer.text
+    assert set(answer.json()) == {"error"}
+    assert message in answer.json()["error"]
+    assert client.get("/health").json()["waiting"] == 0
+
+
+def test_a_wrong_method_is_refused(client: httpx.Client) -> None:
+    """A form must be posted."""
+    assert client.get("/transcribe").status_code == 405
+
+
+def test_a_client_that_stalls_is_cut_off_and_keeps_no_other_waiting(server: str, client: httpx.Client) -> None:
+    """In the middle of an upload: with status 408."""
+    address = urlsplit(server)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as stalled:
+        begin = monotonic()
+        head = f"POST /transcribe HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: 5000\r\n\r\n"
+        stalled.sendall(head.encode() + b"x" * 100)
+        assert client.post("/transcribe?format=txt", content=file_of(sung(["MI"]))).text == "MI\n"
+        answer = b"".join(iter(lambda: stalled.recv(4096), b"")).decode()
+        assert monotonic() - begin >= STALL
+    assert answer.startswith("HTTP/1.1 408 ")
+    assert answer.endswith('{"error":"no data for 1 s"}')
+
+
+def test_fifty_clients_are_served_in_turn(client: httpx.Client) -> None:
+    """Each gets its own text, and none waits for a long recording that came first."""
+    long = file_of(np.tile(sung(words_of(0, 40)), 14))
+
+    def ask(number: int) -> tuple[list[str], float]:
+        content = long if number == 0 else file_of(sung(words_of(number)))
+        answer = client.post("/transcribe?format=txt", content=content)
+        assert answer.status_code == 200, answer.text
+        return answer.text.split(), monotonic()
+
+    with ThreadPoolExecutor(51) as pool:
+        first = pool.submit(ask, 0)
+        while client.get("/health").json()["waiting"] == 0:
+            assert not first.done()
+        others = list(pool.map(ask, range(1, 51)))
+        text, ended = first.result()
+    assert [words for words, _ in others] == [words_of(number) for number in range(1, 51)]
+    assert sum(at < ended for _, at in others) >= 45  # the clocks of the clients run a little late
+    assert len(text) > 500
+
+
+def live_address(server: str, rate: object = RATE) -> str:
+    return f"{server.replace('http', 'ws')}/live?rate={rate}"
+
+
+def test_live_audio_is_answered_while_it_is_spoken(server: str) -> None:
+    """Partial texts grow, final ones come at pauses, and the rest at the end; odd messages may cut a sample in two."""
+    words = [*words_of(1), *words_of(2)]
+    samples = np.concatenate([sung(words[:3]), sung(words[3:])])
+    data, finals, partials = (32767 * samples).astype("<i2").tobytes(), [], []
+    with connect(live_address(server)) as client:
+        for place in range(0, len(data), 1601):
+            client.send(data[place : place + 1601])
+        client.send("end")
+        for message in client:
+            update = json.loads(message)
+            finals += update["final"]
+            partials.append(update["partial"])
+    assert update["end"] is True
+    assert " ".join(segment["text"] for segment in finals).split() == words
+    assert len(finals) == 2
+    assert finals[1]["start"] > finals[0]["end"]
+    assert words[0] in partials or " ".join(words[:2]) in partials
+
+
+@pytest.mark.parametrize(
+    ("rate", "message", "error"),
+    [
+        ("", None, "say the sampling rate"),
+        ("7", None, "a sampling rate of 7 Hz is impossible"),
+        (RATE, "hello", "send binary messages"),
+        (RATE, None, "no audio for 1 s"),
+    ],
+)
+def test_live_audio_that_is_wrong_or_stalls_is_refused(
+    server: str, rate: object, message: str | bytes | None, error: str
+) -> None:
+    """With one message, before the connection is closed."""
+    with connect(live_address(server, rate)) as client:
+        if message is not None:
+            client.send(message)
+        assert error in json.loads(client.recv(timeout=30))["error"]
+        with pytest.raises(ConnectionClosed) as closed:
+            client.recv(timeout=30)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1008
+
+
+def test_pages_of_others_cannot_listen(server: str) -> None:
+    """A browser says which page opens a WebSocket."""
+    with pytest.raises(InvalidStatus, match="403"), connect(live_address(server), origin="http://elsewhere.org"):  # type: ignore[arg-type]
+        pass
+
+
+def test_a_taken_port_is_named() -> None:
+    """Before the model is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"at 127.0.0.1, port {port}: the port is taken; choose another one"):
+            serve(Path("absent"), print, port=port)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_order(number: signal.Signals) -> None:
+    """Also while a client speaks, whose connection is closed."""
+    context = multiprocessing.get_context("fork")
+    theirs, ours = context.Pipe()
+    process = context.Process(target=serve, args=(TONES, theirs.send), kwargs={"port": 0})
+    process.start()
+    try:
+        assert ours.poll(60)
+        address = ours.recv().split(" at ")[1].split("/;")[0]
+        with connect(live_address(address)) as speaker:
+            speaker.send(b"\0" * 1000)
+            assert process.pid is not None
+            os.kill(process.pid, number)
+            with pytest.raises(ConnectionClosed):
+                speaker.recv(timeout=30)
+        process.join(30)
+        assert process.exitcode == 0
+        assert ours.recv() == "stopped"
+    finally:
+        process.kill()
