@@ -32,7 +32,7 @@ RECIPES = (
     }
 )
 RECIPES |= {"librispeech100", "mini_librispeech", "common_voice", "mls", "peoples_speech", "gigaspeech"}  # corpora
-RECIPES |= {"switchboard", "timit", "yesno", "domains", "languages"}
+RECIPES |= {"switchboard", "timit", "yesno", "domains", "languages", "streaming"}
 
 
 def packages(requirements: list[str]) -> set[str]:
