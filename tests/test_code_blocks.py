@@ -21,7 +21,10 @@ TUTORIALS = [f"docs/tutorials/{name}.md" for name in ("first-recogniser", "choos
 """In this order in one folder, as the second says."""
 ALONE = ["docs/tutorials/your-own-corpus.md", "docs/tutorials/your-own-loop.md", "docs/write-your-own-strategy.md"]
 """Each in a folder of its own."""
-TOPICS = [f"docs/{name}.md" for name in ("adapting", "corpora", "gpu", "islands", "models", "small-corpora")]
+TOPICS = [
+    f"docs/{name}.md"
+    for name in ("adapting", "corpora", "exporting", "gpu", "islands", "models", "small-corpora", "streaming")
+]
 """How-to pages whose commands take data or devices that tests do not have."""
 HOSTS = [f"docs/{name}.md" for name in ("lightning",)]
 """Pages on other libraries' training loops; tests/integrations runs them, too."""

@@ -32,7 +32,7 @@ RECIPES = (
     }
 )
 RECIPES |= {"librispeech100", "mini_librispeech", "common_voice", "mls", "peoples_speech", "gigaspeech"}  # corpora
-RECIPES |= {"switchboard", "timit", "yesno", "domains", "languages"}
+RECIPES |= {"switchboard", "timit", "yesno", "domains", "languages", "streaming"}
 
 
 def packages(requirements: list[str]) -> set[str]:
@@ -85,6 +85,7 @@ def no_speech(monkeypatch: pytest.MonkeyPatch) -> None:
         (["simulate", "demo"], "starling simulate"),
         (["evaluate", "exp/demo"], "starling evaluate"),
         (["transcribe", "exp/demo", "a.wav"], "starling transcribe"),
+        (["export", "exp/demo", "model"], "starling export"),
         (["compare", "demo"], "starling compare"),
         (["study", "staleness"], "starling compare"),
     ],

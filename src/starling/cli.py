@@ -447,6 +447,28 @@ def serve(
         serve_model(experiment, typer.echo, host, port, best, beam, limits)
 
 
+@app.command(epilog="Example: [bold]starling export exp/demo demo-model --onnx[/bold]")
+def export(
+    experiment: Experiment,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.", show_default=False)],
+    onnx: Annotated[
+        bool, typer.Option("--onnx", help="Also write ONNX, and a program that needs no Starling.")
+    ] = False,
+    best: Best = False,
+    average: Annotated[
+        int | None,
+        typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write the newest model of an experiment to a folder: weights, tokens, language model, and a model card."""
+    with _errors(debug):
+        require("speech", "starling export")
+        from starling.runs.exporting.export import export
+
+        export(experiment, folder, typer.echo, onnx, best, average)
+
+
 @app.command(epilog="Example: [bold]starling strategies[/bold]")
 def strategies(debug: Debug = False) -> None:
     """List the strategies by which learners can agree, those of installed packages included."""

@@ -20,6 +20,7 @@ EXTRAS = {
     "serve": (*SPEECH, "python_multipart", "starlette", "uvicorn", "websockets"),
     "lightning": ("lightning",),
     "huggingface": ("accelerate", "transformers"),
+    "export": (*SPEECH, "onnx", "onnxruntime", "onnxscript"),
 }
 """The modules that each extra in pyproject.toml installs."""
 

@@ -1,4 +1,6 @@
-"""Streaming: chunk by chunk the same as the whole with a chunk mask, and that with one chunk the same as full context."""
+"""Streaming: chunk by chunk the same as the whole with a chunk mask; in one chunk the same as full context."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,8 +18,8 @@ from tests.speech.tones import RATE, sing
 
 CONFIGS = [
     ModelConfig(name=name, preset="tiny", subsampling=subsampling, chunk=ChunkConfig(seconds=0.16, left=2))
-    for name in ("lstm", "transformer", "conformer")
-    for subsampling in (1, 2, 4)
+    for name, rates in (("lstm", (2, 4)), ("transformer", (1, 4)), ("conformer", (1, 2)))
+    for subsampling in rates
 ]
 
 
@@ -167,7 +169,7 @@ def test_a_stream_ends_with_the_text_of_the_whole(name: str) -> None:
     texts = [stream.accept(block) for block in waveform.split(700)]
     texts.append(stream.finish())
     assert texts[-1] == recogniser.transcribe(waveform, RATE)
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     with pytest.raises(ValueError, match="over"):
         stream.accept(waveform)
 

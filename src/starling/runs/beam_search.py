@@ -42,8 +42,8 @@ MOST_TUNED = 500
 RARE = 0.01
 """The probability of an unknown word above which an untuned vocabulary is open."""
 _ORDERS: dict[Vocabulary, int] = {"closed": 3, "open": 6}
-_FILES: dict[Vocabulary, str] = {"closed": "words.arpa", "open": "tokens.arpa"}
-_SEARCH = "search.json"
+LANGUAGE_FILES: dict[Vocabulary, str] = {"closed": "words.arpa", "open": "tokens.arpa"}
+SEARCH = "search.json"
 
 
 class TunedSearch(Config):
@@ -138,11 +138,11 @@ def best_search(
             )
             for kind, each in languages.items()
         }
-        tuned = _stored(home / _SEARCH, of)
+        tuned = _stored(home / SEARCH, of)
         if tuned is None:
             tuned = _tuned(recipe, config, recogniser, languages, pools, of, texts, bars)
             home.mkdir(parents=True, exist_ok=True)
-            write_json(home / _SEARCH, tuned.model_dump(mode="json"))
+            write_json(home / SEARCH, tuned.model_dump(mode="json"))
         yield BestSearch(tuned, pools[tuned.vocabulary], config.num_best)
 
 
@@ -193,7 +193,10 @@ def _languages(
     if config.vocabulary != "open":
         file, model = config.lm, None if config.lm is None else NgramModel.read(config.lm)
         if file is None or model is None:
-            file, model = home / _FILES["closed"], estimate([each.split() for each in texts], _order(config, "closed"))
+            file, model = (
+                home / LANGUAGE_FILES["closed"],
+                estimate([each.split() for each in texts], _order(config, "closed")),
+            )
             model.write(file)
         if config.word_list is not None:
             words = read_words(config.word_list)
@@ -203,8 +206,8 @@ def _languages(
     if config.vocabulary == "open" or (config.vocabulary is None and not is_limited):
         names = tokenizer.names
         model = estimate([[names[token] for token in tokenizer.encode(each)] for each in texts], _order(config, "open"))
-        model.write(home / _FILES["open"])
-        found["open"] = Language(home / _FILES["open"], model.order, None)
+        model.write(home / LANGUAGE_FILES["open"])
+        found["open"] = Language(home / LANGUAGE_FILES["open"], model.order, None)
     return found
 
 

@@ -100,6 +100,11 @@ class LogMelLayer:
         return (self._length - self._shift) // 2
 
     @property
+    def floor(self) -> float:
+        """The smallest energy."""
+        return self._floor
+
+    @property
     def window_and_bank(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The window `[length]` and the mel bank `[fft_length / 2 + 1, F]`."""
         return self._window, self._bank

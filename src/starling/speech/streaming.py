@@ -45,7 +45,7 @@ class StreamingLogMel:
         return self._frames((len(self._samples) - layer.length) // layer.shift + 1)
 
     def finish(self) -> torch.Tensor:
-        """The frames `[n, F]` at the end, whose windows go beyond the recording; none if it is shorter than a window."""
+        """The frames `[n, F]` whose windows end behind the recording; none if it is shorter than a window."""
         if not self._has_begun:
             return self._nothing()
         layer = self._features.layer

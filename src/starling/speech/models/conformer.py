@@ -1,5 +1,7 @@
 """A Conformer encoder with CTC outputs: attention for the whole utterance, convolution for what is near."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,15 +37,17 @@ class RelativeAttention(SelfAttention):
         self.distance_bias = nn.Parameter(torch.zeros(heads, width // heads))  # v
 
     def forward(self, frames: torch.Tensor, visible: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """`visible` (`[B, 1, 1, T]`, or `[B, 1, T, T]`) says which frames are attended to; `places` is `distances(T, width)`."""
+        """`visible` (`[B, 1, 1, T]`, or `[B, 1, T, T]`) says which frames are attended to; `places` is
+        `distances(T, width)`."""
         if places is None:
             raise ValueError("relative attention needs `places`, the sinusoids of distances")
         queries, keys, values = self.inputs(frames).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         steps = self.distances(places.to(frames.dtype)).unflatten(1, (self.heads, -1))  # [2T - 1, heads, D]
-        num_frames, size = queries.shape[2:]
+        num_frames, size = frames.shape[1], queries.shape[3]
         scores = torch.einsum("bhid,phd->bhip", queries + self.distance_bias[:, None], steps) * size**-0.5
         place = torch.arange(num_frames, device=frames.device)
-        apart = (place[:, None] - place + num_frames - 1).expand_as(scores[..., :num_frames])  # i - j, from 0
+        apart = place[:, None] - place + num_frames - 1  # i - j, from 0
+        apart = apart.expand(frames.shape[0], self.heads, num_frames, num_frames)
         bias = scores.gather(3, apart).masked_fill(~visible, float("-inf"))
         attended = F.scaled_dot_product_attention(queries + self.content_bias[:, None], keys, values, bias)
         outputs: torch.Tensor = self.outputs(attended.transpose(1, 2).flatten(2))
@@ -130,13 +134,15 @@ class Block(nn.Module):
         self,
         frames: torch.Tensor,
         inside: torch.Tensor,
-        visible: torch.Tensor,
         places: torch.Tensor,
+        visible: torch.Tensor | None = None,
         chunk: int | None = None,
     ) -> torch.Tensor:
-        """`inside` `[B, T, 1]` is true inside the utterance; `visible` and `places` are those of the attention,
-        `chunk` that of the convolution."""
+        """`inside` `[B, T, 1]` is true inside the utterance; `places` and `visible` are those of the attention (None:
+        all inside), `chunk` that of the convolution."""
         frames = frames + 0.5 * self.first(frames)
+        if visible is None:
+            visible = inside[:, None, None, :, 0]
         frames = frames + self.dropout(self.attention(self.attention_norm(frames), visible, places))
         frames = frames + self.convolution(frames, inside, chunk)
         normed: torch.Tensor = self.norm(frames + 0.5 * self.second(frames))
@@ -172,6 +178,7 @@ class ConformerCtc(StreamingNetwork):
     def __init__(self, shape: ConformerShape, num_features: int, vocab_size: int) -> None:
         super().__init__()
         self.rotary = shape.positions == "rotary"
+        self.heads, self.width, self.reach = shape.heads, shape.width, shape.kernel // 2
         self.head_size = shape.width // shape.heads
         self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
         self.projection = nn.Linear(shape.channels, shape.width)
@@ -188,9 +195,9 @@ class ConformerCtc(StreamingNetwork):
         places = phases(num_frames, self.head_size, device) if self.rotary else distances(num_frames, width, device)
         inside = frame_mask(lengths, num_frames)
         chunks = self.pass_chunks()
-        visible = inside[:, None, None, :, 0] if chunks is None else chunk_mask(inside, chunks)
+        visible = None if chunks is None else chunk_mask(inside, chunks)
         for block in self.blocks:
-            frames = block(frames, inside, visible, places, None if chunks is None else chunks.frames)
+            frames = block(frames, inside, places, visible, None if chunks is None else chunks.frames)
         return frames, lengths
 
     @property
@@ -201,10 +208,9 @@ class ConformerCtc(StreamingNetwork):
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
         """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before, what the convolutions hear of them
         `[B, layers, width, kernel // 2]`, and which of them exist `[B, L]`."""
-        first = self.blocks[0]
-        before, heads, kernel = chunks.left * chunks.frames, first.attention.heads, first.convolution.convolution
-        past = self.output.weight.new_zeros(batch_size, len(self.blocks), before, 2, heads, self.head_size)
-        convolved = past.new_zeros(batch_size, len(self.blocks), kernel.in_channels, kernel.kernel_size[0] // 2)
+        before, layers = chunks.left * chunks.frames, len(self.blocks)
+        past = self.output.weight.new_zeros(batch_size, layers, before, 2, self.heads, self.head_size)
+        convolved = past.new_zeros(batch_size, layers, self.width, self.reach)
         return past, convolved, torch.zeros(batch_size, before, dtype=torch.bool, device=past.device)
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
@@ -217,7 +223,7 @@ class ConformerCtc(StreamingNetwork):
         visible = chunk_visible(remembered, inside)
         pasts, heard = [], []
         for number, block in enumerate(self.blocks):
-            frames, known, mixed = block.step(
+            frames, known, mixed = cast(Block, block).step(
                 frames, inside[:, :, None], visible, angles, past[:, number], convolved[:, number]
             )
             pasts.append(known)

@@ -17,6 +17,7 @@ class LstmCtc(StreamingNetwork):
         self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
         widths = [shape.channels] + [shape.hidden] * shape.layers
         self.layers = nn.ModuleList(nn.LSTM(width, shape.hidden, batch_first=True) for width in widths[:-1])
+        self.hidden = shape.hidden
         self.dropout = nn.Dropout(shape.dropout)
         self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
         self.output = nn.Linear(shape.bottleneck or widths[-1], vocab_size)
@@ -35,7 +36,7 @@ class LstmCtc(StreamingNetwork):
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
         """Outputs and cells `[B, layers, 2, hidden]` of the last frame."""
-        return (self.output.weight.new_zeros(batch_size, len(self.layers), 2, self.layers[0].hidden_size),)
+        return (self.output.weight.new_zeros(batch_size, len(self.layers), 2, self.hidden),)
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
         """As for `StreamingNetwork`."""

@@ -141,14 +141,16 @@ def chunk_convolution(convolution: nn.Conv1d, frames: torch.Tensor, size: int) -
     """A convolution over `[B, W, T]` that hears no frame behind the chunk of `size` frames that it stands in."""
     reach, num_frames = convolution.kernel_size[0] // 2, frames.shape[2]
     padded = nn.functional.pad(frames, (reach, -num_frames % size))
-    windows = padded.unfold(2, reach + size, size)  # [B, W, chunks, reach + size]
-    batch, width, count = windows.shape[:3]
+    count = (padded.shape[2] - reach) // size
+    places = torch.arange(count, device=frames.device)[:, None] * size
+    windows = padded[:, :, places + torch.arange(reach + size, device=frames.device)]  # [B, W, count, reach + size]
+    batch, width = frames.shape[:2]
     flat = windows.permute(0, 2, 1, 3).reshape(batch * count, width, reach + size)
     mixed = convolve_once(convolution, flat).reshape(batch, count, width, size)
     return mixed.permute(0, 2, 1, 3).reshape(batch, width, count * size)[..., :num_frames]
 
 
 def convolve_once(convolution: nn.Conv1d, window: torch.Tensor) -> torch.Tensor:
-    """The convolution of a chunk `[B, W, reach + size]` that begins with the `reach` frames before it; `[B, W, size]`."""
+    """The convolution of a chunk, `[B, W, reach + size]` with the `reach` frames before it, as `[B, W, size]`."""
     padded = nn.functional.pad(window, (0, convolution.kernel_size[0] // 2))
     return nn.functional.conv1d(padded, convolution.weight, convolution.bias, groups=convolution.groups)

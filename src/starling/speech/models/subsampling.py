@@ -1,5 +1,7 @@
 """Convolutions over time in front of the other layers: fewer frames, wider ones."""
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -49,7 +51,8 @@ class ConvSubsampling(nn.Module):
         """The encoder inputs `[B, C, channels]` of a window `[B, window(C), F]`, and which are of the utterance
         `[B, C]`, as `inside` `[B, window(C)]` says of the window's."""
         edge = _KERNEL // 2
-        for convolution, norm, stride in zip(self.convolutions, self.norms, self.strides, strict=True):
+        for layer, norm, stride in zip(self.convolutions, self.norms, self.strides, strict=True):
+            convolution = cast(nn.Conv1d, layer)
             features = features.masked_fill(~inside[:, :, None], 0.0).transpose(1, 2)
             features = nn.functional.conv1d(features, convolution.weight, convolution.bias, stride).transpose(1, 2)
             features = torch.relu(norm(features))

@@ -1,11 +1,13 @@
 """A Transformer encoder with CTC outputs."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.positions import phases, rotate, sinusoids
 from starling.speech.models.chunks import Chunks
+from starling.speech.models.positions import phases, rotate, sinusoids
 from starling.speech.models.shape import TransformerShape
 from starling.speech.models.streaming import Caches, StreamingNetwork, chunk_mask, chunk_visible
 from starling.speech.models.subsampling import ConvSubsampling, frame_mask
@@ -106,7 +108,7 @@ class TransformerCtc(StreamingNetwork):
         super().__init__()
         self.rotary = shape.positions == "rotary"
         self.span = shape.span
-        self.head_size = shape.width // shape.heads
+        self.heads, self.head_size = shape.heads, shape.width // shape.heads
         self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
         self.projection = nn.Linear(shape.channels, shape.width)
         self.dropout = nn.Dropout(shape.dropout)
@@ -141,8 +143,8 @@ class TransformerCtc(StreamingNetwork):
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
         """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before, and which of them exist `[B, L]`."""
-        before, heads = chunks.left * chunks.frames, self.blocks[0].attention.heads
-        past = self.output.weight.new_zeros(batch_size, len(self.blocks), before, 2, heads, self.head_size)
+        before = chunks.left * chunks.frames
+        past = self.output.weight.new_zeros(batch_size, len(self.blocks), before, 2, self.heads, self.head_size)
         return past, torch.zeros(batch_size, before, dtype=torch.bool, device=past.device)
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
@@ -155,6 +157,6 @@ class TransformerCtc(StreamingNetwork):
         visible = chunk_visible(remembered, inside)
         pasts = []
         for number, block in enumerate(self.blocks):
-            frames, known = block.step(frames, visible, angles, past[:, number])
+            frames, known = cast(Block, block).step(frames, visible, angles, past[:, number])
             pasts.append(known)
         return self.norm(frames), (torch.stack(pasts, dim=1), torch.cat([remembered, inside], dim=1)[:, -before:])

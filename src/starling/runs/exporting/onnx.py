@@ -1,0 +1,183 @@
+"""A recogniser as ONNX: the network for whole utterances, and one step of a streaming one.
+
+    model.onnx        features [B, T, F], lengths [B] -> log_probs [B, T', V], log_prob_lengths [B]
+    streaming.onnx    window [B, N, F], inside [B, N], caches -> log_probs [B, C, V], next caches
+    onnx.json         the features, the tokens, and the sizes of a step
+    frontend.npz      the window, the mel bank, and the statistics of features.normalise: global
+    transcribe.py     a program that needs numpy, onnxruntime and soundfile alone
+
+T, T' and B vary; the N feature frames of a window and the C encoder frames of a chunk are fixed.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from starling.errors import ConfigError
+from starling.speech.models.streaming import StreamingNetwork
+from starling.speech.recogniser import Recogniser
+from starling.speech.tokens import CharacterTokenizer
+
+MODEL, STREAMING = "model.onnx", "streaming.onnx"
+_OPSET = 18
+_TOLERANCE = 1e-4
+"""The largest difference of log-probabilities from torch's."""
+
+
+class _Whole(nn.Module):
+    """A network with its inputs and outputs as ONNX has them."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs, lengths = self.network(features, lengths)
+        return log_probs, lengths
+
+
+class _Step(nn.Module):
+    """One chunk of a streaming network."""
+
+    def __init__(self, network: StreamingNetwork) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, window: torch.Tensor, inside: torch.Tensor, *caches: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        frames, caches = self.network.encode_chunk(window, inside, caches)
+        return self.network.log_probs(frames), *caches
+
+
+def check_exportable(recogniser: Recogniser) -> None:
+    """Raise ConfigError for a recogniser that is more than an encoder with CTC."""
+    if recogniser.states is not None:
+        raise ConfigError("--onnx is for CTC, and this model was trained with loss: frames; export it without --onnx")
+    if recogniser.decoder is not None:
+        raise ConfigError(
+            "--onnx is for encoders with CTC alone, and this model has a decoder; export it without --onnx"
+        )
+
+
+def write_onnx(recogniser: Recogniser, folder: Path) -> list[str]:
+    """Write the files above, compare them with torch, and return their names. Raises ConfigError for a network that
+    cannot be exported, or whose outputs differ."""
+    check_exportable(recogniser)
+    network, num_features = recogniser.model, recogniser.features.num_features
+    generator = torch.Generator().manual_seed(0)
+    with recogniser.evaluating():
+        inputs = torch.randn(2, 131, num_features, generator=generator), torch.tensor([131, 90])
+        _write(_Whole(network), inputs, folder / MODEL, ["features", "lengths"], ["log_probs", "log_prob_lengths"])
+        others = torch.randn(3, 201, num_features, generator=generator), torch.tensor([201, 7, 60])
+        _compare(_Whole(network), others, folder / MODEL)
+        streaming = None
+        if isinstance(network, StreamingNetwork) and network.chunks is not None:
+            streaming = _write_step(network, num_features, folder / STREAMING)
+    _write_frontend(recogniser, streaming, folder)
+    source = Path(__file__).with_name("transcribe.py")
+    shutil.copyfile(source, folder / source.name)
+    step = [] if streaming is None else [STREAMING]
+    return [MODEL, *step, "onnx.json", "frontend.npz", source.name]
+
+
+def _write_step(network: StreamingNetwork, num_features: int, path: Path) -> dict[str, Any]:
+    """Write one step, and describe it."""
+    size, hop = network.window()
+    chunks = network.chunks
+    if chunks is None:
+        raise ValueError("the network has no chunks")
+    caches = network.caches(2, chunks)
+    names = network.cache_names
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(2, size, num_features, generator=generator), torch.ones(2, size, dtype=torch.bool), *caches]
+    inputs[1][:, : network.subsampling.reach] = False
+    _write(
+        _Step(network), inputs, path, ["window", "inside", *names], ["log_probs", *(f"next_{name}" for name in names)]
+    )
+    _, *later = _Step(network)(*inputs)
+    later_inputs = [torch.randn(2, size, num_features, generator=generator), inputs[1].clone(), *later]
+    later_inputs[1][0], later_inputs[1][1] = True, torch.arange(size) < size // 2
+    _compare(_Step(network), later_inputs, path)
+    return {
+        "window": size,
+        "hop": hop,
+        "reach": network.subsampling.reach,
+        "subsampling": network.subsampling.rate,
+        "caches": {
+            name: {"shape": list(each.shape[1:]), "type": "bool" if each.dtype == torch.bool else "float32"}
+            for name, each in zip(names, caches, strict=True)
+        },
+    }
+
+
+def _write(
+    module: nn.Module, inputs: Sequence[torch.Tensor], path: Path, names: Sequence[str], outputs: Sequence[str]
+) -> None:
+    """Trace a module. The number of utterances varies, and of whole ones the number of frames."""
+    axes: dict[str, Mapping[int, str]] = {name: {0: "batch"} for name in (*names, *outputs)}
+    if "features" in names:
+        axes |= {"features": {0: "batch", 1: "frames"}, "log_probs": {0: "batch", 1: "outputs"}}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tracing, and that its exporter is the older one
+            torch.onnx.export(
+                module.eval(),
+                tuple(inputs),
+                str(path),
+                input_names=list(names),
+                output_names=list(outputs),
+                dynamic_axes=axes,
+                opset_version=_OPSET,
+                dynamo=False,
+            )
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, torch.onnx.errors.OnnxExporterError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"the network cannot be written as ONNX ({reason}); export it without --onnx") from error
+
+
+def _compare(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path) -> None:
+    """Raise ConfigError if onnxruntime's log-probabilities are not those of torch."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    named = {each.name: value.numpy() for each, value in zip(session.get_inputs(), inputs, strict=True)}
+    found, *rest = session.run(None, named)
+    expected, *others = module(*inputs)
+    lengths = others[0].tolist() if path.name == MODEL else [expected.shape[1]] * len(expected)
+    worst = max(
+        float(np.abs(ours[:length] - theirs[:length]).max())
+        for ours, theirs, length in zip(found, expected.numpy(), lengths, strict=True)
+    )
+    if not worst <= _TOLERANCE or (path.name == MODEL and rest[0].tolist() != lengths):
+        raise ConfigError(
+            f"{path.name} gives other outputs than the network, by up to {worst:.2g}; export it without --onnx"
+        )
+
+
+def _write_frontend(recogniser: Recogniser, streaming: dict[str, Any] | None, folder: Path) -> None:
+    features, tokenizer = recogniser.features, recogniser.tokenizer
+    window, bank = features.layer.window_and_bank
+    arrays = {"window": window, "bank": bank, **features.statistics()}
+    np.savez(folder / "frontend.npz", allow_pickle=False, **{name: each.numpy() for name, each in arrays.items()})
+    characters = ["", *tokenizer.alphabet] if isinstance(tokenizer, CharacterTokenizer) else None
+    description = {
+        "format": 1,
+        "sampling_rate": features.sampling_rate,
+        "shift": features.layer.shift,
+        "fft_length": 2 * (bank.shape[0] - 1),
+        "floor": features.layer.floor,
+        "normalise": features.config.normalise,
+        "output_seconds": recogniser.output_seconds,
+        "tokens": characters or tokenizer.names,
+        "has_pieces": characters is None,
+        "streaming": streaming,
+    }
+    (folder / "onnx.json").write_text(json.dumps(description, indent=1, ensure_ascii=False), encoding="utf-8")
