@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import starling
-from tests.contract.problems import TinyRegression
-from tests.engines.drop_in_process import flat, take_gradient
+from tests.engines.drop_in_process import flat
 
 
 def main(case: dict[str, Any], folder: Path) -> None:
@@ -22,12 +21,11 @@ def main(case: dict[str, Any], folder: Path) -> None:
     torch.set_num_threads(1)
     rank, is_restarted = int(os.environ["RANK"]), "restarted" in sys.argv
     deadly = {} if is_restarted else case.get("deaths", {})
-    model = TinyRegression().make_model()
+    model = make_model()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(rank + 10.0 * is_restarted)
-    model.register_buffer("level", torch.tensor(float(rank)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=case.get("lr", 0.05), momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
     times, worlds = [], []
     options = case.get("options", {})
     with starling.join(
@@ -35,27 +33,28 @@ def main(case: dict[str, Any], folder: Path) -> None:
         optimizer,
         case["strategy"],
         seed=11,
-        timeout_seconds=60.0,
+        timeout_seconds=case.get("timeout", 60.0),
         on_loss=case.get("on_loss", "continue"),
         **options,
     ) as learner:
         began = learner.num_steps
         start = flat(model).clone()
         while learner.num_steps < case["steps"]:
-            take_gradient(model, learner.num_steps * 4 + learner.learner_id)
+            optimizer.zero_grad()
+            loss_of(model, 1 + learner.num_steps * 8 + learner.learner_id).backward()  # type: ignore[no-untyped-call]
             time.sleep(case.get("seconds", 0.0))
             if deadly.get(str(rank)) == learner.num_steps:
                 (folder / f"died-{rank}").write_text(f"{time.time()}\n{learner.num_steps}")
                 os.kill(os.getpid(), signal.SIGKILL)
             if case.get("fails") == rank and learner.num_steps == 5:
                 raise ValueError("a bad mini-batch")
-            while case.get("until") and learner.num_steps == case["steps"] - 5 and not _has_joined(folder, case):
+            while case.get("until") == learner.num_steps and not is_restarted and not (folder / "joined").exists():
                 time.sleep(0.02)
             learner.step()
             times.append(time.time())
             worlds.append(learner.world)
             if is_restarted:
-                (folder / f"joined-{rank}").touch()
+                (folder / "joined").touch()
             (folder / f"at-{rank}").write_text(str(learner.num_steps))
         if deadly.get(str(rank)) == "evaluating":
             (folder / f"died-{rank}").write_text(f"{time.time()}\n-1")
@@ -69,23 +68,25 @@ def main(case: dict[str, Any], folder: Path) -> None:
             "worlds": torch.tensor(worlds),
             "membership": torch.tensor(learner.membership),
             "steps": torch.tensor([began, learner.num_steps, learner.stats().steps]),
-            "loss": torch.tensor(loss_of(model)),
+            "loss": loss_of(model, 0).detach(),
         }
     save_file(seen, folder / f"result-{rank}.safetensors")
 
 
-def _has_joined(folder: Path, case: dict[str, Any]) -> bool:
-    return (folder / f"joined-{case['until']}").exists()
-
-
-def loss_of(model: nn.Module) -> float:
-    """The mean loss over the contract's problem."""
-    workload, losses = TinyRegression(), []
+def make_model() -> nn.Module:
+    """A model to be trained, the same in all processes."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     with torch.no_grad():
-        for number in range(12):
-            (points,) = workload.load(starling.Ticket(0, number, number))
-            losses.append(float(workload.loss(model, points)))
-    return sum(losses) / len(losses)
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-1.0, 1.0, parameter.numel()).view(parameter.shape) + 0.1 * number)
+    return model
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    """The loss on mini-batch `number` of a problem that the model can solve."""
+    points = torch.randn(64, 4, generator=torch.Generator().manual_seed(number))
+    targets = points @ torch.tensor([[1.0], [-2.0], [0.5], [3.0]])
+    return nn.functional.mse_loss(model(points), targets)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,7 @@ class Coordinator:
             self._refuse(line, f"RANK {hello.learner_id} is already in the run; give it the RANK of a lost learner")
         else:
             line.learner_id, line.silence_limit = hello.learner_id, hello.timeout_seconds
+            self._deadline = 0.0
             with suppress(OSError):
                 line.connection.sendall(encode(Greeted()))
 

@@ -1,0 +1,297 @@
+"""Joined loops that continue when one of them is lost: real processes, killed with SIGKILL at a known step."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import starling
+from starling.engines.loop.progress import Past, plan
+from starling.errors import ConfigError
+from tests.engines.drop_in_process import flat
+from tests.engines.surviving_process import loss_of, make_model
+from tests.warm_start import WarmPopen
+
+PROGRAM = "tests.engines.surviving_process"
+WITHIN = 100.0
+"""Seconds within which learners end; the machine may be busy."""
+
+
+class Loops:
+    """Processes that join a loop by environment variables alone, as an operator or `srun` would start them."""
+
+    def __init__(self, case: dict[str, Any], world: int, folder: Path, is_warm: bool) -> None:
+        self.folder, self._case, self._world = folder, case, world
+        self.processes: dict[int, WarmPopen] = {}
+        self._all: list[WarmPopen] = []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = int(free.getsockname()[1])
+        if is_warm:  # otherwise learner 0 starts it, and loads torch
+            self.coordinator = self._popen(-1, ["starling.launch.coordinator", "127.0.0.1", str(self.port), "60"])
+            self._await_port()
+
+    def start(self, rank: int, *more: str) -> WarmPopen:
+        """Start the process with a RANK."""
+        process = self._popen(rank, [PROGRAM, json.dumps(self._case), str(self.folder), *more])
+        self.processes[rank] = process
+        return process
+
+    def _popen(self, rank: int, arguments: list[str]) -> WarmPopen:
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self._world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+        }
+        with (self.folder / f"learner-{rank}.log").open("ab") as log:
+            process = WarmPopen([sys.executable, "-m", *arguments], env={**os.environ, **place}, stdout=log)
+        self._all.append(process)
+        return process
+
+    def _await_port(self) -> None:
+        deadline = time.monotonic() + WITHIN
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.02)
+        raise TimeoutError(self.said(-1))
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"learner-{rank}.log").read_text(encoding="utf-8")
+
+    def await_file(self, name: str) -> str:
+        """The content of a file that a learner writes."""
+        deadline = time.monotonic() + WITHIN
+        while not (path := self.folder / name).exists() or not path.read_text():
+            assert time.monotonic() < deadline, f"no {name}: " + "".join(self.said(rank) for rank in self.processes)
+            time.sleep(0.01)
+        return path.read_text()
+
+    def results(self, *ranks: int) -> list[dict[str, Tensor]]:
+        """What these learners report; all of them must have ended well."""
+        for rank in ranks:
+            assert self.processes[rank].wait(WITHIN) == 0, self.said(rank)
+        return [load_file(self.folder / f"result-{rank}.safetensors") for rank in ranks]
+
+    def died(self, rank: int) -> float:
+        """When a learner killed itself; it must have been killed."""
+        assert self.processes[rank].wait(WITHIN) == -signal.SIGKILL, self.said(rank)
+        return float(self.await_file(f"died-{rank}").split()[0])
+
+    def kill(self) -> None:
+        for process in self._all:
+            process.kill()
+
+
+@contextmanager
+def loops(case: dict[str, Any], world: int, folder: Path, is_warm: bool = True) -> Iterator[Loops]:
+    """Learners `0` to `world - 1` of one loop. In the end no process is left, nor the port in use."""
+    started = Loops(case, world, folder, is_warm)
+    try:
+        for rank in range(world):
+            started.start(rank)
+        yield started
+        if is_warm:
+            assert started.coordinator.wait(WITHIN) == 0
+        assert_nothing_is_left(started.port)
+    finally:
+        started.kill()
+
+
+def assert_nothing_is_left(port: int) -> None:
+    """Neither a process that has the port on its command line or in its environment, nor anything that listens."""
+    deadline = time.monotonic() + 10.0
+    while left := [each for each in psutil.process_iter() if _belongs(each, port)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _belongs(process: psutil.Process, port: int) -> bool:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE or process.pid in WarmPopen.helpers():
+            return False
+        return process.environ().get("MASTER_PORT") == str(port) or str(port) in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def check_survivors(results: list[dict[str, Tensor]], died: float, within: float, steps: int) -> None:
+    """They noticed, paused for less than `within` seconds, made all their steps, and agree."""
+    for each in results:
+        assert int(each["membership"]) >= 1
+        assert each["steps"].tolist()[1] >= steps
+        assert each["worlds"].max() > each["worlds"].min()
+        times = each["times"].tolist()
+        pause = max(after - before for before, after in pairwise(times) if after >= died)
+        assert pause <= within, pause
+        assert torch.equal(each["final"], results[0]["final"])
+        assert bool(each["final"].isfinite().all())
+        assert float(each["loss"]) < 0.1 * float(loss_of(make_model(), 0).detach())
+
+
+@pytest.mark.parametrize(("strategy", "lost", "within"), [("adpsgd", 2, 2.0), ("allreduce", 0, 5.0)])
+def test_three_of_four_finish_when_one_is_killed(strategy: str, lost: int, within: float, tmp_path: Path) -> None:
+    """Any of them may be the one, also learner 0; the pause is within the bar."""
+    case = {"strategy": strategy, "steps": 80, "seconds": 0.002, "deaths": {str(lost): 20}}
+    with loops(case, 4, tmp_path) as started:
+        died = started.died(lost)
+        survivors = [rank for rank in range(4) if rank != lost]
+        check_survivors(started.results(*survivors), died, within, 80)
+
+
+def test_a_restarted_process_joins_and_continues_from_a_survivor(tmp_path: Path) -> None:
+    """Learner 0 again, under the same RANK: with the others' weights and step, and the same model in the end."""
+    case = {"strategy": "adpsgd", "steps": 60, "seconds": 0.002, "deaths": {"0": 10}, "until": 50}
+    with loops(case, 3, tmp_path) as started:
+        started.died(0)
+        started.start(0, "restarted")
+        results = started.results(0, 1, 2)
+    began, reached, own = results[0]["steps"].tolist()
+    assert 10 <= began < reached == 60
+    assert own == reached - began
+    assert set(results[0]["worlds"].tolist()) == {3}
+    assert not torch.equal(results[0]["start"], flat(make_model()) + 10.0)
+    for each in results:
+        assert torch.equal(each["final"], results[0]["final"])
+        assert float(each["loss"]) < 0.1 * float(loss_of(make_model(), 0).detach())
+    assert all(int(each["membership"]) == 2 for each in results)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["delay-by-one", "delayed", "dpsgd", "local-sgd", "diloco", "streaming-diloco"])
+def test_every_strategy_of_equals_survives(strategy: str, tmp_path: Path) -> None:
+    """One is killed, restarted, and joins; learners in step make their last step together."""
+    options = {"every": 4} if strategy in ("local-sgd", "diloco") else {}
+    case = {"strategy": strategy, "options": options, "steps": 60, "deaths": {"1": 21}, "until": 50}
+    with loops(case, 4, tmp_path) as started:
+        died = started.died(1)
+        started.start(1, "restarted")
+        results = started.results(0, 1, 2, 3)
+    check_survivors([results[0], *results[2:]], died, WITHIN, 60)
+    assert results[1]["steps"].tolist()[1] == 60
+    assert torch.equal(results[1]["final"], results[0]["final"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
+def test_learner_0_starts_the_coordinator_which_survives_it_and_ends_with_the_last(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Two die at once, learner 0 among them; another when all have made their last steps."""
+    case = {"strategy": strategy, "steps": 60, "deaths": {"0": 20, "3": 20, "1": "evaluating"}}
+    with loops(case, 5, tmp_path, is_warm=False) as started:
+        for rank in (0, 1, 3):
+            started.died(rank)
+        results = started.results(2, 4)
+    assert torch.equal(results[0]["final"], results[1]["final"])
+    assert all(set(each["worlds"].tolist()) >= {5, 3} for each in results)
+
+
+@pytest.mark.soak
+def test_nothing_is_left_when_all_are_killed(tmp_path: Path) -> None:
+    """Not even the coordinator, and its port is free."""
+    case = {"strategy": "adpsgd", "steps": 10**6, "seconds": 0.01}
+    with loops(case, 3, tmp_path, is_warm=False) as started:
+        for rank in range(3):
+            started.await_file(f"at-{rank}")
+        for process in started.processes.values():
+            process.kill()
+
+
+@pytest.mark.soak
+def test_without_the_coordinator_all_end_with_a_named_error(tmp_path: Path) -> None:
+    """Soon, and no half of them continues."""
+    case = {"strategy": "adpsgd", "steps": 10**6, "seconds": 0.01}
+    with loops(case, 3, tmp_path) as started:
+        for rank in range(3):
+            started.await_file(f"at-{rank}")
+        os.kill(started.coordinator.pid, signal.SIGKILL)
+        for rank, process in started.processes.items():
+            assert process.wait(30.0) == 1
+            assert f"PeerLost: learner {rank} lost the coordinator of its run" in started.said(rank)
+        assert started.coordinator.wait(WITHIN) == -signal.SIGKILL
+        started.coordinator.returncode = 0
+
+
+@pytest.mark.soak
+def test_a_loop_that_fails_leaves_and_the_others_continue(tmp_path: Path) -> None:
+    """Its own error is its own; the others say what it was."""
+    case = {"strategy": "allreduce", "steps": 40, "fails": 1}
+    with loops(case, 3, tmp_path) as started:
+        assert started.processes[1].wait(WITHIN) == 1
+        assert "ValueError: a bad mini-batch" in started.said(1)
+        results = started.results(0, 2)
+        assert "learner 1 failed: ValueError: a bad mini-batch: 2 learners continue" in started.said(0)
+    assert torch.equal(results[0]["final"], results[1]["final"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
+def test_a_learner_stopped_for_too_long_is_lost_and_cannot_come_back(strategy: str, tmp_path: Path) -> None:
+    """The others continue after the time-out; when it wakes, it ends with an error."""
+    case = {"strategy": strategy, "steps": 200, "seconds": 0.005, "timeout": 8.0}
+    with loops(case, 3, tmp_path) as started:
+        started.await_file("at-2")
+        os.kill(started.processes[2].pid, signal.SIGSTOP)
+        results = started.results(0, 1)
+        assert all(int(each["membership"]) == 1 for each in results)
+        assert started.processes[2].poll() is None
+        os.kill(started.processes[2].pid, signal.SIGCONT)
+        assert started.processes[2].wait(WITHIN) == 1
+        assert "PeerLost: learner 2 lost" in started.said(2)
+
+
+def test_a_plan_copies_whom_it_must_and_keeps_steps_together() -> None:
+    """Joiners copy the newest; with one model, so do those a step behind; what is final is final for all."""
+    past = [Past(True, 7, False), Past(True, 8, False), Past(False, 0, False)]
+    one_model = plan(past, has_one_model=True, is_in_step=True, keeps_state=False)
+    assert (one_model.source, one_model.takers, one_model.num_done) == (1, (0, 2), (8, 8, 8))
+    asynchronous = plan(past, has_one_model=False, is_in_step=False, keeps_state=False)
+    assert (asynchronous.source, asynchronous.takers, asynchronous.num_done) == (1, (2,), (7, 8, 8))
+    assert plan(past[:2], has_one_model=False, is_in_step=True, keeps_state=False).source is None
+    assert plan(past[:2], has_one_model=False, is_in_step=True, keeps_state=True).source == 1
+    at_first = plan([Past(False, 0, False)] * 3, has_one_model=False, is_in_step=False, keeps_state=False)
+    assert (at_first.source, at_first.takers) == (0, (1, 2))
+    ended = plan([Past(True, 9, False), Past(True, 8, True)], has_one_model=False, is_in_step=False, keeps_state=False)
+    assert (ended.source, ended.takers) == (1, ())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        ("parameter-server", {}, "parameter-server cannot continue without any one .* its servers hold the model"),
+        ("hadpsgd", {"per_node": 2}, "hadpsgd cannot continue without any one .* super-learners need all"),
+        ("adpsgd", {"on_loss": "restart"}, "on_loss: must be 'stop' or 'continue', got 'restart'"),
+    ],
+)
+def test_what_cannot_survive_is_refused(strategy: str, options: dict[str, Any], message: str) -> None:
+    """When joining, and by name."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=message):
+        starling.join(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, **{"on_loss": "continue"} | options)
+
+
+def test_a_single_loop_needs_no_coordinator() -> None:
+    """Under plain python, `on_loss="continue"` changes nothing."""
+    model = nn.Linear(2, 2)
+    with starling.join(model, torch.optim.SGD(model.parameters(), lr=0.1), on_loss="continue") as learner:
+        model(torch.ones(1, 2)).sum().backward()
+        learner.step()
+        assert (learner.num_steps, learner.learner_id, learner.membership, learner.world) == (1, 0, 0, 1)
