@@ -18,7 +18,7 @@ from starling.engines.loop.replica import check_loop
 from starling.engines.loop.traps import check_modules
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
-from starling.launch.rendezvous import find_place, is_learner
+from starling.launch.rendezvous import find_place, is_learner, number_of_learners
 from starling.strategies import Strategy, find_strategy
 from starling.timeouts import CONNECT
 
@@ -109,6 +109,15 @@ def attach(
     learner = join(model, optimizer, strategy, **options)
     learner.take_over(scaler)
     return learner
+
+
+def steps_together(strategy: str, options: dict[str, Any]) -> bool:
+    """Whether all processes would make their steps together under a strategy, if they joined now; `options` are those of
+    `join`."""
+    chosen = find_strategy(strategy)
+    own = {name: value for name, value in options.items() if name in chosen.options.model_fields}
+    world = number_of_learners() if is_learner() else 1
+    return chosen.sync_groups(_checked(chosen, own), world).size == world
 
 
 def shared_place(timeout_seconds: float = CONNECT) -> Place:
