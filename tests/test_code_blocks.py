@@ -23,7 +23,7 @@ ALONE = ["docs/tutorials/your-own-corpus.md", "docs/tutorials/your-own-loop.md",
 """Each in a folder of its own."""
 TOPICS = [f"docs/{name}.md" for name in ("adapting", "corpora", "gpu", "islands", "models", "small-corpora")]
 """How-to pages whose commands take data or devices that tests do not have."""
-HOSTS = [f"docs/{name}.md" for name in ("lightning",)]
+HOSTS = [f"docs/{name}.md" for name in ("huggingface", "icefall", "lightning", "migrating")]
 """Pages on other libraries' training loops; tests/integrations runs them, too."""
 HOW_TO = [page for page in PAGES if page != "README.md"] + TOPICS + HOSTS
 BLOCKS = [

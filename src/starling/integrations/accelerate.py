@@ -54,8 +54,8 @@ class StarlingSGD:
         is_distributed = accelerator.num_processes > 1
         if enabled and is_distributed and accelerator._dataloaders and not steps_together(strategy, options):
             raise ConfigError(
-                f"data: a prepared loader communicates in each epoch, which makes learners wait under {strategy}; do not "
-                "prepare it, and give its DataLoader a starling.SharedSampler"
+                f"data: a prepared loader communicates in each epoch, which makes learners wait under {strategy}; do "
+                "not prepare it, and give its DataLoader a starling.SharedSampler"
             )
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._strategy, self._options, self._is_enabled = strategy, options, enabled
@@ -74,7 +74,7 @@ class StarlingSGD:
         return self._learner
 
     def step(self) -> None:
-        """Do nothing: the learner's step is that of the optimizer. It is here for loops with accelerate's `LocalSGD`."""
+        """Do nothing: the optimizer's step is the learner's. It is here for loops with accelerate's `LocalSGD`."""
 
     def __enter__(self) -> Self:
         if self._is_enabled:

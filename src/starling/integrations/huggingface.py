@@ -61,9 +61,9 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
     Learners join when training starts, after a checkpoint has been loaded. `evaluate` and checkpoints see the mean of
     all learners; after `train` the model is the mean of all final weights. Learner 0 saves.
 
-    Under an asynchronous strategy a `starling.SharedSampler` divides a map-style dataset: an epoch ends when all samples
-    have been given out. The learning rate follows the steps of a learner of average speed. Where learners step together,
-    they get equal shares.
+    Under an asynchronous strategy a `starling.SharedSampler` divides a map-style dataset: an epoch ends when all its
+    samples have been given out. The learning rate follows the steps of a learner of average speed. Where learners step
+    together, they get equal shares.
 
     Args:
         args: As in `Trainer`, like all others but the last two.
@@ -160,8 +160,8 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
             return super()._get_train_sampler(train_dataset)
         if self.args.train_sampling_strategy not in ("random", "sequential"):
             raise ConfigError(
-                f"args: train_sampling_strategy {self.args.train_sampling_strategy!r} cannot be divided among learners; "
-                "use random or sequential"
+                f"args: train_sampling_strategy {self.args.train_sampling_strategy!r} cannot be divided among "
+                "learners; use random or sequential"
             )
         is_shuffled = self.args.train_sampling_strategy == "random"
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed

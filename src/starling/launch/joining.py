@@ -112,8 +112,9 @@ def attach(
 
 
 def steps_together(strategy: str, options: dict[str, Any]) -> bool:
-    """Whether all processes would make their steps together under a strategy, if they joined now; `options` are those of
-    `join`."""
+    """Whether all processes would make their steps together under a strategy, if they joined now.
+
+    `options` are the keywords of `join`."""
     chosen = find_strategy(strategy)
     own = {name: value for name, value in options.items() if name in chosen.options.model_fields}
     world = number_of_learners() if is_learner() else 1
