@@ -26,7 +26,7 @@ TOPICS = [
     for name in ("adapting", "corpora", "exporting", "gpu", "islands", "models", "small-corpora", "streaming")
 ]
 """How-to pages whose commands take data or devices that tests do not have."""
-HOSTS = [f"docs/{name}.md" for name in ("lightning",)]
+HOSTS = [f"docs/{name}.md" for name in ("huggingface", "icefall", "lightning", "migrating")]
 """Pages on other libraries' training loops; tests/integrations runs them, too."""
 HOW_TO = [page for page in PAGES if page != "README.md"] + TOPICS + HOSTS
 BLOCKS = [

@@ -134,6 +134,16 @@ def attach(
     return learner
 
 
+def steps_together(strategy: str, options: dict[str, Any]) -> bool:
+    """Whether all processes would make their steps together under a strategy, if they joined now.
+
+    `options` are the keywords of `join`."""
+    chosen = find_strategy(strategy)
+    own = {name: value for name, value in options.items() if name in chosen.options.model_fields}
+    world = number_of_learners() if is_learner() else 1
+    return chosen.sync_groups(_checked(chosen, own), world).size == world
+
+
 def shared_place(timeout_seconds: float = CONNECT) -> Place:
     """This process's place, with the store that all calls of `join` share."""
     return _find_place(timeout_seconds)

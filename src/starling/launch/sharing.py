@@ -117,7 +117,7 @@ class SharedBatches(_Shared[T]):
 
     Every learner iterates the whole of `sampler`, which must therefore give the same batches in the same order to all,
     and takes those that it has claimed. With lhotse that costs only metadata: create its sampler with `rank=0,
-    world_size=1`. `set_epoch` is passed on to it. Give the result to a `DataLoader` as `sampler`, with `batch_size=None`.
+    world_size=1`. `set_epoch` is passed on to it. Give this to a `DataLoader` as `sampler`, with `batch_size=None`.
 
     Raises:
         ConfigError: `sampler` divides its batches among processes itself.

@@ -1,0 +1,242 @@
+"""Hugging Face's `Trainer`: `StarlingTrainer` trains with any of Starling's strategies."""
+
+import math
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Sampler
+
+from starling.engines.loop.joined import JoinedLearner
+from starling.errors import ConfigError
+from starling.extras import require
+from starling.launch.joining import attach, steps_together
+from starling.launch.rendezvous import is_learner, number_of_learners
+from starling.launch.sharing import SharedSampler
+
+require("huggingface", "starling.integrations.huggingface")
+
+from transformers import Trainer, TrainingArguments  # noqa: E402 - after `require`, whose error names the extra
+
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+
+
+@dataclass
+class StarlingArguments(TrainingArguments):  # type: ignore[misc]
+    """`TrainingArguments` for `StarlingTrainer`, with the same fields.
+
+    To accelerate each process is alone: it wraps no model and uses no collectives, which would make learners wait for
+    each other. Learner 0 logs and saves.
+    """
+
+    def __post_init__(self) -> None:
+        with _alone():
+            super().__post_init__()
+            device = self.device
+        if device.type == "cuda":
+            device = torch.device("cuda", self.local_process_index % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+            self.distributed_state.device = device
+            self.__dict__["_setup_devices"] = device
+            self._n_gpu = 1
+
+    @property
+    def process_index(self) -> int:
+        """This learner's rank."""
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_process_index(self) -> int:
+        """This learner's rank on its machine."""
+        return int(os.environ.get("LOCAL_RANK", self.process_index))
+
+
+class StarlingTrainer(Trainer):  # type: ignore[misc]
+    """A `Trainer` of which each process is a learner. It needs `StarlingArguments`.
+
+    Learners join when training starts, after a checkpoint has been loaded. `evaluate` and checkpoints see the mean of
+    all learners; after `train` the model is the mean of all final weights. Learner 0 saves.
+
+    Under an asynchronous strategy a `starling.SharedSampler` divides a map-style dataset: an epoch ends when all its
+    samples have been given out. The learning rate follows the steps of a learner of average speed. Where learners step
+    together, they get equal shares.
+
+    Args:
+        args: As in `Trainer`, like all others but the last two.
+        strategy: A name that `starling strategies` lists, or a `module:name`.
+        options: The other keywords of `starling.join`, and the strategy's options, such as `{"pattern": "random"}`.
+        others: The other arguments of `Trainer`, by name.
+
+    Raises:
+        ConfigError: The arguments are not `StarlingArguments`, or ask for what learners cannot do.
+    """
+
+    def __init__(
+        self,
+        *,
+        args: StarlingArguments,
+        strategy: str = "adpsgd",
+        options: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        if not isinstance(args, StarlingArguments):
+            raise ConfigError(f"args: {type(args).__name__} lets accelerate wrap the model; use StarlingArguments")
+        if args.auto_find_batch_size or args.deepspeed or args.fsdp:
+            raise ConfigError("args: auto_find_batch_size, deepspeed and fsdp cannot be used with StarlingTrainer")
+        self._name, self._options = strategy, dict(options or {})
+        self._world = number_of_learners() if is_learner() else 1
+        self._is_in_step = steps_together(strategy, self._options)
+        self.learner: JoinedLearner | None = None
+        """The learner of the newest `train`; its `stats()` may be read afterwards."""
+        self._is_training = self._is_showing = False
+        super().__init__(args=args, **others)
+
+    # training
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Train; see `Trainer.train`. If it fails, the other learners' training ends with `PeerLost`."""
+        try:
+            return super().train(*args, **options)
+        except BaseException as error:
+            if self.learner is not None and self._is_training:
+                self._is_training = False
+                self.learner.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **options)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wraps it
+        self.learner = attach(optimizer, self.model, self._name, scaler=self.accelerator.scaler, **self._options)
+        self._is_training = True
+        return prepared
+
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        if self.learner is not None and self._is_training:
+            with self.learner.consensus(final=True):
+                pass
+            self._is_training = False
+            self.learner.close()
+        return super()._finalize_training(*args, **options)
+
+    # the consensus
+
+    @contextmanager
+    def _consensus(self) -> Generator[None, None, None]:
+        if self.learner is None or not self._is_training or self._is_showing:
+            yield
+            return
+        with self.learner.consensus():
+            self._is_showing = True
+            try:
+                yield
+            finally:
+                self._is_showing = False
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Evaluate the mean of all learners; each does so alone, on all of the data."""
+        with self._consensus():
+            return dict(super().evaluate(*args, **options))
+
+    def save_model(self, *args: Any, **options: Any) -> None:
+        """Save the mean of all learners, on learner 0."""
+        if self.args.should_save:
+            with self._consensus():
+                super().save_model(*args, **options)
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        if self.args.should_save:
+            with self._consensus():
+                super()._save_checkpoint(*args, **options)
+
+    # data and schedule
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        data = self.train_dataset if train_dataset is None else train_dataset
+        if self._world == 1 or not hasattr(data, "__len__"):
+            return super()._get_train_sampler(train_dataset)
+        if self.args.train_sampling_strategy not in ("random", "sequential"):
+            raise ConfigError(
+                f"args: train_sampling_strategy {self.args.train_sampling_strategy!r} cannot be divided among "
+                "learners; use random or sequential"
+            )
+        is_shuffled = self.args.train_sampling_strategy == "random"
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        if not self._is_in_step:
+            return SharedSampler(len(data), is_shuffled, seed, claim_size=self._train_batch_size)
+        return _EqualShares(len(data), self._train_batch_size, self.args.process_index, self._world, is_shuffled, seed)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """See `Trainer`. The steps are those of a learner that gets all data: one may get any share of it."""
+        if self._is_shared(dataloader):
+            dataloader = _Sized(dataloader, math.ceil(len(dataloader.dataset) / self._train_batch_size))
+        self._is_limited = args.max_steps > 0
+        return super().set_initial_training_values(args, dataloader)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule of a learner of average speed; a faster one keeps its last learning rate."""
+        if self._world == 1 or self._is_in_step or getattr(self, "_is_limited", True):
+            return super().create_scheduler(num_training_steps, optimizer)
+        average = math.ceil(num_training_steps / self._world)
+        schedule = super().create_scheduler(average, optimizer)
+        if isinstance(schedule, LambdaLR):
+            schedule.lr_lambdas = [_Clamped(factor, average - 1) for factor in schedule.lr_lambdas]
+        return schedule
+
+    def _is_shared(self, dataloader: Any) -> bool:
+        return self._world > 1 and not self._is_in_step and hasattr(getattr(dataloader, "dataset", None), "__len__")
+
+
+class _EqualShares(Sampler[int]):
+    """Batch by batch in turn, as accelerate divides them; the last ones begin again from the first."""
+
+    def __init__(self, num: int, batch_size: int, rank: int, world: int, is_shuffled: bool, seed: int) -> None:
+        self._num, self._batch_size, self._rank, self._world = num, batch_size, rank, world
+        self._is_shuffled, self._seed, self._epoch = is_shuffled, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return math.ceil(self._num / (self._batch_size * self._world)) * self._batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        order = torch.randperm(self._num, generator=generator) if self._is_shuffled else torch.arange(self._num)
+        self._epoch += 1
+        for place in range(len(self)):
+            row, column = divmod(place, self._batch_size)
+            yield int(order[((row * self._world + self._rank) * self._batch_size + column) % self._num])
+
+
+class _Sized:
+    """A loader with a length."""
+
+    def __init__(self, loader: Any, length: int) -> None:
+        self.dataset, self.batch_size, self._length = loader.dataset, getattr(loader, "batch_size", None), length
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class _Clamped:
+    """A learning rate's factor that stays as it is after step `last`."""
+
+    def __init__(self, factor: Any, last: int) -> None:
+        self._factor, self._last = factor, last
+
+    def __call__(self, step: int) -> float:
+        return float(self._factor(min(step, self._last)))
+
+
+@contextmanager
+def _alone() -> Generator[None, None, None]:
+    """Within this context the environment is that of a process that was started alone."""
+    hidden = {name: os.environ.pop(name) for name in _PLACE if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
