@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from starling.encoding import EncodedMean
-
 
 T = TypeVar("T")
 
@@ -37,6 +35,36 @@ class LoopEnded(Exception):  # noqa: N818 - not an error
 
     A strategy whose learners have work to do after their last gradient suppresses it around its loop.
     """
+
+
+class EncodedMean(ABC):
+    """One learner's part in a mean of vectors that travel encoded: what it sends, and what it makes of what it gets.
+
+    Each of L learners owns one of L equal chunks. An engine sends `messages` to the owners, and what each owner then
+    `combine`s to all. It may call the methods in another thread, once each and in this order.
+    """
+
+    vector: Tensor
+    """What this learner averages, `[n]`."""
+    size: int
+    """n."""
+    message_bytes: int
+    """The bytes of one encoded chunk."""
+    has_numbers: bool
+    """False in a simulation of time alone, in which nothing is encoded."""
+
+    @abstractmethod
+    def messages(self) -> list[Tensor]:
+        """Encode each owner's chunk: a message `[message_bytes]` for each learner, in the order of ranks; zeros for
+        this learner."""
+
+    @abstractmethod
+    def combine(self, received: Sequence[Tensor]) -> Tensor:
+        """Encode the mean of this learner's chunk, from what each learner sent it; its own place is not read."""
+
+    @abstractmethod
+    def result(self, combined: Sequence[Tensor]) -> Tensor:
+        """The mean `[n]`, from the encoded means of all chunks."""
 
 
 class Shard(ABC):

@@ -137,6 +137,10 @@ def choices() -> dict[str, Choice]:
         made[f"dpsgd-{pattern}"] = _dpsgd(pattern)
         made[f"adpsgd-{pattern}"] = _adpsgd(pattern=pattern)
     made["adpsgd-bfloat16"] = _adpsgd(compression="bfloat16")
+    made["dpsgd-int4"] = Choice(
+        STRATEGIES["dpsgd"], lambda world: MixingOptions(pattern="ring", compression="int4", consensus_rate=0.75)
+    )
+    made["adpsgd-int8"] = _adpsgd(pattern="ring", compression="int8")
     made["adpsgd-in-pieces"] = _adpsgd(piece_megabytes=1e-4, period=0.5)
     made["adpsgd-all-averaged"] = _adpsgd(optimizer_state="averaged", pattern="pairs", period=2.0)
     made["hadpsgd"] = Choice(STRATEGIES["hadpsgd"], _hadpsgd)

@@ -119,6 +119,23 @@ def dpsgd(pattern: str) -> Oracle:
     return run
 
 
+def choco(pattern: str, compression: Compression, gamma: float) -> Oracle:
+    """Q = C(W - Y), Y <- Y + Q, S <- S + Q T, W <- W + gamma (S - Y) - a G(W); in the first round Q = W."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        mixing = find_topology(pattern, learners, seed=11).matrix(0)
+        weights = np.tile(start[:, None], (1, learners))
+        public, mixture = np.zeros((2, *weights.shape))
+        for k in range(rounds):
+            gradients = columns(weights, gradient, k)
+            sent = np.stack([rounded(each, compression) for each in (weights - public).T], axis=1) if k else weights
+            public, mixture = public + sent, mixture + sent @ mixing
+            weights = weights + gamma * (mixture - public) - learning_rate * gradients
+        return weights
+
+    return run
+
+
 def adpsgd(pattern: str) -> Oracle:
     """The same with gradients one mixing late, W <- (W - a G(Phi)) T_k with Phi <- W - a G(Phi): what ADPSGD does where
     all gradients take the same time, longer than a round, and one round passes for each."""
@@ -242,6 +259,7 @@ SYNCHRONOUS: dict[str, Oracle] = {
     "delay-by-one": delay_by_one,
     "server-hybrid": allreduce,
     "delayed": delayed(2),
+    "dpsgd-int4": choco("ring", "int4", 0.75),
 } | {f"dpsgd-{pattern}": dpsgd(pattern) for pattern in PATTERNS}
 SYNCHRONOUS |= {name: periodic(name) for name in PERIODIC}
 ASYNCHRONOUS = {f"adpsgd-{pattern}": adpsgd(pattern) for pattern in PATTERNS}

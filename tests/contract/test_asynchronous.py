@@ -17,7 +17,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions, adpsgd
-from starling.strategies.mixing import Compression, MixingOptions
+from starling.strategies.mixing import Encoder, MixingOptions
 from starling.topology import pairs_contraction, random_ring_contraction, ring_eigenvalues
 from starling.training.job import EpochReport, Job, StepReport
 from starling.training.stragglers import Pause, Stragglers
@@ -286,7 +286,7 @@ def test_bytes_are_those_of_the_weights_and_half_of_them_as_bfloat16() -> None:
 def test_what_rounding_takes_away_comes_back_later() -> None:
     """Error feedback: the mean of what was sent is what was meant, far below the resolution of bfloat16."""
     meant = torch.tensor([1.0 + 2**-11, 3.14159265])
-    compression = Compression(MixingOptions(compression="bfloat16"), meant, [slice(0, 2)])
+    compression = Encoder(MixingOptions(compression="bfloat16"), meant, [slice(0, 2)])
     sent = []
     for _ in range(4096):
         mine = meant.clone()

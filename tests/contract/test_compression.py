@@ -11,16 +11,19 @@ from torch import Tensor
 
 from starling.budget import Budget
 from starling.checkpoint.state import OWN_PREFIX, LearnerState
-from starling.encoding import BLOCK, Bfloat16, EncodedMean, Encoding, Integers, Largest
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.timing import simulate_timing
+from starling.errors import ConfigError
 from starling.strategies import STRATEGIES
 from starling.strategies.compression import Compression, TopK
+from starling.strategies.encoding import BLOCK, Bfloat16, Encoding, Integers, Largest, PartOfMean
+from starling.strategies.mixing import Encoder, MixingOptions
+from starling.topology import find_topology
 from starling.training.faults import NotFinite
 from starling.training.job import EpochReport, Job, Silence
 from tests.contract.cases import adamw, sgd
-from tests.contract.oracle import allreduce_of_encoded, gradient_of_regression, local, mean_of_encoded
+from tests.contract.oracle import allreduce_of_encoded, choco, gradient_of_regression, local, mean_of_encoded
 from tests.contract.problems import TinyRegression
 from tests.contract.test_contract import flat
 
@@ -76,7 +79,7 @@ def averaged(encoding: Encoding, vectors: list[Tensor], residuals: list[Tensor])
     """What each learner gets; `residuals` change."""
     world = len(vectors)
     parts = [
-        EncodedMean(encoding, *each, place, world) for place, each in enumerate(zip(vectors, residuals, strict=True))
+        PartOfMean(encoding, *each, place, world) for place, each in enumerate(zip(vectors, residuals, strict=True))
     ]
     sent = [part.messages() for part in parts]
     combined = [part.combine([row[place] for row in sent]) for place, part in enumerate(parts)]
@@ -220,3 +223,60 @@ def test_a_gradient_that_is_not_finite_leaves_the_residual_as_it_was() -> None:
     for state in VirtualEngine(mine, LEARNERS).run().states:
         assert bool(state.weights.isfinite().all())
         assert bool(state.strategy[OWN_PREFIX + "residual"].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "compression", "gamma"),
+    [("ring", "int8", 1.0), ("complete", "int4", 0.5), ("ring", {"top_k": 0.25}, 0.4)],
+)
+def test_weights_that_neighbours_average_follow_the_equation(pattern: str, compression: Any, gamma: float) -> None:
+    """CHOCO in matrix form, with public copies and a consensus rate."""
+    mine = job("dpsgd", pattern=pattern, compression=compression, consensus_rate=gamma)
+    start = flat(TinyRegression().make_model()).double().numpy()
+    chosen: Compression = mine.options.compression  # type: ignore[attr-defined]
+    expected = choco(pattern, chosen, gamma)(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
+    for rank, state in enumerate(VirtualEngine(mine, LEARNERS).run().states):
+        np.testing.assert_allclose(state.weights.numpy(), expected[:, rank], rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("compression", "gamma"), [("int8", 1.0), ("int4", 1.0), ({"top_k": 0.1}, 0.1)])
+def test_gossip_of_changes_agrees_on_the_mean_to_rounding(compression: Any, gamma: float) -> None:
+    """Without gradients, on a ring of eight, from weights far apart: no error of the encoding remains."""
+    options, world = MixingOptions(compression=compression, consensus_rate=gamma), 8
+    topology, piece = find_topology("ring", world, 0), slice(0, 200)
+    weights = [normal(200, rank) for rank in range(world)]
+    mean = torch.stack(weights).double().mean(dim=0)
+    encoders = [Encoder(options, each, [piece]) for each in weights]
+    for k in range(1000 if gamma < 1.0 else 100):
+        own = [each.clone() for each in weights]
+        sent = [encoder.encode(each, piece) for encoder, each in zip(encoders, own, strict=True)]
+        for rank in range(world):
+            theirs = [(weight, sent[peer]) for peer, weight in topology.sources(k, rank).items()]
+            weights[rank] = weights[rank] + encoders[rank].change(own[rank], theirs, piece)
+    for each in weights:
+        torch.testing.assert_close(each.double(), mean, rtol=0.0, atol=1e-4)
+
+
+def test_gossip_of_changes_sends_float32_once_and_then_encoded_bytes() -> None:
+    """On a ring to two neighbours, in a run as in a simulation of time alone."""
+    mine, watch, rounds = job("dpsgd", compression="int8"), Watch(), STEPS // LEARNERS
+    VirtualEngine(mine, LEARNERS, observer=watch).run()
+    expected = 2 * (4 * 29 + (rounds - 1) * Integers(8).num_bytes(29))
+    assert list(watch.by_rank.values()) == [expected] * LEARNERS
+    timing = simulate_timing(mine.strategy, mine.options, LEARNERS, Cluster(), 4 * 29, STEPS)
+    assert [each.averaging.bytes_sent for each in timing.learners] == [expected] * LEARNERS
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("adpsgd", {"compression": "int8"}, "neighbours change from round to round; choose pattern ring or complete"),
+        ("dpsgd", {"consensus_rate": 0.5}, "only for compression int8, int4 or top_k"),
+        ("hadpsgd", {"per_node": 1, "pattern": "pairs", "compression": "int4"}, "neighbours change"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    """With what to set instead."""
+    strategy = STRATEGIES[name]
+    with pytest.raises(ConfigError, match=message):
+        strategy.validate(strategy.options.model_validate(options), 4)

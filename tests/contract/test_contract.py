@@ -21,6 +21,8 @@ every_strategy = pytest.mark.parametrize("strategy", CHOICES)
 every_synchronous = pytest.mark.parametrize("strategy", SYNCHRONOUS)
 FOLLOWS_THE_MEAN = [name for name in PERIODIC if "local" not in name]
 """Choices with an outer optimizer: their model is not the mean of what learners found."""
+NO_CLOSED_FORM = [*FOLLOWS_THE_MEAN, "dpsgd-int4"]
+"""The mixing of what is encoded is no matrix."""
 every_engine = pytest.mark.parametrize("engine", ["on_virtual", "on_processes"])
 
 
@@ -219,7 +221,7 @@ def test_every_synchronous_choice_has_an_oracle() -> None:
     assert {name for name, choice in CHOICES.items() if choice.is_synchronous} == set(SYNCHRONOUS)
 
 
-@pytest.mark.parametrize("strategy", [name for name in SYNCHRONOUS if name not in FOLLOWS_THE_MEAN])
+@pytest.mark.parametrize("strategy", [name for name in SYNCHRONOUS if name not in NO_CLOSED_FORM])
 def test_the_stationary_variance_is_the_closed_form(strategy: str) -> None:
     """On h/2 |w|^2 with gradient noise of variance 1, the mean over the modes beside the consensus is
     a^2 / (1 - E[(lambda - a h)^2]) of each, where mixing matrices change from step to step; the mean's has lambda 1."""

@@ -4,7 +4,7 @@ from pydantic import Field
 
 from starling.learner import Learner
 from starling.strategies.base import Strategy, one_learner
-from starling.strategies.mixing import Compression, Mixing, MixingOptions, check_mixing, one_ahead
+from starling.strategies.mixing import Encoder, Mixing, MixingOptions, check_mixing, one_ahead
 from starling.topology import find_topology
 
 
@@ -61,7 +61,7 @@ async def adpsgd(me: Learner, options: AsynchronousOptions) -> None:
 
 async def _average(me: Learner, options: AsynchronousOptions) -> None:
     topology, pieces = find_topology(options.pattern, me.world, me.seed), options.pieces(me)
-    compression = Compression(options, me.weights, pieces)
+    compression = Encoder(options, me.weights, pieces)
     while (k := await me.round(options.period)) is not None:
         for piece, mixing in one_ahead((piece, Mixing(me, topology, k, piece, compression)) for piece in pieces):
             me.apply(await mixing.delta(), piece)

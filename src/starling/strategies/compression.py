@@ -13,7 +13,7 @@ from starling.learner import Handle, Learner
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from starling.encoding import EncodedMean, Encoding
+    from starling.strategies.encoding import Encoding, PartOfMean
 
 
 class TopK(Config):
@@ -24,7 +24,7 @@ class TopK(Config):
 
 
 Compression = Literal["none", "bfloat16", "int8", "int4"] | TopK
-"""How vectors are encoded for sending."""
+"""How vectors are encoded for sending; what an encoding takes away is added to the next message."""
 
 
 def is_compressed(options: Config) -> bool:
@@ -34,17 +34,31 @@ def is_compressed(options: Config) -> bool:
 
 def find_encoding(compression: Compression) -> Encoding | None:
     """The encoding that an option names; None: numbers travel as they are."""
-    from starling.encoding import Bfloat16, Integers, Largest
+    from starling.strategies.encoding import Bfloat16, Integers, Largest
 
     if isinstance(compression, TopK):
         return Largest(compression.top_k)
     return {"none": None, "bfloat16": Bfloat16(), "int8": Integers(8), "int4": Integers(4)}[compression]
 
 
+def encode(encoding: Encoding, vector: Tensor) -> Tensor:
+    """The bytes of a vector; in a simulation of time alone, their number."""
+    if vector.device.type != "meta":
+        return encoding.encode(vector)
+    import torch
+
+    return torch.empty(encoding.num_bytes(len(vector)), dtype=torch.uint8, device="meta")
+
+
+def decode(encoding: Encoding, encoded: Tensor, like: Tensor) -> Tensor:
+    """The vector that was encoded, of the size of `like`."""
+    return like if like.device.type == "meta" else encoding.decode(encoded, len(like))
+
+
 class Means:
     """The means of one strategy: as they are, or of vectors that travel encoded, with error feedback.
 
-    `EncodedMean` has the equation. The residual `[P]` is part of a learner's checkpoint. It changes when a mean is
+    `PartOfMean` has the equation. The residual `[P]` is part of a learner's checkpoint. It changes when a mean is
     awaited, so that a mean that was under way when a checkpoint was saved can begin again with the same bits. A mean
     that is not finite leaves it as it was, because its mini-batch is left out. A single learner encodes nothing.
     """
@@ -86,10 +100,10 @@ class _UnderWay:
     def __await__(self) -> Generator[Handle[Any], None, Tensor]:
         return self._finish().__await__()
 
-    def _begin(self, vector: Tensor) -> tuple[EncodedMean, Handle[Tensor]]:
-        from starling.encoding import EncodedMean
+    def _begin(self, vector: Tensor) -> tuple[PartOfMean, Handle[Tensor]]:
+        from starling.strategies.encoding import PartOfMean
 
-        part = EncodedMean(self._encoding, vector, self._residual, self._me.rank, self._me.world)
+        part = PartOfMean(self._encoding, vector, self._residual, self._me.rank, self._me.world)
         return part, self._me.encoded_mean(part)
 
     async def _finish(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from starling.learner import Learner
 from starling.strategies.base import Strategy
-from starling.strategies.mixing import Compression, Mixing, MixingOptions, check_mixing
+from starling.strategies.mixing import Encoder, Mixing, MixingOptions, check_mixing
 from starling.topology import find_topology
 
 
@@ -25,7 +25,7 @@ async def dpsgd(me: Learner, options: MixingOptions) -> None:
         Lian et al. 2017, "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056.
     """
     topology, pieces = find_topology(options.pattern, me.world, me.seed), options.pieces(me)
-    compression, k = Compression(options, me.weights, pieces), 0
+    compression, k = Encoder(options, me.weights, pieces), 0
     while me.claim():
         mixing = [Mixing(me, topology, k, piece, compression) for piece in pieces]
         gradient = await me.gradient(me.weights)

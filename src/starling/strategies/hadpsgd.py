@@ -8,7 +8,7 @@ from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.base import Strategy
-from starling.strategies.mixing import Compression, Mixing, one_ahead
+from starling.strategies.mixing import Encoder, Mixing, check_compression, one_ahead
 from starling.topology import Topology, find_topology
 
 
@@ -54,7 +54,7 @@ async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
 async def _average(me: Learner, options: HierarchicalOptions, node: range) -> None:
     between = find_topology(options.pattern, me.world // len(node), me.seed)
     topology, pieces = SideBySide(between, len(node)), options.pieces(me)
-    compression = Compression(options, me.weights, pieces)
+    compression = Encoder(options, me.weights, pieces)
     shares = [_share(piece, me.rank - node.start, len(node)) for piece in pieces]
     while (k := await me.round(options.period)) is not None:
         mixings = (Mixing(me, topology, k, each, compression) if each.stop > each.start else None for each in shares)
@@ -96,7 +96,7 @@ def _check(options: HierarchicalOptions, world: int) -> None:
         raise ConfigError(
             f"strategy.per_node: {world} learners cannot be divided into super-learners of {options.per_node}"
         )
-    find_topology(options.pattern, world // options.per_node, seed=0)
+    check_compression(options, find_topology(options.pattern, world // options.per_node, seed=0))
 
 
 def _whole_super_learners(options: HierarchicalOptions, world: int, lost: Collection[int]) -> Sequence[int]:

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from pydantic import Field, field_validator
 
 from starling.configuration import Config
+from starling.errors import ConfigError
 from starling.learner import Learner
+from starling.strategies.compression import Compression, decode, encode, find_encoding
 from starling.topology import Topology, check_pattern, find_topology
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from starling.strategies.encoding import Encoding
 
 T = TypeVar("T")
 _CACHED_NUMBERS = 1 << 17
@@ -25,8 +29,11 @@ class MixingOptions(Config):
 
     pattern: str = "ring"
     """Which learners average: a name in `topology.PATTERNS`, a pattern of an installed package, or `module:name`."""
-    compression: Literal["none", "bfloat16"] = "none"
-    """How weights are encoded for sending. bfloat16 halves the bytes; its rounding error is fed back."""
+    compression: Compression = "none"
+    """How weights are encoded for sending, or with int8, int4 and top_k what has changed in them; errors are fed
+    back."""
+    consensus_rate: float = Field(default=1.0, gt=0.0, le=1.0)
+    """gamma, the share of a round's change that is made under int8, int4 and top_k."""
     optimizer_state: Literal["local", "averaged"] = "local"
     """What happens to momentum and Adam's moments: each learner keeps its own, or they are averaged like weights."""
     piece_megabytes: float = Field(default=16.0, gt=0.0)
@@ -45,46 +52,101 @@ class MixingOptions(Config):
 
 
 def check_mixing(options: MixingOptions, world: int) -> None:
-    """Raise ConfigError if the pattern does not suit this number of learners."""
-    find_topology(options.pattern, world, seed=0)
+    """Raise ConfigError if the pattern does not suit this number of learners, or the compression the pattern."""
+    check_compression(options, find_topology(options.pattern, world, seed=0))
 
 
-class Compression:
-    """Encodes weights for sending: unchanged, or rounded to bfloat16 (half the bytes) with error feedback.
+def check_compression(options: MixingOptions, topology: Topology) -> None:
+    """Raise ConfigError unless the neighbours in a topology are always those that the compression needs."""
+    if options.compression in ("none", "bfloat16"):
+        if options.consensus_rate != 1.0:
+            raise ConfigError("strategy.consensus_rate: only for compression int8, int4 or top_k; leave it out")
+    elif topology.period != 1 and topology.world > 2:
+        raise ConfigError(
+            f"strategy.compression: learners would have to know what has changed in each other's weights, but under "
+            f"pattern {options.pattern} neighbours change from round to round; choose pattern ring or complete, or "
+            "compression bfloat16"
+        )
 
-    Equation, for each piece w of the weights and its accumulated error e, initially 0::
+
+class Encoder:
+    """Encodes weights for sending, with memory of what the encoding took away.
+
+    Equation of bfloat16, for each piece w of the weights and its accumulated error e, initially 0::
 
         send  q = round(w + e)
         e <- w + e - q
 
     Rounding errors do not accumulate: the sums of the sent and of the exact weights differ only by e.
 
+    Equation of int8, int4 and top_k (CHOCO), for learner l, with x its weights, y its public copy, which its neighbours
+    know, C the encoding, and gamma the consensus rate::
+
+        send  q_l = C(x_l - y_l)
+        y_l <- y_l + q_l,  s_l <- s_l + sum_j T_jl q_j
+        x_l <- x_l + gamma (s_l - y_l)
+
+    so that s_l is the mixture of the public copies, learner l's own included. In the first round of a membership q is
+    x, as float32: public copies begin equal to the weights.
+
     References:
         Seide et al. 2014, "1-bit stochastic gradient descent", Interspeech.
+        Koloskova et al. 2019, "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
+        Communication", arXiv 1902.00340 (CHOCO).
     """
 
     def __init__(self, options: MixingOptions, weights: Tensor, pieces: Sequence[slice]) -> None:
-        import torch
-
-        self._dtype = torch.bfloat16 if options.compression == "bfloat16" else None
-        self._errors = weights.new_zeros(pieces[-1].stop if self._dtype else 0)
+        size = pieces[-1].stop if pieces and options.compression != "none" else 0
+        self._rounds = options.compression == "bfloat16"
+        self._encoding = None if self._rounds else find_encoding(options.compression)
+        self._gamma = options.consensus_rate
+        self._errors = weights.new_zeros(size)  # of CHOCO: y
+        self._mixtures = weights.new_zeros(0 if self._rounds else size)  # s
+        self._begun: set[int] = set()
 
     def encode(self, mine: Tensor, piece: slice) -> Tensor:
         """Encode `mine`, and change it to what the receivers will decode."""
-        if self._dtype is None:
+        if self._rounds:
+            import torch
+
+            error = self._errors[piece]
+            error.add_(mine)  # w + e
+            sent = error.to(torch.bfloat16)
+            mine.copy_(sent)
+            error.sub_(mine)
+            return sent
+        return mine if self._encoding is None else self._encode_change(self._encoding, mine, piece)
+
+    def _encode_change(self, encoding: Encoding, mine: Tensor, piece: slice) -> Tensor:
+        public = self._errors[piece]
+        if piece.start not in self._begun:
+            self._begun.add(piece.start)
+            public.copy_(mine)
             return mine
-        error = self._errors[piece]
-        error.add_(mine)  # w + e
-        sent = error.to(self._dtype)
-        mine.copy_(sent)
-        error.sub_(mine)
+        mine.sub_(public)
+        sent = encode(encoding, mine)
+        mine.copy_(decode(encoding, sent, mine))
+        public.add_(mine)
         return sent
+
+    def change(self, own: Tensor, theirs: Sequence[tuple[float, Tensor]], piece: slice) -> Tensor:
+        """The change to my weights, from what I sent, decoded, and what others sent, each with its weight."""
+        if self._encoding is None:
+            return sum_of_differences(own, theirs)
+        mixture, sent = self._mixtures[piece], [(1.0 - sum(weight for weight, _ in theirs), own)]
+        for weight, vector in theirs:
+            is_whole = vector.dtype == own.dtype
+            sent.append((weight, vector if is_whole else decode(self._encoding, vector, own)))
+        for weight, vector in sent:
+            mixture.add_(vector, alpha=weight)
+        return (mixture - self._errors[piece]).mul_(self._gamma)
 
 
 class Mixing:
     """Averages one piece of my weights in round k: sends it to my targets and receives those of my sources."""
 
-    def __init__(self, me: Learner, topology: Topology, k: int, piece: slice, compression: Compression) -> None:
+    def __init__(self, me: Learner, topology: Topology, k: int, piece: slice, compression: Encoder) -> None:
+        self._compression, self._piece = compression, piece
         self._mine = me.snapshot(piece)
         sent = compression.encode(self._mine, piece)
         # post receives before sends, so that data flows in both directions at once
@@ -99,26 +161,31 @@ class Mixing:
         Adding this change conserves the mean of all learners even if a gradient step changed the weights meanwhile;
         writing the average itself would erase that step.
         """
-        import torch
-
         own = self._mine
         del self._mine  # free the copy as early as possible: a strategy may keep this object
         theirs = [(weight, await handle) for weight, handle in self._receiving]
         self._receiving.clear()
         for sending in self._sending:
             await sending
-        total = torch.empty_like(own) if theirs else torch.zeros_like(own)
-        parts = _parts(own)
-        change = torch.empty_like(total[parts[0]])
-        for part in parts:
-            mine, sum_of_part = own[part], total[part]
-            for place, (weight, vector) in enumerate(theirs):
-                their_part = vector[part].to(mine.dtype)
-                if place == 0:
-                    torch.sub(their_part, mine, out=sum_of_part).mul_(weight)
-                else:
-                    sum_of_part.add_(torch.sub(their_part, mine, out=change[: len(mine)]), alpha=weight)
-        return total
+        return self._compression.change(own, theirs, self._piece)
+
+
+def sum_of_differences(own: Tensor, theirs: Sequence[tuple[float, Tensor]]) -> Tensor:
+    """sum_j T_jl (theirs_j - own)."""
+    import torch
+
+    total = torch.empty_like(own) if theirs else torch.zeros_like(own)
+    parts = _parts(own)
+    change = torch.empty_like(total[parts[0]])
+    for part in parts:
+        mine, sum_of_part = own[part], total[part]
+        for place, (weight, vector) in enumerate(theirs):
+            their_part = vector[part].to(mine.dtype)
+            if place == 0:
+                torch.sub(their_part, mine, out=sum_of_part).mul_(weight)
+            else:
+                sum_of_part.add_(torch.sub(their_part, mine, out=change[: len(mine)]), alpha=weight)
+    return total
 
 
 def _parts(vector: Tensor) -> list[slice]:

@@ -48,7 +48,7 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
         Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for Transformers", arXiv 1906.03496
         (`summed`).
         Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", arXiv 1511.05950
-        (`scale_by_staleness`).
+        (`scale_by_staleness`). `staleness.py` has those of the corrections.
         The names `synchronous`, `hybrid` and `asynchronous` come from the parameter server of Deep Speech.
     """
     num_weights, shards = len(me.weights), options.shards

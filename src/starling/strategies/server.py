@@ -16,6 +16,7 @@ pulls the final weights::
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +25,7 @@ from pydantic import Field, model_validator
 from starling.configuration import Config
 from starling.learner import Handle, Learner
 from starling.strategies.server_rules import Asynchronous, Hybrid, Rule, Summed, Synchronous
+from starling.strategies.staleness import Staleness, correction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +55,8 @@ class ServerOptions(Config):
     """Compute the next gradient, at the old weights, while the new weights are on their way."""
     scale_by_staleness: bool = False
     """Divide the learning rate of a step by the mean staleness of its gradients, if that is above 1."""
+    staleness: Staleness = "none"
+    """How gradients are corrected that were taken at older weights: `none`, `gap-aware`, or `delay_compensation`."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> ServerOptions:
@@ -65,6 +69,8 @@ class ServerOptions(Config):
             raise ValueError(f"combine: under {self.update} each step has one gradient; leave it out")
         if self.staleness_bound is not None and not is_asynchronous:
             raise ValueError(f"staleness_bound: under {self.update} workers always wait for each other; leave it out")
+        if self.staleness != "none" and not is_asynchronous:
+            raise ValueError(f"staleness: under {self.update} no gradient is stale; leave it out")
         if self.overlap and not is_asynchronous:
             raise ValueError(f"overlap: under {self.update} a worker must wait for the new weights; leave it out")
         if self.overlap and self.staleness_bound == 0:
@@ -139,6 +145,7 @@ class Server:
         workers = options.workers(me.world)
         self._me, self._options = me, options
         self._rule = options.rule(len(workers))
+        self._correction = correction(options.staleness)
         self._shard = me.keep(piece)
         self._announced: dict[int, Report] = {}  # by worker; the gradient is on its way
         self._waiting: list[Push] = []
@@ -207,8 +214,16 @@ class Server:
         staleness = self._shard.num_steps - sum(read_at) / len(read_at)
         scale = 1.0 / max(1.0, staleness) if self._options.scale_by_staleness else 1.0
         newest = max((push.report for push in pushes), key=lambda report: report.age)
-        gradient = self._rule.combine([push.gradient for push in pushes])
+        gradient = self._rule.combine(await self._corrected(pushes))
         await self._shard.step(gradient, newest.step_metadata, read_at, scale)
+
+    async def _corrected(self, pushes: Sequence[Push]) -> list[Tensor]:
+        """The gradients, corrected for their staleness if the options say so."""
+        if self._correction is None:
+            return [push.gradient for push in pushes]
+        now, correct = await self._shard.read(), self._correction.correct
+        self._correction.before_step(now)
+        return [correct(push.worker, push.report.age, push.gradient, now) for push in pushes]
 
     def _grants(self, worker: int) -> bool:
         """Whether a worker that has requested the weights gets them now.
@@ -230,4 +245,6 @@ class Server:
 
         age = torch.tensor([self._shard.num_steps], dtype=torch.float64)
         weights = await self._shard.read()
+        if self._correction is not None:
+            self._correction.gave(worker, float(age), weights)
         return [self._me.send(worker, age, AGE), self._me.send(worker, weights, WEIGHTS)]

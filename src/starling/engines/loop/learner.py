@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from starling.checkpoint.state import OWN_PREFIX
 from starling.configuration import Config
-from starling.encoding import EncodedMean
 from starling.engines.loop.announcements import AnnouncementListener
 from starling.engines.loop.progress import Consensus, LoopPlan, Progress
 from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
@@ -37,7 +36,7 @@ from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import Worker
 from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingError
-from starling.learner import Handle, Learner, LoopEnded, Shard
+from starling.learner import EncodedMean, Handle, Learner, LoopEnded, Shard
 from starling.strategies import Strategy
 from starling.training.checks import check_group
 from starling.training.shards import Shards

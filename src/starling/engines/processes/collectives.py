@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from starling.averaging import rank_ordered_mean
-from starling.encoding import EncodedMean
 from starling.engines.processes.backend import communicating
 from starling.engines.processes.threads import Worker
+from starling.learner import EncodedMean
 
 
 class OrderedMean:

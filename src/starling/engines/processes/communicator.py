@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from starling.encoding import EncodedMean
 from starling.engines.processes import nccl
 from starling.engines.processes.backend import ConnectionFailed, ReducingModel, communicating, local_group, wait_for
 from starling.engines.processes.collectives import OrderedMean
@@ -29,7 +28,7 @@ from starling.engines.processes.staging import Staging
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
 from starling.engines.processes.threads import FirstOf, Release, Worker
 from starling.errors import PeerLost, ProtocolError
-from starling.learner import Handle
+from starling.learner import EncodedMean, Handle
 from starling.strategies import SyncGroups
 from starling.training.checks import check_group, check_mean, check_peer, given_away
 from starling.training.job import Statistics

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from starling.checkpoint.state import OWN_PREFIX, LearnerState
-from starling.encoding import EncodedMean
 from starling.engines.processes.backend import ReducingModel
 from starling.engines.processes.batches import ProcessBatches
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
@@ -29,7 +28,7 @@ from starling.engines.processes.island import GATHERING, IslandGroup, ShardedMod
 from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import Waits
 from starling.errors import ConfigError, ProtocolError
-from starling.learner import Handle, Learner, Shard
+from starling.learner import EncodedMean, Handle, Learner, Shard
 from starling.training.checks import changed_beneath, check_elementwise
 from starling.training.course import Course
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process

@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from starling.averaging import rank_ordered_mean
-from starling.encoding import EncodedMean
 from starling.engines.processes.backend import ConnectionFailed
 from starling.engines.processes.handshake import await_keys, do_nothing
 from starling.engines.processes.rounds import Board
 from starling.engines.processes.stalls import Waits
+from starling.learner import EncodedMean
 
 NUM_SLOTS = 16
 """Messages that a learner may have under way at once; the backend sends further ones."""

@@ -10,14 +10,13 @@ import simpy
 from torch import Tensor
 
 from starling.checkpoint.state import OWN_PREFIX, LearnerState
-from starling.encoding import EncodedMean
 from starling.engines.virtual.batches import MembershipBatches, VirtualBatches
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.computation import Computation
 from starling.engines.virtual.faults import VirtualFaults
 from starling.engines.virtual.lives import VirtualLife
 from starling.engines.virtual.network import Network, VirtualGradient, VirtualHandle, VirtualRounds, first_of
-from starling.learner import Handle, Learner, Shard
+from starling.learner import EncodedMean, Handle, Learner, Shard
 from starling.training.checks import changed_beneath, check_group, check_mean, check_peer, check_received, given_away
 from starling.training.course import Course
 from starling.training.faults import Fault, Kill, Pause

@@ -11,11 +11,10 @@ from weakref import WeakValueDictionary, ref
 import simpy
 from torch import Tensor
 
-from starling.encoding import EncodedMean
 from starling.engines.virtual.cluster import Cluster, JitterOf
 from starling.engines.virtual.links import Links
 from starling.errors import ProtocolError
-from starling.learner import Handle
+from starling.learner import EncodedMean, Handle
 
 T = TypeVar("T")
 Record = Callable[[int, str, bytes], None]

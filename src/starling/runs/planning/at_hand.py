@@ -13,7 +13,7 @@ import torch
 
 from starling.learner import Learner
 from starling.strategies.hadpsgd import SideBySide
-from starling.strategies.mixing import Compression, Mixing, MixingOptions
+from starling.strategies.mixing import Encoder, Mixing, MixingOptions
 from starling.topology import Topology, find_topology
 
 Seconds = float
@@ -267,7 +267,7 @@ async def _synchronous_step(me: Learner, found: AtHand) -> None:
 
 async def _exchange(me: Learner, topology: Topology, tags: Iterator[int], size: int) -> None:
     piece = slice(0, size)
-    compression = Compression(MixingOptions(), me.weights, [])
+    compression = Encoder(MixingOptions(), me.weights, [])
     me.apply(await Mixing(me, topology, next(tags), piece, compression).delta(), piece)
 
 

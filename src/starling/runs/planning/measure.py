@@ -19,7 +19,7 @@ from starling.configuration import Config
 from starling.learner import Learner
 from starling.runs.recipe.run import StrategyChoice
 from starling.strategies import Strategy
-from starling.strategies.mixing import Compression, Mixing, MixingOptions
+from starling.strategies.mixing import Encoder, Mixing, MixingOptions
 from starling.topology import find_topology
 
 Seconds = float
@@ -110,7 +110,7 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
 
 async def _measure_exchanges(me: Learner, repeats: int, figures: Figures) -> None:
     topology, tag = find_topology("ring", 2, me.seed), 0
-    compression = Compression(MixingOptions(), me.weights, [])
+    compression = Encoder(MixingOptions(), me.weights, [])
     for size in _sizes(me):
         piece, found = slice(0, size), []
         for _ in range(WARM_UP + repeats):

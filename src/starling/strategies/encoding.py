@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from starling.averaging import rank_ordered_mean
+from starling.learner import EncodedMean
 
 BLOCK = 256
 """The numbers that share a scale."""
@@ -101,7 +101,7 @@ class Largest(Encoding):
 
     def decode(self, encoded: Tensor, size: int) -> Tensor:
         half = 4 * self._count(size)
-        vector = torch.zeros(size)
+        vector = torch.zeros(size, device=encoded.device)
         vector[encoded[half:].clone().view(torch.int32).long()] = encoded[:half].clone().view(torch.float32)
         return vector
 
@@ -113,7 +113,7 @@ def _blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-class EncodedMean:
+class PartOfMean(EncodedMean):
     """One learner's part in the mean of its sync group's vectors, of which all travel encoded.
 
     Equation, for L learners, each of which owns one of L equal chunks of the vectors; with v_l learner l's vector, e_l
@@ -138,9 +138,7 @@ class EncodedMean:
         self._encoding, self._place, self._num = encoding, place, num_learners
         self._chunk = -(-self.size // num_learners)
         self.message_bytes = encoding.num_bytes(self._chunk)
-        """The bytes of one encoded chunk."""
         self.has_numbers = vector.device.type != "meta"
-        """False in a simulation of time alone."""
         if self.has_numbers:
             self._own, self._errors = self._padded(vector), self._padded(residual)
 
@@ -162,12 +160,11 @@ class EncodedMean:
         """Encode the mean of this learner's chunk, from what each learner sent it; this learner's own place is not
         read."""
         own = self._own[self._at(self._place)]
-        decoded = (
-            own if place == self._place else self._encoding.decode(each, self._chunk)
-            for place, each in enumerate(received)
-        )
+        total = torch.zeros_like(own)
+        for place, each in enumerate(received):
+            total.add_(own if place == self._place else self._encoding.decode(each, self._chunk))
         errors = self._errors[self._at(self._place)]
-        errors.add_(rank_ordered_mean(decoded))
+        errors.add_(total.div_(len(received)))
         encoded = self._encoding.encode(errors)
         errors.sub_(self._encoding.decode(encoded, self._chunk))
         return encoded

@@ -1,0 +1,132 @@
+"""What a server makes of a gradient that was taken at older weights, each rule with its equation.
+
+In the equations w is the server's piece of the weights, Phi the weights at which a worker took its gradient g, and g'
+what takes g's place in the step. With no staleness, w is Phi, and g' is g to the bit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from starling.configuration import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EPSILON = 1e-7
+"""Added to mean squares."""
+
+
+class DelayCompensation(Config):
+    """Correct gradients to first order for how far the weights have moved (DC-ASGD)."""
+
+    delay_compensation: float = Field(gt=0.0)
+    """lambda. The paper has 0.04, and 2 with `mean_square`."""
+    mean_square: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """rho: divide lambda by the root of the running mean square of each weight's gradient; null: do not."""
+
+
+Staleness = Literal["none", "gap-aware"] | DelayCompensation
+"""What is made of stale gradients."""
+
+
+class Correction(ABC):
+    """Corrects gradients; it remembers the weights that each worker may be computing at."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, list[tuple[float, Tensor]]] = {}
+
+    def gave(self, worker: int, age: float, weights: Tensor) -> None:
+        """A worker is sent these weights `[n]`, which must not change."""
+        self._given.setdefault(worker, []).append((age, weights))
+
+    def correct(self, worker: int, age: float, gradient: Tensor, now: Tensor) -> Tensor:
+        """The corrected gradient of a worker, which took it at weights of that age."""
+        given = [each for each in self._given[worker] if each[0] >= age]
+        self._given[worker] = given
+        return self.corrected(gradient, now - given[0][1])
+
+    @abstractmethod
+    def corrected(self, gradient: Tensor, moved: Tensor) -> Tensor:
+        """g', from g and w - Phi, both `[n]`."""
+
+    def before_step(self, now: Tensor) -> None:  # noqa: B027 - most rules ignore it
+        """A step follows at the weights `now`."""
+
+
+class Compensation(Correction):
+    """Equation, with lambda constant or, with rho, of each weight::
+
+        g' = g + lambda g g (w - Phi)
+        m <- rho m + (1 - rho) g g,  lambda <- lambda_0 / sqrt(m + epsilon)
+
+    g g approximates the diagonal of the loss's second derivative. A weight without a gradient stays without one.
+
+    References:
+        Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", arXiv 1609.08326.
+    """
+
+    def __init__(self, options: DelayCompensation) -> None:
+        super().__init__()
+        self._options = options
+        self._mean_square: Tensor | None = None
+
+    def corrected(self, gradient: Tensor, moved: Tensor) -> Tensor:
+        factor = self._options.delay_compensation
+        change = gradient * gradient * moved * factor
+        if (rho := self._options.mean_square) is not None:
+            before = gradient * 0.0 if self._mean_square is None else self._mean_square
+            self._mean_square = before * rho + gradient * gradient * (1.0 - rho)
+            change = change / (self._mean_square + EPSILON) ** 0.5
+        return _changed(gradient, change)
+
+
+class GapAware(Correction):
+    """Equation, with C the mean length of the server's steps so far::
+
+        g' = g / (1 + |w - Phi| / C)
+
+    The gap |w - Phi| / C is about the staleness if all steps have one direction, and smaller if they turn. The paper
+    derives C from the optimizer's momentum, and has a variant for each weight.
+
+    References:
+        Barkai, Hakimi & Schuster 2019, "Gap Aware Mitigation of Gradient Staleness", arXiv 1909.10802.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: Tensor | None = None
+        self._num_steps, self._length = 0, 0.0
+
+    def before_step(self, now: Tensor) -> None:
+        if self._before is not None and _has_numbers(now):
+            self._num_steps += 1
+            self._length += float((now - self._before).norm())
+        self._before = now
+
+    def corrected(self, gradient: Tensor, moved: Tensor) -> Tensor:
+        if not _has_numbers(moved):
+            return gradient
+        distance = float(moved.norm())
+        if distance == 0.0 or self._length == 0.0:
+            return gradient
+        return gradient / (1.0 + distance * self._num_steps / self._length)
+
+
+def correction(staleness: Staleness) -> Correction | None:
+    """A new correction; None: gradients are used as they are."""
+    if isinstance(staleness, DelayCompensation):
+        return Compensation(staleness)
+    return GapAware() if staleness == "gap-aware" else None
+
+
+def _changed(gradient: Tensor, change: Tensor) -> Tensor:
+    """gradient + change; a gradient of -0.0, which marks that there is none, stays."""
+    return gradient + change if not _has_numbers(gradient) else (gradient + change).where(gradient != 0.0, gradient)
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta"
