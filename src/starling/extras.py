@@ -17,6 +17,7 @@ EXTRAS = {
     "cloud": (*SPEECH, "s3fs"),
     "decoding": ("flashlight", "num2words"),
     "report": ("jinja2", "plotly"),
+    "ray": ("ray",),
 }
 """The modules that each extra in pyproject.toml installs."""
 
