@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 import starling
+from benchmarks.ray_cluster import RayCluster, ray_cluster
 from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, MissingExtraError, StarlingError
 from starling.launch.messages import Status, decode_status
 from starling.runs.experiment.seen import read_seen
-from tests.launch.ray_cluster import RayCluster, ray_cluster
 from tests.launch.ray_job import BATCHES, EPOCHS, make_job
 
 PATIENCE = 150.0

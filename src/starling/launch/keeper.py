@@ -7,9 +7,6 @@ lost launcher or a lost actor thus ends the learner, as a lost launcher does on 
 """
 
 import fcntl
-import hmac
-import json
-import secrets
 import selectors
 import shutil
 import signal
@@ -22,11 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from starling.errors import ProtocolError
+from starling.launch.door import knock
 from starling.launch.link import OWN_DEVICE
 from starling.launch.process import LocalProcess, Program, end_loaders, loopback_interface, scratch_folder, start
-from starling.timeouts import DOOR, READ, TERMINATION, UNREACHABLE
+from starling.timeouts import READ, TERMINATION
 
-_LONGEST_HELLO = 1024
 _ADDRESS_OF = 0x8915
 """Linux's SIOCGIFADDR."""
 
@@ -79,7 +76,7 @@ class Keeper:
                 "share, under the same paths; set exp to such a folder, and start there"
             )
         try:
-            line = knock(errand, token, node)
+            line = knock(errand.address, errand.door, token, errand.name, node)
         except OSError as error:
             return 7, (
                 f"node {node} cannot reach the launcher at {errand.address}:{errand.door} ({error}): the nodes of the "
@@ -174,58 +171,6 @@ def _end_without_launcher(process: LocalProcess) -> None:
     process.signal(signal.SIGCONT)
     if not process.wait(TERMINATION):
         process.kill()
-
-
-def knock(errand: Errand, token: str, node: str) -> socket.socket:
-    """Connect to the launcher: each side proves to the other that it knows the run's token, which is never sent."""
-    line = socket.create_connection((errand.address, errand.door), timeout=DOOR)
-    try:
-        challenge, own = read_line(line), secrets.token_hex(16)
-        hello = {"name": errand.name, "node": node, "challenge": own}
-        hello["proof"] = proof(token, "keeper", challenge, errand.name, node, own)
-        line.sendall(json.dumps(hello).encode() + b"\n")
-        if not hmac.compare_digest(read_line(line), proof(token, "launcher", challenge, errand.name, own)):
-            raise ConnectionRefusedError("what listens there is not the launcher of this run")
-        line.settimeout(None)
-        notice_lost_machine(line)
-    except BaseException:
-        line.close()
-        raise
-    return line
-
-
-def proof(token: str, *said: str) -> str:
-    """Shows that whoever computed it knows the token."""
-    return hmac.new(token.encode(), json.dumps(said).encode(), "sha256").hexdigest()
-
-
-def read_line(line: socket.socket) -> str:
-    """A short line, read byte by byte, so that nothing after it is taken."""
-    content = bytearray()
-    while not content.endswith(b"\n"):
-        if not (byte := line.recv(1)):
-            raise ConnectionRefusedError("the other side closed the connection")
-        content += byte
-        if len(content) > _LONGEST_HELLO:
-            raise ConnectionRefusedError("the other side does not speak this protocol")
-    try:
-        return content[:-1].decode()
-    except UnicodeDecodeError:
-        raise ConnectionRefusedError("the other side does not speak this protocol") from None
-
-
-def notice_lost_machine(line: socket.socket) -> None:
-    """Let waits on a connection fail `UNREACHABLE` seconds after the other machine has stopped answering.
-
-    The kernel of a machine answers even while its processes are stopped or busy.
-    """
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    seconds = int(UNREACHABLE)
-    options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": seconds - 1, "TCP_USER_TIMEOUT": 1000 * seconds}
-    for option, value in options.items():
-        if hasattr(socket, option):  # not on every system
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def interface_of(address: str) -> str:

@@ -4,8 +4,6 @@ Ray places the actors, gives them CPUs and GPUs, and says when one is lost. Ever
 launcher runs the store and receives the learners' messages, over one TCP connection for each learner.
 """
 
-import hmac
-import json
 import os
 import secrets
 import signal
@@ -22,11 +20,12 @@ from typing import Any
 
 from starling.errors import ConfigError, StarlingError
 from starling.extras import require
-from starling.launch.keeper import Errand, Keeper, notice_lost_machine, proof, read_line
+from starling.launch.door import Door
+from starling.launch.keeper import Errand, Keeper
 from starling.launch.launcher import loopback_store
 from starling.launch.messages import LauncherMessage
 from starling.launch.process import LearnerProcess, Program, Site
-from starling.timeouts import DOOR, LOADERS, NODE_SILENT, READ, ROOM, TERMINATION
+from starling.timeouts import DOOR, LOADERS, NODE_SILENT, ROOM
 
 Seconds = float
 TOKEN_FILE = "run-token"
@@ -201,11 +200,9 @@ class _Site:
         listener: socket.socket,
     ) -> None:
         self._machines, self._ray, self._program, self._address = machines, ray, program, address
-        self._listener = listener
         self._processes: dict[str, _Process] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._said: dict[str, int] = {}
-        self._is_closed = False
         resources = machines.resources
         self._errand = Errand(
             program=replace(program, token="", log_folder=program.log_folder.resolve()),
@@ -229,8 +226,7 @@ class _Site:
             "max_concurrency": 4,
             "max_restarts": 0,
         }
-        self._thread = threading.Thread(target=self._open_door, name="starling-door", daemon=True)
-        self._thread.start()
+        self._door = Door(listener, program.token, self._admit, self._look_after_waiting)
 
     def start(self, learner_id: int, joins: bool) -> LearnerProcess:
         errand = replace(self._errand, learner_id=learner_id, joins=joins, name=secrets.token_hex(8))
@@ -249,7 +245,7 @@ class _Site:
 
     def close(self) -> None:
         """Wait until the keepers have cleared up, and give everything back to the cluster."""
-        self._is_closed = True
+        self._door.close()
         clearing = [each.clearing for each in self._processes.values() if each.clearing is not None]
         if clearing:
             self._ray.wait(clearing, num_returns=len(clearing), timeout=LOADERS + DOOR)
@@ -257,7 +253,6 @@ class _Site:
             process.remove_actor()
         for group in self._groups.values():
             self._ray.util.remove_placement_group(group)
-        self._thread.join(TERMINATION)
 
     def _place(self, learner_id: int) -> Any:
         """Ray's scheduling strategy for a learner."""
@@ -275,36 +270,8 @@ class _Site:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         return strategy(self._groups[ids], placement_group_bundle_index=learner_id - first)
 
-    def _open_door(self) -> None:
-        """Accept the keepers' connections, each in a thread of its own, so that a stranger delays none of them."""
-        while not self._is_closed:
-            self._look_after_waiting()
-            try:
-                line, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return
-            threading.Thread(target=self._admit, args=[line], daemon=True).start()
-
-    def _admit(self, line: socket.socket) -> None:
-        """Connect a learner whose keeper proves that it knows the run's token; anything else is turned away."""
-        try:
-            line.settimeout(DOOR)
-            challenge = secrets.token_hex(16)
-            line.sendall(challenge.encode() + b"\n")
-            hello = {key: str(value) for key, value in dict(json.loads(read_line(line))).items()}
-            token, name, node, theirs = self._program.token, hello["name"], hello["node"], hello["challenge"]
-            if not hmac.compare_digest(hello["proof"], proof(token, "keeper", challenge, name, node, theirs)):
-                raise ConnectionRefusedError
-            process = self._processes[name]
-            line.sendall(proof(token, "launcher", challenge, name, theirs).encode() + b"\n")
-            line.settimeout(None)
-            notice_lost_machine(line)
-        except (OSError, ValueError, KeyError, TypeError):
-            line.close()
-            return
-        process.connect(line, node)
+    def _admit(self, name: str, node: str, line: socket.socket) -> None:
+        self._processes[name].connect(line, node)
 
     def _look_after_waiting(self) -> None:
         """Let new actors start the learners whose actors were lost before they could, and say which wait for room."""
@@ -435,5 +402,4 @@ def _secret(path: Path, content: str) -> Generator[None, None, None]:
 @contextmanager
 def _listening(address: str) -> Generator[socket.socket, None, None]:
     with socket.create_server((address, 0), backlog=128) as listener:
-        listener.settimeout(READ * 10)
         yield listener

@@ -30,13 +30,11 @@ NOTICES_LOST_NODES_SOON = {
 class RayCluster:
     """Raylets that are started and killed one by one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
         self._cluster = Cluster()
         self._has_head = False
-        self._folder = folder
-        self._node_ids: dict[str, Any] = {}
 
     @property
     def address(self) -> str:
@@ -53,6 +51,8 @@ class RayCluster:
             num_cpus=num_cpus,
             resources=resources or None,
             include_dashboard=False,
+            include_log_monitor=False,
+            no_monitor=True,
             object_store_memory=OBJECT_STORE_BYTES,
         )
 
@@ -79,7 +79,7 @@ def ray_processes() -> dict[int, str]:
 def ray_cluster() -> Iterator[RayCluster]:
     """A cluster without nodes. At the end, none of its processes may be left, and its files are removed."""
     before, sessions = set(ray_processes()), set(_sessions())
-    cluster = RayCluster(Path())
+    cluster = RayCluster()
     try:
         yield cluster
     finally:
