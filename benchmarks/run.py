@@ -24,6 +24,7 @@ from benchmarks import (
     checkpointing,
     fairness,
     loading,
+    on_ray,
     one_learner,
     preparing,
     scale,
@@ -61,6 +62,7 @@ BENCHMARKS: dict[str, Measure] = {
     "waiting": lambda folder, device: waiting.measure(folder),
     "calibration": lambda folder, device: calibration.measure(folder),
     "auto": lambda folder, device: auto.measure(folder),
+    "on_ray": lambda folder, device: on_ray.measure(folder),
 }
 """By the name that `--only` knows them by."""
 ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster", "surviving", "checkpointing"}

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.runs import Outcome, Run, Seconds, read_weights, relative_distance, weights_file
 from starling.launch.launcher import launch
 from starling.launch.link import VARIABLE
+from starling.launch.process import Machines
 
 Outcomes = list[list[Outcome]]
 """By round, then by rank."""
@@ -27,10 +28,10 @@ def learner_command(runs: Sequence[Run], folder: Path) -> list[str]:
     return [sys.executable, "-m", "benchmarks.learner", json.dumps([asdict(run) for run in runs]), str(folder)]
 
 
-def launched(runs: Sequence[Run], folder: Path) -> Outcomes:
+def launched(runs: Sequence[Run], folder: Path, machines: Machines | None = None) -> Outcomes:
     """Make `runs` one after the other with the same processes, started by Starling's launcher."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        launch(learner_command(runs, Path(own)), max(run.world for run in runs), Path(own))
+        launch(learner_command(runs, Path(own)), max(run.world for run in runs), Path(own), machines=machines)
         return read_outcomes(runs, Path(own))
 
 

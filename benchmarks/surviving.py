@@ -61,17 +61,17 @@ def _pauses(folder: Path, strategy: str, number: int) -> list[float]:
 
     command = [sys.executable, "-m", "benchmarks.surviving", str(folder), strategy]
     launch(command, WORLD, folder / f"log-{strategy}-{number}", on_message, lambda loss: None)
-    return [_pause(own, killed[0]) for rank, own in moments.items() if rank != VICTIM]
+    return [pause_of(own, killed[0]) for rank, own in moments.items() if rank != VICTIM]
 
 
-def _pause(moments: list[float], killed: float) -> float:
+def pause_of(moments: list[float], killed: float) -> float:
     """The longest time between two gradients from the kill on, less the median of the times before it."""
     usual = [after - before for before, after in pairwise(moments) if after < killed]
     later = [after - before for before, after in pairwise(moments) if after >= killed]
     return max(0.0, max(later) - median(usual))
 
 
-class _Moments:
+class Moments:
     """Tells the launcher when each gradient was made."""
 
     def __init__(self, link: Link) -> None:
@@ -91,7 +91,7 @@ def _learn(folder: Path, strategy: str, link: Link) -> None:
     link.send(Activity(values={"pid": os.getpid()}))
     job = job_for(folder, WORLD, STEPS, strategy)
     device = choose_device("auto", place)
-    run_learner(job, place, device, "bench", _Moments(link), membership=find_membership(place, link))
+    run_learner(job, place, device, "bench", Moments(link), membership=find_membership(place, link))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,12 @@ PICKLES_AMONG_OWN_PROCESSES = {
 """Modules that start processes of their own, with which Python talks in pickles through inherited pipes."""
 PICKLES_ITSELF = {"starling/runs/packing.py": "a job, for the learners of `starling.train`; see decision 0033"}
 """The one module that may call `pickle`: a launcher writes a file that only its own learners read."""
-PICKLES_OVER_THE_NETWORK = {"starling/speech/preparing/dask.py": "`executor=dask`, see SECURITY.md"}
-"""The one exception: Dask sends pickles by itself."""
+PICKLES_OVER_THE_NETWORK = {
+    "starling/speech/preparing/dask.py": "`executor=dask`, see SECURITY.md",
+    "starling/launch/on_ray.py": "`launch: ray`, see SECURITY.md",
+    "starling/launch/keeper.py": "the actor that it starts on a node",
+}
+"""The exceptions: cluster engines send pickles over connections of their own."""
 
 
 def dotted(node: ast.expr) -> str:
@@ -169,7 +173,7 @@ def _pickling_imports(file: Path) -> set[str]:
     return found
 
 
-def test_only_dask_sends_pickles_over_the_network() -> None:
+def test_only_cluster_engines_send_pickles_over_the_network() -> None:
     """And only to a loading, preparing or comparing process of its own does Starling let Python pickle at all."""
     found = {file.relative_to(ROOT / "src").as_posix(): _pickling_imports(file) for file in SOURCES}
     assert {name for name, kinds in found.items() if "network" in kinds} == PICKLES_OVER_THE_NETWORK.keys()

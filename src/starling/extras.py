@@ -21,6 +21,7 @@ EXTRAS = {
     "lightning": ("lightning",),
     "huggingface": ("accelerate", "transformers"),
     "export": (*SPEECH, "onnx", "onnxruntime", "onnxscript"),
+    "ray": ("ray",),
 }
 """The modules that each extra in pyproject.toml installs."""
 

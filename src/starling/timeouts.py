@@ -54,6 +54,17 @@ CAUSE: Seconds = 5.0
 process died, and up to 9 s if a machine did: until then, the error is a lost peer, and `REGROUP` applies."""
 REGROUP: Seconds = 20.0
 """How long a learner that lost a peer waits for the next membership before the loss is its error."""
+# A cluster
+
+DOOR: Seconds = 5.0
+"""How long a connection between a launcher and a node may take to prove that it belongs to the run."""
+UNREACHABLE: Seconds = 6.0
+"""After so long without any answer of a machine's kernel, it counts as lost. Routes and switches recover within
+seconds, and both sides of a partition must have noticed within 10 s."""
+NODE_SILENT: Seconds = 1.0
+"""How long the launcher waits for Ray to say how a learner ended whose connection has closed."""
+ROOM: Seconds = 10.0
+"""The run says which learners wait for room in the cluster after so long, and again after ten times as long."""
 
 # Requests of other commands
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.engines.processes import run_token
 from starling.launch.joiners import Changes, Joiners
-from starling.launch.process import LearnerProcess, Machines, Program, Site, end, loopback_interface, start
+from starling.launch.process import (
+    LearnerProcess,
+    Machines,
+    Program,
+    Site,
+    end,
+    loopback_interface,
+    scratch_folder,
+    start,
+)
 from starling.launch.roster import LearnerRecord, Roster
 from starling.launch.watch import Loss, OnMessage, Watch
 
@@ -106,8 +114,12 @@ class ThisMachine:
     @contextmanager
     def open(self, program: Program) -> "Generator[Site, None, None]":
         """A store and a scratch folder for one run."""
-        with loopback_store() as port, _scratch() as scratch:
-            yield _Here(program, port, scratch)
+        with loopback_store() as port:
+            scratch = scratch_folder()
+            try:
+                yield _Here(program, port, scratch)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -128,15 +140,6 @@ class _Here:
 
     def abandon(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-@contextmanager
-def _scratch() -> Generator[Path, None, None]:
-    """A folder for the learners' temporary files, because loading processes that are killed do not remove theirs."""
-    usual = tempfile.gettempdir()
-    parent = usual if len(usual) <= 50 else "/tmp"  # loading hangs when the path of a socket exceeds 107 characters
-    with tempfile.TemporaryDirectory(prefix="starling-", dir=parent, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
 
 
 @contextmanager

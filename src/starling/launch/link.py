@@ -26,6 +26,8 @@ WATCHED = "STARLING_WATCHED"
 """Environment variable: 1 if the launcher announces memberships after losses."""
 JOINS = "STARLING_JOINS"
 """Environment variable: 1 if the learner joins a running experiment."""
+OWN_DEVICE = "STARLING_OWN_DEVICE"
+"""Environment variable: 1 if the learner sees one CUDA device, which no other learner uses."""
 ORPHANED = 3
 """The exit code of a learner whose launcher died."""
 

@@ -360,6 +360,8 @@ class LearnerStatus(_Message):
     """The time since its last message; None before the first."""
     log: str
     """The path of its log, relative to the experiment's folder."""
+    node: str = ""
+    """The cluster's node on which it runs; empty on the launcher's machine, and before it has one."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ process on this machine; `starling.launch.on_ray` has the processes on a Ray clu
 import os
 import signal
 import socket
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -205,6 +206,13 @@ def start(
             cwd=folder,
         )
     return LocalProcess(log, ours, popen=popen)
+
+
+def scratch_folder() -> Path:
+    """A new folder for learners' temporary files, because loading processes that are killed do not remove theirs."""
+    usual = tempfile.gettempdir()
+    parent = usual if len(usual) <= 50 else "/tmp"  # loading hangs when the path of a socket exceeds 107 characters
+    return Path(tempfile.mkdtemp(prefix="starling-", dir=parent))
 
 
 def end(processes: Sequence[LearnerProcess]) -> None:

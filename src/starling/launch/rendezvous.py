@@ -9,7 +9,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, ProtocolError
-from starling.launch.link import JOINS, WATCHED, Link
+from starling.launch.link import JOINS, OWN_DEVICE, WATCHED, Link
 from starling.launch.messages import Arrived, Entered, LauncherMessage, NewMembership, Ready
 from starling.launch.process import loopback_interface
 from starling.timeouts import CONNECT
@@ -76,7 +76,8 @@ def find_place(timeout_seconds: float = CONNECT) -> Place:
             f"learner {rank} cannot reach the store at {address}:{port}: {str(error).splitlines()[0]}; "
             "is the process that owns it alive, and is the port free?"
         ) from error
-    return Place(rank, world, local_rank, local_world, store)
+    owns_device = os.environ.get(OWN_DEVICE) == "1"
+    return Place(rank, world, local_rank, local_world, store, owns_device)
 
 
 def ranks_of_environment(may_join: bool) -> tuple[int, int, int, int]:

@@ -113,6 +113,9 @@ class Watch:
         ]
         while exited and self._read(selector, 0.0):  # their last messages
             pass
+        for record in exited:
+            if record.error is None and record.process is not None:
+                record.error = record.process.error
         failed = [record for record in exited if record.has_failed and record not in self._joiners]
         if failed and (
             self._on_loss is None

@@ -24,6 +24,7 @@ def learners_of(roster: Roster) -> Iterator[LearnerStatus]:
             loss=record.loss if record.loss is not None and math.isfinite(record.loss) else None,
             heard=None if record.heard_at is None else now - record.heard_at,
             log=f"log/learner-{record.learner_id}.log",
+            node=record.process.node if record.process is not None else "",
         )
 
 
@@ -50,12 +51,16 @@ def describe(status: Status, now: float, is_alive: bool) -> Group:
     for name, justify in (("learner", "right"), ("state", "left"), ("batches", "right"), ("loss", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_column("last heard", justify="right")
+    has_nodes = any(each.node for each in status.learners)
+    if has_nodes:
+        table.add_column("node", justify="left", no_wrap=True)
     table.add_column("log", justify="left", no_wrap=True)
     since = max(0.0, now - status.written)
     for each in status.learners:
         heard = "none yet" if each.heard is None else f"{duration(each.heard + since)} ago"
         loss = "" if each.loss is None else f"{each.loss:.4f}"
-        table.add_row(str(each.learner_id), each.state, str(each.num_steps), loss, heard, each.log)
+        node = [each.node] if has_nodes else []
+        table.add_row(str(each.learner_id), each.state, str(each.num_steps), loss, heard, *node, each.log)
     lines = [f"lost: {loss}" for loss in status.losses]
     if status.saved:
         lines.append(f"newest checkpoint: {status.saved}, saved {duration(status.saved_age + since)} ago")

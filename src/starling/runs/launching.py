@@ -16,6 +16,7 @@ from starling.report.progress import Display
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.following import Following
 from starling.runs.join import changes
+from starling.runs.machines import check_machines, machines_of
 from starling.runs.observers import show
 from starling.runs.recipe.run import RunConfig
 from starling.training.faults import only_simulated
@@ -66,6 +67,7 @@ def run_learners(
                 changes(run, requests, display.say, on_join, display.left_out),
                 roster,
                 is_enough,
+                machines_of(run, display.say),
             )
     except StarlingError as error:
         raise resumable(error, folder, how_to_resume) from None
@@ -96,10 +98,12 @@ def check_not_running(run: RunConfig) -> None:
 
 
 def check_engine(run: RunConfig) -> None:
-    """Raise ConfigError for settings that real processes cannot have: CUDA without a device, and simulated faults."""
+    """Raise ConfigError for settings that real processes cannot have: CUDA without a device, simulated faults, and a
+    cluster that cannot be reached."""
     if problems := list(only_simulated(run.faults)):
         raise ConfigError("\n".join(problems))
-    if run.engine.device == "cuda" and not torch.cuda.is_available():
+    check_machines(run)
+    if run.launch.kind == "local" and run.engine.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: cuda, but torch finds no CUDA device; use engine.device=auto or cpu")
 
 

@@ -36,7 +36,7 @@ def train(recipe: Recipe, tell: Say, console: Console) -> None:
     recipe = kept(resolve_resume(recipe), say_on(console))
     check_engine(recipe)
     check_not_running(recipe)
-    if line := crowding_warning(recipe.learners, cores_here()):
+    if recipe.launch.kind == "local" and (line := crowding_warning(recipe.learners, cores_here())):
         say_on(console)(line)
     folder = _ready(recipe, console)
     if recipe.strategy.is_auto:

@@ -32,6 +32,7 @@ from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.following import Following
 from starling.runs.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners
 from starling.runs.learning import Task, learn
+from starling.runs.machines import shared_folder
 from starling.runs.packing import JobConfig, is_importing_script, pack
 from starling.runs.planning.auto import choose_before, choose_together, kept, with_choice
 from starling.runs.recipe.run import EngineConfig, RunConfig, check_run
@@ -96,9 +97,10 @@ def train(
     on_loss: str = "continue",
     checkpoints: Mapping[str, Any] | None = None,
     engine: Mapping[str, Any] | None = None,
+    launch: str | Mapping[str, Any] = "local",
     console: Console | None = None,
 ) -> Trained:
-    """Train a job with `learners` processes on this machine.
+    """Train a job with `learners` processes, on this machine or on a Ray cluster.
 
     Every mini-batch of an epoch is computed exactly once, whatever the learners' speeds. Checkpoints, resuming, lost
     and joining learners, faults on purpose, `starling status` and `starling join` work as they do for a recipe.
@@ -119,6 +121,7 @@ def train(
         on_loss: What happens when a learner is lost: `continue` without it, `replace` it, or `stop`.
         checkpoints: Options of a recipe's `checkpoints` section: `minutes`, `epochs`, `every`, `keep`.
         engine: Options of a recipe's `engine` section: `device`, `threads`, `timeout_seconds`, `explain_seconds`.
+        launch: Where the learners run: `local`, `ray`, or a mapping as in a recipe's `launch` section.
         console: Where progress is shown; None: standard error.
 
     Raises:
@@ -134,7 +137,7 @@ def train(
             "starling.train was called while a learner imported this script; put the call under "
             '`if __name__ == "__main__":`'
         )
-    sections = {"strategy": strategy, "checkpoints": checkpoints, "engine": engine}
+    sections = {"strategy": strategy, "checkpoints": checkpoints, "engine": engine, "launch": launch}
     run = _settings(job, learners, name, exp, resume, overwrite, on_loss, **sections)
     return _run(job_of(job, run), run, console or Console(stderr=True))
 
@@ -150,6 +153,7 @@ def _settings(
     strategy: Any,
     checkpoints: Any,
     engine: Any,
+    launch: Any,
 ) -> JobConfig:
     """The settings of a run, checked all at once."""
     given = {
@@ -160,6 +164,7 @@ def _settings(
         "island": job.island,
         "budget": job.budget,
         "engine": engine or EngineConfig(),
+        "launch": launch,
         "stragglers": job.stragglers,
         "faults": job.faults,
         "on_loss": on_loss,
@@ -181,7 +186,7 @@ def _run(job: Job, run: JobConfig, console: Console) -> Trained:
     check_engine(run)
     check_not_running(run)
     packed = pack(job, run)
-    if line := crowding_warning(run.learners, cores_here()):
+    if run.launch.kind == "local" and (line := crowding_warning(run.learners, cores_here())):
         say_on(console)(line)
     folder = claim_folder(run, say_on(console))
     if run.strategy.is_auto:
@@ -190,7 +195,7 @@ def _run(job: Job, run: JobConfig, console: Console) -> Trained:
         packed = pack(job, run)
     title = f"{run.name}: {run.learners} learners, {run.strategy.name}"
     with (
-        tempfile.TemporaryDirectory(prefix="starling-job-") as scratch,
+        tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared_folder(run, folder)) as scratch,
         Following(run, folder, console) as following,
         Display(title, run.learners, console, following.events) as display,
     ):

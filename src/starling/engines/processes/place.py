@@ -16,6 +16,8 @@ class Place:
     """Its rank among the `local_world` learners of its machine."""
     local_world: int
     store: Store
+    owns_device: bool = False
+    """Whether it sees one CUDA device, which no other learner uses, as a cluster's scheduler assigns it."""
     first: int = 0
     step: int = 1
     """Learner r of this place is process `first + r * step` of the membership."""
@@ -36,7 +38,7 @@ class Place:
 
     def has_own_device(self, device: torch.device) -> bool:
         """Whether each learner of this machine has its own CUDA device, as NCCL requires."""
-        return device.type == "cuda" and self.local_world <= torch.cuda.device_count()
+        return device.type == "cuda" and (self.owns_device or self.local_world <= torch.cuda.device_count())
 
 
 def choose_device(name: str, place: Place) -> torch.device:

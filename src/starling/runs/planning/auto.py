@@ -32,6 +32,7 @@ from starling.report.progress import Say
 from starling.runs.cores import use_threads
 from starling.runs.experiment.claim import unwritable
 from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.machines import machines_of, shared_folder
 from starling.runs.packing import JobConfig, pack, unpack
 from starling.runs.planning.at_hand import Allowance, AtHand, measure_apart, measure_together
 from starling.runs.planning.choosing import Choice, Predicted, Surroundings, choose, in_words, surroundings_of
@@ -93,11 +94,12 @@ def choose_before(run: RunConfig, job: Job, folder: ExperimentFolder, say: Say) 
     if run.learners == 1:
         return _told(_lone(), folder, begin, say)
     say(f"strategy auto: {run.learners} learners measure this machine")
-    with tempfile.TemporaryDirectory(prefix="starling-auto-") as name:
+    with tempfile.TemporaryDirectory(prefix=".starling-auto-", dir=shared_folder(run, folder)) as name:
         file, found = Path(name) / "job", Path(name) / "choice.json"
         file.write_bytes(pack(job, _settings(run)))
         command = [sys.executable, "-m", "starling.runs.planning.auto_process", str(file), str(found)]
-        launch(command, run.learners, folder.log / "auto", silence_seconds=run.engine.timeout_seconds)
+        seconds, machines = run.engine.timeout_seconds, machines_of(run, say)
+        launch(command, run.learners, folder.log / "auto", silence_seconds=seconds, machines=machines)
         choice = Choice.model_validate_json(found.read_text(encoding="utf-8"))
     return _told(choice, folder, begin, say)
 

@@ -99,6 +99,26 @@ class CheckpointConfig(Config):
     """Mini-batches of all learners together between two checkpoints; null: no checkpoints by number."""
 
 
+class LaunchConfig(Config):
+    """Where the learners of `starling train` run; the `launch:` section of a recipe, or only its `kind`."""
+
+    kind: Literal["local", "ray"] = "local"
+    """local: as processes of this machine; ray: on the nodes of a Ray cluster that is running."""
+    address: str = "auto"
+    """The Ray cluster, HOST:PORT; auto: the one to which this machine belongs, or that of RAY_ADDRESS."""
+    learners_per_node: int | None = Field(default=None, ge=1)
+    """How many learners with successive numbers Ray must place on one node; null: as many as a super-learner has.
+    Groups of learners share a node if it has room for them."""
+    resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
+    """What Ray reserves for each learner, such as {CPU: 4, GPU: 1}. CPU is 1 unless given, and so is GPU if
+    engine.device is cuda."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_kind(cls, value: object) -> object:
+        return {"kind": value} if isinstance(value, str) else value
+
+
 class RunConfig(Config):
     """The settings of a run on real processes that do not depend on its workload."""
 
@@ -117,6 +137,8 @@ class RunConfig(Config):
     """When the run ends: after so many epochs, steps or minutes, whichever comes first."""
     engine: EngineConfig = EngineConfig()
     """How a learner computes, and how long it waits."""
+    launch: LaunchConfig = LaunchConfig()
+    """Where the learners run: local (processes of this machine), ray, or a mapping with the `kind` and its options."""
     stragglers: Stragglers = Stragglers()
     """Learners to slow down on purpose, in training and in simulation."""
     faults: tuple[Fault, ...] = ()
@@ -141,6 +163,16 @@ class RunConfig(Config):
             raise ValueError("faults: no learner can join a run with on_loss: stop; remove the join or on_loss")
         return self
 
+    @model_validator(mode="after")
+    def _super_learners_fit_nodes(self) -> Self:
+        per_node = self.launch.learners_per_node
+        if per_node is not None and not self.strategy.is_auto and per_node % self.super_learner_size:
+            raise ValueError(
+                f"launch.learners_per_node: {per_node} is not a multiple of {self.super_learner_size}, the size of a "
+                "super-learner, whose learners share a node"
+            )
+        return self
+
     @property
     def folder(self) -> Path:
         """The experiment's folder."""
@@ -155,6 +187,12 @@ class RunConfig(Config):
     def sync_group_size(self) -> int:
         """How many learners claim mini-batches together."""
         return self.strategy.sync_group_size(self.learners, self.island)
+
+    @property
+    def super_learner_size(self) -> int:
+        """How many learners step together as one of several super-learners; 1 if there are none."""
+        size = self.sync_group_size
+        return size if size < self.learners else self.island.size
 
 
 RunT = TypeVar("RunT", bound=RunConfig)

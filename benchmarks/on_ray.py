@@ -1,0 +1,130 @@
+"""Learners on a Ray cluster of this machine: their throughput beside local ones, and the pause after a lost node."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.measuring import Bar, median_speed_up
+from benchmarks.perceptron import LARGE, SMALL
+from benchmarks.ray_cluster import ray_cluster
+from benchmarks.runs import Run
+from benchmarks.starting import launched
+from benchmarks.surviving import Moments, pause_of
+from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import choose_device
+from starling.launch.launcher import launch
+from starling.launch.link import Link, reported_errors
+from starling.launch.messages import Activity, Entered, LearnerMessage, values_of
+from starling.launch.on_ray import RayMachines
+from starling.launch.process import Machines
+from starling.launch.rendezvous import find_membership, find_place
+from starling.launch.roster import Roster
+
+PAIRS, SECONDS = 4, 10.0
+"""Of the throughput: how many pairs, and how long each run lasts."""
+WORLD, STEPS, KILLED_AT, REPEATS = 4, 900, 200, 3
+GRADIENT_SECONDS = 0.05
+"""On an emulated device, so that learners do not wait for this machine's cores."""
+LONGEST = {"adpsgd": 2.0, "allreduce": 5.0}
+"""Seconds that survivors may pause."""
+Seconds = float
+
+
+def measure(folder: Path) -> list[Bar]:
+    """Ray / local, with everything else the same."""
+    with ray_cluster() as cluster:
+        cluster.add(num_cpus=2)
+        bars = [_throughput(folder, RayMachines(cluster.address))]
+        for strategy, longest in LONGEST.items():
+            nodes, learners = [], []
+            for number in range(REPEATS):
+                node = cluster.add(num_cpus=2)
+                machines, log = RayMachines(cluster.address), folder / f"{strategy}-{number}"
+                name = node.node_id[:8]
+                learners += _pauses(machines, log / "1", strategy, name, lambda pid: os.kill(pid, signal.SIGKILL), 1)
+                nodes += _pauses(machines, log / "2", strategy, name, lambda pid, node=node: cluster.kill(node), 2)
+            bars.append(
+                Bar.at_most(
+                    f"4 learners on 2 Ray nodes, {strategy}: longest pause after a node's death, s / {longest:g} s",
+                    max(nodes) / longest,
+                    1.0,
+                    f"{max(nodes):.2f} s, median {median(nodes):.2f} s; after one learner's death "
+                    f"{max(learners):.2f} s, median {median(learners):.2f} s",
+                )
+            )
+    return bars
+
+
+def _throughput(folder: Path, ray: Machines) -> Bar:
+    """Gradients per second of two learners in step, from the third one to the last."""
+    run = Run("allreduce", 2, widths=LARGE, seconds=SECONDS)
+
+    def seconds_per_step(machines: Machines | None) -> Seconds:
+        (outcomes,) = launched([run], folder, machines)
+        return 1.0 / sum(outcome.rate for outcome in outcomes)
+
+    pairs = []
+    for number in range(PAIRS):
+        order = (ray, None) if number % 2 == 0 else (None, ray)
+        taken = {machines is ray: seconds_per_step(machines) for machines in order}
+        pairs.append((taken[True], taken[False]))
+    rates = [1.0 / median(column) for column in zip(*pairs, strict=True)]
+    name = "two learners, allreduce: throughput on Ray / local"
+    return Bar.at_least(name, median_speed_up(pairs), 0.97, f"{rates[0]:.1f} and {rates[1]:.1f} gradients/s")
+
+
+def _pauses(
+    machines: Machines, folder: Path, strategy: str, node: str, kill: Callable[[int], None], num_lost: int
+) -> list[Seconds]:
+    """The longest pause of each survivor, after `kill` got the process id of a learner on `node`."""
+    moments: dict[int, list[float]] = {learner_id: [] for learner_id in range(WORLD)}
+    pids: dict[int, int] = {}
+    met: set[int] = set()
+    killed: list[float] = []
+    roster = Roster(WORLD)
+
+    def node_of(learner_id: int) -> str:
+        process = roster.learners[learner_id].process
+        return process.node if process is not None else ""
+
+    def on_message(learner_id: int, message: LearnerMessage) -> None:
+        told: dict[str, Any] = dict(values_of(message))
+        if "pid" in told:
+            pids[learner_id] = told["pid"]
+        if isinstance(message, Entered):
+            met.add(learner_id)
+        if "at" in told:
+            moments[learner_id].append(told["at"])
+            if told["step"] >= KILLED_AT and len(met) == WORLD and not killed:
+                killed.append(time.monotonic())
+                kill(pids[next(each for each in pids if node in node_of(each))])
+
+    command = [sys.executable, "-m", "benchmarks.on_ray", strategy]
+    losses = launch(command, WORLD, folder, on_message, lambda loss: None, roster=roster, machines=machines)
+    lost = {loss.learner for loss in losses}
+    if len(lost) != num_lost:
+        raise RuntimeError(f"{len(lost)} learners were lost, not {num_lost}")
+    return [pause_of(moments[each], killed[0]) for each in range(WORLD) if each not in lost]
+
+
+def _learn(strategy: str, link: Link) -> None:
+    torch.set_num_threads(1)
+    place = find_place()
+    link.send(Activity(values={"pid": os.getpid()}))
+    job = Run(strategy, WORLD, widths=SMALL, gradient_seconds=GRADIENT_SECONDS, steps=STEPS).job()
+    device = choose_device("auto", place)
+    run_learner(job, place, device, "bench", Moments(link), membership=find_membership(place, link))
+
+
+if __name__ == "__main__":
+    own = Link.from_environment()
+    with reported_errors(own):
+        if own is not None:
+            _learn(sys.argv[1], own)

@@ -1,0 +1,125 @@
+"""How a launcher and the nodes of a cluster connect: over TCP, and only if both know the run's token.
+
+Each side proves that with a code over fresh random numbers of both (HMAC-SHA-256); the token is never sent. Afterwards
+the connection carries a learner's messages.
+"""
+
+import hmac
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+
+from starling.timeouts import DOOR, TERMINATION, UNREACHABLE
+
+_LONGEST_HELLO = 1024
+_LOOK_EVERY = 0.5
+
+
+class Door:
+    """Lets nodes in that know the run's token, each in a thread of its own, so that a stranger delays none of them.
+
+    `admit` is called with the name that a node gave, its own name, and the connection; it raises KeyError for a name
+    that it does not know. `look_after` is called twice a second.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: str,
+        admit: Callable[[str, str, socket.socket], None],
+        look_after: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._listener = listener
+        self._token = token
+        self._admit = admit
+        self._look_after = look_after
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._open, name="starling-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._is_closed = True
+        self._thread.join(TERMINATION)
+
+    def _open(self) -> None:
+        self._listener.settimeout(_LOOK_EVERY)
+        while not self._is_closed:
+            self._look_after()
+            try:
+                line, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=[line], daemon=True).start()
+
+    def _answer(self, line: socket.socket) -> None:
+        try:
+            line.settimeout(DOOR)
+            challenge = secrets.token_hex(16)
+            line.sendall(challenge.encode() + b"\n")
+            hello = {key: str(value) for key, value in dict(json.loads(_read_line(line))).items()}
+            name, node, theirs = hello["name"], hello["node"], hello["challenge"]
+            if not hmac.compare_digest(hello["proof"], _proof(self._token, "node", challenge, name, node, theirs)):
+                raise ConnectionRefusedError
+            line.sendall(_proof(self._token, "launcher", challenge, name, theirs).encode() + b"\n")
+            line.settimeout(None)
+            _notice_lost_machine(line)
+            self._admit(name, node, line)
+        except (OSError, ValueError, KeyError, TypeError):
+            line.close()
+
+
+def knock(address: str, port: int, token: str, name: str, node: str) -> socket.socket:
+    """Connect to the launcher's door as `node`, for the learner that was started as `name`."""
+    line = socket.create_connection((address, port), timeout=DOOR)
+    try:
+        challenge, own = _read_line(line), secrets.token_hex(16)
+        hello = {"name": name, "node": node, "challenge": own}
+        hello["proof"] = _proof(token, "node", challenge, name, node, own)
+        line.sendall(json.dumps(hello).encode() + b"\n")
+        if not hmac.compare_digest(_read_line(line), _proof(token, "launcher", challenge, name, own)):
+            raise ConnectionRefusedError("what listens there is not the launcher of this run")
+        line.settimeout(None)
+        _notice_lost_machine(line)
+    except BaseException:
+        line.close()
+        raise
+    return line
+
+
+def _proof(token: str, *said: str) -> str:
+    """Shows that the process that computed it knows the token."""
+    return hmac.new(token.encode(), json.dumps(said).encode(), "sha256").hexdigest()
+
+
+def _read_line(line: socket.socket) -> str:
+    """A short line, read byte by byte, so that nothing after it is taken."""
+    content = bytearray()
+    while not content.endswith(b"\n"):
+        if not (byte := line.recv(1)):
+            raise ConnectionRefusedError("the other side closed the connection")
+        content += byte
+        if len(content) > _LONGEST_HELLO:
+            raise ConnectionRefusedError("the other side does not speak this protocol")
+    try:
+        return content[:-1].decode()
+    except UnicodeDecodeError:
+        raise ConnectionRefusedError("the other side does not speak this protocol") from None
+
+
+def _notice_lost_machine(line: socket.socket) -> None:
+    """Let waits on a connection fail `UNREACHABLE` seconds after the other machine has stopped answering.
+
+    The kernel of a machine answers even while its processes are stopped or busy.
+    """
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    seconds = int(UNREACHABLE)
+    options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": seconds - 1, "TCP_USER_TIMEOUT": 1000 * seconds}
+    for option, value in options.items():
+        if hasattr(socket, option):  # not on every system
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,186 @@
+"""A Ray actor that runs one learner's process on a node of the cluster.
+
+The learner is an ordinary child process, started as on the launcher's machine, and not code inside the actor: it has
+its own signals, threads, log and exit code, and a crash of its libraries is an exit code, too. The actor passes the
+bytes between the learner's socket and a TCP connection to the launcher, and closes each when the other one closes. A
+lost launcher or a lost actor thus ends the learner, as a lost launcher does on one machine.
+"""
+
+import fcntl
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from starling.errors import ProtocolError
+from starling.launch.door import knock
+from starling.launch.link import OWN_DEVICE
+from starling.launch.process import LocalProcess, Program, end_loaders, loopback_interface, scratch_folder, start
+from starling.timeouts import READ, TERMINATION
+
+_ADDRESS_OF = 0x8915
+"""Linux's SIOCGIFADDR."""
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What a keeper is to start. It travels through Ray, and so it holds no secret: the run's token is in a file."""
+
+    program: Program
+    """With an empty token. Its command is executed by the node's own Python."""
+    learner_id: int
+    joins: bool
+    name: str
+    """Identifies this start of the learner."""
+    folder: Path
+    """The launcher's current folder, from which relative paths start."""
+    token_file: Path
+    """A file in the experiment's folder that holds the run's token."""
+    address: str
+    """The launcher's machine."""
+    door: int
+    """The port on which the launcher waits for keepers."""
+    store: int
+    """The port of the store."""
+    num_cpus: float
+    """The CPUs that Ray reserves for each learner."""
+    has_device: bool
+    """Whether Ray gives each learner a GPU of its own."""
+
+
+class Keeper:
+    """The actor. `keep` runs for as long as the learner does; other threads call the other methods meanwhile."""
+
+    def __init__(self) -> None:
+        self._process: LocalProcess | None = None
+        self._scratch: Path | None = None
+        self._signals: list[int] = []
+        self._lock = threading.Lock()
+
+    def keep(self, errand: Errand) -> tuple[int, str]:
+        """Run a learner to its end; return its exit code, and why it could not be started (empty if it was)."""
+        node, address, num_cpus = _this_node()
+        try:
+            token = errand.token_file.read_text(encoding="utf-8").strip()
+            errand.folder.stat()
+        except OSError as error:
+            return 2, (
+                f"node {node} cannot read {error.filename}, which learner {errand.learner_id} needs "
+                f"({error.strerror}): the experiment's folder and the current one must be on storage that all nodes "
+                "share, under the same paths; set exp to such a folder, and start there"
+            )
+        try:
+            line = knock(errand.address, errand.door, token, errand.name, node)
+        except OSError as error:
+            return 7, (
+                f"node {node} cannot reach the launcher at {errand.address}:{errand.door} ({error}): the nodes of the "
+                "cluster must be able to connect to the driver's machine"
+            )
+        here = max(1, min(errand.program.world, int(num_cpus // (errand.num_cpus or 1))))
+        place: dict[str, object] = {
+            "LOCAL_RANK": 0 if errand.has_device else errand.learner_id % here,
+            "LOCAL_WORLD_SIZE": here,
+            "MASTER_ADDR": errand.address,
+            "MASTER_PORT": errand.store,
+            "GLOO_SOCKET_IFNAME": interface_of(address),
+            OWN_DEVICE: int(errand.has_device),
+        }
+        program = replace(errand.program, token=token, command=(sys.executable, *errand.program.command[1:]))
+        with line:
+            self._scratch = scratch_folder()
+            with self._lock:
+                process = start(program, errand.learner_id, errand.joins, self._scratch, place, errand.folder)
+                self._process = process
+                for number in self._signals:
+                    process.signal(number)
+            if not _relay(process, line):
+                _end_without_launcher(process)
+                self.clear()
+        return process.exit_code or 0, ""
+
+    def signal(self, number: int) -> None:
+        """Send the learner a signal: at once, or as soon as it has been started."""
+        with self._lock:
+            if self._process is None:
+                self._signals.append(number)
+            else:
+                self._process.signal(number)
+
+    def clear(self) -> None:
+        """End the loading processes that the learner left, and remove its temporary files."""
+        if self._process is not None:
+            end_loaders([self._process])
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _this_node() -> tuple[str, str, float]:
+    """The name, the address and the number of CPUs of the node on which this actor runs."""
+    import ray
+
+    node_id = ray.get_runtime_context().get_node_id()
+    node = next(each for each in ray.nodes() if each["NodeID"] == node_id)
+    address = str(node["NodeManagerAddress"])
+    return f"{address} ({node_id[:8]})", address, float(node["Resources"].get("CPU", 0.0))
+
+
+def _relay(process: LocalProcess, line: socket.socket) -> bool:
+    """Pass on messages until the learner has exited; False if the launcher has gone, or cannot be reached."""
+    own = process.line
+    if own is None:
+        return False
+    with selectors.DefaultSelector() as selector:
+        selector.register(line, selectors.EVENT_READ, own)
+        selector.register(own, selectors.EVENT_READ, line)
+        while process.is_running:
+            for key, _ in selector.select(READ):
+                source, target = (line, own) if key.data is own else (own, line)
+                if not _pass_on(source, target):
+                    if source is line:
+                        return False
+                    selector.unregister(own)
+    own.setblocking(False)
+    with suppress(BlockingIOError):
+        while _pass_on(own, line):  # its last messages
+            pass
+    return True
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> bool:
+    """Pass on what has arrived; False once the source is closed."""
+    try:
+        received = source.recv(65536)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    with suppress(OSError):  # the target's own end-of-file says so
+        target.sendall(received)
+    return bool(received)
+
+
+def _end_without_launcher(process: LocalProcess) -> None:
+    """End a learner whose launcher cannot be reached: it notices that its socket is closed, unless it is stuck."""
+    process.hang_up()
+    process.signal(signal.SIGCONT)
+    if not process.wait(TERMINATION):
+        process.kill()
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has this IPv4 address. Raises ProtocolError if there is none."""
+    if address.startswith("127."):
+        return loopback_interface()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(any_socket, _ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    raise ProtocolError(f"no network interface of this machine has the address {address} by which Ray knows it")

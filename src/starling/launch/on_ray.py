@@ -1,0 +1,405 @@
+"""Learners on the nodes of a running Ray cluster; each is a process that a `Keeper` actor starts and watches.
+
+Ray places the actors, gives them CPUs and GPUs, and says when one is lost. Everything else is as on one machine: the
+launcher runs the store and receives the learners' messages, over one TCP connection for each learner.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from starling.errors import ConfigError, StarlingError
+from starling.extras import require
+from starling.launch.door import Door
+from starling.launch.keeper import Errand, Keeper
+from starling.launch.launcher import loopback_store
+from starling.launch.messages import LauncherMessage
+from starling.launch.process import LearnerProcess, Program, Site
+from starling.timeouts import DOOR, LOADERS, NODE_SILENT, ROOM
+
+Seconds = float
+TOKEN_FILE = "run-token"
+_LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""With 0 in this variable, Ray keeps loopback addresses, in place of the machine's outward address."""
+
+
+@dataclass(frozen=True)
+class RayMachines:
+    """The nodes of a running Ray cluster."""
+
+    address: str = "auto"
+    """The cluster's address, `HOST:PORT`; auto: the cluster to which this machine belongs, or `RAY_ADDRESS`."""
+    per_node: int = 1
+    """Learners with successive ids share a node in groups of this size, as far as they start with the run."""
+    super_learner: int = 1
+    """Later joiners share a node in groups of this size."""
+    resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    """What Ray reserves for each learner."""
+    say: Callable[[str], None] = lambda line: None
+
+    @contextmanager
+    def open(self, program: Program) -> Generator[Site, None, None]:
+        """Connect to the cluster, and run the store on this machine."""
+        with connected(self.address) as ray:
+            address = _own_address(ray)
+            if not address.startswith("127."):
+                self.say(
+                    f"warning: the run's store and its launcher listen on {address}: any process that reaches their "
+                    "ports can disturb the run; use a private network, and see SECURITY.md"
+                )
+            token_file = program.log_folder.resolve() / TOKEN_FILE
+            with loopback_store(address) as store, _secret(token_file, program.token), _listening(address) as listener:
+                site = _Site(self, ray, program, token_file, address, store, listener)
+                try:
+                    yield site
+                finally:
+                    site.close()
+
+
+class _Process(LearnerProcess):
+    """A learner's process on a node of the cluster."""
+
+    def __init__(self, log: Path, errand: Errand) -> None:
+        super().__init__(log)
+        self.errand = errand
+        self.has_place = False
+        """Whether there is an actor for it, which may still wait for room in the cluster."""
+        self.why_again = ""
+        """Why its last actor was lost before it started the learner."""
+        self._actor: Any = None
+        self._is_killed = False
+        self.started_at = time.monotonic()
+        self._code: int | None = None
+        self._code_at = self._closed_at = 0.0
+        self._unsent: list[LauncherMessage] = []
+        self._has_ended = threading.Event()
+        self._lock = threading.Lock()
+        self.clearing: Any = None
+        """Ray's reference to the removal of what the learner left."""
+
+    def give_place(self, actor: Any) -> None:
+        """Let a new actor start the learner: the first one, or one after an actor that was lost before it could."""
+        self._actor, self.has_place = actor, True
+        actor.keep.remote(self.errand).future().add_done_callback(self._on_end)
+
+    @property
+    def exit_code(self) -> int | None:
+        now = time.monotonic()
+        if self._code is None and self._closed_at and now - self._closed_at > NODE_SILENT:
+            self._lose()
+        if self._code is None:
+            return None
+        # its last messages come before the end of the connection
+        is_heard = self.line is None or self._closed_at > 0.0 or now - self._code_at > NODE_SILENT
+        return self._code if is_heard else None
+
+    def connect(self, line: socket.socket, node: str) -> None:
+        """Use the connection that its keeper has made. Called by another thread."""
+        with self._lock:
+            self.node, self.line = node, line
+            for message in self._unsent:
+                super().tell(message)
+            self._unsent.clear()
+
+    def tell(self, message: LauncherMessage) -> None:
+        with self._lock:
+            if self.line is None:
+                self._unsent.append(message)
+            else:
+                super().tell(message)
+
+    def hang_up(self) -> None:
+        super().hang_up()
+        self._closed_at = self._closed_at or time.monotonic()
+
+    def signal(self, number: int) -> None:
+        self._is_killed = self._is_killed or number in (signal.SIGKILL, signal.SIGTERM)
+        if not self.has_place:
+            self._end(-number)
+        elif self.line is None and self._is_killed:  # it has not been started yet
+            self.remove_actor()
+        else:
+            self._actor.signal.remote(number)
+
+    def wait(self, seconds: Seconds) -> bool:
+        return self._has_ended.wait(seconds)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        if not self.wait(NODE_SILENT):
+            self.remove_actor()
+        if not self.wait(NODE_SILENT):
+            self._lose()
+        super().hang_up()
+
+    def signal_group(self, number: int) -> bool:
+        return False  # its keeper ends its loading processes: see `forget`
+
+    def forget(self) -> None:
+        if self.clearing is None and self.line is not None:
+            self.clearing = self._actor.clear.remote()
+
+    def remove_actor(self) -> None:
+        """Give its CPUs and devices back to the cluster."""
+        import ray
+
+        ray.kill(self._actor)
+
+    def _on_end(self, ended: "Future[tuple[int, str]]") -> None:
+        """Note how the actor's work ended. Called by a thread of Ray."""
+        from ray.exceptions import RayTaskError
+
+        error = ended.exception()
+        if isinstance(error, RayTaskError):
+            self.error = StarlingError(f"the learner could not be started: {error.cause or error}")
+            self._end(1)
+        elif error is not None and self.line is None and not self._is_killed:
+            self.why_again = (str(error).splitlines() or [type(error).__name__])[0]
+            self.has_place = False
+        elif error is not None:
+            self._lose()
+        else:
+            code, problem = ended.result()
+            if problem:
+                self.error = ConfigError(problem)
+            self._end(code)
+
+    def _lose(self) -> None:
+        where = f"was lost with its actor on node {self.node}" if self.node else "was removed before it had a node"
+        self.lost = self.lost or where
+        self._end(-signal.SIGKILL)
+
+    def _end(self, code: int) -> None:
+        with self._lock:
+            if self._code is None:
+                self._code_at, self._code = time.monotonic(), code
+        self._has_ended.set()
+
+
+class _Site:
+    """One run on a cluster."""
+
+    def __init__(
+        self,
+        machines: RayMachines,
+        ray: Any,
+        program: Program,
+        token_file: Path,
+        address: str,
+        store: int,
+        listener: socket.socket,
+    ) -> None:
+        self._machines, self._ray, self._program, self._address = machines, ray, program, address
+        self._processes: dict[str, _Process] = {}
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._said: dict[str, int] = {}
+        resources = machines.resources
+        self._errand = Errand(
+            program=replace(program, token="", log_folder=program.log_folder.resolve()),
+            learner_id=0,
+            joins=False,
+            name="",
+            folder=Path.cwd(),
+            token_file=token_file,
+            address=address,
+            door=int(listener.getsockname()[1]),
+            store=store,
+            num_cpus=resources.get("CPU", 0.0),
+            has_device=resources.get("GPU", 0.0) >= 1.0,
+        )
+        more = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+        self._keeper = ray.remote(Keeper)
+        self._options: dict[str, Any] = {
+            "num_cpus": resources.get("CPU", 0.0),
+            "num_gpus": resources.get("GPU", 0.0),
+            "resources": more or None,
+            "max_concurrency": 4,
+            "max_restarts": 0,
+        }
+        self._door = Door(listener, program.token, self._admit, self._look_after_waiting)
+
+    def start(self, learner_id: int, joins: bool) -> LearnerProcess:
+        errand = replace(self._errand, learner_id=learner_id, joins=joins, name=secrets.token_hex(8))
+        process = _Process(self._program.log(learner_id), errand)
+        process.log.touch()
+        self._begin(process)
+        self._processes[errand.name] = process
+        return process
+
+    def _begin(self, process: _Process) -> None:
+        place = self._place(process.errand.learner_id)
+        process.give_place(self._keeper.options(**self._options, scheduling_strategy=place).remote())
+
+    def abandon(self) -> None:
+        self._errand.token_file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Wait until the keepers have cleared up, and give everything back to the cluster."""
+        self._door.close()
+        clearing = [each.clearing for each in self._processes.values() if each.clearing is not None]
+        if clearing:
+            self._ray.wait(clearing, num_returns=len(clearing), timeout=LOADERS + DOOR)
+        for process in self._processes.values():
+            process.remove_actor()
+        for group in self._groups.values():
+            self._ray.util.remove_placement_group(group)
+
+    def _place(self, learner_id: int) -> Any:
+        """Ray's scheduling strategy for a learner."""
+        starts_with_run = learner_id < self._program.world
+        size = self._machines.per_node if starts_with_run else self._machines.super_learner
+        begin = 0 if starts_with_run else self._program.world
+        if size == 1:
+            return "SPREAD"
+        first = begin + (learner_id - begin) // size * size
+        last = min(first + size, self._program.world) if starts_with_run else first + size
+        ids = tuple(range(first, last))
+        if ids not in self._groups:
+            bundles = [dict(self._machines.resources) for _ in ids]
+            self._groups[ids] = self._ray.util.placement_group(bundles, strategy="STRICT_PACK")
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        return strategy(self._groups[ids], placement_group_bundle_index=learner_id - first)
+
+    def _admit(self, name: str, node: str, line: socket.socket) -> None:
+        self._processes[name].connect(line, node)
+
+    def _look_after_waiting(self) -> None:
+        """Let new actors start the learners whose actors were lost before they could, and say which wait for room."""
+        due = []
+        for name, process in list(self._processes.items()):
+            if process.line is not None or process.exit_code is not None:
+                continue
+            if not process.has_place:
+                learner_id, why = process.errand.learner_id, process.why_again
+                self._machines.say(
+                    f"learner {learner_id}: its Ray actor was lost before it began ({why}); trying again"
+                )
+                self._begin(process)
+            num_said = self._said.get(name, 0)
+            if time.monotonic() - process.started_at > ROOM * 10**num_said:
+                self._said[name] = num_said + 1
+                due.append(process.errand.learner_id)
+        if due:
+            asked = ", ".join(f"{name}: {amount:g}" for name, amount in self._machines.resources.items())
+            self._machines.say(
+                f"learner {', '.join(map(str, sorted(due)))} waits for room in the Ray cluster, with {{{asked}}} for "
+                "each learner; `ray status` shows what is free"
+            )
+
+
+@contextmanager
+def connected(address: str) -> Generator[Any, None, None]:
+    """Ray, connected to a running cluster; ends the connection unless it was there before.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigError: There is no such cluster.
+    """
+    require("ray", "launch: ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "ray" not in sys.modules and (address == "auto" or _host(address).startswith("127.")):
+        _keep_loopback(address)
+    import ray
+    import ray.util.scheduling_strategies
+
+    if ray.is_initialized():
+        yield ray
+        return
+    advice = (
+        "start one with `ray start --head` here and `ray start --address=HOST:PORT` on the other machines, or set "
+        "launch.address; launch=local needs none"
+    )
+    _check_answers(address, advice)
+    handlers = _handlers()
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:  # Ray has no class of its own for this
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"launch: no Ray cluster at {address} to connect to ({reason}); {advice}") from None
+    finally:
+        _restore(handlers)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+        _restore(handlers)
+
+
+def _keep_loopback(address: str) -> None:
+    """Prevent Ray from replacing a cluster's loopback address by this machine's outward one."""
+    found = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    if not found:
+        with suppress(OSError):
+            found = Path("/tmp/ray/ray_current_cluster").read_text(encoding="utf-8").strip()
+    if _host(found).startswith("127."):
+        os.environ.setdefault(_LOOPBACK_SWITCH, "0")
+
+
+def _host(address: str) -> str:
+    return "127.0.0.1" if address.startswith("localhost:") else address.rpartition(":")[0]
+
+
+def _check_answers(address: str, advice: str) -> None:
+    """Raise ConfigError if nothing listens at the address: Ray would try for minutes, and then end this process."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=DOOR).close()
+    except OSError as error:
+        raise ConfigError(f"launch: no Ray cluster at {address} to connect to ({error}); {advice}") from None
+
+
+def _handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+def _restore(handlers: Mapping[int, Any]) -> None:
+    """Undo what Ray does to the signals of this process."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _own_address(ray: Any) -> str:
+    """The address by which the cluster's nodes know this machine."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    own_id = ray.get_runtime_context().get_node_id()
+    own = next(str(node["NodeManagerAddress"]) for node in nodes if node["NodeID"] == own_id)
+    others = sorted({str(node["NodeManagerAddress"]) for node in nodes})
+    if own.startswith("127.") and not all(each.startswith("127.") for each in others):
+        raise ConfigError(
+            f"launch: the cluster knows this machine as {own}, which its other nodes ({', '.join(others)}) cannot "
+            "reach; start Ray here with `ray start --node-ip-address` and an address that they can reach"
+        )
+    return own
+
+
+@contextmanager
+def _secret(path: Path, content: str) -> Generator[None, None, None]:
+    """A file that only this user can read, for as long as the run lasts."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
+        file.write(content + "\n")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _listening(address: str) -> Generator[socket.socket, None, None]:
+    with socket.create_server((address, 0), backlog=128) as listener:
+        yield listener

@@ -1,0 +1,157 @@
+"""What runs on a node of a cluster, and its connection to the launcher; without a cluster."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from starling.launch import keeper
+from starling.launch.door import Door, knock
+from starling.launch.keeper import Errand, Keeper
+from starling.launch.link import ORPHANED
+from starling.launch.process import Program
+from starling.timeouts import NODE_SILENT, UNREACHABLE
+
+LOOPBACK, TOKEN = "127.0.0.1", "the run's secret"
+LEARNER = "import time; from starling.launch.link import Link; link = Link.from_environment(); time.sleep(600)"
+
+
+@contextmanager
+def door(token: str = TOKEN) -> Iterator[tuple[int, list[tuple[str, str, socket.socket]]]]:
+    """A launcher's door: its port, and the connections that it has let in."""
+    admitted: list[tuple[str, str, socket.socket]] = []
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        opened = Door(listener, token, lambda name, node, line: admitted.append((name, node, line)))
+        try:
+            yield listener.getsockname()[1], admitted
+        finally:
+            opened.close()
+            for _, _, line in admitted:
+                line.close()
+
+
+def errand(folder: Path, port: int) -> Errand:
+    program = Program((sys.executable, "-c", LEARNER), 1, folder, "", is_watched=False)
+    return Errand(program, 0, False, "first", folder, folder / "run-token", LOOPBACK, port, 1, 1.0, False)
+
+
+@pytest.fixture(autouse=True)
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray would say of the node."""
+    monkeypatch.setattr(keeper, "_this_node", lambda: ("node-7", LOOPBACK, 4.0))
+
+
+def test_a_node_is_let_in_with_the_run_s_token_only() -> None:
+    """And a node does not talk to a launcher that does not know the token, for that may be anything."""
+    with door() as (port, admitted):
+        knock(LOOPBACK, port, TOKEN, "first", "node-7").close()
+        deadline = time.monotonic() + 5.0
+        while not admitted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [(name, node) for name, node, _ in admitted] == [("first", "node-7")]
+        with pytest.raises(OSError, match=r"closed the connection|reset"):
+            knock(LOOPBACK, port, "another secret", "first", "node-7")
+        assert len(admitted) == 1
+
+
+def test_the_token_of_a_run_is_not_in_what_is_sent() -> None:
+    """Whoever listens learns two proofs over random numbers."""
+    with door() as (port, _), socket.create_server((LOOPBACK, 0)) as listener:
+        heard = bytearray()
+
+        def pass_on() -> None:
+            client, _ = listener.accept()
+            with client, socket.create_connection((LOOPBACK, port)) as server:
+                for source, target in ((server, client), (client, server), (server, client)):
+                    heard.extend(received := source.recv(4096))
+                    target.sendall(received)
+
+        between = threading.Thread(target=pass_on)
+        between.start()
+        knock(LOOPBACK, listener.getsockname()[1], TOKEN, "first", "node-7").close()
+        between.join(5.0)
+    assert b"node-7" in heard
+    assert TOKEN.encode() not in heard
+
+
+def test_a_node_that_does_not_see_the_experiment_says_so(tmp_path: Path) -> None:
+    """One error with the node, the file, and what to do."""
+    code, why = Keeper().keep(errand(tmp_path, 1))
+    assert code == 2
+    assert why.startswith(f"node node-7 cannot read {tmp_path / 'run-token'}, which learner 0 needs")
+    assert "storage that all nodes share" in why
+
+
+def test_a_node_that_cannot_reach_the_launcher_says_so(tmp_path: Path) -> None:
+    """Such as behind a firewall."""
+    (tmp_path / "run-token").write_text(TOKEN)
+    code, why = Keeper().keep(errand(tmp_path, 1))
+    assert code == 7
+    assert why.startswith(f"node node-7 cannot reach the launcher at {LOOPBACK}:1")
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_learner_on_a_node_ends_when_its_launcher_is_gone(is_stopped: bool, tmp_path: Path) -> None:
+    """Within seconds, also if a signal has stopped it; its temporary files are removed."""
+    (tmp_path / "run-token").write_text(TOKEN)
+    with door() as (port, admitted):
+        ended: list[tuple[int, str]] = []
+        kept = Keeper()
+        thread = threading.Thread(target=lambda: ended.append(kept.keep(errand(tmp_path, port))))
+        thread.start()
+        deadline = time.monotonic() + 60.0
+        while not (admitted and admitted[0][2].recv(1, socket.MSG_PEEK)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (learner,) = [each for each in psutil.Process().children() if LEARNER in each.cmdline()]
+        scratch = Path(learner.environ()["TMPDIR"])
+        assert scratch.is_dir()
+        if is_stopped:
+            os.kill(learner.pid, signal.SIGSTOP)
+        admitted[0][2].shutdown(socket.SHUT_RDWR)
+        thread.join(10.0)
+    ((code, why),) = ended
+    assert code in (ORPHANED, -signal.SIGTERM) and not why
+    assert not learner.is_running() or learner.status() == psutil.STATUS_ZOMBIE
+    assert not scratch.exists()
+
+
+def test_both_sides_of_a_cut_cable_notice_it_within_seconds() -> None:
+    """In a network namespace of its own, whose only interface goes down: neither side hears from the other any more.
+
+    So neither a launcher nor a learner waits for the other side of a partition.
+    """
+    program = (
+        "import socket, subprocess, time\n"
+        "from tests.launch.test_keeper import LOOPBACK, TOKEN, door, knock\n"
+        "with door() as (port, admitted):\n"
+        "    line = knock(LOOPBACK, port, TOKEN, 'first', 'node-7')\n"
+        "    while not admitted: time.sleep(0.01)\n"
+        "    subprocess.run(['ip', 'link', 'set', 'lo', 'down'], check=True)\n"
+        "    began = time.monotonic()\n"
+        "    line.sendall(b'a heartbeat')\n"
+        "    for side in (line, admitted[0][2]):\n"
+        "        try: print('heard', side.recv(1))\n"
+        "        except OSError: print('lost', time.monotonic() - began)\n"
+    )
+    script = f'ip link set lo up && echo up && exec {sys.executable} -c "$1"'
+    command = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", script, "sh", program]
+    try:
+        run = subprocess.run(
+            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60.0, check=False
+        )
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if not run.stdout.startswith("up"):
+        pytest.skip(f"no network namespace here: {run.stderr}")
+    found = [line.split() for line in run.stdout.splitlines()[1:]]
+    assert [what for what, _ in found] == ["lost", "lost"], run.stdout + run.stderr
+    assert all(float(seconds) < UNREACHABLE + NODE_SILENT + 1.0 for _, seconds in found)
