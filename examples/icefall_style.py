@@ -72,7 +72,7 @@ class Tones(Dataset[Any]):
         waves, classes = [], []
         longest = max(cut.num_samples for cut in cuts) // 160 * 160
         for cut in cuts:
-            number = int(cut.id.split("-")[0].removeprefix("tone"))
+            number = int(cut.recording_id.removeprefix("tone"))
             generator = torch.Generator().manual_seed(number)
             times = torch.arange(longest) / RATE
             wave = torch.sin(2 * torch.pi * 250 * 2 ** (number % NUM_CLASSES) * times)

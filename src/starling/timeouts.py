@@ -54,6 +54,7 @@ CAUSE: Seconds = 5.0
 process died, and up to 9 s if a machine did: until then, the error is a lost peer, and `REGROUP` applies."""
 REGROUP: Seconds = 20.0
 """How long a learner that lost a peer waits for the next membership before the loss is its error."""
+
 # A cluster
 
 DOOR: Seconds = 5.0

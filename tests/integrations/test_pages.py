@@ -67,7 +67,8 @@ def test_what_a_table_says_to_write_trains(section: str, capsys: pytest.CaptureF
     run(column(section, 1), found)
     assert found["model"].weight.item() != before
     assert found["learner"].stats().steps == 1
-    assert found.get("strategy", "diloco") in starling.STRATEGIES
+    strategy = starling.STRATEGIES[found.get("strategy", "diloco")]
+    strategy.options.model_validate(found.get("options", {}))
 
 
 def run(lines: list[str], found: dict[str, Any]) -> None:

@@ -10,11 +10,11 @@ from starling.errors import ConfigError
 from starling.extras import require
 from starling.report.progress import Say
 from starling.runs.beam_search import LANGUAGE_FILES, SEARCH, TunedSearch
-from starling.runs.evaluate import load_recogniser
 from starling.runs.experiment.folder import ExperimentFolder, existing
 from starling.runs.exporting.card import model_card
 from starling.runs.exporting.onnx import check_exportable, write_onnx
 from starling.runs.recipe.recipe import Recipe, load_resolved
+from starling.runs.recognisers import load_recogniser
 from starling.speech.recogniser import Recogniser
 
 _CONTENTS = {
