@@ -63,12 +63,7 @@ def join(
     check_loop(model, optimizer)
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
     checked = _checked(chosen, options)
-    if not timeout_seconds > 0.0:
-        raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
-    if most_not_finite < 1:
-        raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
-    if on_loss not in ("stop", "continue"):
-        raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
+    _check_arguments(timeout_seconds, most_not_finite, on_loss)
     coordination: CoordinatorLink | None = None
     if on_loss == "continue":
         _check_survives(chosen)
@@ -88,6 +83,16 @@ def join(
     is_in_step = chosen.sync_groups(checked, place.world).size == place.world
     check_modules(model, chosen.name, is_in_step)
     return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds, most_not_finite, coordination)
+
+
+def _check_arguments(timeout_seconds: float, most_not_finite: int, on_loss: str) -> None:
+    """Raise `ConfigError` for an argument of `join` that is out of its range."""
+    if not timeout_seconds > 0.0:
+        raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
+    if most_not_finite < 1:
+        raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
+    if on_loss not in ("stop", "continue"):
+        raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
 
 
 def _check_survives(strategy: Strategy) -> None:

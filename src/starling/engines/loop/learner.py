@@ -113,22 +113,27 @@ class LoopLearner(Learner):
         )
         self._release = self._communicator.release
         self._shards = Shards(place.rank, replica, self.statistics, _set_rates, self._communicator.start_on_memory)
+        self._begin(options)
+        self._guard = None if replica.is_attached else replica.optimizer.register_step_pre_hook(self._refuse_step)
+        progress.resumed_at = self._now()
+
+    def _begin(self, options: Config) -> None:
+        """Meet the other learners, and run the strategy to its first gradient."""
+        replica = self.replica
         try:
-            if place.world > 1:
+            if self._world > 1:
                 self._meet()
-            if entry is not None:
-                self._continue(entry.plan)
+            if self._entry is not None:
+                self._continue(self._entry.plan)
         except BaseException:
             self._communicator.leave()
             raise
-        if place.world > 1:
+        if self._world > 1:
             self._listen()
             if getattr(options, "optimizer_state", "local") == "averaged":
                 replica.pieces(len(replica.weights), optimizer_state=True)  # not later, in the background
-        if progress.final is None:
+        if self.progress.final is None:
             self._proceed()
-        self._guard = None if replica.is_attached else replica.optimizer.register_step_pre_hook(self._refuse_step)
-        progress.resumed_at = self._now()
 
     # the contract with the strategy
 
