@@ -33,6 +33,7 @@ from benchmarks import (
     surviving,
     throttled_link,
     training,
+    transcribing,
     two_learners,
     virtual_cluster,
     virtual_scale,
@@ -61,6 +62,7 @@ BENCHMARKS: dict[str, Measure] = {
     "waiting": lambda folder, device: waiting.measure(folder),
     "calibration": lambda folder, device: calibration.measure(folder),
     "auto": lambda folder, device: auto.measure(folder),
+    "transcribing": lambda folder, device: transcribing.measure(folder),
 }
 """By the name that `--only` knows them by."""
 ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster", "surviving", "checkpointing"}

@@ -21,7 +21,10 @@ TUTORIALS = [f"docs/tutorials/{name}.md" for name in ("first-recogniser", "choos
 """In this order in one folder, as the second says."""
 ALONE = ["docs/tutorials/your-own-corpus.md", "docs/tutorials/your-own-loop.md", "docs/write-your-own-strategy.md"]
 """Each in a folder of its own."""
-TOPICS = [f"docs/{name}.md" for name in ("adapting", "corpora", "gpu", "islands", "models", "small-corpora")]
+TOPICS = [
+    f"docs/{name}.md"
+    for name in ("adapting", "corpora", "gpu", "islands", "models", "serving", "small-corpora", "transcribing")
+]
 """How-to pages whose commands take data or devices that tests do not have."""
 HOW_TO = [page for page in PAGES if page != "README.md"] + TOPICS
 BLOCKS = [
