@@ -34,6 +34,7 @@ from benchmarks import (
     surviving,
     throttled_link,
     training,
+    transcribing,
     two_learners,
     virtual_cluster,
     virtual_scale,
@@ -63,6 +64,7 @@ BENCHMARKS: dict[str, Measure] = {
     "calibration": lambda folder, device: calibration.measure(folder),
     "auto": lambda folder, device: auto.measure(folder),
     "on_ray": lambda folder, device: on_ray.measure(folder),
+    "transcribing": lambda folder, device: transcribing.measure(folder),
 }
 """By the name that `--only` knows them by."""
 ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster", "surviving", "checkpointing"}

@@ -23,7 +23,10 @@ ALONE = ["docs/tutorials/your-own-corpus.md", "docs/tutorials/your-own-loop.md",
 """Each in a folder of its own."""
 TOPICS = [
     f"docs/{name}.md"
-    for name in ("adapting", "corpora", "exporting", "gpu", "islands", "models", "small-corpora", "streaming")
+    for name in (
+        *("adapting", "corpora", "exporting", "gpu", "islands", "models", "serving", "small-corpora", "streaming"),
+        "transcribing",
+    )
 ]
 """How-to pages whose commands take data or devices that tests do not have."""
 HOSTS = [f"docs/{name}.md" for name in ("huggingface", "icefall", "lightning", "migrating")]

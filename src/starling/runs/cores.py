@@ -1,13 +1,15 @@
 """The number of cores that this process may use, and torch's number of threads."""
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
-from starling.runs.recipe.run import RunConfig
+if TYPE_CHECKING:
+    from starling.runs.recipe.run import RunConfig
 
 
-def use_threads(run: RunConfig, learners_here: int) -> None:
+def use_threads(run: "RunConfig", learners_here: int) -> None:
     """Set torch's number of threads: `engine.threads`, or this learner's share of the cores."""
     torch.set_num_threads(run.engine.threads or max(1, cores_here() // learners_here))
 

@@ -17,7 +17,7 @@ from starling.errors import ConfigError, DataError, did_you_mean
 from starling.extras import require
 from starling.files import replace_file
 from starling.report.progress import Bars, Say
-from starling.runs.recognisers import load_recogniser, open_experiment
+from starling.runs.recognisers import Use, load_recogniser, open_experiment
 from starling.speech.recogniser import Recogniser
 from starling.speech.transcribing.formats import FORMATS, Format, formatted
 from starling.speech.transcribing.segmenter import Piece
@@ -61,12 +61,13 @@ def load_model(
         if best or beam:
             raise ConfigError(f"{path}: the best model and the beam search belong to an experiment; name its folder")
         return Transcriber(Recogniser.load(path if is_model else load(path).model_folder))
-    folder, recipe = open_experiment(path)
-    if beam and recipe.loss != "ctc":
-        raise ConfigError(f"{path}: the beam search is for CTC, but it was trained with {recipe.loss}")
-    recogniser = load_recogniser(path, recipe, best)
+    use = Use.read(path)
+    if beam and use.loss != "ctc":
+        raise ConfigError(f"{path}: the beam search is for CTC, but it was trained with {use.loss}")
+    recogniser = load_recogniser(path, use, best)
     if not beam:
         return Transcriber(recogniser)
+    folder, recipe = open_experiment(path)
     require("decoding", "the beam search", ("flashlight",))
     from starling.runs.beam_search import best_search
 

@@ -26,7 +26,7 @@ _BATCH: Seconds = 120.0
 _OFTEN: Seconds = 0.4
 _GROWTH = 0.25
 """A live segment is decoded again after `_OFTEN` seconds more, or this share of its length, if that is longer: all the
-work is then at most five times that of decoding it once, however long it is."""
+work is then at most six times that of decoding it once, however long it is."""
 
 
 class Transcriber:
