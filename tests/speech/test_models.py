@@ -464,9 +464,9 @@ def test_presets_named_after_others_have_their_shape():
 
 
 def test_every_size_of_an_architecture_can_be_given():
-    """Each is a key of the configuration, and no key is of no architecture, but a decoder beside it, and chunks."""
+    """Each is a key of the configuration; a decoder, chunks and a checkpoint are none."""
     sizes = {size for architecture in MODELS.values() for size in architecture.sizes}
-    assert sizes == ModelConfig.model_fields.keys() - {"name", "preset", "decoder", "chunk"}
+    assert sizes == ModelConfig.model_fields.keys() - {"name", "preset", "decoder", "chunk", "checkpoint", "encoder"}
 
 
 def test_a_size_replaces_that_of_the_preset():

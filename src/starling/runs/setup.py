@@ -80,7 +80,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
         features.fit(train, on_bad=recipe.data.filter.on_bad)
     _leave_out_too_short(recipe, train, tokenizer, features, folder.too_short, say)
     states = make_frames(recipe, train, tokenizer, features, folder, say) if recipe.loss == "frames" else None
-    recogniser = Recogniser.create(recipe.model, features, tokenizer, derive_seed(recipe.seed, "model"), states)
+    recogniser = _untrained(recipe, features, tokenizer, states, say)
     if recipe.warm_start is not None and recipe.resume is None:
         for line in warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes):
             say(line)
@@ -109,6 +109,20 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
         )
 
 
+def _untrained(
+    recipe: Recipe, features: LogMel, tokenizer: Tokenizer, states: TiedStates | None, say: Say
+) -> Recogniser:
+    """A recogniser with weights of the recipe's seed, or those of its published checkpoint, which is then needed no
+    more."""
+    model = recipe.model.model_copy(update={"checkpoint": None})
+    recogniser = Recogniser.create(model, features, tokenizer, derive_seed(recipe.seed, "model"), states)
+    if recipe.model.checkpoint is not None:
+        from starling.speech.models.wav2vec2 import load_published
+
+        say(load_published(recogniser.model, recipe.model.checkpoint))
+    return recogniser
+
+
 def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: int) -> str:
     """Outputs, mini-batches, and how much the learners take at a time, in words."""
     learners = "learner" if recipe.num_workers == 1 else "learners"
@@ -130,8 +144,7 @@ def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFold
     """Leave in `folder` what `set_up` would, by what it left in `before` for a recipe with another seed alone,
     or with `loss: frames` another model."""
     initial = Recogniser.load(before.initial)
-    seed = derive_seed(recipe.seed, "model")
-    recogniser = Recogniser.create(recipe.model, initial.features, initial.tokenizer, seed, initial.states)
+    recogniser = _untrained(recipe, initial.features, initial.tokenizer, initial.states, lambda line: None)
     if recipe.warm_start is not None:
         warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes)
     folder.too_short.unlink(missing_ok=True)

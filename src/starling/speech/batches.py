@@ -20,7 +20,7 @@ __all__ = ["Batch", "BatchConfig", "MiniBatch", "OnBad", "load_batch"]
 
 OnBad = Literal["fail", "skip"]
 """Whether an unusable utterance is an error or is skipped."""
-_VOID_FRAMES = 64  # of a batch without utterances, so that the model has an input
+_VOID_SECONDS = 0.64  # of a batch without utterances, so that the model has an input
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def load_batch(
                 mask_seed = derive_seed(seed, "SpecAugment", each.place)
                 (matrices[number],) = spec_augment([matrices[number]], augment.spec_augment, mask_seed)
     if not kept:
-        return _void(features.num_features, skipped)
+        return _void(features, skipped)
     return Batch(
         features=torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True),
         feature_lengths=torch.tensor([len(matrix) for matrix in matrices]),
@@ -140,10 +140,11 @@ class _Loaded:
     waveform: torch.Tensor
 
 
-def _void(num_features: int, skipped: Sequence[tuple[str, str]]) -> Batch:
+def _void(features: LogMel, skipped: Sequence[tuple[str, str]]) -> Batch:
+    num_frames = round(_VOID_SECONDS / features.frame_seconds)
     return Batch(
-        features=torch.zeros(1, _VOID_FRAMES, num_features),
-        feature_lengths=torch.tensor([_VOID_FRAMES]),
+        features=torch.zeros(1, num_frames, features.num_features),
+        feature_lengths=torch.tensor([num_frames]),
         tokens=torch.zeros(0, dtype=torch.int64),
         token_lengths=torch.zeros(1, dtype=torch.int64),
         seconds=0.0,

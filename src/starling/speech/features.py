@@ -24,6 +24,10 @@ _FITTED_AT_ONCE = 32  # utterances that are read together
 class FeatureConfig(Config):
     """The parameters of log-mel features; the `features:` section of a recipe."""
 
+    kind: Literal["log-mel", "raw"] = Field(
+        default="log-mel",
+        description="raw: the samples themselves, for model.name: wav2vec2; of the other keys, it has normalise alone",
+    )
     num_mels: int | None = Field(default=None, ge=4, description="mel bands; 80, or 40 up to 8 kHz, when not given")
     frame_length: float = Field(default=0.025, gt=0, description="seconds of one window")
     frame_shift: float = Field(default=0.010, gt=0, description="seconds from one frame to the next")
@@ -38,7 +42,9 @@ class FeatureConfig(Config):
     )
 
     def mels_at(self, sampling_rate: int) -> int:
-        """The number of mel bands at a sampling rate in Hz."""
+        """The number of mel bands at a sampling rate in Hz; 1 for samples."""
+        if self.kind == "raw":
+            return 1
         if self.num_mels is not None:
             return self.num_mels
         return 40 if sampling_rate <= 8000 else 80
@@ -72,7 +78,7 @@ class LogMel:
     """
 
     def __init__(self, config: FeatureConfig, sampling_rate: int) -> None:
-        from starling.speech.mel import LogMelLayer
+        from starling.speech.mel import LogMelLayer, Samples
 
         self.config = config
         self.sampling_rate = sampling_rate
@@ -81,6 +87,9 @@ class LogMel:
         self.mean: torch.Tensor | None = None  # [F], set by `fit` for normalise: global
         self.deviation: torch.Tensor | None = None  # [F]
         self._window = math.floor(config.frame_length * sampling_rate)
+        if config.kind == "raw":
+            self.layer: LogMelLayer = Samples()
+            return
         self.layer = LogMelLayer(
             sampling_rate,
             self.num_bands,
@@ -89,6 +98,11 @@ class LogMel:
             config.low_freq,
             config.high_freq,
         )
+
+    @property
+    def frame_seconds(self) -> float:
+        """Seconds from one frame to the next."""
+        return 1.0 / self.sampling_rate if self.config.kind == "raw" else self.config.frame_shift
 
     def num_frames(self, num_samples: int, tempo: float = 1.0) -> int:
         """The number of frames of a waveform of `num_samples` samples."""

@@ -176,6 +176,27 @@ def _mel(hertz: _Numbers) -> _Numbers:
     return mels
 
 
+class Samples(LogMelLayer):
+    """Waveforms `[T]` -> their samples `[T, 1]`, in the place of log-mel energies."""
+
+    def __init__(self) -> None:
+        pass
+
+    def num_frames(self, num_samples: int, tempo: float = 1.0) -> int:
+        """The number of samples."""
+        return num_samples
+
+    def __call__(self, waveforms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The samples `[T, 1]` of each waveform."""
+        return [waveform[:, None] for waveform in waveforms]
+
+    def warped(self, waveform: torch.Tensor, warp: Warp) -> torch.Tensor:
+        """Not for samples."""
+        raise ValueError(
+            "samples have no windows or bands to warp: augment.tempo and vocal_tract need log-mel features"
+        )
+
+
 @lru_cache(maxsize=_BANKS_KEPT)
 def mel_bank(
     num_bands: int, fft_length: int, sampling_rate: int, low: float, high: float, warp: float = 1.0

@@ -84,7 +84,7 @@ class Recogniser:
     ) -> Self:
         """A recogniser with randomly initialised weights."""
         num_outputs = tokenizer.vocab_size if states is None else states.num_states
-        model = build_model(model_config, features.num_features, num_outputs, seed, features.config.frame_shift)
+        model = build_model(model_config, features.num_features, num_outputs, seed, features.frame_seconds)
         return cls(model, model_config, features, tokenizer, states)
 
     def save(self, folder: Path) -> None:
@@ -197,7 +197,7 @@ class Recogniser:
     @property
     def output_seconds(self) -> float:
         """Seconds between two rows of log-probabilities."""
-        return self.features.config.frame_shift * self.model_config.shape.subsampling
+        return self.features.frame_seconds * self.model_config.shape.subsampling
 
     @property
     def latency(self) -> float | None:

@@ -59,6 +59,8 @@ def check_exportable(recogniser: Recogniser) -> None:
     """Raise ConfigError for a recogniser that is more than an encoder with CTC."""
     if recogniser.states is not None:
         raise ConfigError("--onnx is for CTC, and this model was trained with loss: frames; export it without --onnx")
+    if recogniser.features.config.kind == "raw":
+        raise ConfigError("--onnx is for log-mel features, and this model hears samples; export it without --onnx")
     if recogniser.decoder is not None:
         raise ConfigError(
             "--onnx is for encoders with CTC alone, and this model has a decoder; export it without --onnx"

@@ -37,7 +37,17 @@ from starling.training.freezing import Freeze
 
 _WHOLE_UTTERANCES = ("max_duration", "num_buckets", "window", "similar")
 """Keys of `batches` that say how whole utterances are grouped."""
-_LATER_SIZES = ("span", "kernel", "stack_rates", "stack_layers", "stack_widths", "decoder", "chunk")
+_LATER_SIZES = (
+    "span",
+    "kernel",
+    "stack_rates",
+    "stack_layers",
+    "stack_widths",
+    "decoder",
+    "chunk",
+    "checkpoint",
+    "encoder",
+)
 """Keys of `model` that fingerprints leave out where they are not set: earlier runs have none of them."""
 _OF_FRAMES = ("sequences", "states", "alignment")
 """Sections that only `loss: frames` has."""
@@ -146,6 +156,14 @@ class Recipe(RunConfig):
         given = [f"{section}: only for loss: frames; leave it out" for section in _OF_FRAMES if getattr(self, section)]
         if self.features.splice:
             given.append("features.splice: only for loss: frames; leave it out")
+        if (self.features.kind == "raw") != (self.model.encoder is not None):
+            given.append("features.kind: model.name: wav2vec2 needs raw, and any other model log-mel")
+        if self.features.kind == "raw":
+            given += [
+                f"augment.{key}: needs log-mel features; set it to null"
+                for key in ("spec_augment", "tempo", "vocal_tract")
+                if getattr(self.augment, key) is not None
+            ]
         if self.model.chunk is not None and self.features.normalise == "utterance":
             given.append("features.normalise: utterance needs whole recordings; model.chunk needs global, or none")
         given += self._decoding_problems(OF_FRAMES, "frames")
@@ -295,6 +313,8 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
     )
     if not recipe.features.splice:
         del fixed["features"]["splice"]
+    if recipe.features.kind == "log-mel":
+        del fixed["features"]["kind"]
     for key in _LATER_SIZES:
         if fixed["model"][key] is None:
             del fixed["model"][key]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeGuard
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
@@ -12,7 +15,15 @@ from starling.errors import ConfigError
 from starling.registry import Registry
 from starling.speech.models.chunks import ChunkConfig
 from starling.speech.models.decoders import AttentionConfig, DecoderConfig, TransducerConfig
-from starling.speech.models.shape import MODELS, Architecture, ModelShape, Positions, frames_after, frames_ahead
+from starling.speech.models.shape import (
+    MODELS,
+    PUBLISHED,
+    Architecture,
+    ModelShape,
+    Positions,
+    Wav2Vec2Shape,
+    frames_ahead,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +50,7 @@ def _is_architecture(found: object) -> TypeGuard[Architecture]:
 
 
 _REGISTRY = Registry(
-    MODELS, "starling.models", accepts=_is_architecture, wanted="a starling.speech.models.Architecture"
+    MODELS | PUBLISHED, "starling.models", accepts=_is_architecture, wanted="a starling.speech.models.Architecture"
 )
 
 
@@ -52,7 +63,7 @@ def find_model(name: str) -> Architecture:
     return _REGISTRY.find(name)
 
 
-_NO_SIZES = ("name", "preset", "decoder", "chunk")
+_NO_SIZES = ("name", "preset", "decoder", "chunk", "checkpoint", "encoder")
 """Keys of `ModelConfig` that are no sizes of the network."""
 
 
@@ -65,7 +76,7 @@ class ModelConfig(Config):
     name: str = Field(
         default="blstm",
         description="the architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, "
-        "dnn-hybrid, or module:name",
+        "dnn-hybrid, wav2vec2, or module:name",
     )
     preset: str = Field(default="small", description="tiny, small, or a larger one of the architecture")
     layers: int | None = Field(default=None, ge=1, description="LSTM or dense layers, or blocks")
@@ -108,6 +119,27 @@ class ModelConfig(Config):
         "null: every frame hears the whole utterance",
     )
 
+    checkpoint: Path | None = Field(
+        default=None, description="for wav2vec2: a folder with config.json and model.safetensors of a published model"
+    )
+    encoder: dict[str, Any] | None = Field(
+        default=None, description="for wav2vec2: the configuration in that folder; Starling fills it in"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _checkpoint_is_read(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or tree.get("checkpoint") is None or tree.get("encoder") is not None:
+            return tree
+        path = Path(tree["checkpoint"]) / "config.json"
+        try:
+            return tree | {"encoder": json.loads(path.read_text(encoding="utf-8"))}
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"checkpoint: {path} cannot be read ({error}); Starling downloads nothing: fetch a model with "
+                "`hf download NAME --local-dir FOLDER`, and give the folder"
+            ) from error
+
     @field_validator("name")
     @classmethod
     def _name_is_known(cls, name: str) -> str:
@@ -136,6 +168,10 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _sizes_fit(self) -> ModelConfig:
         shape = self.shape  # raises ValueError for sizes that don't go together
+        if find_model(self.name).is_published != (self.encoder is not None):
+            raise ValueError(f"checkpoint: {', '.join(PUBLISHED)} needs one, and no other model has one")
+        if self.encoder is not None and self.encoder.get("model_type") != self.name:
+            raise ValueError(f"checkpoint: it is a {self.encoder.get('model_type')!r}, not a {self.name}")
         if self.chunk is not None:
             if not find_model(self.name).can_stream:
                 known = [name for name, each in MODELS.items() if each.can_stream]
@@ -148,11 +184,15 @@ class ModelConfig(Config):
     def shape(self) -> ModelShape:
         """The preset with the sizes given here put in."""
         given = self.model_dump(exclude=set(_NO_SIZES), exclude_none=True)
-        return replace(find_model(self.name).presets[self.preset], **given)
+        shape = replace(find_model(self.name).presets[self.preset], **given)
+        if isinstance(shape, Wav2Vec2Shape):
+            published = replace(shape, encoder=self.encoder)
+            return replace(published, subsampling=math.prod(stride for _, stride in published.convolutions))
+        return shape
 
     def encoder_frames(self, num_frames: int) -> int:
         """Frames in which the network emits tokens, of `num_frames` feature frames."""
-        return frames_after(num_frames, self.shape.subsampling)
+        return self.shape.encoder_frames(num_frames)
 
     def latency(self, frame_shift: float, frame_length: float) -> float | None:
         """The algorithmic latency of a streaming model in seconds; None: it needs the whole utterance.

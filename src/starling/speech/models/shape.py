@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +19,10 @@ class ModelShape:
 
     subsampling: int  # feature frames per encoder frame: 1, 2 or 4
     dropout: float
+
+    def encoder_frames(self, num_frames: int) -> int:
+        """Encoder frames made of `num_frames` feature frames."""
+        return frames_after(num_frames, self.subsampling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +157,26 @@ class ZipformerShape(ModelShape):
             raise ValueError(f"stack_widths: {odd[0]} is not a multiple of 4, which a zipformer's parts need")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wav2Vec2Shape(ModelShape):
+    """A published encoder; dropout is before the outputs."""
+
+    encoder: dict[str, Any] | None = None  # its configuration, as `transformers` has it; None: not known yet
+
+    @property
+    def convolutions(self) -> list[tuple[int, int]]:
+        """Kernel and stride of each convolution over samples."""
+        encoder = self.encoder or {}
+        kernels = encoder.get("conv_kernel", (10, 3, 3, 3, 3, 2, 2))
+        return list(zip(kernels, encoder.get("conv_stride", (5, 2, 2, 2, 2, 2, 2)), strict=True))
+
+    def encoder_frames(self, num_frames: int) -> int:
+        """Encoder frames made of so many samples."""
+        for kernel, stride in self.convolutions:
+            num_frames = (num_frames - kernel) // stride + 1
+        return max(0, num_frames)
+
+
 def _check_heads(width: int, heads: int) -> None:
     if width % (2 * heads):
         raise ValueError(
@@ -255,6 +279,8 @@ class Architecture:
     """Complete sets of sizes, by name; all of one class, and one of them is `small`."""
     can_stream: bool = False
     """Whether the network is a `starling.speech.models.streaming.StreamingNetwork`, which `model.chunk` needs."""
+    is_published: bool = False
+    """Whether `model.checkpoint` says what the encoder is; it then hears waveforms (`features.kind: raw`)."""
 
     @property
     def sizes(self) -> list[str]:
@@ -281,6 +307,14 @@ MODELS = {
     "blstm-hybrid": Architecture(f"{_HERE}.blstm_hybrid:BlstmHybrid", _HYBRID),
     "dnn-hybrid": Architecture(f"{_HERE}.dnn_hybrid:DnnHybrid", _DNN_HYBRID),
 }
+
+
+PUBLISHED = {
+    "wav2vec2": Architecture(
+        f"{_HERE}.wav2vec2:Wav2Vec2Ctc", {"small": Wav2Vec2Shape(subsampling=320, dropout=0.1)}, is_published=True
+    )
+}
+"""Those whose sizes are a checkpoint's."""
 
 
 def frames_after(num_frames: int, subsampling: int) -> int:
