@@ -37,6 +37,8 @@ def main(case: dict[str, Any], folder: Path) -> None:
         on_loss=case.get("on_loss", "continue"),
         **options,
     ) as learner:
+        if is_restarted:
+            (folder / "joined").touch()
         began = learner.num_steps
         start = flat(model).clone()
         while learner.num_steps < case["steps"]:
@@ -53,8 +55,6 @@ def main(case: dict[str, Any], folder: Path) -> None:
             learner.step()
             times.append(time.time())
             worlds.append(learner.world)
-            if is_restarted:
-                (folder / "joined").touch()
             (folder / f"at-{rank}").write_text(str(learner.num_steps))
         if deadly.get(str(rank)) == "evaluating":
             (folder / f"died-{rank}").write_text(f"{time.time()}\n-1")
