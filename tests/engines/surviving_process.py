@@ -45,7 +45,7 @@ def main(case: dict[str, Any], folder: Path) -> None:
             optimizer.zero_grad()
             loss_of(model, 1 + learner.num_steps * 8 + learner.learner_id).backward()  # type: ignore[no-untyped-call]
             time.sleep(case.get("seconds", 0.0))
-            if deadly.get(str(rank)) == learner.num_steps:
+            if learner.num_steps >= deadly.get(str(rank), case["steps"]):
                 (folder / f"died-{rank}").write_text(f"{time.time()}\n{learner.num_steps}")
                 os.kill(os.getpid(), signal.SIGKILL)
             if case.get("fails") == rank and learner.num_steps == 5:
@@ -56,8 +56,8 @@ def main(case: dict[str, Any], folder: Path) -> None:
             times.append(time.time())
             worlds.append(learner.world)
             (folder / f"at-{rank}").write_text(str(learner.num_steps))
-        if deadly.get(str(rank)) == "evaluating":
-            (folder / f"died-{rank}").write_text(f"{time.time()}\n-1")
+        if deadly.get(str(rank)) == case["steps"]:
+            (folder / f"died-{rank}").write_text(f"{time.time()}\n{learner.num_steps}")
             os.kill(os.getpid(), signal.SIGKILL)
         with learner.consensus(final=True):
             final = flat(model).clone()
