@@ -1,10 +1,14 @@
 """Training through the command line, with real learner processes."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from contextlib import chdir
 from itertools import pairwise
 from pathlib import Path
@@ -158,6 +162,45 @@ def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
     assert "2 learners were started; the recipe's learners=3 is ignored" in run.stderr
     manifest = load(latest(tmp_path / "exp" / "songs")).manifest
     assert (manifest.world, manifest.learners) == (2, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 1])
+def test_under_slurm_the_first_death_ends_the_run_soon_and_says_how_to_resume(
+    victim: int, tree: Tree, tmp_path: Path
+) -> None:
+    """Each task of `srun` is a process that finds the others by variables. The one that hosts the store may die, too."""
+    recipe = written(tree, tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    tasks = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        with (tmp_path / f"task-{rank}").open("wb") as log:
+            command = [sys.executable, "-m", "starling", "train", recipe, "budget.epochs=100000"]
+            env = {**os.environ, **place}
+            tasks.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        while not (checkpoints := tmp_path / "exp" / "songs" / "checkpoints").exists() or not list(
+            checkpoints.glob("step-*")
+        ):
+            assert all(task.poll() is None for task in tasks)
+            time.sleep(0.1)
+        tasks[victim].kill()
+        assert tasks[1 - victim].wait(timeout=30.0) == 3
+        assert tasks[victim].wait() == -signal.SIGKILL
+    finally:
+        for task in tasks:
+            task.kill()
+            task.wait()
+    message = (tmp_path / f"task-{1 - victim}").read_text(encoding="utf-8")
+    assert re.search(f"error: learner {1 - victim} lost (learner {victim}|the store)", message), message
+    hint = re.search(r"resume with: starling train (\S+) (resume=\S+)", message)
+    assert hint is not None, message
+    before = load(latest(tmp_path / "exp" / "songs")).manifest.next_ticket.epoch
+    resumed = starling(tmp_path, "train", *hint.groups(), f"budget.epochs={before + 1}")
+    assert resumed.returncode == 0, resumed.stderr
 
 
 @pytest.mark.soak

@@ -37,13 +37,15 @@ def main(case: dict[str, Any], folder: Path) -> None:
         on_loss=case.get("on_loss", "continue"),
         **options,
     ) as learner:
+        if is_restarted:
+            (folder / "joined").touch()
         began = learner.num_steps
         start = flat(model).clone()
         while learner.num_steps < case["steps"]:
             optimizer.zero_grad()
             loss_of(model, 1 + learner.num_steps * 8 + learner.learner_id).backward()  # type: ignore[no-untyped-call]
             time.sleep(case.get("seconds", 0.0))
-            if deadly.get(str(rank)) == learner.num_steps:
+            if learner.num_steps >= deadly.get(str(rank), case["steps"]):
                 (folder / f"died-{rank}").write_text(f"{time.time()}\n{learner.num_steps}")
                 os.kill(os.getpid(), signal.SIGKILL)
             if case.get("fails") == rank and learner.num_steps == 5:
@@ -53,11 +55,9 @@ def main(case: dict[str, Any], folder: Path) -> None:
             learner.step()
             times.append(time.time())
             worlds.append(learner.world)
-            if is_restarted:
-                (folder / "joined").touch()
             (folder / f"at-{rank}").write_text(str(learner.num_steps))
-        if deadly.get(str(rank)) == "evaluating":
-            (folder / f"died-{rank}").write_text(f"{time.time()}\n-1")
+        if deadly.get(str(rank)) == case["steps"]:
+            (folder / f"died-{rank}").write_text(f"{time.time()}\n{learner.num_steps}")
             os.kill(os.getpid(), signal.SIGKILL)
         with learner.consensus(final=True):
             final = flat(model).clone()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -195,13 +196,31 @@ def test_learner_0_starts_the_coordinator_which_survives_it_and_ends_with_the_la
     strategy: str, tmp_path: Path
 ) -> None:
     """Two die at once, learner 0 among them; another when all have made their last steps."""
-    case = {"strategy": strategy, "steps": 60, "deaths": {"0": 20, "3": 20, "1": "evaluating"}}
+    case = {"strategy": strategy, "steps": 60, "deaths": {"0": 20, "3": 20, "1": 60}}
     with loops(case, 5, tmp_path, is_warm=False) as started:
         for rank in (0, 1, 3):
             started.died(rank)
         results = started.results(2, 4)
     assert torch.equal(results[0]["final"], results[1]["final"])
     assert all(set(each["worlds"].tolist()) >= {5, 3} for each in results)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(12))
+def test_any_deaths_at_any_steps_leave_survivors_with_one_model(seed: int, tmp_path: Path) -> None:
+    """One or two learners, together or one soon after the other, also while the others regroup or have finished."""
+    chance = random.Random(seed)
+    strategy = ["adpsgd", "allreduce", "dpsgd", "delay-by-one", "local-sgd", "delayed"][seed % 6]
+    world, first = chance.choice([3, 4, 5]), chance.randrange(40)
+    lost = chance.sample(range(world), chance.choice([1, 2]))
+    steps = [first, chance.choice([first, first + 1, first + 2, 44])]
+    case = {"strategy": strategy, "steps": 44, "deaths": dict(zip(map(str, lost), steps, strict=False))}
+    with loops(case, world, tmp_path) as started:
+        for rank in lost:
+            started.died(rank)
+        results = started.results(*(rank for rank in range(world) if rank not in lost))
+    assert all(torch.equal(each["final"], results[0]["final"]) for each in results)
+    assert all(bool(each["final"].isfinite().all()) and int(each["steps"][1]) == 44 for each in results)
 
 
 @pytest.mark.soak

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from starling.engines.processes.place import Place
-from starling.errors import Stopped
+from starling.errors import PeerLost, Stopped
 from starling.launch.link import Link
 from starling.launch.messages import LearnerMessage, ModelSaved, Saved
 from starling.launch.process import signal_name
@@ -78,7 +78,12 @@ def train_as_learner(recipe: Recipe, link: Link | None, tell: Say, console: Cons
         job = make_job(recipe, folder, place.local_world)
         choice = choose_together(recipe, job, place, folder, say_on(console))
         recipe = with_choice(recipe, choice, folder, writes=place.rank == 0)
-    stopped_by = _learn(recipe, folder, place, link)
+    try:
+        stopped_by = _learn(recipe, folder, place, link)
+    except PeerLost as error:
+        if link is None:
+            resumable(error, folder, how_to_resume(folder))
+        raise
     if link is None and stopped_by is not None:
         stopped = Stopped(f"stopped by {signal_name(stopped_by)}", stopped_by, has_saved=True)
         raise resumable(stopped, folder, how_to_resume(folder))

@@ -86,7 +86,7 @@ class LoopLearner(Learner):
         self._strategy = strategy
         self._num_groups = len(replica.optimizer.param_groups)
         self._gradient_version = 0  # the version of the weights at which the newest gradient is taken
-        self._has_finished = False
+        self._is_ending = self._has_finished = False
         self._all_finished = threading.Event()  # or something failed
         self._all_settled = threading.Event()
         self._all_closed = threading.Event()
@@ -169,7 +169,7 @@ class LoopLearner(Learner):
 
     def claim(self) -> bool:
         self._release.check()
-        return not self.progress.is_over
+        return not self._is_ending
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         replica = self.replica
@@ -399,7 +399,7 @@ class LoopLearner(Learner):
         spent, communicator = self.statistics.spent, self._communicator
         if not progress.is_over:
             spent.computing += self._now() - progress.resumed_at
-        progress.is_over = True
+        progress.is_over = self._is_ending = True
         begin, listener = self._now(), self._listener
         communicator.warn_of_few_rounds()
         with self._naming_the_store():
