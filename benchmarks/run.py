@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import (
+    adapters,
     auto,
     averaging_cost,
     calibration,
@@ -61,6 +62,7 @@ BENCHMARKS: dict[str, Measure] = {
     "waiting": lambda folder, device: waiting.measure(folder),
     "calibration": lambda folder, device: calibration.measure(folder),
     "auto": lambda folder, device: auto.measure(folder),
+    "adapters": lambda folder, device: adapters.measure(folder),
 }
 """By the name that `--only` knows them by."""
 ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster", "surviving", "checkpointing"}

@@ -29,8 +29,10 @@ class Learners:
         self.store = dist.HashStore()
 
     def make(self, rank: int, make: Any) -> Any:
-        self._monkeypatch.setattr(sharing, "_store_and_rank", lambda: (self.store, rank))
-        return make()
+        self._monkeypatch.setattr(sharing, "_store_and_rank", lambda number: (self.store, rank))
+        made = make()
+        made.state_dict()  # which makes it look for the store
+        return made
 
 
 @pytest.fixture

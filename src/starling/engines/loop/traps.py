@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from starling.errors import ConfigError
@@ -37,13 +36,12 @@ def check_modules(model: nn.Module, strategy: str, is_in_step: bool) -> None:
 def warn_of_samplers(loaders: Iterable[object], strategy: str) -> None:
     """Warn of a `DistributedSampler`, which gives a slow learner as much work as a fast one."""
     for loader in loaders:
-        if isinstance(loader, DataLoader):
-            samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
-            if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
-                warnings.warn(
-                    f"the data has a DistributedSampler: it gives all learners equal shares, so that under {strategy} "
-                    "the fast ones end first; use starling.SharedSampler, whose samples go to the learner that is free",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-                return
+        samplers = [getattr(each, "sampler", None) for each in (loader, getattr(loader, "batch_sampler", None))]
+        if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+            warnings.warn(
+                f"the data has a DistributedSampler: it gives all learners equal shares, so that under {strategy} the "
+                "fast ones end first; use starling.SharedSampler, whose samples go to the learner that asks first",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
