@@ -29,13 +29,17 @@ class _Shared(Sampler[T], Generic[T]):
         self._number = next(_NUM_SAMPLERS)
         self._epoch = self._num_passes = 0
         self._remaining = remaining
+        self._has_ended = False
         self._place: tuple[Store, int] | None = None
         self._present: Claims | None = None
 
+    _end: int | None = None
+    """How many positions there are, where only the end of a pass shows it."""
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, the same on all learners. Without it, each pass is the next epoch."""
-        if epoch != self._epoch:
-            self._epoch, self._remaining = epoch, self._whole
+        if epoch != self._epoch or self._has_ended:
+            self._epoch, self._remaining, self._has_ended, self._present = epoch, self._whole, False, None
 
     def done(self, num: int) -> None:
         """Record that this learner has trained on `num` more of what it got, in that order: samples, or batches.
@@ -52,11 +56,11 @@ class _Shared(Sampler[T], Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Which part of the present epoch remains, for all learners together: small, and made of numbers and lists."""
-        return {
-            "epoch": self._epoch,
-            "remaining": [list(part) for part in self._claims().remaining()],
-            **self._identity,
-        }
+        remaining = [part for part in self._claims().remaining() if self._end is None or part[0] < self._end]
+        epoch = self._epoch
+        if self._has_ended and not remaining:
+            epoch, remaining = epoch + 1, self._whole
+        return {"epoch": epoch, "remaining": [list(part) for part in remaining], **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass give what remained. All learners load the same state.
@@ -65,15 +69,17 @@ class _Shared(Sampler[T], Generic[T]):
             ConfigError: The state is of other data, or of another seed.
         """
         self._remaining, self._present = parts_of(state, **self._identity), None
-        self._epoch = int(state["epoch"])
+        self._epoch, self._has_ended = int(state["epoch"]), False
 
     def _parts(self) -> Iterator[tuple[int, int]]:
         """This learner's claims in a pass over what remains of the epoch."""
+        if self._has_ended:
+            self.set_epoch(self._epoch + 1)
         self._present = None
         claims = self._claims()
         self._num_passes += 1
         yield from claims
-        self._epoch, self._remaining = self._epoch + 1, self._whole
+        self._has_ended = True
 
     def _claims(self) -> Claims:
         """The claims of the present pass, or of the first one before it begins."""
@@ -112,8 +118,9 @@ class SharedSampler(_Shared[int]):
         super().__init__([(0, size)], claim_size, samples=size, seed=seed)
 
     def __iter__(self) -> Iterator[int]:
-        order = self._order()
+        order: list[int] = []
         for start, stop in self._parts():
+            order = order or self._order()
             yield from order[start:stop]
 
     def _order(self) -> list[int]:
@@ -145,20 +152,20 @@ class SharedBatches(_Shared[T]):
         super().__init__([(0, None)], 1)
 
     def __iter__(self) -> Iterator[T]:
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(self._epoch)
-        batches, following = iter(self._sampler), 0
+        batches: Iterator[T] | None = None
+        following = 0
         for number, _ in self._parts():
-            if number < following:  # a lost learner's
+            if batches is None or number < following:  # at first, or for a batch of a lost learner
+                if hasattr(self._sampler, "set_epoch"):
+                    self._sampler.set_epoch(self._epoch)
                 batches, following = iter(self._sampler), 0
             try:
-                for _ in range(following, number):
-                    next(batches)
-                batch = next(batches)
+                while following <= number:
+                    batch = next(batches)
+                    following += 1
             except StopIteration:
-                self._epoch, self._remaining = self._epoch + 1, self._whole
+                self._has_ended, self._end = True, following
                 return
-            following = number + 1
             yield batch
 
 
