@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import (
+    adapters,
     auto,
     averaging_cost,
     calibration,
@@ -65,6 +66,7 @@ BENCHMARKS: dict[str, Measure] = {
     "auto": lambda folder, device: auto.measure(folder),
     "on_ray": lambda folder, device: on_ray.measure(folder),
     "transcribing": lambda folder, device: transcribing.measure(folder),
+    "adapters": lambda folder, device: adapters.measure(folder),
 }
 """By the name that `--only` knows them by."""
 ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster", "surviving", "checkpointing"}

@@ -13,7 +13,7 @@ import torch
 from lhotse import CutSet, Recording
 from lhotse.dataset import DynamicBucketingSampler
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import starling
 
@@ -121,11 +121,12 @@ def main(strategy: str, epochs: int, use_fp16: bool) -> float:
     with starling.join(model, optimizer, strategy) as learner:
         inner = DynamicBucketingSampler(cuts, max_duration=4.0, num_buckets=3, shuffle=True, rank=0, world_size=1)
         sampler = starling.SharedBatches(inner)
-        loader = DataLoader(Tones(), sampler=sampler, batch_size=None)
+        data = Tones()
         num_steps = 0
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
-            for features, classes in loader:
+            for batch in sampler:
+                features, classes = data[batch]
                 num_steps += 1
                 with torch.autocast("cpu", torch.bfloat16, enabled=use_fp16):
                     loss = nn.functional.cross_entropy(model(features), classes)

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import signal
 import sys
 import warnings
 from datetime import timedelta
@@ -20,10 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from starling.integrations.host_group import close_host_group, open_host_group
 from starling.integrations.lightning import StarlingStrategy
 from tests.integrations.forked import in_processes
 
 STEPS = 20
+WORLD = int(sys.argv[3]) if len(sys.argv) > 3 else 2
 
 
 class Tones(LightningModule):
@@ -89,7 +93,7 @@ def make_trainer(strategy: Any, folder: Path, **options: Any) -> Trainer:
     plugins = [LightningEnvironment(), *options.pop("plugins", [])]
     return Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=WORLD,
         strategy=strategy,
         plugins=plugins,
         default_root_dir=folder,
@@ -194,6 +198,36 @@ def sampler(rank: int, folder: Path) -> None:
     assert any("SharedSampler" in str(each.message) for each in said)
 
 
+def accuracies(rank: int, folder: Path) -> None:
+    """Of DDP, and of other strategies after as many steps on the same data, for three seeds."""
+    found: dict[str, list[float]] = {}
+    for name in ("ddp", "adpsgd", "diloco"):
+        for seed in range(3):
+            if name == "ddp" and not torch.distributed.is_initialized():
+                open_host_group("gloo")
+            strategy = ddp() if name == "ddp" else starling(name, **{"every": 10} if name == "diloco" else {})
+            options = {"max_epochs": 6, "data": loader(rank, STEPS, seed)}
+            module, _ = fit(rank, strategy, folder, **options)
+            points, classes = tones(999, 400).tensors
+            found.setdefault(name, []).append(float((module.eval().net(points).argmax(1) == classes).float().mean()))
+        if name == "ddp":
+            close_host_group()
+    (folder / f"accuracies-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def killed(rank: int, folder: Path) -> None:
+    """One process is killed."""
+    trainer = make_trainer(starling("adpsgd"), folder, max_epochs=10_000)
+    trainer.fit(Killed(), loader(rank, 10))
+
+
+class Killed(Tones):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        if index == 3 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, index)
+
+
 def configured(page: str) -> dict[str, Any]:
     """The strategy of the configuration for NeMo in a page, as hydra's `instantiate` makes it."""
     (text,) = [each.split("```")[0] for each in page.split("```yaml\n")[1:] if "_target_" in each]
@@ -204,7 +238,7 @@ def configured(page: str) -> dict[str, Any]:
     return {"strategy": strategy._name, "options": strategy._options, "is_ddp": is_ddp}
 
 
-CASES = {"equal": equal, "train": train, "fail": fail, "sampler": sampler}
+CASES = {"equal": equal, "train": train, "fail": fail, "sampler": sampler, "accuracies": accuracies, "killed": killed}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
@@ -213,5 +247,5 @@ if __name__ == "__main__":
     (folder / "nemo.json").write_text(json.dumps(configured(page.read_text(encoding="utf-8"))), encoding="utf-8")
     codes = {}
     for name in sys.argv[1].split(","):
-        codes[name] = in_processes(2, lambda rank, work=CASES[name]: work(rank, folder))  # type: ignore[misc]
+        codes[name] = in_processes(WORLD, lambda rank, work=CASES[name]: work(rank, folder))  # type: ignore[misc]
     (folder / "codes.json").write_text(json.dumps(codes), encoding="utf-8")

@@ -83,6 +83,23 @@ def test_a_distributed_sampler_is_named_with_its_remedy(outcome: Any) -> None:
     assert outcome[1]["sampler"] == [0, 0]
 
 
+@pytest.mark.soak
+def test_three_processes_train_as_well_as_ddp(tmp_path: Path) -> None:
+    """Equal to 1e-6 under `allreduce`; `adpsgd` and DiLoCo reach the accuracy of DDP; a killed process ends all."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.lightning_process"]
+    command += ["equal,accuracies,killed", str(tmp_path), "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    codes = json.loads((tmp_path / "codes.json").read_text(encoding="utf-8"))
+    assert codes == {"equal": [0, 0, 0], "accuracies": [0, 0, 0], "killed": [1, -9, 1]}, done.stderr
+    for rank in range(3):
+        found = load_file(tmp_path / f"equal-{rank}.safetensors")
+        torch.testing.assert_close(found["plain-starling"], found["plain-ddp"], rtol=0.0, atol=1e-6)
+    reached = json.loads((tmp_path / "accuracies-0.json").read_text(encoding="utf-8"))
+    for strategy in ("adpsgd", "diloco"):
+        assert min(reached[strategy]) >= min(reached["ddp"]) - 0.03, reached
+
+
 def test_a_configuration_of_nemo_makes_the_strategy(outcome: Any) -> None:
     """As hydra instantiates it: `_target_` names the class, and the other keys are its keywords."""
     assert json.loads((outcome[0] / "nemo.json").read_text(encoding="utf-8")) == {

@@ -29,8 +29,10 @@ class Learners:
         self.store = dist.HashStore()
 
     def make(self, rank: int, make: Any) -> Any:
-        self._monkeypatch.setattr(sharing, "_store_and_rank", lambda: (self.store, rank))
-        return make()
+        self._monkeypatch.setattr(sharing, "_store_and_rank", lambda number: (self.store, rank))
+        made = make()
+        made.state_dict()  # which makes it look for the store
+        return made
 
 
 @pytest.fixture
@@ -104,6 +106,24 @@ def test_a_resumed_epoch_gives_what_no_learner_was_done_with(learners: Learners,
     got = flat(take_turns([iter(each) for each in resumed], random.Random(seed)))
     assert sorted(got + trained) == list(range(50))
     assert sorted(flat(take_turns([iter(each) for each in resumed], random.Random(0)))) == list(range(50))
+
+
+def test_between_epochs_the_state_is_the_next_one(learners: Learners) -> None:
+    """Once all that was given is done; before, the last samples of the old one are still to come."""
+    sampler = learners.make(0, lambda: starling.SharedSampler(10, claim_size=4))
+    assert len(list(sampler)) == 10
+    sampler.done(7)
+    assert sampler.state_dict() == {"epoch": 0, "remaining": [[7, 8], [8, 10]], "samples": 10, "seed": 0}
+    sampler.done(3)
+    assert sampler.state_dict() == {"epoch": 1, "remaining": [[0, 10]], "samples": 10, "seed": 0}
+    sampler.set_epoch(0)
+    assert sampler.state_dict()["epoch"] == 0
+    assert sorted(sampler) == list(range(10))
+    learners.store = dist.HashStore()
+    batches = learners.make(0, lambda: starling.SharedBatches(Batches(3)))
+    assert [*batches] == [(0, 0), (0, 1), (0, 2)]
+    assert batches.state_dict() == {"epoch": 1, "remaining": [[0, None]]}
+    assert [*batches] == [(1, 0), (1, 1), (1, 2)]
 
 
 def test_what_a_lost_learner_had_is_given_to_the_others(learners: Learners) -> None:

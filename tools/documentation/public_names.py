@@ -11,11 +11,21 @@ import starling
 from tools.documentation.docstrings import beneath_fields
 
 
+INTEGRATIONS = (
+    "lightning.StarlingStrategy",
+    "huggingface.StarlingTrainer",
+    "huggingface.StarlingArguments",
+    "accelerate.StarlingSGD",
+)
+"""Public names that need another library, and are imported from their modules."""
+
+
 def page() -> str:
-    """Directives for mkdocstrings: functions, then classes, then data."""
+    """Directives for mkdocstrings: functions, then classes, then data, then integrations."""
     parts = []
     for title, names in _groups().items():
         parts += [f"## {title}\n", *(f"::: starling.{name}\n" for name in names)]
+    parts += ["## Integrations\n", *(f"::: starling.integrations.{name}\n" for name in INTEGRATIONS)]
     return "\n".join(parts)
 
 

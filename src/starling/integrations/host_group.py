@@ -21,6 +21,8 @@ def open_host_group(backend: str, timeout: timedelta | None = None) -> None:
     place = shared_place()
     store = PrefixStore(f"host/{next(_NUM_GROUPS)}", place.store)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+    store.set(f"connected/{place.rank}", "")  # a process that ended at once would disturb those still connecting
+    store.wait([f"connected/{rank}" for rank in range(place.world)])
 
 
 def close_host_group() -> None:

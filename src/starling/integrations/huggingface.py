@@ -109,7 +109,7 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **options)
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wraps it
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wraps it
         self.learner = attach(optimizer, self.model, self._name, scaler=self.accelerator.scaler, **self._options)
         self._is_training = True
         return prepared

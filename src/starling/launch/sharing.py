@@ -26,15 +26,20 @@ class _Shared(Sampler[T], Generic[T]):
         if claim_size < 1:
             raise ConfigError(f"claim_size: must be at least 1, got {claim_size}")
         self._whole, self._claim_size, self._identity = remaining, claim_size, identity
-        self._store, self._rank = _store_and_rank()
+        self._number = next(_NUM_SAMPLERS)
         self._epoch = self._num_passes = 0
         self._remaining = remaining
-        self._claims = self._claims_of_pass()
+        self._has_ended = False
+        self._place: tuple[Store, int] | None = None
+        self._present: Claims | None = None
+
+    _end: int | None = None
+    """How many positions there are, where only the end of a pass shows it."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, the same on all learners. Without it, each pass is the next epoch."""
-        if epoch != self._epoch:
-            self._epoch, self._remaining = epoch, self._whole
+        if epoch != self._epoch or self._has_ended:
+            self._epoch, self._remaining, self._has_ended, self._present = epoch, self._whole, False, None
 
     def done(self, num: int) -> None:
         """Record that this learner has trained on `num` more of what it got, in that order: samples, or batches.
@@ -42,16 +47,20 @@ class _Shared(Sampler[T], Generic[T]):
         `state_dict` and `reissue` then return only the rest. They take all that a learner got as done if it never calls
         this.
         """
-        self._claims.done(num)
+        self._claims().done(num)
 
     def reissue(self, rank: int) -> None:
         """Give what a lost learner had not recorded as done to those that ask next. It happens once, even if several
         learners call it."""
-        self._claims.reissue(rank)
+        self._claims().reissue(rank)
 
     def state_dict(self) -> dict[str, Any]:
         """Which part of the present epoch remains, for all learners together: small, and made of numbers and lists."""
-        return {"epoch": self._epoch, "remaining": [list(part) for part in self._claims.remaining()], **self._identity}
+        remaining = [part for part in self._claims().remaining() if self._end is None or part[0] < self._end]
+        epoch = self._epoch
+        if self._has_ended and not remaining:
+            epoch, remaining = epoch + 1, self._whole
+        return {"epoch": epoch, "remaining": [list(part) for part in remaining], **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass give what remained. All learners load the same state.
@@ -59,19 +68,28 @@ class _Shared(Sampler[T], Generic[T]):
         Raises:
             ConfigError: The state is of other data, or of another seed.
         """
-        self._remaining = parts_of(state, **self._identity)
-        self._epoch = int(state["epoch"])
+        self._remaining, self._present = parts_of(state, **self._identity), None
+        self._epoch, self._has_ended = int(state["epoch"]), False
 
     def _parts(self) -> Iterator[tuple[int, int]]:
         """This learner's claims in a pass over what remains of the epoch."""
-        self._claims = self._claims_of_pass()
+        if self._has_ended:
+            self.set_epoch(self._epoch + 1)
+        self._present = None
+        claims = self._claims()
         self._num_passes += 1
-        yield from self._claims
-        self._epoch, self._remaining = self._epoch + 1, self._whole
+        yield from claims
+        self._has_ended = True
 
-    def _claims_of_pass(self) -> Claims:
-        store = PrefixStore(f"pass/{self._num_passes}", self._store)
-        return Claims(store, self._rank, self._remaining, self._claim_size)
+    def _claims(self) -> Claims:
+        """The claims of the present pass, or of the first one before it begins."""
+        if self._present is None:
+            if self._place is None:  # not earlier: Lightning's trainer sets the ranks when a fit begins
+                self._place = _store_and_rank(self._number)
+            store, rank = self._place
+            store = PrefixStore(f"pass/{self._num_passes}", store)
+            self._present = Claims(store, rank, self._remaining, self._claim_size)
+        return self._present
 
 
 class SharedSampler(_Shared[int]):
@@ -100,8 +118,9 @@ class SharedSampler(_Shared[int]):
         super().__init__([(0, size)], claim_size, samples=size, seed=seed)
 
     def __iter__(self) -> Iterator[int]:
-        order = self._order()
+        order: list[int] = []
         for start, stop in self._parts():
+            order = order or self._order()
             yield from order[start:stop]
 
     def _order(self) -> list[int]:
@@ -133,25 +152,26 @@ class SharedBatches(_Shared[T]):
         super().__init__([(0, None)], 1)
 
     def __iter__(self) -> Iterator[T]:
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(self._epoch)
-        batches, following = iter(self._sampler), 0
+        batches: Iterator[T] | None = None
+        following = 0
         for number, _ in self._parts():
-            if number < following:  # a lost learner's
+            if batches is None or number < following:  # at first, or for a batch of a lost learner
+                if hasattr(self._sampler, "set_epoch"):
+                    self._sampler.set_epoch(self._epoch)
                 batches, following = iter(self._sampler), 0
             try:
-                for _ in range(following, number):
-                    next(batches)
-                batch = next(batches)
+                while following <= number:
+                    batch = next(batches)
+                    following += 1
             except StopIteration:
-                self._epoch, self._remaining = self._epoch + 1, self._whole
+                self._has_ended, self._end = True, following
                 return
-            following = number + 1
             yield batch
 
 
-def _store_and_rank() -> tuple[Store, int]:
+def _store_and_rank(number: int) -> tuple[Store, int]:
+    """This process's part of the run's store for its sampler `number`, and its rank."""
     if not is_learner():
         return HashStore(), 0
     place = shared_place()
-    return PrefixStore(f"sampler/{next(_NUM_SAMPLERS)}", place.store), place.rank
+    return PrefixStore(f"sampler/{number}", place.store), place.rank

@@ -40,7 +40,7 @@ def warn_of_samplers(loaders: Iterable[object], strategy: str) -> None:
         if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
             warnings.warn(
                 f"the data has a DistributedSampler: it gives all learners equal shares, so that under {strategy} the "
-                "fast ones end first; use starling.SharedSampler, whose samples go to the learner that is free",
+                "fast ones end first; use starling.SharedSampler, whose samples go to the learner that asks first",
                 RuntimeWarning,
                 stacklevel=3,
             )
