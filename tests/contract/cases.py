@@ -83,7 +83,7 @@ class Choice:
 
 
 def _allreduce(**options: Any) -> Choice:
-    return Choice(STRATEGIES["allreduce"], lambda world: AllReduceOptions(**options))
+    return Choice(STRATEGIES["allreduce"], lambda world: AllReduceOptions.model_validate(options))
 
 
 def _dpsgd(pattern: str) -> Choice:
@@ -132,6 +132,7 @@ def _hadpsgd(world: int) -> HierarchicalOptions:
 def choices() -> dict[str, Choice]:
     """Every registered strategy, in every pattern."""
     made = {"allreduce": _allreduce(), "allreduce-int8": _allreduce(compression="int8")}
+    made["allreduce-low-rank"] = _allreduce(compression={"low_rank": 1})
     made["delay-by-one"] = Choice(STRATEGIES["delay-by-one"])
     for pattern in PATTERNS:
         made[f"dpsgd-{pattern}"] = _dpsgd(pattern)

@@ -1,6 +1,6 @@
 """The strategies in naive matrix form, in NumPy: W_{k+1} = W_k T - a g(Phi_k), one column a learner."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,37 @@ def choco(pattern: str, compression: Compression, gamma: float) -> Oracle:
     return run
 
 
+def allreduce_of_factors(rank: int, shapes: Sequence[tuple[int, int]]) -> Oracle:
+    """PowerSGD: P = orthogonalise(mean M Q), Q_l = M_l^T P, and P mean(Q)^T for the mean of each matrix; `shapes` are
+    those of the matrices, with 0 columns for a vector that is averaged as it is."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        weights = np.tile(start[:, None], (1, learners))
+        if learners == 1:
+            return allreduce(start, gradient, learning_rate, learners, rounds)
+        residuals = np.zeros_like(weights)
+        size = rank * sum(columns for _, columns in shapes)
+        random = torch.randn(size, generator=torch.Generator().manual_seed(11)).double().numpy()
+        bases = np.split(random, np.cumsum([rank * columns for _, columns in shapes])[:-1])
+        for k in range(rounds):
+            moved = columns(weights, gradient, k)
+            mean, first = moved.mean(axis=1), 0
+            for number, (rows, width) in enumerate(shapes):
+                place = slice(first, first := first + rows * max(1, width))
+                if width == 0:
+                    continue
+                matrices = (moved + residuals)[place].T.reshape(learners, rows, width)
+                left, _ = np.linalg.qr((matrices @ bases[number].reshape(width, rank)).mean(axis=0))
+                right = np.swapaxes(matrices, 1, 2) @ left
+                residuals[place] = (matrices - left @ np.swapaxes(right, 1, 2)).reshape(learners, -1).T
+                bases[number] = right.mean(axis=0).reshape(-1)
+                mean[place] = (left @ right.mean(axis=0).T).reshape(-1)
+            weights = weights - learning_rate * mean[:, None]
+        return weights
+
+    return run
+
+
 def adpsgd(pattern: str) -> Oracle:
     """The same with gradients one mixing late, W <- (W - a G(Phi)) T_k with Phi <- W - a G(Phi): what ADPSGD does where
     all gradients take the same time, longer than a round, and one round passes for each."""
@@ -256,6 +287,7 @@ def periodic(name: str) -> Oracle:
 SYNCHRONOUS: dict[str, Oracle] = {
     "allreduce": allreduce,
     "allreduce-int8": allreduce_of_encoded("int8"),
+    "allreduce-low-rank": allreduce_of_factors(1, [(4, 5), (4, 0), (4, 0), (1, 0)]),
     "delay-by-one": delay_by_one,
     "server-hybrid": allreduce,
     "delayed": delayed(2),

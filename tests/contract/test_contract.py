@@ -22,7 +22,7 @@ every_synchronous = pytest.mark.parametrize("strategy", SYNCHRONOUS)
 FOLLOWS_THE_MEAN = [name for name in PERIODIC if "local" not in name]
 """Choices with an outer optimizer: their model is not the mean of what learners found."""
 NO_CLOSED_FORM = [*FOLLOWS_THE_MEAN, "dpsgd-int4"]
-"""The mixing of what is encoded is no matrix."""
+"""The mixing of what is encoded is no matrix, and the noise of an update that lacks dimensions is not white."""
 every_engine = pytest.mark.parametrize("engine", ["on_virtual", "on_processes"])
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Learner
-from starling.strategies.compression import Compression, decode, encode, find_encoding
+from starling.strategies.compression import Encoded, decode, encode, find_encoding
 from starling.topology import Topology, check_pattern, find_topology
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class MixingOptions(Config):
 
     pattern: str = "ring"
     """Which learners average: a name in `topology.PATTERNS`, a pattern of an installed package, or `module:name`."""
-    compression: Compression = "none"
+    compression: Encoded = "none"
     """How weights are encoded for sending, or with int8, int4 and top_k what has changed in them; errors are fed
     back."""
     consensus_rate: float = Field(default=1.0, gt=0.0, le=1.0)
