@@ -119,8 +119,9 @@ def dpsgd(pattern: str) -> Oracle:
     return run
 
 
-def choco(pattern: str, compression: Compression, gamma: float) -> Oracle:
-    """Q = C(W - Y), Y <- Y + Q, S <- S + Q T, W <- W + gamma (S - Y) - a G(W); in the first round Q = W."""
+def choco(pattern: str, compression: Compression, gamma: float, mean_every: int = 0) -> Oracle:
+    """Q = C(W - Y), Y <- Y + Q, S <- S + Q T, W <- W + gamma (S - Y) - a G(W); in the first round Q = W. In every
+    `mean_every`-th round W <- W 1 1^T / L - a G(W)."""
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         mixing = find_topology(pattern, learners, seed=11).matrix(0)
@@ -128,6 +129,9 @@ def choco(pattern: str, compression: Compression, gamma: float) -> Oracle:
         public, mixture = np.zeros((2, *weights.shape))
         for k in range(rounds):
             gradients = columns(weights, gradient, k)
+            if mean_every and (k + 1) % mean_every == 0:
+                weights = weights @ complete(learners) - learning_rate * gradients
+                continue
             sent = np.stack([rounded(each, compression) for each in (weights - public).T], axis=1) if k else weights
             public, mixture = public + sent, mixture + sent @ mixing
             weights = weights + gamma * (mixture - public) - learning_rate * gradients
@@ -291,7 +295,7 @@ SYNCHRONOUS: dict[str, Oracle] = {
     "delay-by-one": delay_by_one,
     "server-hybrid": allreduce,
     "delayed": delayed(2),
-    "dpsgd-int4": choco("ring", "int4", 0.75),
+    "dpsgd-int4": choco("ring", "int4", 0.75, mean_every=5),
 } | {f"dpsgd-{pattern}": dpsgd(pattern) for pattern in PATTERNS}
 SYNCHRONOUS |= {name: periodic(name) for name in PERIODIC}
 ASYNCHRONOUS = {f"adpsgd-{pattern}": adpsgd(pattern) for pattern in PATTERNS}

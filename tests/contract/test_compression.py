@@ -260,6 +260,28 @@ def test_gossip_of_changes_agrees_on_the_mean_to_rounding(compression: Any, gamm
         torch.testing.assert_close(each.double(), mean, rtol=0.0, atol=1e-4)
 
 
+@pytest.mark.parametrize("pattern", ["ring", "pairs"])
+def test_a_mean_of_all_in_each_step_is_delay_by_one(pattern: str) -> None:
+    """To rounding: one adds a change, the other writes the mean."""
+    delayed = VirtualEngine(job("delay-by-one"), LEARNERS).run().states
+    found = VirtualEngine(job("dpsgd", pattern=pattern, mean_every=1), LEARNERS).run().states
+    for one, other in zip(found, delayed, strict=True):
+        torch.testing.assert_close(one.weights, other.weights, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_periodic_means_among_gossip_follow_the_equation(every: int) -> None:
+    """Gossip-PGA in matrix form, and its bytes."""
+    start, watch = flat(TinyRegression().make_model()).double().numpy(), Watch()
+    expected = choco("ring", "none", 1.0, every)(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
+    states = VirtualEngine(job("dpsgd", mean_every=every), LEARNERS, observer=watch).run().states
+    for rank, state in enumerate(states):
+        np.testing.assert_allclose(state.weights.numpy(), expected[:, rank], rtol=0.0, atol=2e-6)
+    num_means = STEPS // LEARNERS // every
+    sent = num_means * (2 * (LEARNERS - 1) * 4 * 29 // LEARNERS) + (STEPS // LEARNERS - num_means) * 2 * 4 * 29
+    assert list(watch.by_rank.values()) == [sent] * LEARNERS
+
+
 def test_gossip_of_changes_sends_float32_once_and_then_encoded_bytes() -> None:
     """On a ring to two neighbours, in a run as in a simulation of time alone."""
     mine, watch, rounds = job("dpsgd", compression="int8"), Watch(), STEPS // LEARNERS

@@ -170,6 +170,18 @@ class Mixing:
         return self._compression.change(own, theirs, self._piece)
 
 
+class MeanOfAll:
+    """Averages one piece of my weights with all learners, exactly."""
+
+    def __init__(self, me: Learner, piece: slice) -> None:
+        self._mine = me.snapshot(piece)
+        self._mean = me.mean(self._mine)
+
+    async def delta(self) -> Tensor:
+        """The change to my weights."""
+        return await self._mean - self._mine
+
+
 def sum_of_differences(own: Tensor, theirs: Sequence[tuple[float, Tensor]]) -> Tensor:
     """sum_j T_jl (theirs_j - own)."""
     import torch
