@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -120,6 +121,12 @@ class Learner(ABC):
     @abstractmethod
     def weights(self) -> Tensor:
         """This learner's weights `[P]`; the model's parameters are views into them. Do not write to them directly."""
+
+    @property
+    @abstractmethod
+    def shapes(self) -> Sequence[torch.Size]:
+        """The shapes of the parameters that are views into `weights`, in their order; of an island, of this rank's
+        parts. Empty in a simulation of time alone."""
 
     @abstractmethod
     def claim(self) -> bool:

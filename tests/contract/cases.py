@@ -15,9 +15,9 @@ from starling.strategies import STRATEGIES, NoOptions, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.allreduce import AllReduceOptions
 from starling.strategies.delayed import DelayOptions
+from starling.strategies.dpsgd import DpsgdOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.hogwild import HogwildOptions
-from starling.strategies.mixing import MixingOptions
 from starling.strategies.server import ServerOptions
 from starling.topology import PATTERNS
 from starling.training.faults import Fault, NotFinite
@@ -83,11 +83,11 @@ class Choice:
 
 
 def _allreduce(**options: Any) -> Choice:
-    return Choice(STRATEGIES["allreduce"], lambda world: AllReduceOptions(**options))
+    return Choice(STRATEGIES["allreduce"], lambda world: AllReduceOptions.model_validate(options))
 
 
 def _dpsgd(pattern: str) -> Choice:
-    return Choice(STRATEGIES["dpsgd"], lambda world: MixingOptions(pattern=pattern))
+    return Choice(STRATEGIES["dpsgd"], lambda world: DpsgdOptions(pattern=pattern))
 
 
 def _adpsgd(**options: Any) -> Choice:
@@ -132,13 +132,14 @@ def _hadpsgd(world: int) -> HierarchicalOptions:
 def choices() -> dict[str, Choice]:
     """Every registered strategy, in every pattern."""
     made = {"allreduce": _allreduce(), "allreduce-int8": _allreduce(compression="int8")}
+    made["allreduce-low-rank"] = _allreduce(compression={"low_rank": 1})
     made["delay-by-one"] = Choice(STRATEGIES["delay-by-one"])
     for pattern in PATTERNS:
         made[f"dpsgd-{pattern}"] = _dpsgd(pattern)
         made[f"adpsgd-{pattern}"] = _adpsgd(pattern=pattern)
     made["adpsgd-bfloat16"] = _adpsgd(compression="bfloat16")
     made["dpsgd-int4"] = Choice(
-        STRATEGIES["dpsgd"], lambda world: MixingOptions(pattern="ring", compression="int4", consensus_rate=0.75)
+        STRATEGIES["dpsgd"], lambda world: DpsgdOptions(compression="int4", consensus_rate=0.75, mean_every=5)
     )
     made["adpsgd-int8"] = _adpsgd(pattern="ring", compression="int8")
     made["adpsgd-in-pieces"] = _adpsgd(piece_megabytes=1e-4, period=0.5)

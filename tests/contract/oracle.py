@@ -1,6 +1,6 @@
 """The strategies in naive matrix form, in NumPy: W_{k+1} = W_k T - a g(Phi_k), one column a learner."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,8 +119,9 @@ def dpsgd(pattern: str) -> Oracle:
     return run
 
 
-def choco(pattern: str, compression: Compression, gamma: float) -> Oracle:
-    """Q = C(W - Y), Y <- Y + Q, S <- S + Q T, W <- W + gamma (S - Y) - a G(W); in the first round Q = W."""
+def choco(pattern: str, compression: Compression, gamma: float, mean_every: int = 0) -> Oracle:
+    """Q = C(W - Y), Y <- Y + Q, S <- S + Q T, W <- W + gamma (S - Y) - a G(W); in the first round Q = W. In every
+    `mean_every`-th round W <- W 1 1^T / L - a G(W)."""
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         mixing = find_topology(pattern, learners, seed=11).matrix(0)
@@ -128,9 +129,43 @@ def choco(pattern: str, compression: Compression, gamma: float) -> Oracle:
         public, mixture = np.zeros((2, *weights.shape))
         for k in range(rounds):
             gradients = columns(weights, gradient, k)
+            if mean_every and (k + 1) % mean_every == 0:
+                weights = weights @ complete(learners) - learning_rate * gradients
+                continue
             sent = np.stack([rounded(each, compression) for each in (weights - public).T], axis=1) if k else weights
             public, mixture = public + sent, mixture + sent @ mixing
             weights = weights + gamma * (mixture - public) - learning_rate * gradients
+        return weights
+
+    return run
+
+
+def allreduce_of_factors(rank: int, shapes: Sequence[tuple[int, int]]) -> Oracle:
+    """PowerSGD: P = orthogonalise(mean M Q), Q_l = M_l^T P, and P mean(Q)^T for the mean of each matrix; `shapes` are
+    those of the matrices, with 0 columns for a vector that is averaged as it is."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        weights = np.tile(start[:, None], (1, learners))
+        if learners == 1:
+            return allreduce(start, gradient, learning_rate, learners, rounds)
+        residuals = np.zeros_like(weights)
+        size = rank * sum(columns for _, columns in shapes)
+        random = torch.randn(size, generator=torch.Generator().manual_seed(11)).double().numpy()
+        bases = np.split(random, np.cumsum([rank * columns for _, columns in shapes])[:-1])
+        for k in range(rounds):
+            moved = columns(weights, gradient, k)
+            mean, first = moved.mean(axis=1), 0
+            for number, (rows, width) in enumerate(shapes):
+                place = slice(first, first := first + rows * max(1, width))
+                if width == 0:
+                    continue
+                matrices = (moved + residuals)[place].T.reshape(learners, rows, width)
+                left, _ = np.linalg.qr((matrices @ bases[number].reshape(width, rank)).mean(axis=0))
+                right = np.swapaxes(matrices, 1, 2) @ left
+                residuals[place] = (matrices - left @ np.swapaxes(right, 1, 2)).reshape(learners, -1).T
+                bases[number] = right.mean(axis=0).reshape(-1)
+                mean[place] = (left @ right.mean(axis=0).T).reshape(-1)
+            weights = weights - learning_rate * mean[:, None]
         return weights
 
     return run
@@ -256,10 +291,11 @@ def periodic(name: str) -> Oracle:
 SYNCHRONOUS: dict[str, Oracle] = {
     "allreduce": allreduce,
     "allreduce-int8": allreduce_of_encoded("int8"),
+    "allreduce-low-rank": allreduce_of_factors(1, [(4, 5), (4, 0), (4, 0), (1, 0)]),
     "delay-by-one": delay_by_one,
     "server-hybrid": allreduce,
     "delayed": delayed(2),
-    "dpsgd-int4": choco("ring", "int4", 0.75),
+    "dpsgd-int4": choco("ring", "int4", 0.75, mean_every=5),
 } | {f"dpsgd-{pattern}": dpsgd(pattern) for pattern in PATTERNS}
 SYNCHRONOUS |= {name: periodic(name) for name in PERIODIC}
 ASYNCHRONOUS = {f"adpsgd-{pattern}": adpsgd(pattern) for pattern in PATTERNS}

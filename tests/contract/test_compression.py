@@ -141,6 +141,7 @@ class Watch(Silence):
         self.saved.append(copy.deepcopy(state))
 
 
+LOW_RANK = {"low_rank": 1}
 CHOSEN: list[tuple[str, dict[str, Any]]] = [
     ("local-sgd", {"every": 6, "compression": "bfloat16"}),
     ("allreduce", {"compression": {"top_k": 0.1}}),
@@ -202,6 +203,7 @@ def test_a_simulated_mean_takes_the_time_of_its_encoded_bytes() -> None:
     ("name", "options"),
     [
         ("allreduce", {"compression": "int4"}),
+        ("allreduce", {"compression": LOW_RANK}),
         ("diloco", {"every": 4, "compression": {"top_k": 0.2}}),
         ("streaming-diloco", {"every": 6, "fragments": 2, "overlap": 3, "compression": "int4"}),
     ],
@@ -217,9 +219,10 @@ def test_a_resumed_run_ends_in_the_same_bits(name: str, options: dict[str, Any])
             assert torch.equal(found.weights, state.weights)
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_residual_as_it_was() -> None:
+@pytest.mark.parametrize("compression", ["int8", LOW_RANK], ids=["int8", "low_rank"])
+def test_a_gradient_that_is_not_finite_leaves_the_residual_as_it_was(compression: Any) -> None:
     """Otherwise no later gradient would be finite."""
-    mine = replace(job("allreduce", compression="int8"), faults=(NotFinite(nan=1, at_step=3),))
+    mine = replace(job("allreduce", compression=compression), faults=(NotFinite(nan=1, at_step=3),))
     for state in VirtualEngine(mine, LEARNERS).run().states:
         assert bool(state.weights.isfinite().all())
         assert bool(state.strategy[OWN_PREFIX + "residual"].isfinite().all())
@@ -257,6 +260,28 @@ def test_gossip_of_changes_agrees_on_the_mean_to_rounding(compression: Any, gamm
         torch.testing.assert_close(each.double(), mean, rtol=0.0, atol=1e-4)
 
 
+@pytest.mark.parametrize("pattern", ["ring", "pairs"])
+def test_a_mean_of_all_in_each_step_is_delay_by_one(pattern: str) -> None:
+    """To rounding: one adds a change, the other writes the mean."""
+    delayed = VirtualEngine(job("delay-by-one"), LEARNERS).run().states
+    found = VirtualEngine(job("dpsgd", pattern=pattern, mean_every=1), LEARNERS).run().states
+    for one, other in zip(found, delayed, strict=True):
+        torch.testing.assert_close(one.weights, other.weights, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_periodic_means_among_gossip_follow_the_equation(every: int) -> None:
+    """Gossip-PGA in matrix form, and its bytes."""
+    start, watch = flat(TinyRegression().make_model()).double().numpy(), Watch()
+    expected = choco("ring", "none", 1.0, every)(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
+    states = VirtualEngine(job("dpsgd", mean_every=every), LEARNERS, observer=watch).run().states
+    for rank, state in enumerate(states):
+        np.testing.assert_allclose(state.weights.numpy(), expected[:, rank], rtol=0.0, atol=2e-6)
+    num_means = STEPS // LEARNERS // every
+    sent = num_means * (2 * (LEARNERS - 1) * 4 * 29 // LEARNERS) + (STEPS // LEARNERS - num_means) * 2 * 4 * 29
+    assert list(watch.by_rank.values()) == [sent] * LEARNERS
+
+
 def test_gossip_of_changes_sends_float32_once_and_then_encoded_bytes() -> None:
     """On a ring to two neighbours, in a run as in a simulation of time alone."""
     mine, watch, rounds = job("dpsgd", compression="int8"), Watch(), STEPS // LEARNERS
@@ -273,6 +298,7 @@ def test_gossip_of_changes_sends_float32_once_and_then_encoded_bytes() -> None:
         ("adpsgd", {"compression": "int8"}, "neighbours change from round to round; choose pattern ring or complete"),
         ("dpsgd", {"consensus_rate": 0.5}, "only for compression int8, int4 or top_k"),
         ("hadpsgd", {"per_node": 1, "pattern": "pairs", "compression": "int4"}, "neighbours change"),
+        ("streaming-diloco", {"compression": LOW_RANK}, "leave out fragments and overlap"),
     ],
 )
 def test_options_that_cannot_work_are_refused(name: str, options: dict[str, Any], message: str) -> None:
@@ -280,3 +306,32 @@ def test_options_that_cannot_work_are_refused(name: str, options: dict[str, Any]
     strategy = STRATEGIES[name]
     with pytest.raises(ConfigError, match=message):
         strategy.validate(strategy.options.model_validate(options), 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("allreduce", {}), ("diloco", {"every": 4}), ("local-sgd", {"every": 1})]
+)
+def test_factors_of_full_rank_are_no_compression(name: str, options: dict[str, Any]) -> None:
+    """Matrices that factors would not make smaller are averaged as they are."""
+    plain, full = (
+        VirtualEngine(job(name, **options, **chosen), LEARNERS).run().states
+        for chosen in ({}, {"compression": {"low_rank": 4}})
+    )
+    for one, other in zip(plain, full, strict=True):
+        torch.testing.assert_close(one.weights, other.weights, rtol=0.0, atol=1e-6)
+
+
+def test_factors_send_their_own_bytes() -> None:
+    """r (n + m) for a matrix `[n, m]`, and all numbers of what is not worth it."""
+    watch = Watch()
+    VirtualEngine(job("allreduce", compression=LOW_RANK), LEARNERS, observer=watch).run()
+    first, second = 4 * (4 + 4 + 4 + 1), 4 * 5
+    expected = STEPS // LEARNERS * sum(2 * (LEARNERS - 1) * each // LEARNERS for each in (first, second))
+    assert list(watch.by_rank.values()) == [expected] * LEARNERS
+
+
+def test_a_simulation_of_time_alone_refuses_factors_whose_bytes_it_does_not_know() -> None:
+    """`starling plan` says so."""
+    options = STRATEGIES["allreduce"].options.model_validate({"compression": LOW_RANK})
+    with pytest.raises(ConfigError, match="depend on the shapes"):
+        simulate_timing(STRATEGIES["allreduce"], options, 2, Cluster(), 4 * 29, 4)

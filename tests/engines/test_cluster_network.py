@@ -15,8 +15,8 @@ from starling.errors import ConfigError
 from starling.runs.recipe.recipe import check_recipe
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions
+from starling.strategies.dpsgd import DpsgdOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
-from starling.strategies.mixing import MixingOptions
 
 NUM_BYTES = 4000
 LATENCY, BANDWIDTH, INSIDE_LATENCY, INSIDE_BANDWIDTH, UPLINK = 0.5, 1000.0, 0.125, 16000.0, 2000.0
@@ -208,10 +208,10 @@ def timed(strategy: Strategy, options: Any, world: int, model: Cluster, rounds: 
 def test_gossip_of_a_nodes_learners_contends_for_the_uplink() -> None:
     """On a ring through two nodes each node sends two messages at each step, one behind the other."""
     model = cluster(4, UPLINK, bandwidth=1e9)
-    seconds = timed(STRATEGIES["dpsgd"], MixingOptions(pattern="ring"), 8, model)
+    seconds = timed(STRATEGIES["dpsgd"], DpsgdOptions(pattern="ring"), 8, model)
     busy = 6 * 2 * NUM_BYTES / UPLINK
     assert busy + LATENCY <= seconds * (1 + 1e-9) and seconds < busy + 6 * LATENCY
-    free = timed(STRATEGIES["dpsgd"], MixingOptions(pattern="ring"), 8, cluster(4, None, bandwidth=UPLINK))
+    free = timed(STRATEGIES["dpsgd"], DpsgdOptions(pattern="ring"), 8, cluster(4, None, bandwidth=UPLINK))
     assert free == pytest.approx(6 * (LATENCY + NUM_BYTES / UPLINK), rel=1e-6)
 
 
@@ -229,7 +229,7 @@ def test_slow_uplinks_slow_synchronous_training_but_not_what_is_hidden() -> None
     slow = cluster(4, 100.0, seconds=1.0, bandwidth=1e9)
     fast = cluster(4, 1e9, seconds=1.0, bandwidth=1e9)
     options = AsynchronousOptions(pattern="ring", max_lag=1000.0)
-    assert timed(STRATEGIES["dpsgd"], MixingOptions(), 8, slow) > 10 * timed(STRATEGIES["dpsgd"], None, 8, fast)
+    assert timed(STRATEGIES["dpsgd"], DpsgdOptions(), 8, slow) > 10 * timed(STRATEGIES["dpsgd"], None, 8, fast)
     outcome = simulate_timing(STRATEGIES["adpsgd"], options, 8, slow, NUM_BYTES, 48)
     assert max(each.spent.waiting_for_peers for each in outcome.learners) == 0.0
 

@@ -14,7 +14,7 @@ from starling.errors import ConfigError, Deadlock
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions
-from starling.strategies.mixing import MixingOptions
+from starling.strategies.dpsgd import DpsgdOptions
 from starling.training.job import Job
 from starling.training.stragglers import Pause, Stragglers
 from tests.contract.cases import CHOICES, MakeOptimizer, adam, sgd
@@ -106,7 +106,7 @@ def test_epochs_of_the_data_change_no_event(recorded: Recorded) -> None:
 
 def test_what_the_optimizer_remembers_travels_when_it_is_averaged(recorded: Recorded) -> None:
     """Adam's two moments triple the bytes of `optimizer_state: averaged`, in timing-only runs, too."""
-    strategy, options = STRATEGIES["dpsgd"], MixingOptions(optimizer_state="averaged")
+    strategy, options = STRATEGIES["dpsgd"], DpsgdOptions(optimizer_state="averaged")
     _, learners = real(strategy, options, 3, 30, 1000, adam(0.01))
     events, recorded.events = recorded.events, []
     assert timed(strategy, options, 3, 30, vectors=2).learners == learners

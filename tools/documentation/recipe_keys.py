@@ -125,11 +125,14 @@ def _sections(
                 kind, below, _kind(kind) if len(beside) > 1 or "kind" in kind.model_fields else "", above
             )
         elif below == "strategy":
+            shared: dict[tuple[Key, ...], Section] = {}  # mappings at keys of several strategies
             for strategy in (*STRATEGIES.values(), AUTO_STRATEGY):
-                (section,) = _sections(strategy.options, below, f"name: {strategy.name}")
+                section, *within = _sections(strategy.options, below, f"name: {strategy.name}")
+                shared = {each.keys: each for each in within} | shared
                 summary = f"{strategy.summary[0].upper()}{strategy.summary[1:]}."
                 name = Key(f"{below}.name", f"`{strategy.name}`", "required", "", "Chooses these keys.")
                 yield replace(section, description=summary, keys=(name, *section.keys))
+            yield from shared.values()
 
 
 def _mappings(annotation: Any, path: str) -> Iterator[tuple[str, type[BaseModel]]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from starling.configuration import Config
 from starling.learner import Learner
+from starling.strategies.compression import LowRank
 
 Count = Callable[[Any, int], int]
 """A number of learners, from a strategy's options and the world size. It never raises: `validate` reports problems."""
@@ -105,6 +106,10 @@ class Strategy:
     def sync_groups(self, options: Config, world: int) -> SyncGroups:
         """Which of `world` learners claim mini-batches together."""
         return SyncGroups(self.num_workers(options, world), self.sync_group_size(options, world))
+
+    def has_common_state(self, options: Config) -> bool:
+        """Whether it keeps a common `Learner.strategy_state` with these options."""
+        return self.keeps_state or isinstance(getattr(options, "compression", None), LowRank)
 
     def successors(
         self, options: Config, members: Sequence[int], lost: Collection[int], joined: Sequence[int] = ()

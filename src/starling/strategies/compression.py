@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from starling.configuration import Config
+from starling.errors import ConfigError
 from starling.learner import Handle, Learner
 
 if TYPE_CHECKING:
@@ -23,8 +24,17 @@ class TopK(Config):
     """The fraction of the numbers that are sent, 8 bytes each."""
 
 
-Compression = Literal["none", "bfloat16", "int8", "int4"] | TopK
+class LowRank(Config):
+    """Send two thin factors of each matrix, of which the product is near it (PowerSGD)."""
+
+    low_rank: int = Field(ge=1)
+    """The columns of a factor."""
+
+
+Encoded = Literal["none", "bfloat16", "int8", "int4"] | TopK
 """How vectors are encoded for sending; what an encoding takes away is added to the next message."""
+Compression = Encoded | LowRank
+"""The same, or factors of matrices."""
 
 
 def is_compressed(options: Config) -> bool:
@@ -32,7 +42,7 @@ def is_compressed(options: Config) -> bool:
     return getattr(options, "compression", "none") != "none"
 
 
-def find_encoding(compression: Compression) -> Encoding | None:
+def find_encoding(compression: Encoded) -> Encoding | None:
     """The encoding that an option names; None: numbers travel as they are."""
     from starling.strategies.encoding import Bfloat16, Integers, Largest
 
@@ -58,36 +68,117 @@ def decode(encoding: Encoding, encoded: Tensor, like: Tensor) -> Tensor:
 class Means:
     """The means of one strategy: as they are, or of vectors that travel encoded, with error feedback.
 
-    `PartOfMean` has the equation. The residual `[P]` is part of a learner's checkpoint. It changes when a mean is
-    awaited, so that a mean that was under way when a checkpoint was saved can begin again with the same bits. A mean
-    that is not finite leaves it as it was, because its mini-batch is left out. A single learner encodes nothing.
+    `PartOfMean` and `Factors` have the equations. The residual `[P]` is part of a learner's checkpoint. It changes when
+    a mean is awaited, so that a mean that was under way when a checkpoint was saved can begin again with the same bits.
+    A mean that is not finite leaves it as it was, because its mini-batch is left out. A single learner encodes nothing.
     """
 
     def __init__(self, me: Learner, compression: Compression) -> None:
-        self._me = me
-        self._encoding = find_encoding(compression) if me.world > 1 else None
-        if self._encoding is not None:
+        self._me, self.are_encoded = me, compression != "none" and me.world > 1
+        self._encoding: Encoding | None = None
+        self._factors: Factors | None = None
+        if self.are_encoded:
             import torch
 
-            zeros = torch.zeros(len(me.weights)) if me.weights.device.type != "meta" else me.weights
+            is_low_rank = isinstance(compression, LowRank)
+            on_host = not is_low_rank and me.weights.device.type != "meta"
+            zeros = torch.zeros(len(me.weights)) if on_host else me.weights.new_zeros(len(me.weights))
             self._residual = me.strategy_state("residual", zeros, is_common=False)
-
-    @property
-    def are_encoded(self) -> bool:
-        """Whether vectors are encoded."""
-        return self._encoding is not None
+            if isinstance(compression, LowRank):
+                self._factors = Factors(me, compression.low_rank)
+            else:
+                self._encoding = find_encoding(compression)
 
     def start(self, of: Tensor | Handle[Tensor], piece: slice | None = None) -> Awaitable[Tensor]:
         """Start averaging a vector `[P]` over all learners, or the `piece` of one. A gradient's handle is first
         awaited if vectors are encoded."""
+        if self._factors is not None:
+            return self._factors.mean(of, self._residual)
         if self._encoding is None:
             return self._me.mean(of)
         return _UnderWay(self._me, self._encoding, of, self._residual[piece or slice(None)])
 
     def forget(self) -> None:
         """Set the residual to 0, because something else is averaged from now on."""
-        if self._encoding is not None:
+        if self.are_encoded:
             self._residual.zero_()
+
+
+class Factors:
+    """Means of which each matrix is the product of two thin factors.
+
+    Equation, for a matrix M_l `[n, m]` of learner l (a parameter of at least two dimensions, the first against all
+    others), with e_l its residual and Q `[m, r]` the last second factor, initially random and the same on all::
+
+        M_l <- M_l + e_l
+        P <- orthogonalise((1/L) sum_l M_l Q)
+        Q_l <- M_l^T P,  e_l <- M_l - P Q_l^T
+        Q <- (1/L) sum_l Q_l,  mean = P Q^T
+
+    This is one step of subspace iteration towards the r largest singular vectors of the mean. Matrices that two factors
+    would not make smaller, and vectors, are averaged as they are.
+
+    References:
+        Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+        arXiv 1905.13727.
+    """
+
+    def __init__(self, me: Learner, rank: int) -> None:
+        import torch
+
+        if me.weights.device.type == "meta":
+            raise ConfigError(
+                "strategy.compression: the bytes of low_rank depend on the shapes of the model's matrices, which a "
+                "simulation of time alone does not know; choose another compression to plan with"
+            )
+        self._me, self._rank = me, rank
+        self._matrices: list[tuple[slice, int, int]] = []  # place in the weights, rows, columns
+        self._others: list[slice] = []
+        start = 0
+        for shape in me.shapes:
+            stop, rows = start + shape.numel(), shape[0] if len(shape) > 1 else 1
+            columns = shape.numel() // max(1, rows)
+            if rank * (rows + columns) < rows * columns:
+                self._matrices.append((slice(start, stop), rows, columns))
+            else:
+                self._others.append(slice(start, stop))
+            start = stop
+        size = rank * sum(columns for _, _, columns in self._matrices)
+        random = torch.randn(size, generator=torch.Generator().manual_seed(me.seed))
+        self._basis = me.strategy_state("basis", random.to(me.weights.device))
+
+    async def mean(self, of: Tensor | Handle[Tensor], residual: Tensor) -> Tensor:
+        """The mean of vectors `[P]`; `residual` `[P]` changes."""
+        import torch
+
+        vector = await of if isinstance(of, Handle) else of
+        total, others = vector + residual, [vector[piece] for piece in self._others]
+        matrices = [total[place].view(rows, columns) for place, rows, columns in self._matrices]
+        bases = self._split(self._basis, [columns for _, _, columns in self._matrices])
+        products = [matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)]
+        first = await self._me.mean(torch.cat([each.reshape(-1) for each in (*products, *others)]))
+        if not bool(first.isfinite().all()):
+            return torch.full_like(vector, torch.nan)
+        left = [torch.linalg.qr(each)[0] for each in self._split(first, [rows for _, rows, _ in self._matrices])]
+        own = [matrix.T @ each for matrix, each in zip(matrices, left, strict=True)]
+        if self._matrices:
+            self._basis.copy_(await self._me.mean(torch.cat([each.reshape(-1) for each in own])))
+        mean, start = torch.empty_like(vector), sum(each.numel() for each in products)
+        for (place, _, _), matrix, p, q_own, q in zip(self._matrices, matrices, left, own, bases, strict=True):
+            residual[place] = (matrix - p @ q_own.T).view(-1)
+            mean[place] = (p @ q.T).view(-1)
+        for piece in self._others:
+            mean[piece] = first[start : start + piece.stop - piece.start]
+            start += piece.stop - piece.start
+        return mean.masked_fill_(mean == 0.0, -0.0)  # the mark of a parameter without a gradient
+
+    def _split(self, vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Views of a vector's beginning as matrices `[size, r]`."""
+        views, start = [], 0
+        for size in sizes:
+            views.append(vector[start : start + size * self._rank].view(size, self._rank))
+            start += size * self._rank
+        return views
 
 
 class _UnderWay:

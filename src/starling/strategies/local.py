@@ -12,7 +12,7 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Handle, Learner, LoopEnded
 from starling.strategies.base import Strategy
-from starling.strategies.compression import Compression, Means
+from starling.strategies.compression import Compression, LowRank, Means
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -224,6 +224,11 @@ def _check(options: LocalOptions, world: int) -> None:
         raise ConfigError(
             f"strategy.fragments: {options.fragments} fragments cannot agree in turn within {options.every} steps; "
             "set at most `every`"
+        )
+    if isinstance(options.compression, LowRank) and (options.fragments > 1 or options.overlap):
+        raise ConfigError(
+            "strategy.compression: low_rank sends factors of whole matrices, in two means; leave out fragments and "
+            "overlap"
         )
     if options.overlap > options.every // options.fragments:
         raise ConfigError(

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Learner
-from starling.strategies.compression import Compression, decode, encode, find_encoding
+from starling.strategies.compression import Encoded, decode, encode, find_encoding
 from starling.topology import Topology, check_pattern, find_topology
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class MixingOptions(Config):
 
     pattern: str = "ring"
     """Which learners average: a name in `topology.PATTERNS`, a pattern of an installed package, or `module:name`."""
-    compression: Compression = "none"
+    compression: Encoded = "none"
     """How weights are encoded for sending, or with int8, int4 and top_k what has changed in them; errors are fed
     back."""
     consensus_rate: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -168,6 +168,18 @@ class Mixing:
         for sending in self._sending:
             await sending
         return self._compression.change(own, theirs, self._piece)
+
+
+class MeanOfAll:
+    """Averages one piece of my weights with all learners, exactly."""
+
+    def __init__(self, me: Learner, piece: slice) -> None:
+        self._mine = me.snapshot(piece)
+        self._mean = me.mean(self._mine)
+
+    async def delta(self) -> Tensor:
+        """The change to my weights."""
+        return await self._mean - self._mine
 
 
 def sum_of_differences(own: Tensor, theirs: Sequence[tuple[float, Tensor]]) -> Tensor:

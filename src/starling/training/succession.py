@@ -136,7 +136,7 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callab
         world=len(members),
         position=position_after(before.position, job.workload, done),
         minutes=max(each.minutes for each in members),
-        source=newest * size if takers or job.strategy.keeps_state else None,
+        source=newest * size if takers or job.strategy.has_common_state(job.options) else None,
         takers=takers,
     )
 

@@ -167,6 +167,10 @@ class LoopLearner(Learner):
             )
         return torch.tensor(rates, dtype=torch.float64)
 
+    @property
+    def shapes(self) -> Sequence[torch.Size]:
+        return [parameter.shape for parameter in self.replica.parameters]
+
     def claim(self) -> bool:
         self._release.check()
         return not self._is_ending

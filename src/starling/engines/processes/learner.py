@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from starling.checkpoint.state import OWN_PREFIX, LearnerState
@@ -214,6 +215,10 @@ class ProcessLearner(Learner):
     @property
     def step_metadata(self) -> Tensor:
         return self.course.step_metadata
+
+    @property
+    def shapes(self) -> Sequence[torch.Size]:
+        return [parameter.shape for parameter in self.replica.parameters]
 
     def claim(self) -> bool:
         self.communicator.release.check()

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import simpy
+import torch
 from torch import Tensor
 
 from starling.checkpoint.state import OWN_PREFIX, LearnerState
@@ -136,6 +137,10 @@ class VirtualLearner(Learner):
     @property
     def step_metadata(self) -> Tensor:
         return self.course.step_metadata
+
+    @property
+    def shapes(self) -> Sequence[torch.Size]:
+        return [parameter.shape for parameter in self.replica.parameters]
 
     def claim(self) -> bool:
         self._surroundings.check()
