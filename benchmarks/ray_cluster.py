@@ -61,7 +61,12 @@ class RayCluster:
         self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self) -> None:
+        """Stop everything, and remove the cluster's files."""
+        head = self._cluster.head_node
+        session = None if head is None else Path(head.get_session_dir_path())
         self._cluster.shutdown()
+        if session is not None:
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def ray_processes() -> dict[int, str]:
@@ -78,7 +83,7 @@ def ray_processes() -> dict[int, str]:
 @contextmanager
 def ray_cluster() -> Iterator[RayCluster]:
     """A cluster without nodes. At the end, none of its processes may be left, and its files are removed."""
-    before, sessions = set(ray_processes()), set(_sessions())
+    before = set(ray_processes())
     cluster = RayCluster()
     try:
         yield cluster
@@ -91,10 +96,4 @@ def ray_cluster() -> Iterator[RayCluster]:
             time.sleep(0.1)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-        for session in set(_sessions()) - sessions:
-            shutil.rmtree(session, ignore_errors=True)
     assert not left, left
-
-
-def _sessions() -> list[Path]:
-    return [each for each in Path("/tmp/ray").glob("session_2*") if not each.is_symlink()]

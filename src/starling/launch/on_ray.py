@@ -146,7 +146,7 @@ class _Process(LearnerProcess):
         return False  # its keeper ends its loading processes: see `forget`
 
     def forget(self) -> None:
-        if self.clearing is None and self.line is not None:
+        if self.clearing is None and self.line is not None and not self.lost:
             self.clearing = self._actor.clear.remote()
 
     def remove_actor(self) -> None:
