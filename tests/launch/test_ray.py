@@ -177,6 +177,21 @@ def test_the_learners_on_other_nodes_survive_a_lost_node(
 
 
 @pytest.mark.soak
+def test_a_killed_learner_is_restarted_in_the_place_that_it_had(cluster: RayCluster, tmp_path: Path) -> None:
+    """The cluster has no other room: the dead learner's CPU is given back."""
+    cluster.add(num_cpus=2)
+    run = Run(tmp_path, 2, cluster.address, on_loss="replace")
+    run.wait_until(lambda status: num_training(status) == 2)
+    victim = next(each for each in learners_below() if each.environ()["RANK"] == "1")
+    victim.kill()
+    status = run.wait_until(lambda status: status.generation == 2)
+    assert "learner 1 was killed by SIGKILL" in status.losses[0]
+    run.end()
+    assert run.error is None, run.said.getvalue()
+    assert_all_seen_once(run.experiment)
+
+
+@pytest.mark.soak
 def test_a_run_that_loses_its_server_s_node_ends_with_an_error_that_names_the_node(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
