@@ -18,13 +18,15 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray then keeps loopback addresses
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 * 2**20
-NOTICES_LOST_NODES_SOON = {
+SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 3000,
     "health_check_failure_threshold": 3,
+    "worker_niceness": 0,
 }
-"""Ray needs some 15 s by default, and until then gives actors to nodes that are gone."""
+"""Ray needs some 15 s by default, and until then gives actors to nodes that are gone. Its workers have a niceness of 15 by
+default, so that other programs of a machine come first."""
 
 
 class RayCluster:
@@ -42,7 +44,7 @@ class RayCluster:
 
     def add(self, num_cpus: int, **resources: float) -> Any:
         """Start a raylet with so many virtual CPUs."""
-        head = {} if self._has_head else {"_system_config": NOTICES_LOST_NODES_SOON}
+        head = {} if self._has_head else {"_system_config": SYSTEM_CONFIG}
         self._has_head = True
         return self._cluster.add_node(
             wait=True,
