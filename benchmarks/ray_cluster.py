@@ -18,13 +18,15 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray then keeps loopback addresses
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 * 2**20
-NOTICES_LOST_NODES_SOON = {
+SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 3000,
     "health_check_failure_threshold": 3,
+    "worker_niceness": 0,
 }
-"""Ray needs some 15 s by default, and until then gives actors to nodes that are gone."""
+"""Ray needs some 15 s by default, and until then gives actors to nodes that are gone. Its workers have a niceness of 15 by
+default, so that other programs of a machine come first."""
 
 
 class RayCluster:
@@ -42,7 +44,7 @@ class RayCluster:
 
     def add(self, num_cpus: int, **resources: float) -> Any:
         """Start a raylet with so many virtual CPUs."""
-        head = {} if self._has_head else {"_system_config": NOTICES_LOST_NODES_SOON}
+        head = {} if self._has_head else {"_system_config": SYSTEM_CONFIG}
         self._has_head = True
         return self._cluster.add_node(
             wait=True,
@@ -61,7 +63,12 @@ class RayCluster:
         self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self) -> None:
+        """Stop everything, and remove the cluster's files."""
+        head = self._cluster.head_node
+        session = None if head is None else Path(head.get_session_dir_path())
         self._cluster.shutdown()
+        if session is not None:
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def ray_processes() -> dict[int, str]:
@@ -78,7 +85,7 @@ def ray_processes() -> dict[int, str]:
 @contextmanager
 def ray_cluster() -> Iterator[RayCluster]:
     """A cluster without nodes. At the end, none of its processes may be left, and its files are removed."""
-    before, sessions = set(ray_processes()), set(_sessions())
+    before = set(ray_processes())
     cluster = RayCluster()
     try:
         yield cluster
@@ -91,10 +98,4 @@ def ray_cluster() -> Iterator[RayCluster]:
             time.sleep(0.1)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-        for session in set(_sessions()) - sessions:
-            shutil.rmtree(session, ignore_errors=True)
     assert not left, left
-
-
-def _sessions() -> list[Path]:
-    return [each for each in Path("/tmp/ray").glob("session_2*") if not each.is_symlink()]

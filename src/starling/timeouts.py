@@ -64,6 +64,9 @@ UNREACHABLE: Seconds = 6.0
 seconds, and both sides of a partition must have noticed within 10 s."""
 NODE_SILENT: Seconds = 1.0
 """How long the launcher waits for Ray to say how a learner ended whose connection has closed."""
+NODE_LOSS: Seconds = 0.7
+"""How long the launcher waits for the loss of a node's other learners after the first one. They are noticed within half
+a second of each other, and each new membership costs the survivors more than that."""
 ROOM: Seconds = 10.0
 """The run says which learners wait for room in the cluster after so long, and again after ten times as long."""
 

@@ -1,14 +1,40 @@
 """The examples do what they say, started as a user starts them."""
 
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from starling.runs.recipe.file import read_recipe
+from starling.runs.recipe.overrides import apply_overrides
+from starling.runs.recipe.run import LaunchConfig
 from tests.sessions import run_to_end
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("script", ["ray_on_slurm.sbatch", "srun.sbatch", "two_nodes.sh"])
+def test_the_scripts_are_valid_shell(script: str) -> None:
+    """What one machine without Slurm can check of them."""
+    checked = subprocess.run(["bash", "-n", str(ROOT / "examples" / script)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_ray_job_is_a_manifest_that_starts_a_run_with_token_authentication() -> None:
+    """Its command line is one that `starling train` accepts."""
+    manifest = yaml.safe_load((ROOT / "examples" / "rayjob.yaml").read_text(encoding="utf-8"))
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    assert manifest["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    *command, recipe = shlex.split(manifest["spec"]["entrypoint"])[:3]
+    assert command == ["starling", "train"] and recipe.startswith("/experiments/")
+    overrides = shlex.split(manifest["spec"]["entrypoint"])[3:]
+    tree = apply_overrides(read_recipe(ROOT / "recipes" / "demo.yaml"), overrides)
+    launch = LaunchConfig.model_validate(tree["launch"])
+    assert (launch.kind, launch.resources) == ("ray", {"CPU": 4.0, "GPU": 1.0})
 
 
 @pytest.mark.soak

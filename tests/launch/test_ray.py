@@ -1,5 +1,8 @@
 """Learners on a Ray cluster of several raylets, every one on this machine's loopback interface."""
 
+import os
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -10,13 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
 import starling
 from benchmarks.ray_cluster import RayCluster, ray_cluster
 from starling.checkpoint.reader import latest, load
-from starling.errors import ConfigError, MissingExtraError, StarlingError
+from starling.errors import ConfigError, MissingExtraError, PeerLost, StarlingError
 from starling.launch.messages import Status, decode_status
 from starling.runs.experiment.seen import read_seen
 from tests.launch.ray_job import BATCHES, EPOCHS, make_job
@@ -77,6 +81,13 @@ def num_training(status: Status) -> int:
     return sum(each.num_steps >= 2 for each in status.learners)
 
 
+def assert_all_seen_once(experiment: Path) -> None:
+    manifest = load(latest(experiment)).manifest
+    assert manifest.position.num_done == EPOCHS * BATCHES
+    seen = Counter(sight.ticket.step for sight in read_seen(experiment / "seen", manifest.position))
+    assert seen == Counter(range(EPOCHS * BATCHES))
+
+
 def test_a_lost_node_s_learner_comes_back_on_a_new_node_and_everything_is_seen_once(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
@@ -97,10 +108,8 @@ def test_a_lost_node_s_learner_comes_back_on_a_new_node_and_everything_is_seen_o
     run.end()
     assert run.error is None, run.said.getvalue()
     assert "has joined; 2 learners train now" in run.said.getvalue()
-    manifest = load(latest(run.experiment)).manifest
-    assert (manifest.position.num_done, manifest.world) == (EPOCHS * BATCHES, 2)
-    seen = Counter(sight.ticket.step for sight in read_seen(run.experiment / "seen", manifest.position))
-    assert seen == Counter(range(EPOCHS * BATCHES))
+    assert load(latest(run.experiment)).manifest.world == 2
+    assert_all_seen_once(run.experiment)
     logs = sorted(path.name for path in (run.experiment / "log").glob("learner-*"))
     assert logs == ["learner-0.log", "learner-1.log"]
     assert not (run.experiment / "log" / "run-token").exists()
@@ -129,3 +138,144 @@ def test_a_group_of_learners_on_a_node_holds_whole_super_learners(tmp_path: Path
     launch = {"kind": "ray", "learners_per_node": 3}
     with pytest.raises(ConfigError, match=r"learners_per_node: 3 is not a multiple of 2, the size of a super-learner"):
         starling.train(make_job(tmp_path / "slow"), 6, exp=tmp_path / "exp", strategy=strategy, launch=launch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("allreduce", "delay-by-one", "delayed", "dpsgd", "adpsgd", "local-sgd", "slowmo", "diloco"),
+        {"name": "hadpsgd", "per_node": 2},
+    ],
+    ids=str,
+)
+def test_the_learners_on_other_nodes_survive_a_lost_node(
+    strategy: str | dict[str, Any], cluster: RayCluster, tmp_path: Path
+) -> None:
+    """Under every strategy that has no server: two of four learners are lost at once, and everything is seen once.
+
+    The learners of a super-learner are on one node.
+    """
+    cluster.add(num_cpus=2)
+    lost = cluster.add(num_cpus=2)
+    run = Run(tmp_path, 4, cluster.address, strategy=strategy)
+    status = run.wait_until(lambda status: num_training(status) == 4)
+    assert sorted(Counter(each.node for each in status.learners).values()) == [2, 2]
+    if isinstance(strategy, dict):
+        assert status.learners[0].node == status.learners[1].node != status.learners[2].node
+    victims = {each.learner_id for each in status.learners if lost.node_id[:8] in each.node}
+    killed_at = time.monotonic()
+    cluster.kill(lost)
+    status = run.wait_until(lambda status: all(status.learners[victim].rank is None for victim in victims))
+    assert time.monotonic() - killed_at < 10.0
+    # where one learner of a super-learner is lost, the others leave, if they notice that before they are lost, too
+    assert {int(loss.split()[1]) for loss in status.losses} <= victims
+    assert len(status.losses) == 2 or (isinstance(strategy, dict) and status.losses)
+    run.end()
+    assert run.error is None, run.said.getvalue()
+    assert_all_seen_once(run.experiment)
+
+
+@pytest.mark.soak
+def test_a_killed_learner_is_restarted_in_the_place_that_it_had(cluster: RayCluster, tmp_path: Path) -> None:
+    """The cluster has no other room: the dead learner's CPU is given back."""
+    cluster.add(num_cpus=2)
+    run = Run(tmp_path, 2, cluster.address, on_loss="replace")
+    run.wait_until(lambda status: num_training(status) == 2)
+    victim = next(each for each in learners_below() if each.environ()["RANK"] == "1")
+    victim.kill()
+    status = run.wait_until(lambda status: status.generation == 2)
+    assert "learner 1 was killed by SIGKILL" in status.losses[0]
+    run.end()
+    assert run.error is None, run.said.getvalue()
+    assert_all_seen_once(run.experiment)
+
+
+@pytest.mark.soak
+def test_a_run_that_loses_its_server_s_node_ends_with_an_error_that_names_the_node(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    """The server's shard of the model is lost with it."""
+    nodes = [cluster.add(num_cpus=1) for _ in range(3)]
+    run = Run(tmp_path, 3, cluster.address, strategy="parameter-server")
+    status = run.wait_until(lambda status: num_training(status) == 2)
+    lost = next(node for node in nodes if node.node_id[:8] in status.learners[0].node)
+    cluster.kill(lost)
+    run.end()
+    assert isinstance(run.error, PeerLost)
+    assert re.search(rf"learner 0 was lost with its actor on node 127.0.0.1 \({lost.node_id[:8]}\)", str(run.error))
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+import starling
+from tests.launch.ray_job import make_job
+if __name__ == "__main__":
+    starling.train(make_job(Path("slow")), 2, name="toy", launch={"kind": "ray", "address": sys.argv[1]})
+"""
+
+
+@pytest.mark.soak
+def test_learners_on_all_nodes_end_when_the_driver_dies(cluster: RayCluster, tmp_path: Path) -> None:
+    """Within 10 s of a kill -9. The run can be resumed afterwards."""
+    for _ in range(2):
+        cluster.add(num_cpus=1)
+    (tmp_path / "slow").touch()
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER, encoding="utf-8")
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    driver = subprocess.Popen(
+        [sys.executable, str(script), cluster.address], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}
+    )
+    deadline, status_file = time.monotonic() + PATIENCE, tmp_path / "exp" / "toy" / "status.json"
+    while not status_file.exists() or num_training(decode_status(status_file.read_bytes())) < 2:
+        assert driver.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    learners = learners_below()
+    assert len(learners) == 2
+    driver.kill()
+    driver.wait()
+    _, alive = psutil.wait_procs(learners, timeout=10.0)
+    assert not alive
+
+
+def learners_below() -> list[psutil.Process]:
+    """The learner processes on the cluster's nodes."""
+    return [
+        each
+        for each in psutil.Process().children(recursive=True)
+        if each.status() != psutil.STATUS_ZOMBIE and "starling.runs.job_process" in each.cmdline()
+    ]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_the_demo_survives_a_lost_node_and_gets_another_one(cluster: RayCluster, tmp_path: Path) -> None:
+    """As a user starts it: WER at most 10 %, and `starling audit` finds nothing."""
+    cluster.add(num_cpus=2)
+    lost = cluster.add(num_cpus=1)
+    cluster.add(num_cpus=1)
+    starling_command = str(Path(sys.executable).parent / "starling")
+    recipe = Path(__file__).parents[2] / "recipes" / "demo.yaml"
+    options = ["learners=4", "on_loss=replace", f"launch={{kind: ray, address: '{cluster.address}'}}"]
+    with (tmp_path / "said").open("w") as said:
+        run = subprocess.Popen(
+            [starling_command, "train", str(recipe), *options], cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT
+        )
+    status_file, has_changed = tmp_path / "exp" / "demo" / "status.json", False
+    while run.poll() is None:
+        time.sleep(0.5)
+        if not has_changed and status_file.exists():
+            status = decode_status(status_file.read_bytes())
+            if sum(each.num_steps for each in status.learners) > 1000:
+                cluster.kill(lost)
+                cluster.add(num_cpus=1)
+                has_changed = True
+    text = (tmp_path / "said").read_text()
+    assert has_changed and run.returncode == 0, text
+    assert "was lost with its actor on node" in text and "has joined; 4 learners train now" in text
+    rates = [float(rate) for rate in re.findall(r"WER\D+([\d.]+) ?%", text)]
+    assert rates and rates[-1] <= 10.0, text
+    audit = subprocess.run([starling_command, "audit", "exp/demo"], cwd=tmp_path, capture_output=True, text=True)
+    assert audit.returncode == 0, audit.stdout + audit.stderr

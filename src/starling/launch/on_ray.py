@@ -29,6 +29,9 @@ from starling.timeouts import DOOR, LOADERS, NODE_SILENT, ROOM
 
 Seconds = float
 TOKEN_FILE = "run-token"
+MOST_PLACES = 20
+"""So many actors in succession may be lost before they start a learner, as happens until Ray has noticed that a node is
+dead, which takes it half a minute by default."""
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """With 0 in this variable, Ray keeps loopback addresses, in place of the machine's outward address."""
 
@@ -76,8 +79,9 @@ class _Process(LearnerProcess):
         """Whether there is an actor for it, which may still wait for room in the cluster."""
         self.why_again = ""
         """Why its last actor was lost before it started the learner."""
+        self._num_places = 0
         self._actor: Any = None
-        self._is_killed = False
+        self._is_killed = self._is_removed = False
         self.started_at = time.monotonic()
         self._code: int | None = None
         self._code_at = self._closed_at = 0.0
@@ -90,6 +94,7 @@ class _Process(LearnerProcess):
     def give_place(self, actor: Any) -> None:
         """Let a new actor start the learner: the first one, or one after an actor that was lost before it could."""
         self._actor, self.has_place = actor, True
+        self._num_places += 1
         actor.keep.remote(self.errand).future().add_done_callback(self._on_end)
 
     @property
@@ -146,14 +151,18 @@ class _Process(LearnerProcess):
         return False  # its keeper ends its loading processes: see `forget`
 
     def forget(self) -> None:
-        if self.clearing is None and self.line is not None:
+        if self.lost:
+            self.remove_actor()
+        elif self.clearing is None and self.line is not None:
             self.clearing = self._actor.clear.remote()
 
     def remove_actor(self) -> None:
-        """Give its CPUs and devices back to the cluster."""
+        """Give its CPUs and devices back to the cluster, also for a restart of the learner."""
         import ray
 
-        ray.kill(self._actor)
+        if not self._is_removed:
+            self._is_removed = True
+            ray.kill(self._actor)
 
     def _on_end(self, ended: "Future[tuple[int, str]]") -> None:
         """Note how the actor's work ended. Called by a thread of Ray."""
@@ -166,6 +175,11 @@ class _Process(LearnerProcess):
         elif error is not None and self.line is None and not self._is_killed:
             self.why_again = (str(error).splitlines() or [type(error).__name__])[0]
             self.has_place = False
+            if self._num_places >= MOST_PLACES:
+                self.error = StarlingError(
+                    f"{MOST_PLACES} Ray actors in succession could not start it; the last: {error}"
+                )
+                self._end(1)
         elif error is not None:
             self._lose()
         else:
@@ -199,7 +213,7 @@ class _Site:
         store: int,
         listener: socket.socket,
     ) -> None:
-        self._machines, self._ray, self._program, self._address = machines, ray, program, address
+        self._machines, self._ray, self._program = machines, ray, program
         self._processes: dict[str, _Process] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         self._said: dict[str, int] = {}
@@ -277,6 +291,8 @@ class _Site:
         """Let new actors start the learners whose actors were lost before they could, and say which wait for room."""
         due = []
         for name, process in list(self._processes.items()):
+            if process.clearing is not None and self._ray.wait([process.clearing], timeout=0)[0]:
+                process.remove_actor()
             if process.line is not None or process.exit_code is not None:
                 continue
             if not process.has_place:
@@ -306,7 +322,10 @@ def connected(address: str) -> Generator[Any, None, None]:
         ConfigError: There is no such cluster.
     """
     require("ray", "launch: ray")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"launch.address: {address} is Ray Client's; run on a machine of the cluster, with its address HOST:PORT"
+        )
     if "ray" not in sys.modules and (address == "auto" or _host(address).startswith("127.")):
         _keep_loopback(address)
     import ray

@@ -12,7 +12,7 @@ from starling.launch.joiners import Changes, Joiners
 from starling.launch.messages import LearnerMessage, NewMembership, Signalled, Stop, decode_from_learner
 from starling.launch.process import LearnerProcess, end_loaders, signal_name
 from starling.launch.roster import LearnerRecord, Roster
-from starling.timeouts import ENTRY, EXPLANATION, JOINER_SILENT, READ, STOP
+from starling.timeouts import ENTRY, EXPLANATION, JOINER_SILENT, NODE_LOSS, READ, STOP
 
 Seconds = float
 OnMessage = Callable[[int, LearnerMessage], None]
@@ -54,6 +54,8 @@ class Watch:
         self._all_here: float | None = None
         """Since when all members of the newest membership, except joiners, have been waiting for the others."""
         self._asked_to_stop: Seconds | None = None
+        self._node_lost_at: Seconds | None = None
+        """When the first learner of a lost node was noticed, while others on that node still seem to run."""
 
     def until_all_ended(self) -> None:
         """Handle messages until all processes have exited. Raises the first error that the run did not survive."""
@@ -117,6 +119,8 @@ class Watch:
             if record.error is None and record.process is not None:
                 record.error = record.process.error
         failed = [record for record in exited if record.has_failed and record not in self._joiners]
+        if self._others_may_follow(failed):
+            return True
         if failed and (
             self._on_loss is None
             or not all(record.was_killed for record in failed)
@@ -127,6 +131,17 @@ class Watch:
         if failed or never_came:
             return self._continue_without(failed, never_came)
         return True
+
+    def _others_may_follow(self, failed: list[LearnerRecord]) -> bool:
+        """Whether to wait for the other learners of a lost node, so that one new membership is without all of them."""
+        nodes = {each.process.node for each in failed if each.process is not None and each.process.lost} - {""}
+        running = [each.process for each in self._roster.learners.values() if each.is_running]
+        if not any(process is not None and process.node in nodes for process in running):
+            self._node_lost_at = None
+            return False
+        now = self._roster.clock()
+        self._node_lost_at = now if self._node_lost_at is None else self._node_lost_at
+        return now - self._node_lost_at < NODE_LOSS
 
     def _continue_without(self, failed: list[LearnerRecord], never_came: list[int]) -> bool:
         """Announce a membership without these learners; return False if no other has a state to continue from."""
