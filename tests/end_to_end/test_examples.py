@@ -17,7 +17,7 @@ from tests.sessions import run_to_end
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("script", ["ray_on_slurm.sbatch", "srun.sbatch", "two_nodes.sh"])
+@pytest.mark.parametrize("script", ["ray_on_slurm.sbatch", "two_nodes.sh"])
 def test_the_scripts_are_valid_shell(script: str) -> None:
     """What one machine without Slurm can check of them."""
     checked = subprocess.run(["bash", "-n", str(ROOT / "examples" / script)], capture_output=True, text=True)
