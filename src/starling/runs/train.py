@@ -16,7 +16,7 @@ from starling.report.progress import Bars, Display, Say, say_on
 from starling.runs.cores import cores_here
 from starling.runs.evaluate import evaluate
 from starling.runs.experiment.claim import resolve_resume
-from starling.runs.experiment.folder import ExperimentFolder
+from starling.runs.experiment.folder import ExperimentFolder, best_model
 from starling.runs.following import Following
 from starling.runs.job import ModelWriter, make_job, max_skipped
 from starling.runs.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners
@@ -24,7 +24,7 @@ from starling.runs.learning import Task, learn
 from starling.runs.planning.auto import choose_before, choose_together, kept, with_choice
 from starling.runs.recipe.recipe import Recipe, fingerprints, recipe_digest
 from starling.runs.setup import set_up_and_claim
-from starling.runs.validate import Validation, best_model
+from starling.runs.validate import Validation
 from starling.timeouts import SET_UP
 
 
