@@ -122,6 +122,8 @@ def test_a_public_name_of_speech_names_the_extra() -> None:
     """For those who use Starling as a library."""
     with pytest.raises(MissingExtraError, match=r"starling\.Recogniser needs .*pip install 'starling-asr\[speech\]'"):
         _ = starling.Recogniser
+    with pytest.raises(MissingExtraError, match=r"starling\.load_model needs .*pip install 'starling-asr\[speech\]'"):
+        _ = starling.load_model
 
 
 def test_the_wheel_holds_the_recipes_and_nothing_beside_the_package() -> None:

@@ -196,6 +196,15 @@ def test_commands_that_compute_nothing_do_not_load_torch(arguments: list[str], s
     assert not NO_TORCH & set(found["loaded"])
 
 
+def test_transcribing_loads_what_it_needs(kept: Path) -> None:
+    """Beside torch, soundfile and the model: neither lhotse, nor what scores and draws, nor the checks of a recipe."""
+    found = outcome(RUN_COMMAND, "transcribe", str(kept / "exp" / "kept"), str(kept / "corpus" / "8.flac"))
+    assert found["said"].endswith("8.flac\tBA\n")
+    assert "soundfile" in found["loaded"]
+    needless = {"lhotse", "kaldialign", "rensa", "fsspec", "matplotlib", "scipy", "tensorboard", "torch._dynamo"}
+    assert not (needless | {"sentencepiece", "starling.runs.recipe.recipe"}) & set(found["loaded"])
+
+
 def test_checking_a_recipe_loads_neither_torch_nor_lhotse() -> None:
     """Configuration is apart from what it configures."""
     code = "import json, sys; from pathlib import Path; import starling; starling.load_recipe(Path('demo')); "

@@ -60,9 +60,11 @@ def test_transcripts_are_written_to_a_folder_as_they_were_found(talks: Path, tmp
 
 
 def test_one_transcript_is_written_to_a_file(talks: Path, tmp_path: Path) -> None:
-    """Of one input; the folder of the file is made."""
+    """Of one input; the folder of the file is made. A folder's go to a folder, even if it has one file."""
     path = tmp_path / "new" / "talk.json"
     assert transcribed(talks / "a.wav", "--format", "json", "--output", path)[0] == 0
+    assert transcribed(talks / "deep", "--output", tmp_path / "texts")[0] == 0
+    assert (tmp_path / "texts" / "b c.txt").read_text() == "FA\nDO\n"
     found = json.loads(path.read_text())
     assert (found["file"], found["text"], len(found["segments"])) == (str(talks / "a.wav"), "DO RE MI", 2)
     assert found["seconds"] == pytest.approx(soundfile.info(talks / "a.wav").duration, abs=1e-3)
@@ -110,6 +112,7 @@ def test_standard_input_is_transcribed(talks: Path) -> None:
         (["a.wav", "--format", "str"], "--format str: unknown; did you mean 'srt'? known are txt, json, srt, vtt, ctm"),
         (["a.wav", "deep/b c.flac", "--format", "vtt"], "subtitles of 2 files need --output FOLDER"),
         (["a.wav", "deep/b c.flac", "--output", "a.wav"], "--output a.wav: is a file; give a folder for 2 transcripts"),
+        (["a.wav", ".", "--output", "out"], "--output out: 1 names are given twice, such as a.wav; run them apart"),
         (["a.wav", "--raw-pcm", "8000"], "give - as a file"),
         (["a.wav", "--beam"], "the best model and the beam search belong to an experiment"),
     ],

@@ -36,8 +36,8 @@ def test_every_sentence_is_a_segment_with_its_words_whole(noise: float) -> None:
     for number, piece in enumerate(pieces):
         start, end = piece.start / RATE, (piece.start + len(piece.samples)) / RATE
         first, last = spans[4 * number], spans[4 * number + 3]
-        assert 0.1 <= first[1] - start <= 0.35
-        assert 0.1 <= end - last[2] <= 0.35
+        assert 0.0 <= first[1] - start <= 0.1
+        assert 0.0 <= end - last[2] <= 0.1
         np.testing.assert_array_equal(piece.samples, waveform[piece.start : piece.start + len(piece.samples)])
 
 
@@ -73,17 +73,17 @@ def test_a_word_without_any_silence_around_it_is_kept() -> None:
 
 
 def test_speech_without_pauses_is_cut_between_words() -> None:
-    """Into segments of at most 20 s, or what is asked for, without a gap between them."""
+    """Into segments of at most 20 s, or what is asked for; every word is inside one."""
     generator = np.random.default_rng(2)
     words = generator.choice(list(WORDS), 150).tolist()
     waveform, spans = performance(words, generator.uniform(0.06, 0.2, 151).tolist(), generator)
     for longest in (20.0, 6.0):
         pieces = cut(waveform, [4000], Segmentation(longest=longest))
-        ends = [piece.start + len(piece.samples) for piece in pieces]
         assert max(len(piece.samples) for piece in pieces) <= longest * RATE
-        assert [piece.start for piece in pieces[1:]] == ends[:-1]
-        for end in ends[:-1]:
-            assert not any(start + 0.01 < end / RATE < stop - 0.01 for _, start, stop in spans)
+        cuts = [(piece.start / RATE, (piece.start + len(piece.samples)) / RATE) for piece in pieces]
+        for _, start, stop in spans:
+            assert any(begin <= start + 0.01 and stop - 0.01 <= end for begin, end in cuts)
+            assert not any(start + 0.01 < end < stop - 0.01 for _, end in cuts)
 
 
 def test_a_long_recording_is_never_held_as_a_whole() -> None:

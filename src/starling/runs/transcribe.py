@@ -3,6 +3,7 @@
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,7 +109,8 @@ def transcribe(
         if STANDARD_INPUT not in inputs:
             raise ConfigError("--raw-pcm is the rate of standard input: give - as a file")
     sources, problems = _sources(inputs)
-    into = _Output(sources, form, output, tell)
+    is_one = len(inputs) == 1 and (inputs[0] == STANDARD_INPUT or not inputs[0].is_dir())
+    into = _Output(sources, is_one, form, output, tell)
     transcriber = load_model(experiment, is_best, with_beam, screen)
     if form == "ctm" and not transcriber.has_times:
         raise ConfigError(
@@ -164,24 +166,22 @@ def _sources(inputs: Sequence[Path]) -> tuple[list[_Source], list[str]]:
 class _Output:
     """Where transcripts go."""
 
-    def __init__(self, sources: Sequence[_Source], form: Format, output: Path | None, tell: Say) -> None:
+    def __init__(self, sources: Sequence[_Source], is_one: bool, form: Format, output: Path | None, tell: Say) -> None:
         self._form: Format = form
         self._output = output
         self._tell = tell
-        self._is_folder = output is not None and (len(sources) != 1 or output.is_dir())
+        self._is_folder = output is not None and (not is_one or output.is_dir())
         if output is None and form in ("srt", "vtt") and len(sources) > 1:
             raise ConfigError(f"--format {form}: subtitles of {len(sources)} files need --output FOLDER")
         if self._is_folder and output is not None and output.exists() and not output.is_dir():
             raise ConfigError(f"--output {output}: is a file; give a folder for {len(sources)} transcripts")
-        plain = [each.relative.with_suffix("") for each in sources]
-        self._names = (
-            {
-                source: Path(source.relative if plain.count(name) > 1 else name)
-                for source, name in zip(sources, plain, strict=True)
-            }
-            if len(sources) < 10_000
-            else {}
-        )
+        counts = Counter(each.relative.with_suffix("") for each in sources)
+        self._repeated = {name for name, count in counts.items() if count > 1}
+        twice = [name for name, count in Counter(each.relative for each in sources).items() if count > 1]
+        if self._is_folder and twice:
+            raise ConfigError(
+                f"--output {output}: {len(twice)} names are given twice, such as {twice[0]}; run them apart"
+            )
 
     @property
     def is_at_once(self) -> bool:
@@ -196,7 +196,8 @@ class _Output:
 
     def write(self, source: _Source, transcript: Transcript) -> None:
         """Write a transcript, or pass it on."""
-        name = self._names[source]
+        plain = source.relative.with_suffix("")
+        name = source.relative if plain in self._repeated else plain
         if self._output is None and self._form == "txt":
             self._tell(f"{source.path}\t{transcript.text}")
             return

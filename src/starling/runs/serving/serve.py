@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import signal
 import socket
 from pathlib import Path
@@ -50,6 +51,7 @@ def serve(
             server_header=False,
             timeout_graceful_shutdown=round(ANSWERS_END),
         )
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the client is told what is wrong
         server = uvicorn.Server(config)
 
         def stop(number: int, frame: FrameType | None) -> None:

@@ -30,8 +30,9 @@ class Segmentation:
 
     pause: Seconds = 0.5
     """The shortest pause at which a segment ends."""
-    pad: Seconds = 0.25
-    """What a segment keeps of the pause before and after it; at most half of `pause`."""
+    pad: Seconds = 0.05
+    """What a segment keeps of the pause before and after it, at most half of `pause`: about as much as the utterances
+    that the model was trained on. Less than a pause at the ends of a recording is kept whole."""
     longest: Seconds = 20.0
     """A longer segment is cut at the quietest place in its second half."""
 
@@ -132,7 +133,7 @@ class Segmenter:
         level = levels(self._power)
         if not len(found := self._speech(level)):
             return None
-        begin = max(0, int(found[0, 0]) - self._pad) * self._hop
+        begin = self._begin(found) * self._hop
         return Piece(self._start + begin, self._samples[begin:])
 
     def _speech(self, level: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -153,15 +154,21 @@ class Segmenter:
                 self._taken(self._seen - _PATIENCE)
             return None
         gaps = np.flatnonzero(found[1:, 0] - found[:-1, 1] >= self._pause)
-        begin = max(0, int(found[0, 0]) - self._pad)
+        begin = self._begin(found)
         last = int(found[gaps[0] if len(gaps) else -1, 1])
         if last - begin > self._longest or (not len(gaps) and self._seen - begin >= self._longest):
             half = begin + self._longest // 2
             quietest = levels(self._power[half : begin + self._longest], 4 * _SMOOTHED)
             return self._kept(begin, half + int(quietest.argmin()))
         if len(gaps) or is_end or self._seen - last >= self._pause:
-            return self._kept(begin, min(last + self._pad, self._seen))
+            is_whole = is_end and not len(gaps) and self._seen - last < self._pause
+            return self._kept(begin, self._seen if is_whole else min(last + self._pad, self._seen))
         return None
+
+    def _begin(self, found: NDArray[np.int64]) -> int:
+        """The frame in which the first segment begins."""
+        first = int(found[0, 0])
+        return 0 if self._start == 0 and first < self._pause else max(0, first - self._pad)
 
     def _kept(self, begin: int, end: int) -> Piece:
         self._found += 1
