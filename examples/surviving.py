@@ -7,10 +7,10 @@ with the same variables. What a loop does because learners come and go is marked
 import argparse
 
 import torch
+from classifier import accuracy, draw, make_model
 from torch import nn
 
 import starling
-from classifier import accuracy, draw, make_model
 
 
 def main(strategy: str, steps: int) -> None:
