@@ -31,6 +31,7 @@ DEMO_SETS = "{train: 1600, dev: 100, test: 200}"
 REACHES = {
     "--nproc-per-node 2 examples/classifier.py": r"accuracy (0\.9\d+|1\.0+) with 2 learners under adpsgd",
     "python examples/classifier.py": r"accuracy (0\.9\d+|1\.0+) with 1 learners under adpsgd",
+    "examples/four_processes.sh": r"(?s)kill -9\n.*accuracy (0\.9\d+|1\.0+) with 4 learners under adpsgd",
 }
 """What a command must say, by a part of it."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from starling.launch.rendezvous import REQUIRED
 from starling.runs.recipe.file import read_recipe
 from starling.runs.recipe.overrides import apply_overrides
 from starling.runs.recipe.run import LaunchConfig
@@ -52,3 +53,50 @@ def test_the_classifier_learns_under_torchrun(learners: int, strategy: str, tmp_
     reached = re.search(rf"accuracy (\S+) with {learners} learners under {strategy}", said)
     assert reached, said
     assert float(reached[1]) > 0.9
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").rglob("*.s*h*")), ids=lambda path: path.name)
+def test_the_scripts_are_valid(script: Path) -> None:
+    """Bash can read them. The ones for Slurm start each process with all the variables that `starling.join` needs."""
+    checked = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    text = script.read_text(encoding="utf-8")
+    if script.suffix == ".sbatch":
+        assert all(re.search(rf"\b{name}\b", text) for name in REQUIRED)
+        assert "--kill-on-bad-exit=0" in text
+
+
+@pytest.mark.soak
+def test_torchrun_ends_all_and_starts_all_again_whatever_on_loss_says(tmp_path: Path) -> None:
+    """With `--max-restarts`, the second attempt is a run of its own, and ends well; nothing is left."""
+    (tmp_path / "loop.py").write_text(KILLED_ONCE, encoding="utf-8")
+    torchrun = Path(sys.executable).parent / "torchrun"
+    command = [torchrun, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "loop.py"]
+    code, said, left = run_to_end(command, tmp_path)
+    assert code == 0, said
+    assert not left
+    assert said.count("attempt 0 begins at step 0") == said.count("attempt 1 begins at step 0") == 2, said
+    assert said.count("attempt 1 ends at step 30 with 2") == 2, said
+    assert "attempt 0 ends" not in said
+
+
+KILLED_ONCE = """
+import os
+import signal
+import torch
+import starling
+
+model = torch.nn.Linear(2, 1)
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+with starling.join(model, torch.optim.SGD(model.parameters(), lr=0.01), "allreduce", on_loss="continue") as learner:
+    print(f"attempt {attempt} begins at step {learner.num_steps}", flush=True)
+    while learner.num_steps < 30:
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        if learner.num_steps == 10 and attempt == "0" and learner.learner_id == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if learner.num_steps == 20 and attempt == "0":
+            signal.pause()  # until torchrun ends it
+        learner.step()
+print(f"attempt {attempt} ends at step {learner.num_steps} with {learner.world}", flush=True)
+"""

@@ -169,7 +169,7 @@ def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
 def test_under_slurm_the_first_death_ends_the_run_soon_and_says_how_to_resume(
     victim: int, tree: Tree, tmp_path: Path
 ) -> None:
-    """Each task of `srun` is a process that finds the others by variables. The one that hosts the store may die, too."""
+    """A task of `srun` is a process that finds the others by variables. The one that hosts the store may die, too."""
     recipe = written(tree, tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -162,8 +162,11 @@ def silent_learners(
     another loss. Learners that are waiting for others may notice much later, so if several are silent, they are given
     more time.
     """
-    store.set(f"noticed/{rank}", "")
-    store.set(A_LOSS_WAS_NOTICED, "")
+    try:
+        store.set(f"noticed/{rank}", "")
+        store.set(A_LOSS_WAS_NOTICED, "")
+    except DistError:
+        return "the store"  # with the process that hosted it, such as learner 0 under Slurm
     others = [other for other in range(world) if other != rank]
     asked = others if suspect is None else [suspect]
     for moments_left in (2, 1, 0):
