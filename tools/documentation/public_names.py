@@ -10,7 +10,6 @@ from pydantic import BaseModel
 import starling
 from tools.documentation.docstrings import beneath_fields
 
-
 INTEGRATIONS = (
     "lightning.StarlingStrategy",
     "huggingface.StarlingTrainer",
