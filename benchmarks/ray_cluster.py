@@ -25,8 +25,8 @@ SYSTEM_CONFIG = {
     "health_check_failure_threshold": 3,
     "worker_niceness": 0,
 }
-"""Ray needs some 15 s by default, and until then gives actors to nodes that are gone. Its workers have a niceness of 15 by
-default, so that other programs of a machine come first."""
+"""By default, Ray needs some 15 s to notice a lost node, and until then gives it actors; and it gives its workers a
+niceness of 15, so that other programs of a machine come first."""
 
 
 class RayCluster:
