@@ -10,9 +10,11 @@ class Word:
     """A word of a transcript."""
 
     text: str
+    """The word, as the model writes it."""
     start: Seconds
     """From the beginning of the recording."""
     end: Seconds
+    """From the beginning of the recording."""
     confidence: float
     """From 0 to 1: the geometric mean of what the network gives the word's tokens."""
 
@@ -24,7 +26,9 @@ class Segment:
     start: Seconds
     """From the beginning of the recording."""
     end: Seconds
+    """From the beginning of the recording."""
     text: str
+    """All words of the segment, in one line."""
     words: tuple[Word, ...] | None
     """None: the model gives no times, because it was trained frame by frame."""
 
