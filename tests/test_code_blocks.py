@@ -24,7 +24,18 @@ ALONE = ["docs/tutorials/your-own-corpus.md", "docs/tutorials/your-own-loop.md",
 TOPICS = [
     f"docs/{name}.md"
     for name in (
-        *("adapting", "corpora", "exporting", "gpu", "islands", "models", "serving", "small-corpora", "streaming"),
+        *(
+            "adapting",
+            "compression",
+            "corpora",
+            "exporting",
+            "gpu",
+            "islands",
+            "models",
+            "serving",
+            "small-corpora",
+            "streaming",
+        ),
         "transcribing",
     )
 ]

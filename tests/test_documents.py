@@ -79,14 +79,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 WITHOUT_EXTRAS = """
-import sys
+import importlib.machinery
 
-class WithoutExtras:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {!r}:
-            raise ModuleNotFoundError("No module named " + name, name=name)
+find_spec = importlib.machinery.PathFinder.find_spec
 
-sys.meta_path.insert(0, WithoutExtras())
+def find_others(name, path=None, target=None):
+    return None if name.partition(".")[0] in {!r} else find_spec(name, path, target)
+
+importlib.machinery.PathFinder.find_spec = staticmethod(find_others)
 """
 """A `sitecustomize` module with which Python finds no package of the extras."""
 

@@ -179,9 +179,7 @@ def test_only_cluster_engines_send_pickles_over_the_network() -> None:
     assert {name for name, kinds in found.items() if "network" in kinds} == PICKLES_OVER_THE_NETWORK.keys()
     own = {name for name, kinds in found.items() if "own" in kinds}
     assert own == PICKLES_AMONG_OWN_PROCESSES.keys() | PICKLES_ITSELF.keys()
-    assert {file.name for file in EXAMPLES if _pickling_imports(file)} == {
-        "icefall_style.py"
-    }  # it makes its loop's own loader
+    assert not any(_pickling_imports(file) for file in EXAMPLES)
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: str(file.relative_to(ROOT)))

@@ -86,15 +86,15 @@ print(json.dumps({"code": result.exit_code, "said": result.output, "loaded": sor
 
 WITHOUT_EXTRAS = """
 import json, sys
-from importlib.abc import MetaPathFinder
-
-class Missing(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in REFUSED:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+from importlib.machinery import PathFinder
 
 REFUSED = set(json.loads(sys.argv[1]))
-sys.meta_path.insert(0, Missing())
+find_spec = PathFinder.find_spec
+
+def find_others(name, path=None, target=None):
+    return None if name.partition(".")[0] in REFUSED else find_spec(name, path, target)
+
+PathFinder.find_spec = staticmethod(find_others)
 
 import torch
 from dataclasses import dataclass

@@ -62,6 +62,8 @@ def test_gradients_and_mixing_at_once_lose_no_update(
         assert ((weights >= expected - 1e-6) & (weights <= 0.5 * expected)).all()
         return
     tolerance = 2**-8 if "bfloat16" in strategy else 1e-6
+    if "int8" in strategy:  # weights are rounded once more for each neighbour, when its change is added
+        tolerance = 1e-5
     torch.testing.assert_close(weights, expected, rtol=tolerance, atol=0.0)
 
 

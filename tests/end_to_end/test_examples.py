@@ -50,11 +50,11 @@ def test_the_classifier_learns_under_torchrun(learners: int, strategy: str, tmp_
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").rglob("*.s*h*")), ids=lambda path: path.name)
 def test_the_scripts_are_valid(script: Path) -> None:
-    """Bash can read them. The ones for Slurm start each process with all the variables that `starling.join` needs."""
+    """Bash can read them. The ones for Slurm alone give each process all variables that `starling.join` needs."""
     checked = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
     text = script.read_text(encoding="utf-8")
-    if script.suffix == ".sbatch":
+    if script.suffix == ".sbatch" and "ray start" not in text:
         assert all(re.search(rf"\b{name}\b", text) for name in REQUIRED)
         assert "--kill-on-bad-exit=0" in text
 

@@ -17,7 +17,6 @@ from starling.engines.virtual.batching import BatchedGradients
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import DataError
-from starling.strategies import STRATEGIES
 from starling.training.job import EpochReport, Job, StepReport
 from starling.training.stragglers import Stragglers
 from starling.workload import Ticket, Workload
@@ -271,6 +270,6 @@ def test_what_a_workload_raises_arrives_as_it_was() -> None:
         def loss(self, model: nn.Module, examples: Points) -> Tensor:
             raise DataError("utterance u7 is broken")
 
-    job = job_of(Broken(), Choice(STRATEGIES["allreduce"]), 4)
+    job = job_of(Broken(), CHOICES["allreduce"], 4)
     with pytest.raises(DataError, match="utterance u7 is broken"):
         VirtualEngine(job, 4, CLUSTER, computation=BatchedGradients(job, CPU)).run()

@@ -354,8 +354,8 @@ def test_who_waits_in_close_hears_that_a_learner_died_while_it_evaluated(tmp_pat
         ({"strategy": "adpsg"}, "strategy: 'adpsg' is unknown; did you mean 'adpsgd'"),
         ({"patern": "ring"}, "adpsgd: unknown option 'patern'; did you mean 'pattern'"),
         (
-            {"period": 0.0, "compression": "int8"},
-            "(?s)adpsgd: compression: .*adpsgd: period: |adpsgd: period: .*adpsgd: compression: ",
+            {"period": 0.0, "piece_megabytes": 0.0},
+            "(?s)adpsgd: piece_megabytes: .*adpsgd: period: |adpsgd: period: .*adpsgd: piece_megabytes: ",
         ),
         ({"timeout_seconds": 0.0}, "timeout_seconds: must be positive, got 0.0"),
     ],

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -37,8 +38,12 @@ def without_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cluster() -> Iterator[RayCluster]:
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
-    with ray_cluster() as started:
-        yield started
+    handler = signal.getsignal(signal.SIGTERM)  # Ray sets one of its own in the process that starts its nodes
+    try:
+        with ray_cluster() as started:
+            yield started
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 class Run:
