@@ -344,7 +344,8 @@ def connected(address: str) -> Generator[Any, None, None]:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # Ray has no class of its own for this
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"launch: no Ray cluster at {address} to connect to ({reason}); {advice}") from None
+        where = "" if address == "auto" else f" at {address}"
+        raise ConfigError(f"launch: no Ray cluster{where} to connect to ({reason}); {advice}") from None
     finally:
         _restore(handlers)
     try:
