@@ -17,7 +17,7 @@ demo: setup
 	$(BIN)/starling demo
 
 test: setup
-	$(BIN)/python -m pytest -m 'not soak' --numprocesses 2 --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not soak' --numprocesses 2 --no-loadscope-reorder --durations=20
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

@@ -3,11 +3,9 @@
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -16,12 +14,12 @@ from benchmarks.perceptron import LARGE, SMALL
 from benchmarks.ray_cluster import ray_cluster
 from benchmarks.runs import Run
 from benchmarks.starting import launched
-from benchmarks.surviving import Moments, pause_of
+from benchmarks.surviving import Killing, Moments, Seconds
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import choose_device
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
-from starling.launch.messages import Activity, Entered, LearnerMessage, values_of
+from starling.launch.messages import Activity
 from starling.launch.on_ray import RayMachines
 from starling.launch.process import Machines
 from starling.launch.rendezvous import find_membership, find_place
@@ -34,7 +32,6 @@ GRADIENT_SECONDS = 0.05
 """On an emulated device, so that learners do not wait for this machine's cores."""
 LONGEST = {"adpsgd": 2.0, "allreduce": 5.0}
 """Seconds that survivors may pause."""
-Seconds = float
 
 
 def measure(folder: Path) -> list[Bar]:
@@ -84,34 +81,23 @@ def _pauses(
     machines: Machines, folder: Path, strategy: str, node: str, kill: Callable[[int], None], num_lost: int
 ) -> list[Seconds]:
     """The longest pause of each survivor, after `kill` got the process id of a learner on `node`."""
-    moments: dict[int, list[float]] = {learner_id: [] for learner_id in range(WORLD)}
-    pids: dict[int, int] = {}
-    met: set[int] = set()
-    killed: list[float] = []
     roster = Roster(WORLD)
 
-    def node_of(learner_id: int) -> str:
-        process = roster.learners[learner_id].process
-        return process.node if process is not None else ""
+    def kill_one(pids: dict[int, int]) -> None:
+        kill(next(pid for each, pid in pids.items() if node in _node_of(each, roster)))
 
-    def on_message(learner_id: int, message: LearnerMessage) -> None:
-        told: dict[str, Any] = dict(values_of(message))
-        if "pid" in told:
-            pids[learner_id] = told["pid"]
-        if isinstance(message, Entered):
-            met.add(learner_id)
-        if "at" in told:
-            moments[learner_id].append(told["at"])
-            if told["step"] >= KILLED_AT and len(met) == WORLD and not killed:
-                killed.append(time.monotonic())
-                kill(pids[next(each for each in pids if node in node_of(each))])
-
+    killing = Killing(WORLD, KILLED_AT, kill_one)
     command = [sys.executable, "-m", "benchmarks.on_ray", strategy]
-    losses = launch(command, WORLD, folder, on_message, lambda loss: None, roster=roster, machines=machines)
+    losses = launch(command, WORLD, folder, killing.on_message, lambda loss: None, roster=roster, machines=machines)
     lost = {loss.learner for loss in losses}
     if len(lost) != num_lost:
         raise RuntimeError(f"{len(lost)} learners were lost, not {num_lost}")
-    return [pause_of(moments[each], killed[0]) for each in range(WORLD) if each not in lost]
+    return killing.pauses(lost)
+
+
+def _node_of(learner_id: int, roster: Roster) -> str:
+    process = roster.learners[learner_id].process
+    return process.node if process is not None else ""
 
 
 def _learn(strategy: str, link: Link) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Container
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,7 @@ KILLED_AT = 30
 """The mini-batch at which the victim is killed."""
 LONGEST = 2.0
 """Seconds."""
+Seconds = float
 
 
 def measure(folder: Path) -> list[Bar]:
@@ -41,30 +43,46 @@ def _measure(folder: Path, strategy: str) -> Bar:
     return Bar.at_most(name, max(pauses) / LONGEST, 1.0, detail)
 
 
-def _pauses(folder: Path, strategy: str, number: int) -> list[float]:
-    moments: dict[int, list[float]] = {rank: [] for rank in range(WORLD)}
-    pids: dict[int, int] = {}
-    met: set[int] = set()
-    killed: list[float] = []
+def _pauses(folder: Path, strategy: str, number: int) -> list[Seconds]:
+    killing = Killing(WORLD, KILLED_AT, lambda pids: os.kill(pids[VICTIM], signal.SIGKILL))
+    command = [sys.executable, "-m", "benchmarks.surviving", str(folder), strategy]
+    launch(command, WORLD, folder / f"log-{strategy}-{number}", killing.on_message, lambda loss: None)
+    return killing.pauses({VICTIM})
 
-    def on_message(rank: int, message: LearnerMessage) -> None:
+
+class Killing:
+    """Kills once all learners train, and notes when each made its gradients."""
+
+    def __init__(self, world: int, at_step: int, kill: Callable[[dict[int, int]], None]) -> None:
+        """`kill` gets the process id of each learner."""
+        self._at_step, self._kill = at_step, kill
+        self._moments: dict[int, list[float]] = {learner_id: [] for learner_id in range(world)}
+        self._pids: dict[int, int] = {}
+        self._met: set[int] = set()
+        self._killed: float | None = None
+
+    def on_message(self, learner_id: int, message: LearnerMessage) -> None:
+        """Of a learner that sends what `Moments` and its process id say."""
         told: dict[str, Any] = dict(values_of(message))
         if "pid" in told:
-            pids[rank] = told["pid"]
+            self._pids[learner_id] = told["pid"]
         if isinstance(message, Entered):
-            met.add(rank)
+            self._met.add(learner_id)
         if "at" in told:
-            moments[rank].append(told["at"])
-            if told["step"] >= KILLED_AT and len(met) == WORLD and not killed:
-                killed.append(time.monotonic())
-                os.kill(pids[VICTIM], signal.SIGKILL)
+            self._moments[learner_id].append(told["at"])
+            all_train = len(self._met) == len(self._moments)
+            if told["step"] >= self._at_step and all_train and self._killed is None:
+                self._killed = time.monotonic()
+                self._kill(self._pids)
 
-    command = [sys.executable, "-m", "benchmarks.surviving", str(folder), strategy]
-    launch(command, WORLD, folder / f"log-{strategy}-{number}", on_message, lambda loss: None)
-    return [pause_of(own, killed[0]) for rank, own in moments.items() if rank != VICTIM]
+    def pauses(self, lost: Container[int]) -> list[Seconds]:
+        """How long each survivor stood still."""
+        if self._killed is None:
+            raise RuntimeError("no learner was killed")
+        return [_pause_of(own, self._killed) for each, own in self._moments.items() if each not in lost]
 
 
-def pause_of(moments: list[float], killed: float) -> float:
+def _pause_of(moments: list[float], killed: float) -> Seconds:
     """The longest time between two gradients from the kill on, less the median of the times before it."""
     usual = [after - before for before, after in pairwise(moments) if after < killed]
     later = [after - before for before, after in pairwise(moments) if after >= killed]

@@ -37,7 +37,7 @@ from starling.runs.packing import JobConfig, is_importing_script, pack
 from starling.runs.planning.auto import choose_before, choose_together, kept, with_choice
 from starling.runs.recipe.run import EngineConfig, RunConfig, check_run
 from starling.timeouts import SET_UP
-from starling.training.flat import split, trainable
+from starling.training.flat import load_buffers, split, trainable
 from starling.training.job import Job
 
 WEIGHTS = "model.safetensors"
@@ -283,9 +283,7 @@ def _fill(model: nn.Module, weights: Tensor, buffers: Mapping[str, Tensor]) -> N
     with torch.no_grad():
         for parameter, values in zip(parameters, split(weights, parameters), strict=True):
             parameter.copy_(values)
-        own = dict(model.named_buffers())
-        for name, buffer in buffers.items():
-            own[name].copy_(buffer)
+        load_buffers(model, buffers)
 
 
 def _resolved(job: Job, run: JobConfig) -> JobConfig:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, Self
 
 import torch
@@ -113,6 +113,13 @@ class Model(Protocol):
     def num_parameters(self) -> int: ...
 
 
+def load_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Set a model's buffers by name."""
+    own = dict(model.named_buffers())
+    for name, buffer in buffers.items():
+        own[name].copy_(buffer)
+
+
 def in_cudnn_order(model: nn.Module) -> Iterator[nn.Parameter]:
     """Each parameter of a model once, in the order of `model.parameters()`, except that in recurrent modules all
     matrices come before all biases: the order in which cuDNN stores them."""
@@ -202,6 +209,4 @@ class FlatModel:
 
     def load_buffers(self, buffers: dict[str, Tensor]) -> None:
         """Set the model's buffers by name."""
-        own = dict(self.model.named_buffers())
-        for name, buffer in buffers.items():
-            own[name].copy_(buffer)
+        load_buffers(self.model, buffers)

@@ -30,7 +30,7 @@ from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import Waits
 from starling.errors import ConfigError
 from starling.strategies.islands import Island
-from starling.training.flat import split, trainable
+from starling.training.flat import load_buffers, split, trainable
 from starling.training.freezing import Freeze
 from starling.training.job import Statistics
 
@@ -185,9 +185,7 @@ class ShardedModel:
 
     def load_buffers(self, buffers: dict[str, Tensor]) -> None:
         """Set the model's buffers by name."""
-        own = dict(self.model.named_buffers())
-        for name, buffer in buffers.items():
-            own[name].copy_(buffer)
+        load_buffers(self.model, buffers)
 
     def own_part(self, state: LearnerState) -> LearnerState:
         """This rank's part of the state of a whole model; a state that is a part is returned as it is."""
