@@ -4,7 +4,9 @@ every gradient, and against DDP that averages as rarely as `adpsgd` does there.
 The link is real where this machine allows network namespaces, and otherwise emulated by waiting.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -45,26 +47,43 @@ PORT = 29500
 """Of the store, in a namespace of its own."""
 
 
-def measure(folder: Path) -> list[Bar]:
-    """Samples per second of both learners under `adpsgd` / under DDP, which spends a sending and more on each mean."""
+@dataclass(frozen=True)
+class SlowLink:
+    """Runs of two learners with a slow link between them."""
+
+    make: Callable[[Sequence[Run]], Outcomes]
+    bytes_per_second: float | None
+    """What runs have to emulate."""
+    name: str
+
+    def seconds_to_send(self, num_parameters: int) -> Seconds:
+        """How long a model takes from one learner to the other, while nothing else is sent."""
+        trial = Run(SENDING, WORLD, num_parameters, steps=5, bytes_per_second=self.bytes_per_second)
+        return seconds_between(self.make([trial])[0][0])
+
+
+@contextmanager
+def slow_link(folder: Path) -> Iterator[SlowLink]:
+    """A throttled link between network namespaces; where there are none, an emulated one."""
     try:
         with joined_namespaces(THROTTLE) as ends:
-            return _measure(folder, ends)
+            yield SlowLink(lambda runs: _run_in(ends, runs, folder), None, "throttled link between namespaces")
     except NoNamespacesError:
-        return _measure(folder, None)
+        yield SlowLink(lambda runs: launched(runs, folder), EMULATED_BYTES_PER_SECOND, "emulated slow link")
 
 
-def _measure(folder: Path, ends: Sequence[Namespace] | None) -> list[Bar]:
-    speed = EMULATED_BYTES_PER_SECOND if ends is None else None
+def measure(folder: Path) -> list[Bar]:
+    """Samples per second of both learners under `adpsgd` / under DDP, which spends a sending and more on each mean."""
+    with slow_link(folder) as link:
+        return _measure(link)
 
-    def make(runs: Sequence[Run]) -> Outcomes:
-        return launched(runs, folder) if ends is None else _run_in(ends, runs, folder)
 
-    trial = Run(SENDING, WORLD, NUM_PARAMETERS, steps=5, bytes_per_second=speed)
-    sending = seconds_between(make([trial])[0][0])
+def _measure(link: SlowLink) -> list[Bar]:
+    speed = link.bytes_per_second
+    sending = link.seconds_to_send(NUM_PARAMETERS)
     gradient = sending / GRADIENTS_PER_SENDING
     adpsgd = Run("adpsgd", WORLD, NUM_PARAMETERS, gradient, seconds=RUN_SECONDS, bytes_per_second=speed)
-    sync_every = max(1, round(1.0 / rounds_per_gradient(make([adpsgd])[0])))
+    sync_every = max(1, round(1.0 / rounds_per_gradient(link.make([adpsgd])[0])))
     found = alternately(
         {
             "adpsgd": adpsgd,
@@ -72,18 +91,17 @@ def _measure(folder: Path, ends: Sequence[Namespace] | None) -> list[Bar]:
             AS_RARELY: _ddp(sync_every, sending, gradient, speed),
         },
         ROUNDS,
-        make,
+        link.make,
     )
     rates = {name: [total_rate(outcomes) for outcomes in found[name]] for name in found}
-    which = "emulated slow link" if ends is None else "throttled link between namespaces"
-    link = f"{1000 * sending:.0f} ms to send the model once, {1000 * gradient:.0f} ms a gradient"
+    times = f"{1000 * sending:.0f} ms to send the model once, {1000 * gradient:.0f} ms a gradient"
     words = {name: f"{median(rates[name]):.1f} samples/s ({averaging_in_words(found[name])})" for name in found}
     return [
         Bar.at_least(
-            f"two learners, {which}: adpsgd / {rival}, samples per second",
+            f"two learners, {link.name}: adpsgd / {rival}, samples per second",
             median_ratio(rates["adpsgd"], rates[rival]),
             bar,
-            f"{words['adpsgd']} and {words[rival]}; {link}",
+            f"{words['adpsgd']} and {words[rival]}; {times}",
         )
         for rival, bar in BARS.items()
     ]
