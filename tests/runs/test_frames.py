@@ -123,7 +123,7 @@ def share_right(workload: FrameWorkload) -> float:
     silence = states.tree.tied((0, 0, 0, 0))
     right = []
     for utterance, length in enumerate(frames.lengths.tolist()):
-        is_gap = (np.arange(length) + 0.5) * 0.01 % 0.33 < 0.08
+        is_gap = (np.arange(length) + 0.5) * 0.01 * frames.speeds[utterance] % 0.33 < 0.08
         found = frames.states(np.asarray([[utterance, 0, length]]), PADDING)[0] == silence
         right.append(found == is_gap)
     return float(np.concatenate(right).mean())
@@ -193,6 +193,25 @@ def test_every_strategy_trains_frames(tree: Tree, name: str) -> None:
     trained = load_recogniser(experiment, check_recipe(tree, "r.yaml")).model.state_dict()
     initial = Recogniser.load(experiment / "initial").model.state_dict()
     assert any(not torch.equal(trained[each], initial[each]) for each in initial)
+
+
+def test_each_speed_is_stored_aligned_and_counted(tree: Tree, trained: Path) -> None:
+    """From a flat start, and by a model that hears the same speeds; a name says which speed it is of."""
+    slow, fast = 0.96, 1.04  # words are notes here
+    change: Tree = {"augment": {"speed": [fast, slow]}}
+    recipe, workload, _ = ready(tree | {"name": "speeds"} | change)
+    _, aligned, _ = ready(tree | {"name": "aligned", "alignment": {"experiment": str(trained)}} | change)
+    frames = workload.plan.frames
+    assert frames.speeds.tolist() == [slow, fast] * (len(frames) // 2)
+    assert (frames.utterances[::2] == frames.utterances[1::2]).all()
+    assert frames.lengths[::2] / frames.lengths[1::2] == pytest.approx(fast / slow, rel=0.02)
+    assert aligned.plan.frames.lengths.tolist() == frames.lengths.tolist()
+    for each in (workload, aligned):
+        assert share_right(each) > 0.9
+    names = [name for index in range(workload.num_batches(0)) for name in workload.plan.ids(Ticket(0, index, index))]
+    assert len(set(names)) == len(names) == workload.plan.num_examples
+    assert {name.rpartition("[")[0].rpartition("@")[2] for name in names} == {"0.96", "1.04"}
+    assert recipe.augment.spec_augment is None
 
 
 def test_two_simulations_are_the_same(tree: Tree) -> None:
@@ -266,7 +285,7 @@ def test_utterances_with_fewer_frames_than_states_are_an_error_or_left_out(tree:
         ({"model": {"preset": "tiny"}}, r"model\.subsampling: loss: frames has an output for each frame, .* not 4"),
         ({"model": {"name": "blstm-hybrid", "subsampling": 2}}, r"blstm-hybrid has an output for each feature frame"),
         ({"model": {"name": "dnn-hybrid", "subsampling": 2}}, r"dnn-hybrid has an output for each feature frame"),
-        ({"augment": {"speed": [1.0]}}, r"augment: loss: frames trains on stored features"),
+        ({"augment": {"noise_snr": [5, 10]}}, r"augment: loss: frames trains on features that are stored once"),
         ({"batches": {"max_duration": 5}}, r"batches\.max_duration: groups whole utterances"),
         ({"states": {"nummber": 5}}, r"states\.nummber: unknown key; did you mean states\.number"),
         ({"alignment": {"rounds": -1}}, r"alignment\.rounds: "),

@@ -64,11 +64,12 @@ class FramePlan:
             yield from self.names(pieces)
 
     def names(self, pieces: Pieces) -> tuple[str, ...]:
-        """`utterance[first:end]` of each sub-sequence."""
-        return tuple(
-            f"{self.speech_set.id(int(self.utterances[utterance]))}[{first}:{end}]"
-            for utterance, first, end in pieces.tolist()
-        )
+        """`utterance[first:end]` of each sub-sequence; `utterance@speed[first:end]` at another speed."""
+        return tuple(f"{self._name(utterance)}[{first}:{end}]" for utterance, first, end in pieces.tolist())
+
+    def _name(self, utterance: int) -> str:
+        name, speed = self.speech_set.id(int(self.utterances[utterance])), float(self.frames.speeds[utterance])
+        return name if speed == 1.0 else f"{name}@{speed:g}"
 
     @cached_property
     def _parts(self) -> NDArray[np.int32] | None:

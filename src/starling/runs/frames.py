@@ -19,7 +19,7 @@ from starling.runs.frame_plan import FramePlan
 from starling.runs.recipe.recipe import Recipe
 from starling.runs.training_plan import kept_utterances
 from starling.speech.decoding.config import DecodingConfig
-from starling.speech.features import LogMel
+from starling.speech.features import LogMel, resample
 from starling.speech.hybrid.alignment import (
     Labels,
     Transcripts,
@@ -102,7 +102,7 @@ def too_few_frames(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, feat
     found = []
     for index, seconds in enumerate(train.durations.tolist()):
         _, optional = transcriber.text(train.text(index), train.id(index))
-        num_frames = features.num_frames(round(seconds * train.sampling_rate))
+        num_frames = features.num_frames(round(seconds * train.sampling_rate / max(recipe.augment.speed)))
         if num_frames < (needed := optional.count(False)):
             found.append(TooShort(train.id(index), num_frames, needed))
     return found
@@ -122,8 +122,8 @@ def make_frames(
     else:
         kept = kept_utterances(train, folder.too_short)
         try:
-            numbers = _store(recipe, train, features, kept, folder.frames, say)
-            states = _align(recipe, train, tokenizer, numbers, Frames(folder.frames, features.num_bands), say)
+            _store(recipe, train, features, kept, folder.frames, say)
+            states = _align(recipe, train, tokenizer, Frames(folder.frames, features.num_bands), say)
         except OSError as error:  # such as a full disk
             raise unwritable(folder.frames, error) from error
     if decoding.word_list is not None:
@@ -161,44 +161,55 @@ def _link(source: str, target: str) -> None:
 
 def _store(
     recipe: Recipe, train: SpeechSets, features: LogMel, kept: NDArray[np.int32], folder: Path, say: Say
-) -> list[int]:
-    """Write the features of all utterances that can be used; their numbers in the training set."""
-    written: list[int] = []
+) -> None:
+    """Write the features of all utterances that can be used, at each speed."""
+    num_written = 0
     bad: list[str] = []
+    speeds = sorted(set(recipe.augment.speed))
     with FrameWriter(folder) as writer:
         for first in range(0, len(kept), _READ_TOGETHER):
             numbers = kept[first : first + _READ_TOGETHER].tolist()
-            usable, waveforms = [], []
+            usable: list[tuple[int, float]] = []
+            waveforms: list[Tensor] = []
             for number, audio in zip(numbers, train.audios(numbers), strict=True):
                 try:
-                    waveforms.append(features.checked(audio, train.id(number)))
-                    usable.append(number)
+                    heard = [_at_speed(audio, speed, features, train.id(number)) for speed in speeds]
                 except DataError as error:
                     if recipe.data.filter.on_bad == "fail":
                         raise
                     bad.append(str(error))
+                else:
+                    usable += [(number, speed) for speed in speeds]
+                    waveforms += heard
             matrices = features.bands(waveforms) if waveforms else []
-            for number, matrix in zip(usable, matrices, strict=True):
-                writer.write(number, matrix.numpy())
-                written.append(number)
+            for (number, speed), matrix in zip(usable, matrices, strict=True):
+                writer.write(number, matrix.numpy(), speed)
+            num_written += len(usable)
     if len(bad) > recipe.data.filter.max_skipped * len(kept):
         raise DataError(
             f"{train.name}: {len(bad)} of {len(kept)} utterances cannot be used, such as: {bad[0]}; "
             f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"
         )
-    if not written:
+    if not num_written:
         raise DataError(f"{train.name}: no utterance can be aligned, so that there are no frames to train on")
     if bad:
         say(f"{train.name}: {len(bad)} utterances cannot be used and are left out, such as: {bad[0]}")
-    return written
 
 
-def _align(
-    recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, numbers: list[int], frames: Frames, say: Say
-) -> TiedStates:
+def _at_speed(audio: NDArray[np.float32] | DataError, speed: float, features: LogMel, utterance: str) -> Tensor:
+    """The waveform `[T]` of an utterance, faster. Raises DataError for one that has no features."""
+    waveform = features.checked(audio, utterance)
+    if speed == 1.0:
+        return waveform
+    faster = resample(waveform[None], round(features.sampling_rate * speed), features.sampling_rate)[0]
+    features.check(faster, utterance)
+    return faster
+
+
+def _align(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Frames, say: Say) -> TiedStates:
     """Align all frames, tie their states, and store these."""
     wanted, config = recipe.states or StatesConfig(), recipe.alignment or AlignmentConfig()
-    texts = [(train.id(number), train.text(number)) for number in numbers]
+    texts = [(train.id(number), train.text(number)) for number in frames.utterances.tolist()]
     transcripts = Transcripts.of(texts, _transcriber(recipe, tokenizer))
     how, rounds = "a flat start", _ROUNDS_AFTER_FLAT_START
     if config.experiment is None:
@@ -207,10 +218,10 @@ def _align(
         model = _load_aligner(config.experiment, recipe)
         if model.states is None:
             how, rounds = f"the CTC model of {config.experiment}", _ROUNDS_AFTER_CTC
-            positions = _by_ctc(model, train, numbers, transcripts, frames, wanted.per_unit)
+            positions = _by_ctc(model, train, transcripts, frames, wanted.per_unit)
         else:
             how, rounds = f"the tied states of {config.experiment}", 0
-            positions = _by_states(model, train, numbers, texts, transcripts, frames, wanted.per_unit)
+            positions = _by_states(model, train, texts, transcripts, frames, wanted.per_unit)
     rounds = rounds if config.rounds is None else config.rounds
     positions, changed = align_with_gaussians(frames, transcripts, positions, rounds)
     line = f"{frames.ends[-1]:,} frames aligned from {how}"
@@ -249,23 +260,29 @@ def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
 
 
 class _Scores:
-    """Log-probabilities of a model for utterances of the training set."""
+    """Log-probabilities of a model for what is stored of the training set; of `chosen` alone, if that is given."""
 
-    def __init__(self, model: Recogniser, train: SpeechSets, numbers: list[int]) -> None:
-        self._model, self._train, self._numbers = model, train, numbers
+    def __init__(
+        self, model: Recogniser, train: SpeechSets, frames: Frames, chosen: Sequence[int] | None = None
+    ) -> None:
+        self._model, self._train, self._frames = model, train, frames
+        self._chosen = range(len(frames)) if chosen is None else chosen
 
-    def __call__(self, chosen: Sequence[int]) -> Tensor:
-        numbers = [self._numbers[each] for each in chosen]
-        audios = zip(self._train.audios(numbers), numbers, strict=True)
-        checked = [self._model.features.checked(audio, self._train.id(number)) for audio, number in audios]
-        log_probs, _ = self._model.log_probs(self._model.features.batch(checked))
+    def __call__(self, places: Sequence[int]) -> Tensor:
+        stored = [self._chosen[place] for place in places]
+        numbers, speeds = self._frames.utterances[stored].tolist(), self._frames.speeds[stored].tolist()
+        features = self._model.features
+        waveforms = [
+            _at_speed(audio, speed, features, self._train.id(number))
+            for audio, number, speed in zip(self._train.audios(numbers), numbers, speeds, strict=True)
+        ]
+        log_probs, _ = self._model.log_probs(features.batch(waveforms))
         return log_probs if self._model.states is None else self._model.states.scaled(log_probs)
 
 
 def _by_states(
     model: Recogniser,
     train: SpeechSets,
-    numbers: list[int],
     texts: list[tuple[str, str]],
     transcripts: Transcripts,
     frames: Frames,
@@ -282,7 +299,7 @@ def _by_states(
     own = Transcripts.of(texts, states.transcriber(model.tokenizer))
     labels = own.labelled([states.tree.tied(state) for state in own.states])
     positions: Labels = [np.zeros(0, np.int32)] * len(frames)
-    for each, path in align(frames.lengths, labels, transcripts.optional, _Scores(model, train, numbers)):
+    for each, path in align(frames.lengths, labels, transcripts.optional, _Scores(model, train, frames)):
         positions[each] = path
     return positions
 
@@ -290,20 +307,20 @@ def _by_states(
 def _by_ctc(
     model: Recogniser,
     train: SpeechSets,
-    numbers: list[int],
     transcripts: Transcripts,
     frames: Frames,
     per_unit: int,
 ) -> Labels:
     """Positions by a CTC model: of its best path, or equal ones for an utterance that is too short for CTC."""
     subsampling = model.model_config.shape.subsampling
+    numbers = frames.utterances.tolist()
     texts = [" ".join(train.text(number).split()) for number in numbers]
     tokens = [model.tokenizer.encode(text, train.id(number)) for text, number in zip(texts, numbers, strict=True)]
     emitted = np.asarray([model.model_config.encoder_frames(int(length)) for length in frames.lengths])
     positions = flat_start(transcripts, frames.lengths)
     fits = [each for each in range(len(frames)) if emitted[each] >= frames_needed(tokens[each])]
     rows = [ctc_row(tokens[each]) for each in fits]
-    score = _Scores(model, train, [numbers[each] for each in fits])
+    score = _Scores(model, train, frames, fits)
     for place, path in align(emitted[fits], [labels for labels, _ in rows], [skips for _, skips in rows], score):
         each = fits[place]
         positions[each] = from_ctc(path, subsampling, int(frames.lengths[each]), texts[each], per_unit)

@@ -137,13 +137,15 @@ class Recipe(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _frames_have_defaults(cls, tree: Any) -> Any:
-        """The sections of `loss: frames` where they are left out, and no augmentation: it trains on stored features."""
+        """The sections of `loss: frames` where they are left out, and no augmentation but what is asked for."""
         if not isinstance(tree, dict) or tree.get("loss") != "frames":
             return tree
-        defaults: dict[str, Any] = {section: {} for section in (*_OF_FRAMES, "decoding")}
-        defaults["augment"] = AugmentConfig.none().model_dump()
+        defaults: dict[str, Any] = {section: {} for section in (*_OF_FRAMES, "decoding", "augment")}
         given = {key: value for key, value in tree.items() if value is not None or key not in defaults}
-        return defaults | given
+        made = defaults | given
+        if isinstance(made["augment"], dict):
+            made["augment"] = {"speed": (1.0,), "spec_augment": None} | made["augment"]
+        return made
 
     @model_validator(mode="after")
     def _loss_fits(self) -> Self:
@@ -194,8 +196,11 @@ class Recipe(RunConfig):
             )
         if self.model.decoder is not None:
             problems.append("model.decoder: only for loss: ctc; leave it out")
-        if self.augment != AugmentConfig.none():
-            problems.append("augment: loss: frames trains on stored features, which are not augmented; leave it out")
+        if self.augment != AugmentConfig.none().model_copy(update={"speed": self.augment.speed}):
+            problems.append(
+                "augment: loss: frames trains on features that are stored once for each of augment.speed; leave its "
+                "other keys out"
+            )
         if self.mixture is not None:
             problems.append("mixture: only for loss: ctc; name one set in data.train")
         problems += self._decoding_problems(OF_CTC, "ctc")

@@ -4,6 +4,7 @@
 <folder>/states.npy        [N] int32: the tied state of each frame
 <folder>/ends.npy          [U] int64: the frame behind the last of each utterance
 <folder>/utterances.npy    [U] int32: their numbers in the training set, ascending
+<folder>/speeds.npy        [U] float64: how much faster each is than its recording; 1 for all if the file is missing
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from starling.errors import DataError
 
 FEATURES, STATES, ENDS, UTTERANCES = "features.bin", "states.npy", "ends.npy", "utterances.npy"
+SPEEDS = "speeds.npy"
 
 
 class FrameWriter:
@@ -27,6 +29,7 @@ class FrameWriter:
         self._file = (folder / FEATURES).open("wb")
         self._lengths: list[int] = []
         self._numbers: list[int] = []
+        self._speeds: list[float] = []
 
     def __enter__(self) -> "FrameWriter":
         return self
@@ -35,12 +38,14 @@ class FrameWriter:
         self._file.close()
         np.save(self._folder / ENDS, np.cumsum(self._lengths, dtype=np.int64))
         np.save(self._folder / UTTERANCES, np.asarray(self._numbers, np.int32))
+        np.save(self._folder / SPEEDS, np.asarray(self._speeds))
 
-    def write(self, number: int, features: NDArray[np.float32]) -> None:
-        """Add utterance `number` with features `[T, F]`."""
+    def write(self, number: int, features: NDArray[np.float32], speed: float = 1.0) -> None:
+        """Add utterance `number`, at a speed, with features `[T, F]`."""
         features.astype(np.float16).tofile(self._file)
         self._lengths.append(len(features))
         self._numbers.append(number)
+        self._speeds.append(speed)
 
 
 class Frames:
@@ -52,6 +57,10 @@ class Frames:
         try:
             self.ends: NDArray[np.int64] = np.load(folder / ENDS, allow_pickle=False)
             self.utterances: NDArray[np.int32] = np.load(folder / UTTERANCES, allow_pickle=False)
+            has_speeds = (folder / SPEEDS).exists()  # not in experiments before there was augment.speed
+            self.speeds: NDArray[np.float64] = (
+                np.load(folder / SPEEDS, allow_pickle=False) if has_speeds else np.ones(len(self.ends))
+            )
             total = int(self.ends[-1]) if len(self.ends) else 0
             self._features = np.memmap(folder / FEATURES, np.float16, "r", shape=(total, num_bands)) if total else None
         except (OSError, ValueError) as error:
