@@ -35,7 +35,7 @@ def command(strategy: str, options: dict[str, Any], victim: int) -> list[str]:
 def test_survivors_of_a_server_or_a_worker_name_it_and_end(tmp_path: Path) -> None:
     """kill -9 without a launcher that would end the others: they end by themselves, and the time-out plays no part.
 
-    All cases run at the same time: they mostly wait.
+    Three cases run at a time: they mostly wait.
     """
 
     def killed(case: str) -> tuple[float, list[tuple[int, str]]]:
@@ -48,7 +48,7 @@ def test_survivors_of_a_server_or_a_worker_name_it_and_end(tmp_path: Path) -> No
             ends = [learners.end(rank) for rank in range(3)]
         return time.monotonic() - fired, ends
 
-    with ThreadPoolExecutor(len(CASES)) as pool:
+    with ThreadPoolExecutor(3) as pool:
         found = dict(zip(CASES, pool.map(killed, CASES), strict=True))
     for case, (taken, ends) in found.items():
         victim = CASES[case][2]
