@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,47 +26,60 @@ CASES = {
     "worker under a bound": ("parameter-server", {"staleness_bound": 1, "servers": "own"}, 0),
     "hogwild": ("hogwild", {}, 1),
 }
-every_case = pytest.mark.parametrize(("strategy", "options", "victim"), CASES.values(), ids=CASES)
 
 
 def command(strategy: str, options: dict[str, Any], victim: int) -> list[str]:
     return [sys.executable, "-m", "tests.engines.served_process", strategy, json.dumps(options), str(victim)]
 
 
-@every_case
-def test_survivors_of_a_server_or_a_worker_name_it_and_end(
-    strategy: str, options: dict[str, Any], victim: int, tmp_path: Path
-) -> None:
-    """kill -9 without a launcher that would end the others: they end by themselves, and the time-out plays no part."""
-    with start_learners(command(strategy, options, victim), 3, tmp_path) as learners:
-        store = TCPStore("127.0.0.1", learners.port, is_master=False, timeout=timedelta(seconds=100))
-        store.wait(["fired"])
-        fired = time.monotonic()
-        ends = [learners.end(rank) for rank in range(3)]
-    assert time.monotonic() - fired < 45.0
-    assert ends[victim][0] == -9
-    for rank in {0, 1, 2} - {victim}:
-        code, said = ends[rank]
-        assert code == 1
-        assert f"PeerLost: learner {rank} lost learner {victim}" in said, said
+def test_survivors_of_a_server_or_a_worker_name_it_and_end(tmp_path: Path) -> None:
+    """kill -9 without a launcher that would end the others: they end by themselves, and the time-out plays no part.
+
+    Three cases run at a time: they mostly wait.
+    """
+
+    def killed(case: str) -> tuple[float, list[tuple[int, str]]]:
+        folder = tmp_path / case
+        folder.mkdir()
+        with start_learners(command(*CASES[case]), 3, folder) as learners:
+            store = TCPStore("127.0.0.1", learners.port, is_master=False, timeout=timedelta(seconds=100))
+            store.wait(["fired"])
+            fired = time.monotonic()
+            ends = [learners.end(rank) for rank in range(3)]
+        return time.monotonic() - fired, ends
+
+    with ThreadPoolExecutor(3) as pool:
+        found = dict(zip(CASES, pool.map(killed, CASES), strict=True))
+    for case, (taken, ends) in found.items():
+        victim = CASES[case][2]
+        assert taken < 45.0, case
+        assert ends[victim][0] == -9, case
+        for rank in {0, 1, 2} - {victim}:
+            code, said = ends[rank]
+            assert code == 1, case
+            assert f"PeerLost: learner {rank} lost learner {victim}" in said, said
 
 
-@pytest.mark.parametrize(
-    ("options", "victim"),
-    [({"servers": "own", "staleness_bound": 1}, 1), ({"update": "hybrid"}, 0)],
-    ids=["worker", "server"],
-)
-def test_a_learner_paused_beyond_the_time_out_is_named_and_no_process_is_left(
-    options: dict[str, Any], victim: int, tmp_path: Path
-) -> None:
-    """SIGSTOP: all others end, servers included, and the blame does not fall on who waited for it, too."""
-    stopping = [*command("parameter-server", options, victim), str(int(signal.SIGSTOP)), "5"]
-    with start_learners(stopping, 3, tmp_path) as learners:
-        ends = {rank: learners.end(rank) for rank in {0, 1, 2} - {victim}}
-        assert learners.is_running(victim)
-    for rank, (code, said) in ends.items():
-        assert code == 1
-        assert f"PeerLost: learner {rank} lost learner {victim}" in said, said
+def test_a_learner_paused_beyond_the_time_out_is_named_and_no_process_is_left(tmp_path: Path) -> None:
+    """SIGSTOP, to a worker and to a server: all others end, servers included, and the blame does not fall on who waited
+    for it, too."""
+
+    def paused(options: dict[str, Any], victim: int) -> dict[int, tuple[int, str]]:
+        folder = tmp_path / str(victim)
+        folder.mkdir()
+        stopping = [*command("parameter-server", options, victim), str(int(signal.SIGSTOP)), "5"]
+        with start_learners(stopping, 3, folder) as learners:
+            ends = {rank: learners.end(rank) for rank in {0, 1, 2} - {victim}}
+            assert learners.is_running(victim)
+        return ends
+
+    cases: dict[int, dict[str, Any]] = {1: {"servers": "own", "staleness_bound": 1}, 0: {"update": "hybrid"}}
+    with ThreadPoolExecutor(len(cases)) as pool:
+        found = dict(zip(cases, pool.map(paused, cases.values(), cases), strict=True))
+    for victim, ends in found.items():
+        for rank, (code, said) in ends.items():
+            assert code == 1
+            assert f"PeerLost: learner {rank} lost learner {victim}" in said, said
 
 
 def test_under_the_launcher_the_cause_is_the_death(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ import io
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
 from rich.console import Console
 
-from starling.errors import ConfigError
+from starling.errors import ConfigError, DataError
 from starling.runs.experiment.claim import claim_folder
 from starling.runs.recipe.recipe import check_recipe
 from starling.runs.setup import load_workload, set_up, set_up_like
@@ -41,6 +42,19 @@ def miniature(folder: Path, norm: str = "layer") -> transformers.Wav2Vec2Model:
     return model
 
 
+def miniature_whisper(folder: Path) -> transformers.WhisperModel:
+    """A Whisper of two layers, which hears 1 s, in a folder."""
+    torch.manual_seed(5)
+    config = transformers.WhisperConfig(
+        d_model=16, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=32, decoder_layers=1,
+        decoder_attention_heads=2, decoder_ffn_dim=16, num_mel_bins=20, max_source_positions=50, vocab_size=20,
+        max_target_positions=10, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    return model.model
+
+
 def published(tree: Tree, folder: Path, **model: Any) -> Tree:
     """The recipe with the model in a folder."""
     return tree | {
@@ -48,6 +62,14 @@ def published(tree: Tree, folder: Path, **model: Any) -> Tree:
         "features": {"kind": "raw"},
         "augment": {"spec_augment": None, "speed": [1.0]},
         "freeze": ["wav2vec2.feature_extractor"],
+    }
+
+
+def published_whisper(tree: Tree, folder: Path) -> Tree:
+    """The same with a Whisper."""
+    return published(tree, folder, name="whisper") | {
+        "features": {"kind": "raw", "normalise": "none"},
+        "freeze": ["whisper.conv1", "whisper.embed_positions"],
     }
 
 
@@ -87,22 +109,78 @@ def test_an_encoder_gives_what_it_gives_in_transformers(norm: str, tree: Tree, t
     assert not any(name.startswith("wav2vec2.feature_extractor") for name in moved)
 
 
+def test_a_whisper_gives_what_it_gives_in_transformers(tree: Tree, tmp_path: Path) -> None:
+    """To 1e-5, with its front end, for the length that it was made for. A shorter utterance does not hear the padding
+    of its batch. What is saved needs the checkpoint no more, and learns what is not frozen."""
+    theirs = miniature_whisper(tmp_path / "published")
+    recipe = check_recipe(published_whisper(tree, tmp_path / "published"), "r.yaml")
+    folder = claim_folder(recipe, print)
+    set_up(recipe, folder, print)
+    (tmp_path / "published").rename(tmp_path / "gone")
+    recogniser = Recogniser.load(folder.initial)
+    samples = torch.randn(3, 16_000, generator=torch.Generator().manual_seed(1)) * 0.1
+    samples[:, 12_800:] = 0.0
+    lengths = torch.tensor([16_000, 9_000, 200])
+    front_end = transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1)
+    mel = front_end(samples[0].numpy(), sampling_rate=16_000, return_tensors="pt").input_features
+    with recogniser.evaluating():
+        expected = theirs.encoder(mel).last_hidden_state
+        together, ends = recogniser.model.encode(samples[:, :, None], lengths)
+        torch.testing.assert_close(together[0], expected[0], atol=1e-5, rtol=0)
+        for row, (length, end) in enumerate(zip(lengths.tolist(), ends.tolist(), strict=True)):
+            assert end == recogniser.model_config.encoder_frames(length)
+            alone, _ = recogniser.model.encode(samples[row : row + 1, :length, None], lengths[row : row + 1])
+            torch.testing.assert_close(together[row, :end], alone[0], atol=1e-5, rtol=0)
+        with pytest.raises(DataError, match="longer than the 1 s that this Whisper hears"):
+            recogniser.model.encode(torch.zeros(1, 17_000, 1), torch.tensor([17_000]))
+    workload = load_workload(recipe, folder)
+    model = workload.make_model()
+    for each in model.parameters():
+        each.grad = None
+    model.eval()
+    log_probs, _ = model(samples[:, :, None], lengths)
+    log_probs[0, 0, 0].backward()
+    moved = {name for name, each in model.named_parameters() if each.grad is not None and bool(each.grad.any())}
+    assert any(name.startswith("whisper.layers.1.") for name in moved)
+    assert not any(name.startswith(("whisper.conv1", "whisper.embed_positions")) for name in moved)
+
+
 @pytest.mark.soak
-def test_a_published_encoder_trains(tree: Tree, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["wav2vec2", "whisper"])
+def test_a_published_encoder_trains(name: str, tree: Tree, tmp_path: Path) -> None:
     """Through an engine, to a checkpoint that transcribes."""
-    miniature(tmp_path / "published")
-    recipe = check_recipe(published(tree, tmp_path / "published") | {"budget": {"steps": 2}}, "r.yaml")
+    make, recipe_of = (miniature, published) if name == "wav2vec2" else (miniature_whisper, published_whisper)
+    make(tmp_path / "published")
+    recipe = check_recipe(recipe_of(tree, tmp_path / "published") | {"budget": {"steps": 2}}, "r.yaml")
     lines: list[str] = []
     simulate(recipe, lines.append, Console(file=io.StringIO()))
     assert any("%WER" in line for line in lines)
 
 
+def test_a_model_of_the_hub_comes_from_its_cache(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network: what is not in the cache is one error."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    kept = tmp_path / "hub" / "models--somebody--tiny"
+    miniature(kept / "snapshots" / "0123")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0123")
+    recipe = check_recipe(published(tree, Path("somebody/tiny")), "r.yaml")
+    said: list[str] = []
+    set_up(recipe, claim_folder(recipe, print), said.append)
+    assert any(line.startswith("checkpoint somebody/tiny: ") for line in said)
+    with pytest.raises(ConfigError, match=r"facebook/wav2vec2-base is no folder .*, and the hub .* `hf download NAME`"):
+        check_recipe(published(tree, Path("facebook/wav2vec2-base")), "r.yaml")
+
+
 def test_what_does_not_fit_is_an_error(tree: Tree, tmp_path: Path) -> None:
-    """That names the key, and no name of a hub is looked up."""
+    """That names the key; a path is never looked up on the hub."""
     miniature(tmp_path / "published")
+    miniature_whisper(tmp_path / "whisper")
     fitting = published(tree, tmp_path / "published")
     wrong = {
-        "downloads nothing": published(tree, Path("facebook/wav2vec2-base")),
+        "hf download": published(tree, tmp_path / "absent"),
+        "normalise": published_whisper(tree, tmp_path / "whisper") | {"features": {"kind": "raw"}},
         "needs raw": fitting | {"features": {"kind": "log-mel"}},
         "spec_augment": fitting | {"augment": {}},
         "needs one": fitting | {"model": {"name": "wav2vec2"}},

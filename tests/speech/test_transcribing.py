@@ -1,5 +1,7 @@
 """Words and their times, of recordings of any length and rate, and of audio as it is spoken."""
 
+import math
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -9,11 +11,12 @@ import torch
 
 from starling.errors import DataError
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import AttentionConfig, ModelConfig, TransducerConfig
+from starling.speech.models import AttentionConfig, ChunkConfig, ModelConfig, TransducerConfig
+from starling.speech.models.streaming import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import resampled
 from starling.speech.tokens import CharacterTokenizer
-from starling.speech.transcribing.timing import aligned, greedy_path
+from starling.speech.transcribing.timing import aligned, beginnings, greedy_path
 from starling.speech.transcribing.transcriber import Transcriber
 from starling.speech.transcribing.transcript import Segment, Transcript
 from tests.speech.tones import RATE, WORDS, performance
@@ -92,6 +95,54 @@ def test_speech_is_transcribed_while_it_is_spoken(transcriber: Transcriber) -> N
     assert "" in partials
 
 
+@pytest.mark.parametrize("name", ["lstm", "conformer"])
+def test_a_streaming_model_hears_live_audio_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each partial text is that of the whole with a chunk mask, as early as the stated latency says, and its cost does
+    not grow with the segment. The text at the end is that of the recording."""
+    generator = np.random.default_rng(2)
+    words = generator.choice(list(WORDS), 12).tolist()
+    waveform, _ = performance(words, [*generator.uniform(0.05, 0.4, 12), 0.2], generator)
+    config = ModelConfig(name=name, preset="tiny", chunk=ChunkConfig(seconds=0.16, left=2))
+    features = LogMel(FeatureConfig(normalise="global"), RATE)
+    (bands,) = features.layer([torch.from_numpy(waveform)])
+    features.load_statistics({"mean": bands.mean(0), "deviation": bands.std(0)})
+    recogniser = Recogniser.create(config, features, CharacterTokenizer(" AB"), seed=4)
+    transcriber, network = Transcriber(recogniser), recogniser.model
+    assert isinstance(network, StreamingNetwork)
+    assert network.chunks is not None
+    matrix = recogniser.matrix(waveform, RATE)
+    network.output.bias.data -= recogniser.log_probs([matrix])[0].mean((0, 1))  # so that it hears all letters
+    whole, _ = recogniser.log_probs([matrix])
+    ends = range(0, whole.shape[1], network.chunks.frames)
+    texts = [recogniser.texts(whole[:, :end], torch.tensor([end]))[0].split() for end in ends]
+    assert len(set(map(tuple, texts))) > 10
+    expected = transcriber.transcribe(waveform, RATE)
+
+    frames = Counter[str]()
+
+    def count(name: str) -> None:
+        compute = getattr(network, name)
+
+        def counted(*args: torch.Tensor) -> object:
+            frames[name] += args[0].shape[1]
+            return compute(*args)
+
+        monkeypatch.setattr(network, name, counted)
+
+    count("encode")
+    count("encode_chunk")
+    live, late = transcriber.live(RATE), (recogniser.latency or 0.0) - 0.16
+    *blocks, last = np.split(waveform, range(RATE // 10, len(waveform), RATE // 10))
+    for number, block in enumerate(blocks, 1):
+        before = frames["encode_chunk"]
+        update = live.feed(block)
+        chunks = math.floor((number / 10 - late) / 0.16 + 1e-6)
+        assert number < 10 or update.partial.split() == texts[chunks]
+        assert number < 10 or frames["encode_chunk"] - before <= network.window()[0]
+    assert frames["encode"] == 0
+    assert (*live.feed(last).final, *live.end().final) == expected.segments
+
+
 def test_confidence_falls_where_words_are_unclear(transcriber: Transcriber) -> None:
     """Two words at once are not said as confidently as one."""
     generator = np.random.default_rng(1)
@@ -141,6 +192,20 @@ def test_texts_of_decoders_have_times_by_ctc(decoder: AttentionConfig | Transduc
             times = [time for word in segment.words for time in (word.start, word.end)]
             assert times == sorted(times)
             assert not times or segment.start <= times[0] <= times[-1] <= segment.end + 0.001
+
+
+def test_tokens_begin_where_the_best_path_without_blanks_has_them() -> None:
+    """By trying each path of six frames."""
+    generator = np.random.default_rng(1)
+    for tokens in ([1, 2, 1], [2], [1, 2, 3, 1, 2, 3]):
+        log_probs = np.log(generator.dirichlet(np.ones(4), 6)).astype(np.float32)
+
+        def score(path: tuple[int, ...], tokens: list[int] = tokens, rows: np.ndarray = log_probs) -> float:
+            return float(sum(rows[frame, tokens[place]] for frame, place in enumerate(path)))
+
+        paths = [path for path in product(range(len(tokens)), repeat=6) if sorted({*path}) == list(range(len(tokens)))]
+        best = max((path for path in paths if list(path) == sorted(path)), key=score)
+        assert beginnings(log_probs, tokens).tolist() == [best.index(place) for place in range(len(tokens))]
 
 
 def test_an_alignment_is_the_best_of_all_paths() -> None:

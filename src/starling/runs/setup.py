@@ -117,7 +117,7 @@ def _untrained(
     model = recipe.model.model_copy(update={"checkpoint": None})
     recogniser = Recogniser.create(model, features, tokenizer, derive_seed(recipe.seed, "model"), states)
     if recipe.model.checkpoint is not None:
-        from starling.speech.models.wav2vec2 import load_published
+        from starling.speech.models.published import load_published
 
         say(load_published(recogniser.model, recipe.model.checkpoint))
     return recogniser

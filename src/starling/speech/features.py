@@ -26,7 +26,8 @@ class FeatureConfig(Config):
 
     kind: Literal["log-mel", "raw"] = Field(
         default="log-mel",
-        description="raw: the samples themselves, for model.name: wav2vec2; of the other keys, it has normalise alone",
+        description="raw: the samples themselves, for model.name: wav2vec2 and whisper; of the other keys, it has "
+        "normalise alone",
     )
     num_mels: int | None = Field(default=None, ge=4, description="mel bands; 80, or 40 up to 8 kHz, when not given")
     frame_length: float = Field(default=0.025, gt=0, description="seconds of one window")

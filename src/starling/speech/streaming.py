@@ -21,7 +21,7 @@ class StreamingLogMel:
     """
 
     def __init__(self, features: LogMel) -> None:
-        if features.config.normalise == "utterance" or features.config.splice:
+        if not _comes_in_blocks(features):
             raise ConfigError(
                 "features.normalise: utterance, and splice, need the whole recording: a stream needs normalise: global "
                 "or none, without splice"
@@ -66,6 +66,11 @@ class StreamingLogMel:
 
     def _nothing(self) -> torch.Tensor:
         return torch.zeros(0, self._features.num_features)
+
+
+def _comes_in_blocks(features: LogMel) -> bool:
+    """Whether features of a recording that has not ended can be computed."""
+    return features.config.normalise != "utterance" and not features.config.splice
 
 
 class Stream:
@@ -127,3 +132,11 @@ def streaming_network(recogniser: Recogniser) -> StreamingNetwork:
             f"this {recogniser.model_config.name} needs whole recordings: to stream, train it with model.chunk"
         )
     return network
+
+
+def can_stream(recogniser: Recogniser) -> bool:
+    """Whether `Stream` takes a recogniser."""
+    network = recogniser.model
+    return (
+        isinstance(network, StreamingNetwork) and network.chunks is not None and _comes_in_blocks(recogniser.features)
+    )

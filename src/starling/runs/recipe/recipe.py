@@ -159,7 +159,9 @@ class Recipe(RunConfig):
         if self.features.splice:
             given.append("features.splice: only for loss: frames; leave it out")
         if (self.features.kind == "raw") != (self.model.encoder is not None):
-            given.append("features.kind: model.name: wav2vec2 needs raw, and any other model log-mel")
+            given.append("features.kind: model.name: wav2vec2, or whisper, needs raw, and any other model log-mel")
+        if self.model.name == "whisper" and self.features.normalise != "none":
+            given.append("features.normalise: model.name: whisper scales its features itself; set it to none")
         if self.features.kind == "raw":
             given += [
                 f"augment.{key}: needs log-mel features; set it to null"

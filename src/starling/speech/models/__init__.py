@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from starling.speech.models.shape import (
     Architecture,
     ModelShape,
     Positions,
+    PublishedShape,
     Wav2Vec2Shape,
     frames_ahead,
 )
@@ -76,7 +76,7 @@ class ModelConfig(Config):
     name: str = Field(
         default="blstm",
         description="the architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, "
-        "dnn-hybrid, wav2vec2, or module:name",
+        "dnn-hybrid, wav2vec2, whisper, or module:name",
     )
     preset: str = Field(default="small", description="tiny, small, or a larger one of the architecture")
     layers: int | None = Field(default=None, ge=1, description="LSTM or dense layers, or blocks")
@@ -120,10 +120,12 @@ class ModelConfig(Config):
     )
 
     checkpoint: Path | None = Field(
-        default=None, description="for wav2vec2: a folder with config.json and model.safetensors of a published model"
+        default=None,
+        description="for wav2vec2 and whisper: a folder with config.json and model.safetensors of a published model, "
+        "or its name on the Hugging Face hub",
     )
     encoder: dict[str, Any] | None = Field(
-        default=None, description="for wav2vec2: the configuration in that folder; Starling fills it in"
+        default=None, description="for wav2vec2 and whisper: the configuration of that model; Starling fills it in"
     )
 
     @model_validator(mode="before")
@@ -131,14 +133,9 @@ class ModelConfig(Config):
     def _checkpoint_is_read(cls, tree: Any) -> Any:
         if not isinstance(tree, dict) or tree.get("checkpoint") is None or tree.get("encoder") is not None:
             return tree
-        path = Path(tree["checkpoint"]) / "config.json"
-        try:
-            return tree | {"encoder": json.loads(path.read_text(encoding="utf-8"))}
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"checkpoint: {path} cannot be read ({error}); Starling downloads nothing: fetch a model with "
-                "`hf download NAME --local-dir FOLDER`, and give the folder"
-            ) from error
+        from starling.speech.models.hub import published_config
+
+        return tree | {"encoder": published_config(Path(tree["checkpoint"]))}
 
     @field_validator("name")
     @classmethod
@@ -169,7 +166,7 @@ class ModelConfig(Config):
     def _sizes_fit(self) -> ModelConfig:
         shape = self.shape  # raises ValueError for sizes that don't go together
         if find_model(self.name).is_published != (self.encoder is not None):
-            raise ValueError(f"checkpoint: {', '.join(PUBLISHED)} needs one, and no other model has one")
+            raise ValueError(f"checkpoint: each of {', '.join(PUBLISHED)} needs one, and no other model has one")
         if self.encoder is not None and self.encoder.get("model_type") != self.name:
             raise ValueError(f"checkpoint: it is a {self.encoder.get('model_type')!r}, not a {self.name}")
         if self.chunk is not None:
@@ -185,9 +182,10 @@ class ModelConfig(Config):
         """The preset with the sizes given here put in."""
         given = self.model_dump(exclude=set(_NO_SIZES), exclude_none=True)
         shape = replace(find_model(self.name).presets[self.preset], **given)
+        if isinstance(shape, PublishedShape):
+            shape = replace(shape, encoder=self.encoder)
         if isinstance(shape, Wav2Vec2Shape):
-            published = replace(shape, encoder=self.encoder)
-            return replace(published, subsampling=math.prod(stride for _, stride in published.convolutions))
+            shape = replace(shape, subsampling=math.prod(stride for _, stride in shape.convolutions))
         return shape
 
     def encoder_frames(self, num_frames: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 if TYPE_CHECKING:
     from torch import nn
@@ -158,10 +158,15 @@ class ZipformerShape(ModelShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wav2Vec2Shape(ModelShape):
+class PublishedShape(ModelShape):
     """A published encoder; dropout is before the outputs."""
 
     encoder: dict[str, Any] | None = None  # its configuration, as `transformers` has it; None: not known yet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wav2Vec2Shape(PublishedShape):
+    """A published wav2vec 2.0."""
 
     @property
     def convolutions(self) -> list[tuple[int, int]]:
@@ -175,6 +180,17 @@ class Wav2Vec2Shape(ModelShape):
         for kernel, stride in self.convolutions:
             num_frames = (num_frames - kernel) // stride + 1
         return max(0, num_frames)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhisperShape(PublishedShape):
+    """The encoder of a published Whisper."""
+
+    HOP: ClassVar[int] = 160  # samples from one of its feature frames to the next, of which two make an encoder frame
+
+    def encoder_frames(self, num_frames: int) -> int:
+        """Encoder frames made of so many samples."""
+        return (num_frames // self.HOP + 1) // 2
 
 
 def _check_heads(width: int, heads: int) -> None:
@@ -312,7 +328,10 @@ MODELS = {
 PUBLISHED = {
     "wav2vec2": Architecture(
         f"{_HERE}.wav2vec2:Wav2Vec2Ctc", {"small": Wav2Vec2Shape(subsampling=320, dropout=0.1)}, is_published=True
-    )
+    ),
+    "whisper": Architecture(
+        f"{_HERE}.whisper:WhisperCtc", {"small": WhisperShape(subsampling=320, dropout=0.1)}, is_published=True
+    ),
 }
 """Those whose sizes are a checkpoint's."""
 

@@ -1,18 +1,16 @@
 """A published wav2vec 2.0 encoder, by `transformers`, with CTC outputs of our own."""
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
 from starling.errors import ConfigError
 from starling.extras import require
-from starling.speech.models.network import Network
+from starling.speech.models.published import PublishedNetwork
 from starling.speech.models.shape import Wav2Vec2Shape
 from starling.speech.models.subsampling import frame_mask
 
 
-class Wav2Vec2Ctc(Network):
+class Wav2Vec2Ctc(PublishedNetwork):
     """`transformers.Wav2Vec2Model` on waveforms, dropout, CTC outputs.
 
     Source: Baevski et al. 2020, "wav2vec 2.0" (arXiv 2006.11477). Its random masks and skipped layers are switched off:
@@ -44,28 +42,6 @@ class Wav2Vec2Ctc(Network):
             lengths = (lengths - kernel) // stride + 1
         return self.dropout(frames), lengths
 
-
-def load_published(network: nn.Module, checkpoint: Path) -> str:
-    """Load the encoder's weights from a folder in the format of `transformers`, and say so. Nothing is downloaded.
-
-    Raises ConfigError for a network of another kind, and for a folder without fitting weights in safetensors.
-    """
-    if not isinstance(network, Wav2Vec2Ctc):
-        raise ConfigError(f"model.checkpoint: {type(network).__name__} has no published checkpoints; leave it out")
-    from transformers import Wav2Vec2Model
-
-    try:
-        published, found = Wav2Vec2Model.from_pretrained(
-            checkpoint,
-            config=network.wav2vec2.config,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model.checkpoint: {checkpoint} cannot be read: {error}") from error
-    if missing := sorted(found["missing_keys"]):
-        raise ConfigError(f"model.checkpoint: {checkpoint} lacks {len(missing)} tensors, such as {missing[0]}")
-    state = published.state_dict()
-    network.wav2vec2.load_state_dict(state)
-    return f"checkpoint {checkpoint}: {sum(each.numel() for each in state.values()):,} numbers of the encoder"
+    def published_part(self) -> tuple[nn.Module, type, str]:
+        """As for `PublishedNetwork`."""
+        return self.wav2vec2, type(self.wav2vec2), ""

@@ -1,8 +1,7 @@
-"""Where words are: the frames in which CTC emits their tokens, and the sound around them."""
+"""Where words are: what CTC hears in each frame, and pauses in the sound."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,12 @@ from starling.speech.transcribing.segmenter import FRAME, Seconds, floor_of, is_
 from starling.speech.transcribing.transcript import Word
 
 _IMPOSSIBLE = -1e30
+_PAUSE: Seconds = 0.15
+"""What is quiet for so long is a pause; for less, it may be a part of a consonant: weak ones drown in noise."""
+_DROWNED: Seconds = 0.05
+"""How long a word may be heard before its sound rises above the noise."""
+_SHORTEST = 2
+"""Frames of the shortest quiet stretch that is looked at."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,31 @@ def aligned(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> list[Emiss
     return found
 
 
+def beginnings(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.int64]:
+    """The frame in which each of the tokens begins, `[N]`, on the best path through `[T, V]` without blanks.
+
+    A frame belongs to the token that is likelier in it, however unlikely both are beside the blank. In a network that
+    emits tokens late or for one frame only, that tells more of their sound than the frames of their emission.
+    """
+    scores = log_probs[:, tokens].astype(np.float64)
+    best = np.full(len(tokens), _IMPOSSIBLE)
+    best[0] = scores[0, 0]
+    is_new = np.zeros(scores.shape, bool)
+    for frame in range(1, len(scores)):
+        np.greater(best[:-1], best[1:], out=is_new[frame, 1:])
+        best[1:] = np.maximum(best[1:], best[:-1])
+        best += scores[frame]
+    found = np.zeros(len(tokens), np.int64)
+    place = len(tokens) - 1
+    for frame in range(len(scores) - 1, 0, -1):
+        if is_new[frame, place]:
+            found[place] = frame
+            place -= 1
+    return found
+
+
 def words_of(
+    log_probs: NDArray[np.float32],
     emissions: Sequence[Emission],
     tokenizer: Tokenizer,
     frame_seconds: Seconds,
@@ -75,70 +104,66 @@ def words_of(
     rate: int,
     offset: Seconds,
 ) -> tuple[Word, ...]:
-    """The words of a segment of audio `[T]` that begins at `offset`.
+    """The words of a segment of audio `[T]` that begins at `offset`, whose tokens CTC emits in `log_probs` `[T', V]`.
 
-    CTC emits a token somewhere within its sound, often for one frame only. A word therefore reaches from the end of the
-    pause before it to the beginning of the pause after it. Where two words have no pause between them, they meet at the
-    quietest place.
+    A word begins where its first token does on the best path without blanks. Next to a pause, it begins and ends with
+    its sound.
     """
     names = tokenizer.names
-    groups: list[list[Emission]] = []
+    groups: list[list[int]] = []
     is_open = False
-    for each in emissions:
+    for place, each in enumerate(emissions):
         is_open = is_open and not names[each.token].startswith(WORD_START)
         if names[each.token] == WORD_START:
             continue
         if not is_open:
             groups.append([])
             is_open = True
-        groups[-1].append(each)
-    texts = [tokenizer.decode([each.token for each in group]).strip() for group in groups]
-    spans = [(group[0].first * frame_seconds, (group[-1].last + 1) * frame_seconds) for group in groups]
+        groups[-1].append(place)
+    if not groups:
+        return ()
+    frames = beginnings(log_probs, [each.token for each in emissions])
+    begins = [float(frames[group[0]]) * frame_seconds for group in groups]
+    firsts = [emissions[group[0]].first * frame_seconds for group in groups]
+    begins[0] = firsts[0]  # the first token has all frames before it
+    lasts = [(emissions[group[-1]].last + 1) * frame_seconds for group in groups]
     found = []
-    for text, group, (start, end) in zip(texts, groups, _widened(spans, samples, rate), strict=True):
-        if text:
-            confidence = float(np.exp(np.mean([each.log_prob for each in group])))
+    for group, (start, end) in zip(groups, _placed(begins, firsts, lasts, samples, rate), strict=True):
+        if text := tokenizer.decode([emissions[place].token for place in group]).strip():
+            confidence = float(np.exp(np.mean([emissions[place].log_prob for place in group])))
             found.append(Word(text, round(offset + start, 3), round(offset + end, 3), round(min(1.0, confidence), 4)))
     return tuple(found)
 
 
-def _widened(
-    spans: Sequence[tuple[Seconds, Seconds]], samples: NDArray[np.float32], rate: int
+def _placed(
+    begins: Sequence[Seconds],
+    firsts: Sequence[Seconds],
+    lasts: Sequence[Seconds],
+    samples: NDArray[np.float32],
+    rate: int,
 ) -> list[tuple[Seconds, Seconds]]:
-    """The words' beginnings and ends by the sound, where they emit their tokens in `spans`."""
+    """The words' beginnings and ends by the sound: words begin at `begins` as CTC hears them, and their last tokens are
+    emitted by `lasts`."""
     hop = max(1, round(rate * FRAME))
     level = levels(powers(samples, hop), 3)
-    count, total = len(level), len(samples) / rate
-    if not spans or not count:
-        return list(spans)
-    quiet = ~is_above(level, floor_of(level))
-    seconds = hop / rate
-
-    def pause(begin: Seconds, end: Seconds) -> tuple[Seconds, Seconds]:
-        """End of the sound and beginning of the next one between two times: around the longest pause."""
-        first = min(max(0, int(begin / seconds)), count - 1)
-        last = min(max(first + 1, round(end / seconds)), count)
-        found = runs(quiet[first:last])
-        if not len(found):
-            place = (first + int(level[first:last].argmin()) + 0.5) * seconds
-            return place, place
-        left, right = found[(found[:, 1] - found[:, 0]).argmax()]
-        return float(first + left) * seconds, float(first + right) * seconds
-
-    before = pause(0.0, spans[0][0])[1] if quiet[: max(1, round(spans[0][0] / seconds))].any() else 0.0
-    after = pause(spans[-1][1], total)[0] if quiet[min(count - 1, int(spans[-1][1] / seconds)) :].any() else total
-    edges = [before]
-    for (_, end), (start, _) in pairwise(spans):
-        edges += pause(end, max(start, end))
-    edges.append(after)
-    heard = np.flatnonzero(~quiet)
-
-    def trimmed(start: Seconds, end: Seconds) -> tuple[Seconds, Seconds]:
-        """Without silence at either end: a token may be emitted before or after its sound."""
-        inside = heard[np.searchsorted(heard, round(start / seconds)) : np.searchsorted(heard, round(end / seconds))]
-        if not len(inside):
-            return start, min(max(start, end), total)
-        first, last = float(inside[0]) * seconds, float(inside[-1] + 1) * seconds
-        return max(start, first), min(end, last, total)
-
-    return [trimmed(*span) for span in zip(edges[::2], edges[1::2], strict=True)]
+    seconds, total = hop / rate, len(samples) / rate
+    quiet = runs(~is_above(level, floor_of(level)))
+    pauses = quiet[quiet[:, 1] - quiet[:, 0] >= _SHORTEST] * seconds
+    is_long = pauses[:, 1] - pauses[:, 0] >= _PAUSE - seconds / 2
+    before = pauses[(pauses[:, 0] < begins[0]) & (pauses[:, 1] < begins[0] + 2 * _DROWNED)]
+    edges = [min(float(before[-1, 1]), begins[0] + _DROWNED) if len(before) else 0.0]
+    for begin, first, last in zip(begins[1:], firsts[1:], lasts, strict=False):
+        is_between = (pauses[:, 1] > min(last, begin)) & (pauses[:, 0] < max(begin, first))
+        found = pauses[is_between & (is_long | (pauses[:, 1] < begin + _DROWNED))]
+        if len(found):
+            left, right = found[(found[:, 1] - found[:, 0]).argmax()]
+            begin = min(float(right), begin + _DROWNED)
+            edges.append(min(float(left), begin))
+        else:
+            edges.append(begin)
+        edges.append(begin)
+    after = pauses[(pauses[:, 1] > lasts[-1]) & (is_long | (pauses[:, 1] > total - 1.5 * seconds))]
+    end = max(float(after[0, 0]), lasts[-1]) if len(after) else total
+    edges.append((end + total) / 2 if total - end < _PAUSE else end)  # a weak consonant, or a pause: half of it each
+    times = np.minimum(np.maximum.accumulate(edges), total).tolist()
+    return list(zip(times[::2], times[1::2], strict=True))

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from starling.errors import DataError
 from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import Resampler
+from starling.speech.streaming import Stream, can_stream
 from starling.speech.transcribing.segmenter import Piece, Segmentation, Segmenter
 from starling.speech.transcribing.sound import check_rate, checked
 from starling.speech.transcribing.timing import Emission, aligned, greedy_path, words_of
@@ -27,6 +28,8 @@ _OFTEN: Seconds = 0.4
 _GROWTH = 0.25
 """A live segment is decoded again after `_OFTEN` seconds more, or this share of its length, if that is longer: all the
 work is then at most six times that of decoding it once, however long it is."""
+_MOVED: Seconds = 0.1
+"""How much earlier or later a live segment may turn out to begin without being heard again for its partial text."""
 
 
 class Transcriber:
@@ -117,10 +120,10 @@ class Transcriber:
             if is_greedy:
                 path = greedy_path(row)
                 text = recogniser.tokenizer.decode([each.token for each in path])
-                segments.append(self._segment(piece, text, path))
+                segments.append(self._segment(piece, text, row, path))
             else:
                 text = self._search(row) if texts is None and self._search is not None else (texts or [])[number]
-                segments.append(self._segment(piece, text, self._aligned(row, text)))
+                segments.append(self._segment(piece, text, row, self._aligned(row, text)))
         return segments
 
     def _tensor(self, piece: Piece) -> torch.Tensor:
@@ -141,25 +144,31 @@ class Transcriber:
             return None
         return aligned(log_probs, tokens)
 
-    def _segment(self, piece: Piece, text: str, emissions: Sequence[Emission] | None) -> Segment:
+    def _segment(
+        self, piece: Piece, text: str, log_probs: NDArray[np.float32], emissions: Sequence[Emission] | None
+    ) -> Segment:
         start, end = piece.start / self.rate, (piece.start + len(piece.samples)) / self.rate
         words = None
         if emissions is not None:
             seconds, tokenizer = self.recogniser.output_seconds, self.recogniser.tokenizer
-            words = words_of(emissions, tokenizer, seconds, piece.samples, self.rate, start)
+            words = words_of(log_probs, emissions, tokenizer, seconds, piece.samples, self.rate, start)
         return Segment(round(start, 3), round(end, 3), " ".join(text.split()), words)
 
 
 class Live:
     """Transcribes audio while it is spoken. `Transcriber.live` makes one.
 
-    The segment that has not ended is decoded again and again, after ever longer intervals.
+    The partial text of a streaming model is that of its stream, which hears each sample of a segment once. With any
+    other model, the segment that has not ended is decoded again and again, after ever longer intervals. A segment that
+    has ended is decoded as in a recording, so that its text and its times do not depend on the blocks.
     """
 
     def __init__(self, transcriber: Transcriber, rate: int, segmenter: Segmenter) -> None:
         self._transcriber = transcriber
         self._segmenter = segmenter
         self._resampler = Resampler(rate, transcriber.rate)
+        self._is_streamed = can_stream(transcriber.recogniser)
+        self._stream: _Streamed | None = None
         self._partial = ""
         self._next = 0  # samples after which to decode
 
@@ -170,17 +179,53 @@ class Live:
         final = tuple(self._transcriber.decode(pieces)) if pieces else ()
         pending = self._segmenter.pending
         if final or pending is None:
-            self._partial = ""
-        if with_partial and pending is not None and (final or self._segmenter.taken >= self._next):
-            self._partial = self._transcriber.decode([pending])[0].text
-            pause = max(_OFTEN * self._transcriber.rate, _GROWTH * len(pending.samples))
-            self._next = self._segmenter.taken + round(pause)
+            self._partial, self._stream = "", None
+        if final:
+            self._next = 0
+        if with_partial and pending is not None:
+            self._partial = self._streamed(pending) if self._is_streamed else self._decoded(pending)
         return Update(final, self._partial)
 
     def end(self) -> Update:
         """The last segments. Nothing can be fed after that."""
         pieces = [*self._segmenter.feed(self._resampler.end()), *self._segmenter.end()]
         return Update(tuple(self._transcriber.decode(pieces)) if pieces else ())
+
+    def _streamed(self, pending: Piece) -> str:
+        """The text of the chunks that are complete; what has been heard is not heard again."""
+        if self._stream is None or not self._stream.fits(pending):
+            self._stream = _Streamed(
+                Stream(self._transcriber.recogniser), pending.start, _MOVED * self._transcriber.rate
+            )
+        return self._stream.text(pending)
+
+    def _decoded(self, pending: Piece) -> str:
+        """The text of all of it, or the one before while that is recent."""
+        if self._segmenter.taken < self._next:
+            return self._partial
+        pause = max(_OFTEN * self._transcriber.rate, _GROWTH * len(pending.samples))
+        self._next = self._segmenter.taken + round(pause)
+        return self._transcriber.decode([pending])[0].text
+
+
+class _Streamed:
+    """A segment that has not ended, and what a stream has heard of it."""
+
+    def __init__(self, stream: Stream, start: int, moved: float) -> None:
+        self._stream = stream
+        self._start = start  # samples before the first one that the stream heard
+        self._heard = 0
+        self._moved = moved
+
+    def fits(self, pending: Piece) -> bool:
+        """Whether the segment begins where the stream does: with more sound, another beginning may be found."""
+        return abs(pending.start - self._start) <= min(self._moved, self._heard)
+
+    def text(self, pending: Piece) -> str:
+        """The text so far."""
+        new = pending.samples[self._start + self._heard - pending.start :]
+        self._heard += len(new)
+        return " ".join(self._stream.accept(torch.from_numpy(new)).split())
 
 
 def _mono(waveform: Waveform) -> NDArray[np.float32]:
