@@ -46,6 +46,13 @@ def cluster() -> Iterator[RayCluster]:
         signal.signal(signal.SIGTERM, handler)
 
 
+@pytest.fixture
+def nodes(ray_head: RayCluster) -> Iterator[RayCluster]:
+    """The cluster of all tests, to which this one adds nodes."""
+    with ray_head.more_nodes() as cluster:
+        yield cluster
+
+
 class Run:
     """A run in a thread of its own, so that the test can change the cluster meanwhile."""
 
@@ -94,21 +101,20 @@ def assert_all_seen_once(experiment: Path) -> None:
 
 
 def test_a_lost_node_s_learner_comes_back_on_a_new_node_and_everything_is_seen_once(
-    cluster: RayCluster, tmp_path: Path
+    nodes: RayCluster, tmp_path: Path
 ) -> None:
     """One of two raylets is killed half-way, and another one is added: its learner joins there, and the run ends well.
 
     Nothing is left: neither processes nor the file with the run's token.
     """
-    cluster.add(num_cpus=1)
-    lost = cluster.add(num_cpus=1)
-    run = Run(tmp_path, 2, cluster.address, on_loss="replace")
+    lost = nodes.add(num_cpus=1)
+    run = Run(tmp_path, 2, nodes.address, on_loss="replace")
     run.wait_until(lambda status: num_training(status) == 2)
     assert (run.experiment / "log" / "run-token").stat().st_mode & 0o777 == 0o600
-    cluster.kill(lost)
+    nodes.kill(lost)
     status = run.wait_until(lambda status: bool(status.losses))
     assert "was lost with its actor on node 127.0.0.1" in status.losses[0]
-    cluster.add(num_cpus=1)
+    nodes.add(num_cpus=1)
     run.wait_until(lambda status: status.generation == 2)
     run.end()
     assert run.error is None, run.said.getvalue()
