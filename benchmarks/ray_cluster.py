@@ -8,9 +8,10 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -36,10 +37,12 @@ niceness of 15, so that other programs of a machine come first."""
 class RayCluster:
     """Raylets that are started and killed one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        """The processes of all nodes get the variables of `environment`."""
         from ray.cluster_utils import Cluster
 
         self._cluster = Cluster()
+        self._environment = dict(environment)
         self._has_head = False
         self.mark = secrets.token_hex(8)
         """A value of the environment variable `MARK`, which all processes of the nodes to be added inherit."""
@@ -52,7 +55,7 @@ class RayCluster:
         """Start a raylet with so many virtual CPUs."""
         head = {} if self._has_head else {"_system_config": SYSTEM_CONFIG}
         self._has_head = True
-        with _marking(self.mark):
+        with _variables({**self._environment, MARK: self.mark}):
             return self._cluster.add_node(
                 wait=True,
                 **head,
@@ -110,19 +113,21 @@ def _marked(mark: str) -> Iterator[tuple[int, str]]:
 
 
 @contextmanager
-def _marking(mark: str) -> Iterator[None]:
-    """Give the mark to the processes that are started inside the context."""
-    os.environ[MARK] = mark
+def _variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the processes that are started inside the context."""
+    before = dict(os.environ)
+    os.environ.update(variables)
     try:
         yield
     finally:
-        del os.environ[MARK]
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager
-def ray_cluster() -> Iterator[RayCluster]:
+def ray_cluster(environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[RayCluster]:
     """A cluster without nodes. At the end, none of its processes may be left, and its files are removed."""
-    cluster = RayCluster()
+    cluster = RayCluster(environment)
     try:
         yield cluster
     finally:

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -59,14 +60,19 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ray_head() -> "Iterator[RayCluster]":
-    """A Ray cluster of one node with one CPU; see `RayCluster.more_nodes`."""
+def ray_head(warm_launches: None) -> "Iterator[RayCluster]":
+    """A Ray cluster of one node with one CPU, whose learners start warm; see `RayCluster.more_nodes`."""
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
     from benchmarks.ray_cluster import ray_cluster
 
+    environment = {
+        "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "tests.warm_start.use_in_this_process",
+        warm_start.ADDRESS: str(warm_start.WarmPopen.open()),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
     handler = signal.getsignal(signal.SIGTERM)  # Ray sets one of its own in the process that starts its nodes
     try:
-        with ray_cluster() as started:
+        with ray_cluster(environment) as started:
             started.add(num_cpus=1)
             yield started
     finally:

@@ -24,6 +24,8 @@ from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, MissingExtraError, PeerLost, StarlingError
 from starling.launch.messages import Status, decode_status
 from starling.runs.experiment.seen import read_seen
+from starling.runs.join import join
+from starling.runs.status import status as show_status
 from tests.launch.ray_job import BATCHES, EPOCHS, make_job
 
 PATIENCE = 150.0
@@ -93,6 +95,14 @@ def num_training(status: Status) -> int:
     return sum(each.num_steps >= 2 for each in status.learners)
 
 
+def shown(experiment: Path) -> str:
+    """What `starling status` says."""
+    output = Console(file=StringIO(), width=200)
+    show_status(experiment, False, output)
+    assert isinstance(output.file, StringIO)
+    return output.file.getvalue()
+
+
 def assert_all_seen_once(experiment: Path) -> None:
     manifest = load(latest(experiment)).manifest
     assert manifest.position.num_done == EPOCHS * BATCHES
@@ -103,7 +113,8 @@ def assert_all_seen_once(experiment: Path) -> None:
 def test_a_lost_node_s_learner_comes_back_on_a_new_node_and_everything_is_seen_once(
     nodes: RayCluster, tmp_path: Path
 ) -> None:
-    """One of two raylets is killed half-way, and another one is added: its learner joins there, and the run ends well.
+    """One of two raylets is killed half-way, and another one is added: its learner joins there, and one more that
+    `starling join` asked for; the run ends well.
 
     Nothing is left: neither processes nor the file with the run's token.
     """
@@ -114,15 +125,22 @@ def test_a_lost_node_s_learner_comes_back_on_a_new_node_and_everything_is_seen_o
     nodes.kill(lost)
     status = run.wait_until(lambda status: bool(status.losses))
     assert "was lost with its actor on node 127.0.0.1" in status.losses[0]
-    nodes.add(num_cpus=1)
+    new = nodes.add(num_cpus=2)
     run.wait_until(lambda status: status.generation == 2)
+    assert "has joined; 2 learners train now" in run.said.getvalue()
+    answers: list[str] = []
+    join(run.experiment, 1, answers.append)
+    assert answers[0].startswith("joined as learner 2; 3 learners train now")
+    status = run.wait_until(lambda status: num_training(status) == 3)
+    assert [new.node_id[:8] in each.node for each in status.learners] == [False, True, True]
+    text = shown(run.experiment)
+    assert all(each.node in text for each in status.learners) and "gone" not in text
     run.end()
     assert run.error is None, run.said.getvalue()
-    assert "has joined; 2 learners train now" in run.said.getvalue()
-    assert load(latest(run.experiment)).manifest.world == 2
+    assert load(latest(run.experiment)).manifest.world == 3
     assert_all_seen_once(run.experiment)
     logs = sorted(path.name for path in (run.experiment / "log").glob("learner-*"))
-    assert logs == ["learner-0.log", "learner-1.log"]
+    assert logs == ["learner-0.log", "learner-1.log", "learner-2.log"]
     assert not (run.experiment / "log" / "run-token").exists()
     assert not list(run.experiment.glob(".starling-job-*"))
 
@@ -274,17 +292,18 @@ def test_the_demo_survives_a_lost_node_and_gets_another_one(cluster: RayCluster,
         run = subprocess.Popen(
             [starling_command, "train", str(recipe), *options], cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT
         )
-    status_file, has_changed = tmp_path / "exp" / "demo" / "status.json", False
+    experiment, killed_at = tmp_path / "exp" / "demo", 0
     while run.poll() is None:
         time.sleep(0.5)
-        if not has_changed and status_file.exists():
-            status = decode_status(status_file.read_bytes())
-            if sum(each.num_steps for each in status.learners) > 1000:
+        if not killed_at and (experiment / "status.json").exists():
+            status = decode_status((experiment / "status.json").read_bytes())
+            if (num_steps := sum(each.num_steps for each in status.learners)) > 3000:
                 cluster.kill(lost)
                 cluster.add(num_cpus=1)
-                has_changed = True
+                killed_at = num_steps
     text = (tmp_path / "said").read_text()
-    assert has_changed and run.returncode == 0, text
+    assert run.returncode == 0, text
+    assert 0.3 < killed_at / load(latest(experiment)).manifest.position.num_done < 0.7
     assert "was lost with its actor on node" in text and "has joined; 4 learners train now" in text
     rates = [float(rate) for rate in re.findall(r"WER\D+([\d.]+) ?%", text)]
     assert rates and rates[-1] <= 10.0, text

@@ -92,9 +92,9 @@ class OnRay(Remote):
         except RayError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise DataError(
-                f"set {stage.checking.set_name}: Ray could not write shard {stage.number}: {reason} (it replaces a lost "
-                f"process {self._retries} times); if nodes ran out of memory, use a smaller data.shard_size; repeat the "
-                "command to continue from the finished shards"
+                f"set {stage.checking.set_name}: Ray could not write shard {stage.number}: {reason} (it replaces a lost"
+                f" process {self._retries} times); if nodes ran out of memory, use a smaller data.shard_size; repeat "
+                "the command to continue from the finished shards"
             ) from error
         finally:
             self._references.pop(future, None)
