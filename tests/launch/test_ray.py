@@ -14,8 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import soundfile
+import yaml
 from rich.console import Console
 
 import starling
@@ -173,7 +176,8 @@ def test_a_group_of_learners_on_a_node_holds_whole_super_learners(tmp_path: Path
 @pytest.mark.parametrize(
     "strategy",
     [
-        *("allreduce", "delay-by-one", "delayed", "dpsgd", "adpsgd", "local-sgd", "slowmo", "diloco"),
+        *("allreduce", "delay-by-one", "delayed", "dpsgd", "adpsgd"),
+        *("local-sgd", "bmuf", "slowmo", "diloco", "streaming-diloco", "parameter-server"),
         {"name": "hadpsgd", "per_node": 2},
     ],
     ids=str,
@@ -181,17 +185,19 @@ def test_a_group_of_learners_on_a_node_holds_whole_super_learners(tmp_path: Path
 def test_the_learners_on_other_nodes_survive_a_lost_node(
     strategy: str | dict[str, Any], cluster: RayCluster, tmp_path: Path
 ) -> None:
-    """Under every strategy that has no server: two of four learners are lost at once, and everything is seen once.
+    """Under every strategy that spans nodes: two of four learners are lost at once, and everything is seen once.
 
-    The learners of a super-learner are on one node.
+    The learners of a super-learner are on one node. A parameter server survives: it is learner 0.
     """
-    cluster.add(num_cpus=2)
-    lost = cluster.add(num_cpus=2)
+    cluster.add(num_cpus=0)
+    nodes = [cluster.add(num_cpus=2) for _ in range(2)]
     run = Run(tmp_path, 4, cluster.address, strategy=strategy)
-    status = run.wait_until(lambda status: num_training(status) == 4)
+    num_workers = 3 if strategy == "parameter-server" else 4
+    status = run.wait_until(lambda status: num_training(status) == num_workers)
     assert sorted(Counter(each.node for each in status.learners).values()) == [2, 2]
     if isinstance(strategy, dict):
         assert status.learners[0].node == status.learners[1].node != status.learners[2].node
+    lost = next(node for node in nodes if node.node_id[:8] not in status.learners[0].node)
     victims = {each.learner_id for each in status.learners if lost.node_id[:8] in each.node}
     killed_at = time.monotonic()
     cluster.kill(lost)
@@ -241,13 +247,14 @@ from pathlib import Path
 import starling
 from tests.launch.ray_job import make_job
 if __name__ == "__main__":
-    starling.train(make_job(Path("slow")), 2, name="toy", launch={"kind": "ray", "address": sys.argv[1]})
+    launch = {"kind": "ray", "address": sys.argv[1]}
+    starling.train(make_job(Path("slow")), 2, name="toy", launch=launch, checkpoints={"every": 10})
 """
 
 
 @pytest.mark.soak
 def test_learners_on_all_nodes_end_when_the_driver_dies(cluster: RayCluster, tmp_path: Path) -> None:
-    """Within 10 s of a kill -9. The run can be resumed afterwards."""
+    """Within 10 s of a kill -9. A driver on another cluster, which shares the folder, resumes the run."""
     for _ in range(2):
         cluster.add(num_cpus=1)
     (tmp_path / "slow").touch()
@@ -258,7 +265,7 @@ def test_learners_on_all_nodes_end_when_the_driver_dies(cluster: RayCluster, tmp
         [sys.executable, str(script), cluster.address], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}
     )
     deadline, status_file = time.monotonic() + PATIENCE, tmp_path / "exp" / "toy" / "status.json"
-    while not status_file.exists() or num_training(decode_status(status_file.read_bytes())) < 2:
+    while not status_file.exists() or not decode_status(status_file.read_bytes()).saved:
         assert driver.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     learners = learners_below()
@@ -267,6 +274,67 @@ def test_learners_on_all_nodes_end_when_the_driver_dies(cluster: RayCluster, tmp
     driver.wait()
     _, alive = psutil.wait_procs(learners, timeout=10.0)
     assert not alive
+    with ray_cluster() as other:
+        other.add(num_cpus=2)
+        run = Run(tmp_path, 2, other.address, resume=tmp_path / "exp" / "toy")
+        run.wait_until(lambda status: num_training(status) == 2)
+        run.end()
+        assert run.error is None, run.said.getvalue()
+    assert_all_seen_once(run.experiment)
+
+
+@pytest.mark.soak
+def test_a_preparation_survives_a_lost_node_and_a_killed_command_continues(cluster: RayCluster, tmp_path: Path) -> None:
+    """With `executor=ray`: a raylet is killed, then the command, and the next one does only what is left. Every byte is
+    that of a preparation in one process."""
+    rows = ["id\tspeaker\taudio\ttext"]
+    for number in range(600):
+        noise = np.random.default_rng(number).standard_normal(6 * 16000) * 0.1
+        soundfile.write(tmp_path / f"u{number}.wav", noise, 16000)
+        rows.append(f"u{number}\ts{number % 7}\tu{number}.wav\tword{number}")
+    (tmp_path / "corpus.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    corpus = {"kind": "tsv", "path": "corpus.tsv", "sets": {"train": {}}}
+    data = {"corpus": corpus, "sampling_rate": 8000, "shard_size": 5, "valid": None, "test": []}
+    for name in ("ray", "one"):
+        recipe = {"name": "r", "budget": {"epochs": 1}, "data": {**data, "folder": f"data/{name}"}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    cluster.add(num_cpus=1)
+    lost = cluster.add(num_cpus=1)
+
+    def prepare(name: str, *more: str) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "starling", "prepare", f"{name}.yaml", *more]
+        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def finished() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("data/ray/train.partial/*/stages/*.json")}
+
+    on_ray = ("executor=ray", f"launch.address={cluster.address}")
+    first = prepare("ray", *on_ray)
+    try:
+        for happens in (lambda: cluster.kill(lost), first.kill):
+            enough = len(finished()) + 3
+            while len(finished()) < enough:
+                assert first.poll() is None
+                time.sleep(0.01)
+            happens()
+    finally:
+        first.kill()
+        first.wait()
+    before = finished()
+    assert len(before) < 120
+    with prepare("ray", *on_ray) as second, prepare("one") as one:
+        kept = {}
+        while second.poll() is None:
+            kept = finished() or kept
+            time.sleep(0.01)
+    assert second.returncode == one.returncode == 0
+    assert before.items() <= kept.items()
+    sets = [tmp_path / "data" / name / "train" for name in ("ray", "one")]
+    names = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) for folder in sets]
+    assert names[0] == names[1] and len(names[0]) > 240
+    for name in names[0]:
+        if (sets[0] / name).is_file():
+            assert (sets[0] / name).read_bytes() == (sets[1] / name).read_bytes()
 
 
 def learners_below() -> list[psutil.Process]:
@@ -276,6 +344,18 @@ def learners_below() -> list[psutil.Process]:
         for each in psutil.Process().children(recursive=True)
         if each.status() != psutil.STATUS_ZOMBIE and "starling.runs.job_process" in each.cmdline()
     ]
+
+
+@pytest.mark.soak
+def test_auto_measures_the_cluster_and_trains_there(cluster: RayCluster, tmp_path: Path) -> None:
+    """`strategy: auto` starts its measuring learners where the run's own start."""
+    cluster.add(num_cpus=2)
+    run = Run(tmp_path, 2, cluster.address, strategy="auto")
+    run.end()
+    assert run.error is None, run.said.getvalue()
+    assert "2 learners measure" in run.said.getvalue()
+    assert (run.experiment / "auto.yaml").exists()
+    assert_all_seen_once(run.experiment)
 
 
 @pytest.mark.soak
@@ -293,14 +373,17 @@ def test_the_demo_survives_a_lost_node_and_gets_another_one(cluster: RayCluster,
             [starling_command, "train", str(recipe), *options], cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT
         )
     experiment, killed_at = tmp_path / "exp" / "demo", 0
-    while run.poll() is None:
-        time.sleep(0.5)
-        if not killed_at and (experiment / "status.json").exists():
-            status = decode_status((experiment / "status.json").read_bytes())
-            if (num_steps := sum(each.num_steps for each in status.learners)) > 3000:
-                cluster.kill(lost)
-                cluster.add(num_cpus=1)
-                killed_at = num_steps
+    try:
+        while run.poll() is None:
+            time.sleep(0.5)
+            if not killed_at and (experiment / "status.json").exists():
+                status = decode_status((experiment / "status.json").read_bytes())
+                if (num_steps := sum(each.num_steps for each in status.learners)) > 4000:
+                    cluster.kill(lost)
+                    cluster.add(num_cpus=1)
+                    killed_at = num_steps
+    finally:
+        run.kill()
     text = (tmp_path / "said").read_text()
     assert run.returncode == 0, text
     assert 0.3 < killed_at / load(latest(experiment)).manifest.position.num_done < 0.7

@@ -1,0 +1,200 @@
+"""Half an hour in which machines of a Ray cluster die, are cut off and are added at random, while they train.
+
+`SOAK_MINUTES` (30) and `SOAK_SEED` (1) change how long, and what happens when. Each run of the digits' recipe is
+disturbed until the time is up or it ends. It must end well, see everything once, and recognise as runs usually do.
+"""
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.namespaces import NoNamespacesError
+from benchmarks.ray_namespaces import Machine, Machines, environment, machines
+from starling.launch.messages import Status, decode_status
+from starling.timeouts import NODE_SILENT, UNREACHABLE
+
+MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
+SEED = int(os.environ.get("SOAK_SEED", "1"))
+ROOT = Path(__file__).parents[2]
+TABLES = (ROOT / "data" / "fsdd.tsv", ROOT.parent / "shared" / "data" / "fsdd.tsv")
+MACHINES, LEARNERS = 4, 4
+WORST = 8.0
+"""The highest word error rate in per cent; undisturbed runs have 1 to 4."""
+SILENCE = 300.0
+"""Seconds in which some learner must have made progress."""
+STRATEGIES = ("adpsgd", "allreduce")
+
+
+class Chaos:
+    """A run on machines that come and go."""
+
+    def __init__(self, cluster: Machines, folder: Path, strategy: str, dice: random.Random) -> None:
+        self.cluster, self.dice = cluster, dice
+        self.experiment = folder / "exp" / strategy
+        self.happened: Counter[str] = Counter()
+        launch = f"launch={{kind: ray, address: '{cluster.address}'}}"
+        table = next(path for path in TABLES if path.exists())
+        options = [f"name={strategy}", f"strategy={strategy}", f"learners={LEARNERS}", f"data.corpus.path={table}"]
+        more = ["on_loss=replace", "engine.threads=1", "engine.timeout_seconds=60", "batches.max_duration=10"]
+        command = [sys.executable, "-m", "starling", "train", str(ROOT / "recipes" / "fsdd.yaml"), launch]
+        self.said = folder / f"{strategy}.log"
+        with self.said.open("w") as said:
+            inside = cluster.all[0].inside([*command, *options, *more], folder)
+            self.process = subprocess.Popen(inside, stdout=said, stderr=subprocess.STDOUT, env=environment())
+
+    def disturb_until(self, end: float) -> None:
+        """Let things happen to it until a moment of `time.monotonic`, and then let it end undisturbed."""
+        self._wait_until_they_train()
+        while self.process.poll() is None and time.monotonic() < end:
+            self._let_something_happen()
+            self._wait(self.dice.uniform(5.0, 30.0))
+        for machine in self.cluster.all[1:]:
+            if machine.process is None:
+                self.cluster.start(machine)
+        newest, when = -1, time.monotonic()
+        while not self._wait(5.0):
+            if (done := sum(each.num_steps for each in self._status().learners)) != newest:
+                newest, when = done, time.monotonic()
+            assert time.monotonic() - when < SILENCE, f"it hangs: {self.text()}"
+
+    def text(self) -> str:
+        return self.said.read_text(errors="replace")[-4000:]
+
+    def _let_something_happen(self) -> None:
+        running = [machine for machine in self.cluster.all[1:] if machine.process is not None]
+        absent = [machine for machine in self.cluster.all[1:] if machine.process is None]
+        possible = ["add"] * 2 * len(absent) + (["kill", "vanish", "cut", "blink"] if len(running) > 1 else [])
+        what = self.dice.choice(possible)
+        getattr(self, f"_{what}")(self.dice.choice(absent if what == "add" else running))
+        self.happened[what] += 1
+
+    def _add(self, machine: Machine) -> None:
+        self.cluster.start(machine)
+
+    def _kill(self, machine: Machine) -> None:
+        """Its processes die, and its kernel says so."""
+        had = self._learners_on(machine)
+        assert self.cluster.kill(machine) > 0
+        self._assert_lost(machine, had)
+
+    def _vanish(self, machine: Machine) -> None:
+        """It loses its power: its kernel says nothing any more."""
+        had = self._learners_on(machine)
+        self.cluster.plug(machine, False)
+        assert self.cluster.kill(machine) > 0
+        self._assert_lost(machine, had)
+        self.cluster.plug(machine, True)
+
+    def _cut(self, machine: Machine) -> None:
+        """Its cable is pulled out for longer than anybody waits: its learners end as well."""
+        had = self._learners_on(machine)
+        self.cluster.plug(machine, False)
+        self._assert_lost(machine, had)
+        deadline = time.monotonic() + UNREACHABLE + NODE_SILENT + 10.0
+        while self._has_learners(machine) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not self._has_learners(machine)
+        self.cluster.plug(machine, True)
+        self.cluster.kill(machine)
+
+    def _blink(self, machine: Machine) -> None:
+        """Its cable is pulled out for less than that: nothing may be lost, though something may."""
+        self.cluster.plug(machine, False)
+        time.sleep(self.dice.uniform(0.2, 0.4 * UNREACHABLE))
+        self.cluster.plug(machine, True)
+
+    def _learners_on(self, machine: Machine) -> set[int]:
+        return {
+            each.learner_id
+            for each in self._status().learners
+            if each.rank is not None and each.node.split(" ")[0] == machine.address
+        }
+
+    def _has_learners(self, machine: Machine) -> bool:
+        """Whether learner processes run there."""
+        for process in machine.processes():
+            with suppress(psutil.Error):
+                if "train" in process.cmdline():
+                    return True
+        return False
+
+    def _assert_lost(self, machine: Machine, had: set[int]) -> None:
+        """The learners that it had are members no more, or are on other machines, unless the run has just ended."""
+        deadline = time.monotonic() + 30.0
+        while had & self._learners_on(machine) and self.process.poll() is None and not self._is_over():
+            assert time.monotonic() < deadline, f"{had} on {machine.address} were not lost: {self.text()}"
+            time.sleep(0.2)
+
+    def _is_over(self) -> bool:
+        return self._status().stage != "training"
+
+    def _wait_until_they_train(self) -> None:
+        deadline = time.monotonic() + 600.0
+        file = self.experiment / "status.json"
+        while not file.exists() or sum(each.num_steps > 2 for each in self._status().learners) < LEARNERS:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text()
+            time.sleep(0.5)
+
+    def _status(self) -> Status:
+        return decode_status((self.experiment / "status.json").read_bytes())
+
+    def _wait(self, seconds: float) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def word_error_rate(self) -> float:
+        summary = (self.experiment / "decode" / "wer-summary-test.txt").read_text()
+        found = re.search(r"%WER ([\d.]+)", summary)
+        assert found is not None
+        return float(found[1])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(60 * MINUTES + 3600)
+def test_machines_that_die_are_cut_off_and_are_added_at_random(tmp_path: Path) -> None:
+    """Runs end as well as others, `starling audit` finds nothing, and machines that were killed have nothing left."""
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    if not any(path.exists() for path in TABLES):
+        pytest.skip("no recordings of digits here")
+    end, happened, rates = time.monotonic() + 60 * MINUTES, Counter[str](), []
+    for number in count():
+        strategy, dice = STRATEGIES[number % 2], random.Random(SEED + number)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        try:
+            with machines(MACHINES, folder) as cluster:
+                for machine in cluster.all[1:]:
+                    cluster.start(machine)
+                chaos = Chaos(cluster, folder, strategy, dice)
+                try:
+                    chaos.disturb_until(end)
+                finally:
+                    chaos.process.kill()
+                    chaos.process.wait()
+        except NoNamespacesError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        assert chaos.process.returncode == 0, chaos.text()
+        happened += chaos.happened
+        rates.append(chaos.word_error_rate())
+        assert rates[-1] <= WORST, chaos.text()
+        audit = [sys.executable, "-m", "starling", "audit", f"exp/{strategy}"]
+        found = subprocess.run(audit, cwd=folder, capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stdout + found.stderr
+        if time.monotonic() > end:
+            break
+    sys.stdout.write(f"{dict(happened)}; WER {rates}\n")
+    wanted = (happened["kill"] + happened["vanish"], happened["cut"], happened["add"])
+    assert all(wanted) or MINUTES < 10, happened
