@@ -45,7 +45,8 @@ class Machine:
         """`command`, to be run in a folder of this machine while its node runs."""
         if self.process is None:
             raise NoNamespacesError(f"no node runs in {self.namespace}")
-        return ["nsenter", "--target", str(self.process.pid), "--net", "--mount", f"--wd={folder}", *command]
+        go = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder)]  # not by --wd, which keeps the outer mount
+        return ["nsenter", "--target", str(self.process.pid), "--net", "--mount", *go, *command]
 
     def processes(self) -> list[psutil.Process]:
         """All processes on this machine."""

@@ -27,6 +27,7 @@ MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
 ROOT = Path(__file__).parents[2]
 TABLES = (ROOT / "data" / "fsdd.tsv", ROOT.parent / "shared" / "data" / "fsdd.tsv")
+RECIPE = str(ROOT / "recipes" / "fsdd.yaml")
 MACHINES, LEARNERS = 4, 4
 WORST = 8.0
 """The highest word error rate in per cent; undisturbed runs have 1 to 4."""
@@ -38,15 +39,14 @@ STRATEGIES = ("adpsgd", "allreduce")
 class Chaos:
     """A run on machines that come and go."""
 
-    def __init__(self, cluster: Machines, folder: Path, strategy: str, dice: random.Random) -> None:
+    def __init__(self, cluster: Machines, folder: Path, strategy: str, data: list[str], dice: random.Random) -> None:
         self.cluster, self.dice = cluster, dice
         self.experiment = folder / "exp" / strategy
         self.happened: Counter[str] = Counter()
         launch = f"launch={{kind: ray, address: '{cluster.address}'}}"
-        table = next(path for path in TABLES if path.exists())
-        options = [f"name={strategy}", f"strategy={strategy}", f"learners={LEARNERS}", f"data.corpus.path={table}"]
-        more = ["on_loss=replace", "engine.threads=1", "engine.timeout_seconds=60", "batches.max_duration=10"]
-        command = [sys.executable, "-m", "starling", "train", str(ROOT / "recipes" / "fsdd.yaml"), launch]
+        options = [f"name={strategy}", f"strategy={strategy}", f"learners={LEARNERS}", "on_loss=replace"]
+        more = ["engine.threads=1", "engine.timeout_seconds=60", "batches.max_duration=10"]
+        command = [sys.executable, "-m", "starling", "train", RECIPE, *data, launch]
         self.said = folder / f"{strategy}.log"
         with self.said.open("w") as said:
             inside = cluster.all[0].inside([*command, *options, *more], folder)
@@ -167,8 +167,11 @@ class Chaos:
 def test_machines_that_die_are_cut_off_and_are_added_at_random(tmp_path: Path) -> None:
     """Runs end as well as others, `starling audit` finds nothing, and machines that were killed have nothing left."""
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
-    if not any(path.exists() for path in TABLES):
+    table = next((path for path in TABLES if path.exists()), None)
+    if table is None:
         pytest.skip("no recordings of digits here")
+    data = [f"data.corpus.path={table}", f"data.folder={tmp_path / 'data'}"]
+    subprocess.run([sys.executable, "-m", "starling", "prepare", RECIPE, *data], check=True, stdout=subprocess.DEVNULL)
     end, happened, rates = time.monotonic() + 60 * MINUTES, Counter[str](), []
     for number in count():
         strategy, dice = STRATEGIES[number % 2], random.Random(SEED + number)
@@ -178,7 +181,7 @@ def test_machines_that_die_are_cut_off_and_are_added_at_random(tmp_path: Path) -
             with machines(MACHINES, folder) as cluster:
                 for machine in cluster.all[1:]:
                     cluster.start(machine)
-                chaos = Chaos(cluster, folder, strategy, dice)
+                chaos = Chaos(cluster, folder, strategy, data, dice)
                 try:
                     chaos.disturb_until(end)
                 finally:
