@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.namespaces import NoNamespacesError
 from benchmarks.ray_namespaces import Machine, Machines, environment, machines
 from starling.launch.messages import Status, decode_status
 from starling.timeouts import NODE_SILENT, UNREACHABLE
+from tests.launch.test_ray import assert_all_seen_once, num_training
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
@@ -34,6 +36,15 @@ WORST = 8.0
 SILENCE = 300.0
 """Seconds in which some learner must have made progress."""
 STRATEGIES = ("adpsgd", "allreduce")
+
+
+def has_learners(machine: Machine) -> bool:
+    """Whether learner processes run there."""
+    for process in machine.processes():
+        with suppress(psutil.Error):
+            if "RANK" in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 class Chaos:
@@ -101,9 +112,9 @@ class Chaos:
         self.cluster.plug(machine, False)
         self._assert_lost(machine, had)
         deadline = time.monotonic() + UNREACHABLE + NODE_SILENT + 10.0
-        while self._has_learners(machine) and time.monotonic() < deadline:
+        while has_learners(machine) and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert not self._has_learners(machine)
+        assert not has_learners(machine)
         self.cluster.plug(machine, True)
         self.cluster.kill(machine)
 
@@ -119,14 +130,6 @@ class Chaos:
             for each in self._status().learners
             if each.rank is not None and each.node.split(" ")[0] == machine.address
         }
-
-    def _has_learners(self, machine: Machine) -> bool:
-        """Whether learner processes run there."""
-        for process in machine.processes():
-            with suppress(psutil.Error):
-                if "train" in process.cmdline():
-                    return True
-        return False
 
     def _assert_lost(self, machine: Machine, had: set[int]) -> None:
         """The learners that it had are members no more, or are on other machines, unless the run has just ended."""
@@ -160,6 +163,59 @@ class Chaos:
         found = re.search(r"%WER ([\d.]+)", summary)
         assert found is not None
         return float(found[1])
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+import starling
+from tests.launch.ray_job import make_job
+if __name__ == "__main__":
+    starling.train(make_job(Path("slow")), 2, name="toy", launch={"kind": "ray", "address": sys.argv[1]})
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_only_the_launcher_s_side_of_a_cut_cable_finishes(tmp_path: Path) -> None:
+    """A machine is cut off: its learner ends, the other one finishes without it, and everything is seen once."""
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    (tmp_path / "slow").touch()
+    (tmp_path / "driver.py").write_text(DRIVER, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    experiment = tmp_path / "exp" / "toy"
+
+    def wait_until(holds: Callable[[Status], bool], seconds: float) -> None:
+        file, deadline = experiment / "status.json", time.monotonic() + seconds
+        while not (file.exists() and holds(decode_status(file.read_bytes()))):
+            assert driver.poll() is None and time.monotonic() < deadline, (tmp_path / "said").read_text()
+            time.sleep(0.1)
+
+    try:
+        with machines(2, tmp_path) as cluster, (tmp_path / "said").open("w") as said:
+            other = cluster.all[1]
+            cluster.start(other)
+            command = cluster.all[0].inside([sys.executable, "driver.py", cluster.address], tmp_path)
+            driver = subprocess.Popen(
+                command, stdout=said, stderr=subprocess.STDOUT, env={**environment(), "PYTHONPATH": path}
+            )
+            try:
+                wait_until(lambda status: num_training(status) == 2, 300.0)
+                assert has_learners(other)
+                cluster.plug(other, False)
+                cut_at = time.monotonic()
+                wait_until(lambda status: bool(status.losses), UNREACHABLE + NODE_SILENT + 5.0)
+                while has_learners(other):
+                    assert time.monotonic() - cut_at < UNREACHABLE + NODE_SILENT + 10.0
+                    time.sleep(0.1)
+                (tmp_path / "slow").unlink()
+                assert driver.wait(300.0) == 0, (tmp_path / "said").read_text()
+            finally:
+                driver.kill()
+                driver.wait()
+    except NoNamespacesError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    assert_all_seen_once(experiment)
 
 
 @pytest.mark.soak

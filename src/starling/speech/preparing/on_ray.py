@@ -35,6 +35,7 @@ class OnRay(Remote):
         self._connect, self._retries = connect, retries
         self._stack = ExitStack()
         self._ray: Any = None
+        self._task: Any = None
         self._references: dict[Future[int], Any] = {}
         self._num_cpus, self._counted_at = 1, 0.0
 
@@ -47,8 +48,9 @@ class OnRay(Remote):
     def submit(self, stage: Stage) -> "Future[int]":
         if self._ray is None:
             self._ray = self._stack.enter_context(self._connect())
-        task = self._ray.remote(_run).options(num_cpus=1, max_retries=self._retries, scheduling_strategy="SPREAD")
-        reference = task.remote(stage, Path.cwd(), version("starling-asr"))
+            options = {"num_cpus": 1, "max_retries": self._retries, "scheduling_strategy": "SPREAD"}
+            self._task = self._ray.remote(**options)(_run)
+        reference = self._task.remote(stage, Path.cwd(), version("starling-asr"))
         future: Future[int] = reference.future()
         self._references[future] = reference
         return future
