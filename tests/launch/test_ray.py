@@ -249,7 +249,7 @@ import starling
 from tests.launch.ray_job import make_job
 if __name__ == "__main__":
     launch = {"kind": "ray", "address": sys.argv[1]}
-    starling.train(make_job(Path("slow")), 2, name="toy", launch=launch, checkpoints={"every": 10})
+    starling.train(make_job(Path("slow")), 2, name="toy", launch=launch, checkpoints={"every": 10}, engine={"threads": 1})
 """
 
 

@@ -171,7 +171,8 @@ from pathlib import Path
 import starling
 from tests.launch.ray_job import make_job
 if __name__ == "__main__":
-    starling.train(make_job(Path("slow")), 2, name="toy", launch={"kind": "ray", "address": sys.argv[1]})
+    launch = {"kind": "ray", "address": sys.argv[1]}
+    starling.train(make_job(Path("slow")), 2, name="toy", launch=launch, engine={"threads": 1})
 """
 
 
