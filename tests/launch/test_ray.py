@@ -248,8 +248,8 @@ from pathlib import Path
 import starling
 from tests.launch.ray_job import make_job
 if __name__ == "__main__":
-    launch = {"kind": "ray", "address": sys.argv[1]}
-    starling.train(make_job(Path("slow")), 2, name="toy", launch=launch, checkpoints={"every": 10}, engine={"threads": 1})
+    how = {"launch": {"kind": "ray", "address": sys.argv[1]}, "engine": {"threads": 1}, "checkpoints": {"every": 10}}
+    starling.train(make_job(Path("slow")), 2, name="toy", **how)
 """
 
 
