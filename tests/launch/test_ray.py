@@ -193,8 +193,7 @@ def test_the_learners_on_other_nodes_survive_a_lost_node(
     cluster.add(num_cpus=0)
     nodes = [cluster.add(num_cpus=2) for _ in range(2)]
     run = Run(tmp_path, 4, cluster.address, strategy=strategy)
-    num_workers = 3 if strategy == "parameter-server" else 4
-    status = run.wait_until(lambda status: num_training(status) == num_workers)
+    status = run.wait_until(lambda status: num_training(status) == 4)
     assert sorted(Counter(each.node for each in status.learners).values()) == [2, 2]
     if isinstance(strategy, dict):
         assert status.learners[0].node == status.learners[1].node != status.learners[2].node
