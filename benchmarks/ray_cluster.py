@@ -4,12 +4,14 @@ Ray reads the variables below when it is imported, so this module sets them firs
 """
 
 import os
+import secrets
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -17,7 +19,10 @@ import psutil
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray then keeps loopback addresses
 LOOPBACK = "127.0.0.1"
+MARK = "STARLING_RAY_CLUSTER"
 OBJECT_STORE_BYTES = 80 * 2**20
+LONGEST_END = 20.0
+"""Seconds in which the processes of a node that was killed must have ended."""
 SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -32,11 +37,15 @@ niceness of 15, so that other programs of a machine come first."""
 class RayCluster:
     """Raylets that are started and killed one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        """The processes of all nodes get the variables of `environment`."""
         from ray.cluster_utils import Cluster
 
         self._cluster = Cluster()
+        self._environment = dict(environment)
         self._has_head = False
+        self.mark = secrets.token_hex(8)
+        """A value of the environment variable `MARK`, which all processes of the nodes to be added inherit."""
 
     @property
     def address(self) -> str:
@@ -46,21 +55,36 @@ class RayCluster:
         """Start a raylet with so many virtual CPUs."""
         head = {} if self._has_head else {"_system_config": SYSTEM_CONFIG}
         self._has_head = True
-        return self._cluster.add_node(
-            wait=True,
-            **head,
-            node_ip_address=LOOPBACK,
-            num_cpus=num_cpus,
-            resources=resources or None,
-            include_dashboard=False,
-            include_log_monitor=False,
-            no_monitor=True,
-            object_store_memory=OBJECT_STORE_BYTES,
-        )
+        with _variables({**self._environment, MARK: self.mark}):
+            return self._cluster.add_node(
+                wait=True,
+                **head,
+                node_ip_address=LOOPBACK,
+                num_cpus=num_cpus,
+                resources=resources or None,
+                include_dashboard=False,
+                include_log_monitor=False,
+                no_monitor=True,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
 
     def kill(self, node: Any) -> None:
         """Kill a raylet with SIGKILL; its workers end because of that."""
         self._cluster.remove_node(node, allow_graceful=False)
+
+    @contextmanager
+    def more_nodes(self) -> Iterator["RayCluster"]:
+        """Raylets that are added inside this context are killed at its end, and none of their processes may be left."""
+        own, mark = set(self._cluster.worker_nodes), self.mark
+        self.mark = secrets.token_hex(8)
+        try:
+            yield self
+        finally:
+            for node in set(self._cluster.worker_nodes) - own:
+                self.kill(node)
+            self.mark, ended = mark, self.mark
+            left = _end(ended)
+        assert not left, left
 
     def close(self) -> None:
         """Stop everything, and remove the cluster's files."""
@@ -71,31 +95,42 @@ class RayCluster:
             shutil.rmtree(session, ignore_errors=True)
 
 
-def ray_processes() -> dict[int, str]:
-    """The processes of Ray that this process or its descendants have started, and learners on its nodes."""
-    found = {}
-    for process in psutil.Process().children(recursive=True):
-        try:
-            found[process.pid] = " ".join(process.cmdline())[:120]
-        except psutil.Error:  # it has ended meanwhile
-            continue
-    return found
+def _end(mark: str) -> dict[int, str]:
+    """Wait for the processes of nodes with a mark, and for learners on them; kill and return what is left."""
+    deadline = time.monotonic() + LONGEST_END
+    while (left := dict(_marked(mark))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def _marked(mark: str) -> Iterator[tuple[int, str]]:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if process.environ().get(MARK) == mark:
+                yield process.pid, " ".join(process.cmdline())[:120]
 
 
 @contextmanager
-def ray_cluster() -> Iterator[RayCluster]:
+def _variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the processes that are started inside the context."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def ray_cluster(environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[RayCluster]:
     """A cluster without nodes. At the end, none of its processes may be left, and its files are removed."""
-    before = set(ray_processes())
-    cluster = RayCluster()
+    cluster = RayCluster(environment)
     try:
         yield cluster
     finally:
         cluster.close()
-        deadline = time.monotonic() + 20.0
-        while (left := {pid: what for pid, what in ray_processes().items() if pid not in before}) and (
-            time.monotonic() < deadline
-        ):
-            time.sleep(0.1)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
+        left = _end(cluster.mark)
     assert not left, left

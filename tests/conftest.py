@@ -1,15 +1,20 @@
 """Fixtures shared by all tests."""
 
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from starling.launch import process
 from tests import warm_start
+
+if TYPE_CHECKING:
+    from benchmarks.ray_cluster import RayCluster
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -18,11 +23,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "ByFile":
     return ByFile(config, log)
 
 
+_ON_RAY = {"test_ray.py", "test_prepare_parallel.py"}
+"""Files whose tests share one Ray cluster."""
+
+
 class ByFile(LoadScopeScheduling):
-    """Tests of one file share fixtures, and those of the contract one set of runs: these stay together."""
+    """Tests of one file share fixtures, those of the contract one set of runs, and those on Ray a cluster: these stay
+    together."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.partition("::")[0])
+        if file.name in _ON_RAY:
+            return "on Ray"
         return str(file.parent if file.parent.name == "contract" else file)
 
 
@@ -45,6 +57,26 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(Path(__file__).parent / "data" / "kept-0.2", folder)
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def ray_head(warm_launches: None) -> "Iterator[RayCluster]":
+    """A Ray cluster of one node with one CPU, whose learners start warm; see `RayCluster.more_nodes`."""
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    from benchmarks.ray_cluster import ray_cluster
+
+    environment = {
+        "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "tests.warm_start.use_in_this_process",
+        warm_start.ADDRESS: str(warm_start.WarmPopen.open()),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
+    handler = signal.getsignal(signal.SIGTERM)  # Ray sets one of its own in the process that starts its nodes
+    try:
+        with ray_cluster(environment) as started:
+            started.add(num_cpus=1)
+            yield started
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ LEARNER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 """What torchrun tells a process, of which `import starling` makes a quick start."""
 
 NOT_NEEDED = {
-    *("lhotse", "matplotlib", "plotly", "tensorboard", "dask", "pandas", "scipy", "simpy", "soundfile", "rich"),
+    *("lhotse", "matplotlib", "plotly", "tensorboard", "ray", "pandas", "scipy", "simpy", "soundfile", "rich"),
     *("torch._dynamo", "torch._inductor", "sympy", "starling.speech", "starling.runs", "starling.report"),
 }
 

@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,8 +26,8 @@ from typing import IO, Any, ClassVar
 
 import psutil
 
-from starling.launch.launcher import loopback_store
-
+ADDRESS = "STARLING_WARM_START"
+"""Environment variable: the Unix socket of the process that becomes learners, for processes of Ray."""
 MODULES = (
     "torch._dynamo",  # what the first optimizer of a process loads
     "torch.utils.tensorboard",
@@ -56,7 +57,8 @@ class WarmPopen:
     started: ClassVar[list["WarmPopen"]] = []
     """All of this process, the newest last."""
     _server: ClassVar["subprocess.Popen[bytes] | None"] = None
-    _line: ClassVar[socket.socket]
+    _line: ClassVar[socket.socket | None] = None
+    address: ClassVar[Path]
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
@@ -118,24 +120,38 @@ class WarmPopen:
     @classmethod
     def _to_server(cls) -> socket.socket:
         with cls._lock:
-            if cls._server is None:
+            if cls._line is None and ADDRESS in os.environ:
+                cls._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                cls._line.connect(os.environ[ADDRESS])
+            elif cls._line is None:
                 cls._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                with theirs:
+                cls.address = Path(tempfile.mkdtemp(prefix="starling-warm-")) / "socket"
+                with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                    listener.bind(str(cls.address))
+                    listener.listen()
                     cls._server = subprocess.Popen(
-                        [sys.executable, "-m", __name__],
+                        [sys.executable, "-m", __name__, str(listener.fileno())],
                         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                         stdin=theirs,
+                        pass_fds=[listener.fileno()],
                         cwd=Path(__file__).parents[1],
                     )
             return cls._line
 
     @classmethod
+    def open(cls) -> Path:
+        """The socket at which other processes, too, can ask for learners."""
+        cls._to_server()
+        return cls.address
+
+    @classmethod
     def close(cls) -> None:
         """End the process that becomes learners."""
-        if cls._server is not None:
+        if cls._server is not None and cls._line is not None:
             cls._line.close()
             cls._server.wait()
-            cls._server = None
+            cls._server = cls._line = None
+            shutil.rmtree(cls.address.parent, ignore_errors=True)
 
     @classmethod
     def helpers(cls) -> set[int]:
@@ -147,6 +163,13 @@ class WarmPopen:
 def start(args: Sequence[str], **how: Any) -> "WarmPopen | subprocess.Popen[bytes]":
     """A program; warm if it is a Python module."""
     return WarmPopen(args, **how) if args[1] == "-m" else subprocess.Popen(args, **how)
+
+
+def use_in_this_process() -> None:
+    """Let the learners that this process starts be warm: what a process of Ray calls first."""
+    from starling.launch import process
+
+    process.Popen = start  # type: ignore[assignment]
 
 
 class Learners:
@@ -182,6 +205,8 @@ class Learners:
 @contextmanager
 def start_learners(command: Sequence[str], world: int, folder: Path) -> Iterator[Learners]:
     """What `command` starts as so many learners without a launcher, with logs in `folder`; none is left behind."""
+    from starling.launch.launcher import loopback_store
+
     processes: list[WarmPopen] = []
     with loopback_store() as port:
         place = {
@@ -226,24 +251,33 @@ def own_learner(rank: int) -> psutil.Process:
     return next(process for each, process in reversed(list(own_learners())) if each == rank)
 
 
-def serve(line: socket.socket) -> None:
-    """Become learners when told to."""
+def serve(line: socket.socket, listener: socket.socket) -> None:
+    """Become learners when told to, through `line` or a connection to `listener`, until `line` is closed."""
     for module in MODULES:
         importlib.import_module(module)
     (only,) = Path("/proc/self/task").iterdir()  # a process with threads cannot be forked safely
     assert only.name == str(os.getpid())
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    others: list[socket.socket] = [listener]
     while True:
-        message, files, _, _ = socket.recv_fds(line, _LONGEST_MESSAGE, 16)
-        if not message:
-            return
-        if os.fork() == 0:
-            line.close()
-            keep(json.loads(message), *files)
-            return
-        for file in files:
-            os.close(file)
+        for source in select.select([line, *others], [], [])[0]:
+            if source is listener:
+                others.append(listener.accept()[0])
+                continue
+            message, files, _, _ = socket.recv_fds(source, _LONGEST_MESSAGE, 16)
+            if message and os.fork() == 0:
+                for each in (line, *others):
+                    each.close()
+                keep(json.loads(message), *files)
+                return
+            for file in files:
+                os.close(file)
+            if not message and source is line:
+                return
+            if not message:
+                others.remove(source)
+                source.close()
 
 
 def keep(asked: dict[str, Any], report: int, log: int, *files: int) -> None:
@@ -288,4 +322,4 @@ def become(asked: dict[str, Any], *files: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=os.dup(0)))
+    serve(socket.socket(fileno=os.dup(0)), socket.socket(fileno=int(sys.argv[1])))

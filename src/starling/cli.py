@@ -98,7 +98,7 @@ def prepare(
 ) -> None:
     """Import, check and filter a recipe's corpus, and write it as shards. Existing sets are kept.
 
-    jobs=N uses N processes, executor=dask://HOST:PORT the workers of a Dask cluster; the result is the same.
+    jobs=N uses N processes, executor=ray the Ray cluster at launch.address; the result is the same.
     """
     with _errors(debug):
         require("speech", "starling prepare")

@@ -13,7 +13,6 @@ EXTRAS = {
     "compare": ("matplotlib", "scipy"),
     "speech": SPEECH,
     "demo": (*SPEECH, "espeakng_loader"),
-    "dask": (*SPEECH, "distributed"),
     "cloud": (*SPEECH, "s3fs"),
     "decoding": ("flashlight", "num2words"),
     "report": ("jinja2", "plotly"),

@@ -44,6 +44,42 @@ def errand(folder: Path, port: int) -> Errand:
     return Errand(program, 0, False, "first", folder, folder / "run-token", LOOPBACK, port, 1, 1.0, False)
 
 
+CUT_CABLE = """
+import socket, subprocess, time
+from tests.launch.test_keeper import LOOPBACK, TOKEN, door, knock
+with door() as (port, admitted):
+    line = knock(LOOPBACK, port, TOKEN, "first", "node-7")
+    while not admitted: time.sleep(0.01)
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    began = time.monotonic()
+    line.sendall(b"a heartbeat")
+    for side in (line, admitted[0][2]):
+        try: print("heard", side.recv(1))
+        except OSError: print("lost", time.monotonic() - began)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cut_cable() -> "Iterator[subprocess.Popen[str] | None]":
+    """A process that cuts a cable and waits, which takes seconds: it does so beside the tests of this file."""
+    script = f'ip link set lo up && echo up && exec {sys.executable} -c "$1"'
+    command = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", script, "sh", CUT_CABLE]
+    try:
+        process = subprocess.Popen(
+            command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    except FileNotFoundError:
+        yield None
+        return
+    with process:
+        yield process
+        process.kill()
+
+
+def _is_learner(process: psutil.Process) -> bool:
+    return process.status() != psutil.STATUS_ZOMBIE and LEARNER in process.cmdline()
+
+
 @pytest.fixture(autouse=True)
 def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray would say of the node."""
@@ -111,7 +147,7 @@ def test_a_learner_on_a_node_ends_when_its_launcher_is_gone(is_stopped: bool, tm
         deadline = time.monotonic() + 60.0
         while not (admitted and admitted[0][2].recv(1, socket.MSG_PEEK)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        (learner,) = [each for each in psutil.Process().children() if LEARNER in each.cmdline()]
+        (learner,) = [each for each in psutil.Process().children() if _is_learner(each)]
         scratch = Path(learner.environ()["TMPDIR"])
         assert scratch.is_dir()
         if is_stopped:
@@ -124,34 +160,16 @@ def test_a_learner_on_a_node_ends_when_its_launcher_is_gone(is_stopped: bool, tm
     assert not scratch.exists()
 
 
-def test_both_sides_of_a_cut_cable_notice_it_within_seconds() -> None:
+def test_both_sides_of_a_cut_cable_notice_it_within_seconds(cut_cable: "subprocess.Popen[str] | None") -> None:
     """In a network namespace of its own, whose only interface goes down: neither side hears from the other any more.
 
     So neither a launcher nor a learner waits for the other side of a partition.
     """
-    program = (
-        "import socket, subprocess, time\n"
-        "from tests.launch.test_keeper import LOOPBACK, TOKEN, door, knock\n"
-        "with door() as (port, admitted):\n"
-        "    line = knock(LOOPBACK, port, TOKEN, 'first', 'node-7')\n"
-        "    while not admitted: time.sleep(0.01)\n"
-        "    subprocess.run(['ip', 'link', 'set', 'lo', 'down'], check=True)\n"
-        "    began = time.monotonic()\n"
-        "    line.sendall(b'a heartbeat')\n"
-        "    for side in (line, admitted[0][2]):\n"
-        "        try: print('heard', side.recv(1))\n"
-        "        except OSError: print('lost', time.monotonic() - began)\n"
-    )
-    script = f'ip link set lo up && echo up && exec {sys.executable} -c "$1"'
-    command = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", script, "sh", program]
-    try:
-        run = subprocess.run(
-            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60.0, check=False
-        )
-    except FileNotFoundError:
+    if cut_cable is None:
         pytest.skip("no unshare here")
-    if not run.stdout.startswith("up"):
-        pytest.skip(f"no network namespace here: {run.stderr}")
-    found = [line.split() for line in run.stdout.splitlines()[1:]]
-    assert [what for what, _ in found] == ["lost", "lost"], run.stdout + run.stderr
+    said, complaints = cut_cable.communicate(timeout=60.0)
+    if not said.startswith("up"):
+        pytest.skip(f"no network namespace here: {complaints}")
+    found = [line.split() for line in said.splitlines()[1:]]
+    assert [what for what, _ in found] == ["lost", "lost"], said + complaints
     assert all(float(seconds) < UNREACHABLE + NODE_SILENT + 1.0 for _, seconds in found)

@@ -9,13 +9,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import soundfile
+import yaml
 from rich.console import Console
 
 import starling
@@ -24,6 +28,8 @@ from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, MissingExtraError, PeerLost, StarlingError
 from starling.launch.messages import Status, decode_status
 from starling.runs.experiment.seen import read_seen
+from starling.runs.join import join
+from starling.runs.status import status as show_status
 from tests.launch.ray_job import BATCHES, EPOCHS, make_job
 
 PATIENCE = 150.0
@@ -44,6 +50,13 @@ def cluster() -> Iterator[RayCluster]:
             yield started
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def nodes(ray_head: RayCluster) -> Iterator[RayCluster]:
+    """The cluster of all tests, to which this one adds nodes."""
+    with ray_head.more_nodes() as cluster:
+        yield cluster
 
 
 class Run:
@@ -86,6 +99,14 @@ def num_training(status: Status) -> int:
     return sum(each.num_steps >= 2 for each in status.learners)
 
 
+def shown(experiment: Path) -> str:
+    """What `starling status` says."""
+    output = Console(file=StringIO(), width=200)
+    show_status(experiment, False, output)
+    assert isinstance(output.file, StringIO)
+    return output.file.getvalue()
+
+
 def assert_all_seen_once(experiment: Path) -> None:
     manifest = load(latest(experiment)).manifest
     assert manifest.position.num_done == EPOCHS * BATCHES
@@ -94,29 +115,36 @@ def assert_all_seen_once(experiment: Path) -> None:
 
 
 def test_a_lost_node_s_learner_comes_back_on_a_new_node_and_everything_is_seen_once(
-    cluster: RayCluster, tmp_path: Path
+    nodes: RayCluster, tmp_path: Path
 ) -> None:
-    """One of two raylets is killed half-way, and another one is added: its learner joins there, and the run ends well.
+    """One of two raylets is killed half-way, and another one is added: its learner joins there, and one more that
+    `starling join` asked for; the run ends well.
 
     Nothing is left: neither processes nor the file with the run's token.
     """
-    cluster.add(num_cpus=1)
-    lost = cluster.add(num_cpus=1)
-    run = Run(tmp_path, 2, cluster.address, on_loss="replace")
+    lost = nodes.add(num_cpus=1)
+    run = Run(tmp_path, 2, nodes.address, on_loss="replace")
     run.wait_until(lambda status: num_training(status) == 2)
     assert (run.experiment / "log" / "run-token").stat().st_mode & 0o777 == 0o600
-    cluster.kill(lost)
+    nodes.kill(lost)
     status = run.wait_until(lambda status: bool(status.losses))
     assert "was lost with its actor on node 127.0.0.1" in status.losses[0]
-    cluster.add(num_cpus=1)
+    new = nodes.add(num_cpus=2)
     run.wait_until(lambda status: status.generation == 2)
+    assert "has joined; 2 learners train now" in run.said.getvalue()
+    answers: list[str] = []
+    join(run.experiment, 1, answers.append)
+    assert answers[0].startswith("joined as learner 2; 3 learners train now")
+    status = run.wait_until(lambda status: num_training(status) == 3)
+    assert [new.node_id[:8] in each.node for each in status.learners] == [False, True, True]
+    text = shown(run.experiment)
+    assert all(each.node in text for each in status.learners) and "gone" not in text
     run.end()
     assert run.error is None, run.said.getvalue()
-    assert "has joined; 2 learners train now" in run.said.getvalue()
-    assert load(latest(run.experiment)).manifest.world == 2
+    assert load(latest(run.experiment)).manifest.world == 3
     assert_all_seen_once(run.experiment)
     logs = sorted(path.name for path in (run.experiment / "log").glob("learner-*"))
-    assert logs == ["learner-0.log", "learner-1.log"]
+    assert logs == ["learner-0.log", "learner-1.log", "learner-2.log"]
     assert not (run.experiment / "log" / "run-token").exists()
     assert not list(run.experiment.glob(".starling-job-*"))
 
@@ -149,7 +177,8 @@ def test_a_group_of_learners_on_a_node_holds_whole_super_learners(tmp_path: Path
 @pytest.mark.parametrize(
     "strategy",
     [
-        *("allreduce", "delay-by-one", "delayed", "dpsgd", "adpsgd", "local-sgd", "slowmo", "diloco"),
+        *("allreduce", "delay-by-one", "delayed", "dpsgd", "adpsgd"),
+        *("local-sgd", "bmuf", "slowmo", "diloco", "streaming-diloco", "parameter-server"),
         {"name": "hadpsgd", "per_node": 2},
     ],
     ids=str,
@@ -157,17 +186,18 @@ def test_a_group_of_learners_on_a_node_holds_whole_super_learners(tmp_path: Path
 def test_the_learners_on_other_nodes_survive_a_lost_node(
     strategy: str | dict[str, Any], cluster: RayCluster, tmp_path: Path
 ) -> None:
-    """Under every strategy that has no server: two of four learners are lost at once, and everything is seen once.
+    """Under every strategy that spans nodes: two of four learners are lost at once, and everything is seen once.
 
-    The learners of a super-learner are on one node.
+    The learners of a super-learner are on one node. A parameter server survives: it is learner 0.
     """
-    cluster.add(num_cpus=2)
-    lost = cluster.add(num_cpus=2)
+    cluster.add(num_cpus=0)
+    nodes = [cluster.add(num_cpus=2) for _ in range(2)]
     run = Run(tmp_path, 4, cluster.address, strategy=strategy)
     status = run.wait_until(lambda status: num_training(status) == 4)
     assert sorted(Counter(each.node for each in status.learners).values()) == [2, 2]
     if isinstance(strategy, dict):
         assert status.learners[0].node == status.learners[1].node != status.learners[2].node
+    lost = next(node for node in nodes if node.node_id[:8] not in status.learners[0].node)
     victims = {each.learner_id for each in status.learners if lost.node_id[:8] in each.node}
     killed_at = time.monotonic()
     cluster.kill(lost)
@@ -217,13 +247,14 @@ from pathlib import Path
 import starling
 from tests.launch.ray_job import make_job
 if __name__ == "__main__":
-    starling.train(make_job(Path("slow")), 2, name="toy", launch={"kind": "ray", "address": sys.argv[1]})
+    how = {"launch": {"kind": "ray", "address": sys.argv[1]}, "engine": {"threads": 1}, "checkpoints": {"every": 10}}
+    starling.train(make_job(Path("slow")), 2, name="toy", **how)
 """
 
 
 @pytest.mark.soak
 def test_learners_on_all_nodes_end_when_the_driver_dies(cluster: RayCluster, tmp_path: Path) -> None:
-    """Within 10 s of a kill -9. The run can be resumed afterwards."""
+    """Within 10 s of a kill -9. A driver on another cluster, which shares the folder, resumes the run."""
     for _ in range(2):
         cluster.add(num_cpus=1)
     (tmp_path / "slow").touch()
@@ -234,7 +265,7 @@ def test_learners_on_all_nodes_end_when_the_driver_dies(cluster: RayCluster, tmp
         [sys.executable, str(script), cluster.address], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}
     )
     deadline, status_file = time.monotonic() + PATIENCE, tmp_path / "exp" / "toy" / "status.json"
-    while not status_file.exists() or num_training(decode_status(status_file.read_bytes())) < 2:
+    while not status_file.exists() or not decode_status(status_file.read_bytes()).saved:
         assert driver.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     learners = learners_below()
@@ -243,6 +274,73 @@ def test_learners_on_all_nodes_end_when_the_driver_dies(cluster: RayCluster, tmp
     driver.wait()
     _, alive = psutil.wait_procs(learners, timeout=10.0)
     assert not alive
+    with ray_cluster() as other:
+        other.add(num_cpus=2)
+        run = Run(tmp_path, 2, other.address, resume=tmp_path / "exp" / "toy")
+        run.wait_until(lambda status: num_training(status) == 2)
+        run.end()
+        assert run.error is None, run.said.getvalue()
+    assert_all_seen_once(run.experiment)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_preparation_survives_a_lost_node_and_a_killed_command_continues(cluster: RayCluster, tmp_path: Path) -> None:
+    """With `executor=ray`: a raylet is killed, then the command, and the next one does only what is left. Every byte is
+    that of a preparation in one process."""
+    rows = ["id\tspeaker\taudio\ttext"]
+    for number in range(300):
+        noise = np.random.default_rng(number).standard_normal(6 * 16000) * 0.1
+        soundfile.write(tmp_path / f"u{number}.wav", noise, 16000)
+        rows.append(f"u{number}\ts{number % 7}\tu{number}.wav\tword{number}")
+    (tmp_path / "corpus.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    corpus = {"kind": "tsv", "path": "corpus.tsv", "sets": {"train": {}}}
+    data = {"corpus": corpus, "sampling_rate": 8000, "shard_size": 5, "valid": None, "test": []}
+    for name in ("ray", "one"):
+        recipe = {"name": "r", "budget": {"epochs": 1}, "data": {**data, "folder": f"data/{name}"}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    cluster.add(num_cpus=1)
+    lost = cluster.add(num_cpus=1)
+
+    def prepare(name: str, *more: str) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "starling", "prepare", f"{name}.yaml", *more]
+        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def finished() -> dict[str, int]:
+        found = {}
+        for path in tmp_path.glob("data/ray/train.partial/*/stages/*.json"):
+            with suppress(FileNotFoundError):  # at the end, all are removed
+                found[path.name] = path.stat().st_mtime_ns
+        return found
+
+    on_ray = ("executor=ray", f"launch.address={cluster.address}")
+    first = prepare("ray", *on_ray)
+    try:
+        for happens in (lambda: cluster.kill(lost), first.kill):
+            enough = len(finished()) + 3
+            while len(finished()) < enough:
+                assert first.poll() is None
+                time.sleep(0.05)
+            happens()
+    finally:
+        first.kill()
+        first.wait()
+    before = finished()
+    assert len(before) < 60
+    with prepare("ray", *on_ray) as second, prepare("one") as one:
+        kept: dict[str, int] = {}
+        while second.poll() is None:
+            found = finished()
+            kept = found if len(found) >= len(kept) else kept
+            time.sleep(0.05)
+    assert second.returncode == one.returncode == 0
+    assert before.items() <= kept.items()
+    sets = [tmp_path / "data" / name / "train" for name in ("ray", "one")]
+    names = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) for folder in sets]
+    assert names[0] == names[1] and len(names[0]) > 120
+    for name in names[0]:
+        if (sets[0] / name).is_file():
+            assert (sets[0] / name).read_bytes() == (sets[1] / name).read_bytes()
 
 
 def learners_below() -> list[psutil.Process]:
@@ -252,6 +350,18 @@ def learners_below() -> list[psutil.Process]:
         for each in psutil.Process().children(recursive=True)
         if each.status() != psutil.STATUS_ZOMBIE and "starling.runs.job_process" in each.cmdline()
     ]
+
+
+@pytest.mark.soak
+def test_auto_measures_the_cluster_and_trains_there(cluster: RayCluster, tmp_path: Path) -> None:
+    """`strategy: auto` starts its measuring learners where the run's own start."""
+    cluster.add(num_cpus=2)
+    run = Run(tmp_path, 2, cluster.address, strategy="auto")
+    run.end()
+    assert run.error is None, run.said.getvalue()
+    assert "2 learners measure" in run.said.getvalue()
+    assert (run.experiment / "auto.yaml").exists()
+    assert_all_seen_once(run.experiment)
 
 
 @pytest.mark.soak
@@ -268,17 +378,21 @@ def test_the_demo_survives_a_lost_node_and_gets_another_one(cluster: RayCluster,
         run = subprocess.Popen(
             [starling_command, "train", str(recipe), *options], cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT
         )
-    status_file, has_changed = tmp_path / "exp" / "demo" / "status.json", False
-    while run.poll() is None:
-        time.sleep(0.5)
-        if not has_changed and status_file.exists():
-            status = decode_status(status_file.read_bytes())
-            if sum(each.num_steps for each in status.learners) > 1000:
-                cluster.kill(lost)
-                cluster.add(num_cpus=1)
-                has_changed = True
+    experiment, killed_at = tmp_path / "exp" / "demo", 0
+    try:
+        while run.poll() is None:
+            time.sleep(0.5)
+            if not killed_at and (experiment / "status.json").exists():
+                status = decode_status((experiment / "status.json").read_bytes())
+                if (num_steps := sum(each.num_steps for each in status.learners)) > 4000:
+                    cluster.kill(lost)
+                    cluster.add(num_cpus=1)
+                    killed_at = num_steps
+    finally:
+        run.kill()
     text = (tmp_path / "said").read_text()
-    assert has_changed and run.returncode == 0, text
+    assert run.returncode == 0, text
+    assert 0.3 < killed_at / load(latest(experiment)).manifest.position.num_done < 0.7
     assert "was lost with its actor on node" in text and "has joined; 4 learners train now" in text
     rates = [float(rate) for rate in re.findall(r"WER\D+([\d.]+) ?%", text)]
     assert rates and rates[-1] <= 10.0, text

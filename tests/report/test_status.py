@@ -1,6 +1,9 @@
 """The state of a run in a file, and on the screen."""
 
 import io
+import os
+import time
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -11,6 +14,7 @@ from starling.errors import ProtocolError
 from starling.launch.messages import Activity, Ended, Entered, Heartbeat, Snapshot, Status, decode_status, encode_file
 from starling.launch.roster import Roster
 from starling.report.status import describe, learners_of
+from starling.runs.status import is_alive
 
 
 class Told:
@@ -124,6 +128,15 @@ def test_a_run_that_ended_says_how_and_one_without_launcher_that_it_is_gone() ->
     assert "ended 1 min 00 s ago after 1 min 40 s, exit code 3: learner 1 was killed" in ended
     gone = shown(status(Told(2), "training", None, ""), 1160.0, is_alive=False)
     assert "its launcher (process 4242) is gone or stalled; it wrote this 1 min 00 s ago" in gone
+
+
+def test_on_another_machine_a_recent_status_shows_that_the_launcher_runs() -> None:
+    """Only on its own machine can its process be looked for; a status of long ago shows nothing anywhere."""
+    gone = replace(status(Told(1), "training", None, ""), written=time.time(), pid=2**22 + 1)  # above all process ids
+    assert not is_alive(gone)
+    assert not is_alive(replace(gone, machine=os.uname().nodename))
+    assert is_alive(replace(gone, machine="node-7"))
+    assert not is_alive(replace(gone, machine="node-7", written=time.time() - 60.0))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 2, "learners": [{}]}', "nonsense"])

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
@@ -17,20 +16,23 @@ import yaml
 from corpus_builders import RATE, replace_row, sound, write_table, write_wav
 from lhotse import CutSet
 
+from benchmarks.ray_cluster import RayCluster
 from starling.cli import app
-from starling.errors import ConfigError, DataError
+from starling.errors import ConfigError, DataError, MissingExtraError
+from starling.launch.on_ray import connected
 from starling.report.progress import Bars
 from starling.runs.prepare import executor_of
 from starling.runs.prepare import prepare as prepare_recipe
 from starling.speech.corpora import Utterance
 from starling.speech.data import DataConfig
 from starling.speech.prepare import prepare
-from starling.speech.preparing.dask import Dask
 from starling.speech.preparing.executors import Executor, InThisProcess, Processes
 from starling.speech.preparing.making import SetPlan, make_set
+from starling.speech.preparing.on_ray import OnRay
 from starling.speech.preparing.stages import Checking, Stage
 from starling.speech.store import SpeechSet
 from starling.speech.usable import FilterConfig
+from tests.speech.deadly import read_or_die
 
 _FORK = multiprocessing.get_context("fork")
 _SKIP = {"on_bad": "skip", "max_skipped": 0.5}
@@ -73,8 +75,7 @@ def _silence(table: Path, *utterances: str) -> None:
 
 @pytest.fixture
 def stages_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """The numbers of the stages of a test that this process has run. Dask's workers here are threads, and may still be
-    at a stage of the test before, which nobody waits for any more."""
+    """The numbers of the stages of a test that this process has run."""
     numbers: list[int] = []
     run = Stage.run
 
@@ -173,20 +174,9 @@ def pool() -> Iterator[Processes]:
 
 
 @pytest.fixture(scope="module")
-def dask() -> Iterator[Dask]:
-    """A Dask cluster that somebody has started, of two threads here."""
-    distributed = pytest.importorskip("distributed")
-    with (
-        distributed.LocalCluster(
-            n_workers=1,
-            threads_per_worker=2,
-            processes=False,
-            protocol="tcp",
-            host="127.0.0.1",
-            scheduler_kwargs={"dashboard": False, "dashboard_address": "127.0.0.1:0"},
-        ) as cluster,
-        Dask(cluster.scheduler_address.removeprefix("tcp://")) as executor,
-    ):
+def ray(ray_head: RayCluster) -> Iterator[Executor]:
+    """A Ray cluster that is running, of one CPU here."""
+    with executor_of(["executor=ray"], ray_head.address) as executor:
         yield executor
 
 
@@ -203,16 +193,16 @@ def _mixed_corpus(folder: Path) -> Path:
 
 @pytest.mark.parametrize("strings", [None, {"copies": 2}])
 def test_the_bytes_do_not_depend_on_where_shards_are_written(
-    tmp_path: Path, pool: Processes, dask: Dask, strings: dict[str, object] | None
+    tmp_path: Path, pool: Processes, ray: Executor, strings: dict[str, object] | None
 ) -> None:
-    """One process, two, and the workers of a Dask cluster: every file is the same."""
+    """One process, two, and the nodes of a Ray cluster: every file is the same."""
     table = _mixed_corpus(tmp_path / "corpus")
     made = {}
-    for name, executor in {"one": None, "pool": pool, "dask": dask}.items():
+    for name, executor in {"one": None, "pool": pool, "ray": ray}.items():
         prepare(_config(tmp_path / name, table, filter=_SKIP, strings=strings), None, executor)
         made[name] = _bytes(tmp_path / name)
     assert len(made["one"]) > 15
-    assert made["one"] == made["pool"] == made["dask"]
+    assert made["one"] == made["pool"] == made["ray"]
 
 
 def test_a_shard_of_which_nothing_is_left_is_not_written(tmp_path: Path) -> None:
@@ -236,7 +226,7 @@ def _problem(config: DataConfig, executor: Executor | None) -> str:
 
 
 def test_an_error_of_another_process_is_the_one_that_this_process_would_tell(
-    tmp_path: Path, pool: Processes, dask: Dask
+    tmp_path: Path, pool: Processes, ray: Executor
 ) -> None:
     """The first in the order of the corpus, though a later shard and the table itself are wrong, too."""
     table = write_table(tmp_path / "corpus", count=30)
@@ -246,7 +236,7 @@ def test_an_error_of_another_process_is_the_one_that_this_process_would_tell(
     strict = {"on_bad": "fail"}
     here = _problem(_config(tmp_path / "one", table, filter=strict), None)
     assert here == _problem(_config(tmp_path / "pool", table, filter=strict), pool)
-    assert here == _problem(_config(tmp_path / "dask", table, filter=strict), dask)
+    assert here == _problem(_config(tmp_path / "ray", table, filter=strict), ray)
     assert "utterance 'u7'" in here
     assert "corpus.tsv:9): the audio is silent" in here
 
@@ -383,47 +373,58 @@ def test_a_process_that_dies_is_told_with_its_shard(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_local_dask_cluster_listens_on_loopback_and_ends(tmp_path: Path) -> None:
-    """`executor=dask` starts what it needs, where nobody else can reach it, and leaves nothing."""
-    pytest.importorskip("distributed")
-    before = set(psutil.Process().children(recursive=True))
-    listening: set[str] = set()
-    started: set[psutil.Process] = set()
-
-    def look(name: str, done: int, total: int) -> None:
-        children = set(psutil.Process().children(recursive=True)) - before
-        started.update(each for each in children if "resource_tracker" not in " ".join(each.cmdline()))
-        for process in (psutil.Process(), *started):
-            listening.update(each.laddr.ip for each in process.net_connections() if each.status == psutil.CONN_LISTEN)
-
-    table = write_table(tmp_path / "corpus", count=30)
-    with executor_of(["executor=dask", "jobs=1"]) as executor:
-        prepare(_config(tmp_path / "data", table), look, executor)
-    assert started
-    assert listening == {"127.0.0.1"}
-    assert psutil.wait_procs(started, timeout=10)[1] == []
-    prepare(_config(tmp_path / "whole", table))
-    assert _bytes(tmp_path / "data") == _bytes(tmp_path / "whole")
+def _plan(mark: Path | None) -> SetPlan:
+    """A set of two shards, the second of which is deadly."""
+    alive = partial(read_or_die, Path(__file__))
+    listed = [
+        Utterance(f"u{i}", "s", "TEXT", "nowhere", load) for i, load in enumerate([alive, partial(read_or_die, mark)])
+    ]
+    return SetPlan("train", "d" * 64, {}, lambda: listed, Checking("train", RATE, "as-is", FilterConfig()), None, 1)
 
 
-def test_a_dask_scheduler_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_repeats_the_stage_of_a_lost_process(tmp_path: Path, ray: Executor) -> None:
+    """And the bytes are those of a preparation in which nothing happened."""
+    mark = tmp_path / "mark"
+    for name, executor in {"ray": ray, "one": InThisProcess()}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        make_set(_plan(mark), folder / "train", folder / "train.partial", executor, lambda *call: None)
+        assert mark.exists()
+    assert _bytes(tmp_path / "ray") == _bytes(tmp_path / "one")
+    assert _ids(tmp_path / "ray" / "train") == ["u0", "u1"]
+
+
+def test_a_stage_that_no_process_of_ray_survives_is_told_and_the_others_are_kept(
+    tmp_path: Path, ray_head: RayCluster
+) -> None:
+    """Not repeated for ever."""
+    folder, partial_folder = tmp_path / "train", tmp_path / "train.partial"
+    with (
+        OnRay(partial(connected, ray_head.address), retries=0) as executor,
+        pytest.raises(DataError, match=r"set train: Ray could not write shard 1: .*data\.shard_size; repeat"),
+    ):
+        make_set(_plan(None), folder, partial_folder, executor, lambda *call: None)
+    assert [path.name for path in partial_folder.glob("*/stages/*")] == ["written.000000.json"]
+
+
+def test_a_ray_cluster_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within seconds, and nothing is left of the set."""
-    pytest.importorskip("distributed")
-    monkeypatch.setattr("starling.speech.preparing.dask._PATIENCE", 0.2)
+    pytest.importorskip("ray", reason="the extra [ray] is not installed")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # of other tests
     config = _config(tmp_path / "data", write_table(tmp_path / "corpus"))
     with (
-        executor_of(["executor=dask://127.0.0.1:9"]) as executor,
-        pytest.raises(ConfigError, match=r"127\.0\.0\.1:9: no response from a sch"),
+        executor_of(["executor=ray"], "127.0.0.1:9") as executor,
+        pytest.raises(ConfigError, match=r"executor=ray: no Ray cluster at 127\.0\.0\.1:9 .*ray start --head.*jobs=N"),
     ):
         prepare(config, None, executor)
     assert [path.name for path in (tmp_path / "data").iterdir()] == [".lock"]
 
 
-def test_without_dask_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is read."""
-    monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(ConfigError, match=r"pip install 'starling-asr\[dask\]'"):
-        executor_of(["executor=dask"])
+    monkeypatch.setattr("starling.extras.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"executor=ray needs ray: pip install 'starling-asr\[ray\]'"):
+        executor_of(["executor=ray"])
 
 
 def test_who_does_not_ask_for_processes_gets_none() -> None:
@@ -443,5 +444,5 @@ def test_wrong_arguments_and_a_wrong_recipe_are_told_at_once(tmp_path: Path) -> 
         prepare_recipe(recipe, ["jobs=none", "executor=spark", "budgt.epochs=1"], print, Console())
     for part in ("jobs: must be a whole number from 1", "got 'spark'", "budgt: unknown key", "data: missing"):
         assert part in str(caught.value)
-    with pytest.raises(ConfigError, match="jobs: the cluster at dask://node:8786 has"):
-        executor_of(["jobs=2", "executor=dask://node:8786"])
+    with pytest.raises(ConfigError, match="jobs: executor=ray uses all CPUs of the cluster"):
+        executor_of(["jobs=2", "executor=ray"])

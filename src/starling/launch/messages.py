@@ -388,6 +388,8 @@ class Status(_Message):
     """None until the run has ended."""
     message: str
     """How the run ended; empty until then."""
+    machine: str = ""
+    """The name of the launcher's machine; empty in what earlier versions wrote."""
     format: Literal[2] = 2
 
 

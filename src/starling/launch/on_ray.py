@@ -314,14 +314,21 @@ class _Site:
 
 
 @contextmanager
-def connected(address: str) -> Generator[Any, None, None]:
+def connected(
+    address: str, what: str = "launch: ray", otherwise: str = "launch=local needs none"
+) -> Generator[Any, None, None]:
     """Ray, connected to a running cluster; ends the connection unless it was there before.
+
+    Args:
+        address: The cluster's address, `HOST:PORT`, or `auto`.
+        what: The setting that needs the cluster, for errors.
+        otherwise: What needs no cluster, for errors.
 
     Raises:
         MissingExtraError: Ray is not installed.
         ConfigError: There is no such cluster.
     """
-    require("ray", "launch: ray")
+    require("ray", what)
     if address.startswith("ray://"):
         raise ConfigError(
             f"launch.address: {address} is Ray Client's; run on a machine of the cluster, with its address HOST:PORT"
@@ -336,16 +343,16 @@ def connected(address: str) -> Generator[Any, None, None]:
         return
     advice = (
         "start one with `ray start --head` here and `ray start --address=HOST:PORT` on the other machines, or set "
-        "launch.address; launch=local needs none"
+        f"launch.address; {otherwise}"
     )
-    _check_answers(address, advice)
+    _check_answers(address, what, advice)
     handlers = _handlers()
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # Ray has no class of its own for this
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         where = "" if address == "auto" else f" at {address}"
-        raise ConfigError(f"launch: no Ray cluster{where} to connect to ({reason}); {advice}") from None
+        raise ConfigError(f"{what}: no Ray cluster{where} to connect to ({reason}); {advice}") from None
     finally:
         _restore(handlers)
     try:
@@ -369,7 +376,7 @@ def _host(address: str) -> str:
     return "127.0.0.1" if address.startswith("localhost:") else address.rpartition(":")[0]
 
 
-def _check_answers(address: str, advice: str) -> None:
+def _check_answers(address: str, what: str, advice: str) -> None:
     """Raise ConfigError if nothing listens at the address: Ray would try for minutes, and then end this process."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "")
@@ -379,7 +386,7 @@ def _check_answers(address: str, advice: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=DOOR).close()
     except OSError as error:
-        raise ConfigError(f"launch: no Ray cluster at {address} to connect to ({error}); {advice}") from None
+        raise ConfigError(f"{what}: no Ray cluster at {address} to connect to ({error}); {advice}") from None
 
 
 def _handlers() -> dict[int, Any]:

@@ -121,6 +121,7 @@ class Following:
             saved_age=roster.clock() - roster.saved_at if roster.saved else 0.0,
             exit_code=self._exit_code,
             message=self._message,
+            machine=os.uname().nodename,
         )
 
     def _write(self) -> None:

@@ -50,9 +50,10 @@ def read_status(experiment: Path) -> Status:
 
 
 def is_alive(status: Status) -> bool:
-    """Whether the launcher that wrote a status still runs: the status is recent, and the process exists."""
+    """Whether the launcher that wrote a status still runs: the status is recent, and the process exists, where this
+    machine can tell."""
     if time.time() - status.written < STATUS_FRESH:
-        return _is_running(status.pid)
+        return status.machine not in ("", os.uname().nodename) or _is_running(status.pid)
     return False
 
 

@@ -93,7 +93,8 @@ def choose_before(run: RunConfig, job: Job, folder: ExperimentFolder, say: Say) 
     begin = time.monotonic()
     if run.learners == 1:
         return _told(_lone(), folder, begin, say)
-    say(f"strategy auto: {run.learners} learners measure this machine")
+    where = "this machine" if run.launch.kind == "local" else "the cluster"
+    say(f"strategy auto: {run.learners} learners measure {where}")
     with tempfile.TemporaryDirectory(prefix=".starling-auto-", dir=shared_folder(run, folder)) as name:
         file, found = Path(name) / "job", Path(name) / "choice.json"
         file.write_bytes(pack(job, _settings(run)))

@@ -1,4 +1,4 @@
-"""Executors that run stages in this process or in several local processes. `dask.py` has one for several machines."""
+"""Executors that run stages in this process or in several local processes. `on_ray.py` has one for several machines."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ from starling.speech.preparing.stages import Stage, Tick
 
 _POLL_SECONDS = 0.1
 """Interval at which the progress of other processes is read."""
-_END_TIMEOUT_SECONDS = 60.0
+END_TIMEOUT_SECONDS = 60.0
 """How long running stages may take to finish after another one has failed."""
 _num_done: "Synchronized[int] | None" = None
 """In a worker process: the number of utterances that all workers have done."""
@@ -93,7 +93,7 @@ class Remote:
         if at_once:
             self.kill()
         else:
-            wait(self._futures, timeout=_END_TIMEOUT_SECONDS)
+            wait(self._futures, timeout=END_TIMEOUT_SECONDS)
         self._futures.clear()
         self.look(lambda count: None, 0)  # do not count their progress in the next run
 
