@@ -4,7 +4,8 @@ The learners are processes with a real link to a real launcher. They meet, plan,
 but have no model, no gradients, and no connections to each other.
 
 As a program, `python -m benchmarks.control_plane LEARNERS FOLDER` measures one number of learners in this process, and
-prints the figures as JSON; with `--profile`, it also prints what the supervisor's main thread spends its time on.
+prints the figures as JSON; with `--profile`, it also prints what the supervisor's main thread spends its time on, and
+with `--flood`, one learner sends messages without end.
 """
 
 import cProfile
@@ -306,9 +307,9 @@ class Supervisor:
             self._entered.pop(each, None)
 
 
-def supervise(world: int, folder: Path, is_profiled: bool) -> Figures:
+def supervise(world: int, folder: Path, is_profiled: bool = False, has_flood: bool = False) -> Figures:
     """Launch so many learners in this process, and measure."""
-    forks = Forks(world, lambda: Dummy(world).run())
+    forks = Forks(world, lambda: Dummy(world, has_flood).run())
     supervisor = Supervisor(world)
     profile = cProfile.Profile(time.thread_time)
     with (
@@ -345,7 +346,7 @@ def supervise(world: int, folder: Path, is_profiled: bool) -> Figures:
 class Dummy:
     """A learner that meets the others and claims mini-batches, but computes nothing."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, has_flood: bool) -> None:
         link = Link.from_environment()
         if link is None:
             raise RuntimeError("a learner without a launcher")
@@ -362,6 +363,12 @@ class Dummy:
         link.heartbeat = lambda: Heartbeat(self._num_done)
         link.listen(self._hear)
         link.send(CanStop())
+        if has_flood and self._feed.name == world - 2:
+            threading.Thread(target=self._flood, daemon=True).start()
+
+    def _flood(self) -> None:
+        while not self._is_over.is_set():
+            self._link.send(Activity("talking"))
 
     def run(self) -> None:
         """Enter one membership after the other until told to stop."""
@@ -453,7 +460,7 @@ class Dummy:
 def main() -> None:
     torch.set_num_threads(1)
     world, folder = int(sys.argv[1]), Path(sys.argv[2])
-    found = supervise(world, folder, "--profile" in sys.argv)
+    found = supervise(world, folder, "--profile" in sys.argv, "--flood" in sys.argv)
     sys.stdout.write(json.dumps(asdict(found)))
 
 
