@@ -21,6 +21,7 @@ EXTRAS = {
     "huggingface": ("accelerate", "transformers"),
     "export": (*SPEECH, "onnx", "onnxruntime", "onnxscript"),
     "ray": ("ray",),
+    "monitoring": ("prometheus_client",),
 }
 """The modules that each extra in pyproject.toml installs."""
 

@@ -82,7 +82,10 @@ LOCK: Seconds = 0.5
 # Reports
 
 SEND_EVERY: Seconds = 0.2
-"""The minimum interval between two progress messages of a learner. The table on a terminal is redrawn every 0.25 s."""
+"""The minimum interval between two progress messages of a learner. A table on a terminal is redrawn at
+`DRAW_EVERY`."""
+DRAW_EVERY: Seconds = 0.25
+"""The interval at which the table on a terminal is made and drawn."""
 CURVES_EVERY: Seconds = 1.0
 """The minimum interval between two points of a learner's curves: an hour then has at most 3600."""
 LOG_EVERY: Seconds = 5.0

@@ -63,6 +63,10 @@ class Coordinator:
         self._deadline = time.monotonic() + (0.0 if parent is not None else wait)
         self._selector = selectors.DefaultSelector()
         self._lines: set[_Line] = set()
+        self._learners: dict[int, _Line] = {}
+        self._has_changed = False
+        """Whether learners have become ready or were lost since the last announcement."""
+        self._looked_at = 0.0
         self._world = 0
         self._membership = NewMembership(-1, ())
         self._is_over = False
@@ -83,9 +87,16 @@ class Coordinator:
                     self._parent = None
                 elif key.data in self._lines:
                     self._read(key.data, reasons)
-            for line in [each for each in self._lines if time.monotonic() - each.heard_at > each.silence_limit]:
+            self._drop_silent(reasons)
+            if self._has_changed and not self._is_over:  # not for each message: it takes as long as there are learners
+                self._announce(reasons)
+
+    def _drop_silent(self, reasons: list[str]) -> None:
+        now = time.monotonic()
+        if now - self._looked_at >= COORDINATOR_LOOKS:
+            self._looked_at = now
+            for line in [each for each in self._lines if now - each.heard_at > each.silence_limit]:
                 self._drop(line, f"was silent for {line.silence_limit:g} s", reasons)
-            self._announce(reasons)
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -124,7 +135,7 @@ class Coordinator:
             case _ if line.learner_id is None:
                 self._refuse(line, "a learner must first say which it is")
             case Ready():
-                line.is_ready = True
+                line.is_ready = self._has_changed = True
             case Failed():
                 raise _Gone(f"failed: {message.error}: {message.text}")
             case Ended():
@@ -139,10 +150,11 @@ class Coordinator:
             self._refuse(line, OVER)
         elif hello.world != self._world:
             self._refuse(line, f"WORLD_SIZE is {hello.world}, but {self._world} in the run")
-        elif any(each.learner_id == hello.learner_id for each in self._lines):
+        elif hello.learner_id in self._learners:
             self._refuse(line, f"RANK {hello.learner_id} is already in the run; give it the RANK of a lost learner")
         else:
             line.learner_id, line.silence_limit = hello.learner_id, hello.timeout_seconds
+            self._learners[hello.learner_id] = line
             self._deadline = 0.0
             with suppress(OSError):
                 line.connection.sendall(encode(Greeted()))
@@ -156,30 +168,39 @@ class Coordinator:
         self._lines.discard(line)
         self._selector.unregister(line.connection)
         line.connection.close()
-        if line.learner_id in self._membership.members and not self._is_over:
-            reasons.append(f"learner {line.learner_id} {why}")
+        if line.learner_id is not None and self._learners.pop(line.learner_id, None) is not None:
+            self._has_changed = True
+            if line.learner_id in self._membership.members and not self._is_over:
+                reasons.append(f"learner {line.learner_id} {why}")
 
     def _announce(self, reasons: list[str]) -> None:
         """Announce the next membership if learners were lost or are ready to join."""
-        if self._is_over:
-            return
-        ready = sorted(each.learner_id for each in self._lines if each.is_ready and each.learner_id is not None)
+        self._has_changed = False
+        ready = {learner_id for learner_id, line in self._learners.items() if line.is_ready}
         before = self._membership
         if before.generation < 0:
-            if self._world == 0 or any(rank not in ready for rank in range(self._world)):
+            if self._world == 0 or len(ready) < self._world or not ready.issuperset(range(self._world)):
                 return
             members: tuple[int, ...] = tuple(range(self._world))
         else:
             living = [each for each in before.members if each in ready]
-            joined = [each for each in ready if each not in before.members]
+            joined = sorted(ready.difference(before.members))
             members = (*living, *joined)
             reasons += [f"learner {each} joined" for each in joined]
         if members == before.members or not members:
             return
         self._membership = NewMembership(before.generation + 1, members, "; ".join(reasons))
-        for line in [each for each in self._lines if each.learner_id in members]:
-            with suppress(OSError):  # its end is read from its connection
-                line.connection.sendall(encode(self._membership))
+        announcement = encode(self._membership)
+        for line in [self._learners[each] for each in members if each in self._learners]:
+            try:
+                sent = line.connection.send(announcement, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            except OSError:  # its end is read from its connection
+                continue
+            if sent < len(announcement):  # waiting for it would delay the others; its end is read from its connection
+                with suppress(OSError):
+                    line.connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Gone(Exception):  # noqa: N818 - not an error

@@ -19,7 +19,8 @@ learners and the ids of joiners; see `Strategy.successors`."""
 
 def any_number(members: Sequence[int], lost: Collection[int], joining: Sequence[int]) -> tuple[int, ...]:
     """The succession of a strategy that works with any number of learners."""
-    return (*(learner for learner in members if learner not in lost), *joining)
+    gone = set(lost)
+    return (*(learner for learner in members if learner not in gone), *joining)
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,17 @@ class Joiners:
         self._roster = roster
         self._start = start
         self._wanted: list[int] = []
-        self._joining: list[LearnerRecord] = []
+        self._joining: dict[int, LearnerRecord] = {}
         self._open_requests: list[_OpenRequest] = []
         self._timed = sorted(changes.joins, key=lambda join: join.at_seconds)
         self._begin: float | None = None
 
     def __contains__(self, record: LearnerRecord) -> bool:
-        return any(record is each for each in self._joining)
+        return self._joining.get(record.learner_id) is record
 
     def want(self, learner_ids: Iterable[int]) -> None:
         """Request these learners: `tend` starts each once its previous process, if any, has exited."""
-        self._wanted += [each for each in learner_ids if each not in self._wanted]
+        self._wanted = list(dict.fromkeys([*self._wanted, *learner_ids]))
 
     def tend(self, members: Sequence[int], is_ending: bool) -> list[LearnerRecord]:
         """Take new requests, start the requested learners, and return those that were started.
@@ -86,11 +87,13 @@ class Joiners:
             self._join_on_purpose(self._timed.pop(0).join, members)
         for request in self._changes.requests.take() if self._changes.requests else ():
             self._take(request, members, is_ending)
-        running = self._running()
-        due = [each for each in self._wanted if each not in running and not is_ending]
-        self._wanted = [each for each in self._wanted if each not in due]
+        learners = self._roster.learners
+        still_running = {each for each in self._wanted if each in learners and learners[each].is_running}
+        due = [each for each in self._wanted if each not in still_running and not is_ending]
+        if due:
+            self._wanted = [each for each in self._wanted if each in still_running]
         started = [record for each in due if (record := self._started(each, len(members))) is not None]
-        self._joining += started
+        self._joining |= {each.learner_id: each for each in started}
         return started
 
     def ready(self, members: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
@@ -98,11 +101,8 @@ class Joiners:
         are admitted as the strategy can use; both results are empty if that is none."""
         ready = [
             each.learner_id
-            for each in self._joining
-            if each.state is LearnerState.READY
-            and each.is_running
-            and each.learner_id not in members
-            and self._roster.since_heard(each) < JOINER_FRESH
+            for each in self.waiting(members)
+            if each.state is LearnerState.READY and each.is_running and self._roster.since_heard(each) < JOINER_FRESH
         ]
         for number in range(len(ready), 0, -1):
             try:
@@ -113,24 +113,26 @@ class Joiners:
 
     def expected(self, members: Collection[int]) -> list[LearnerRecord]:
         """The joiners that are members already: the other members wait for them."""
-        return [each for each in self._joining if each.learner_id in members]
+        inside = set(members) if self._joining else set()
+        return [each for each in self._joining.values() if each.learner_id in inside]
 
     def waiting(self, members: Collection[int]) -> list[LearnerRecord]:
         """The joiners that are not members yet."""
-        return [each for each in self._joining if each.learner_id not in members]
+        inside = set(members) if self._joining else set()
+        return [each for each in self._joining.values() if each.learner_id not in inside]
 
     def settle(self, members: Sequence[int], exited: Sequence[LearnerRecord]) -> list[int]:
         """Remove the joiners that have started training or have `exited`; return the ids of `members` among the
         exited."""
         failed, is_one_missing = [], False
-        for record in list(self._joining):
-            learner_id = record.learner_id
+        gone = {each.learner_id for each in exited}
+        for learner_id, record in list(self._joining.items()):
             if record.generation >= 0:
-                self._joining.remove(record)
+                del self._joining[learner_id]
                 self._changes.on_join(learner_id, len(members))
                 self._note(learner_id, len(members), "")
-            elif any(record is each for each in exited):
-                self._joining.remove(record)
+            elif learner_id in gone:
+                del self._joining[learner_id]
                 self._leave_out(record, record.describe_exit(), members)
                 failed += [learner_id] if learner_id in members else []
                 is_one_missing = True
@@ -146,7 +148,7 @@ class Joiners:
             self._changes.succession(members, (), [*(each.learner_id for each in waiting), *self._wanted])
         except StarlingError as error:
             for record in waiting:
-                self._joining.remove(record)
+                del self._joining[record.learner_id]
                 record.kill()
                 self._leave_out(record, f"learner {record.learner_id} was killed ({error})", members)
             for learner_id in self._wanted:
@@ -176,11 +178,8 @@ class Joiners:
             self._note(learner_id, num_members, reason)
             return None
 
-    def _running(self) -> set[int]:
-        return {each.learner_id for each in self._roster.learners.values() if each.is_running}
-
     def _join_on_purpose(self, learner_id: int, members: Sequence[int]) -> None:
-        is_there = learner_id in members or any(each.learner_id == learner_id for each in self._joining)
+        is_there = learner_id in members or learner_id in self._joining
         if is_there or learner_id in self._wanted:
             self._changes.say(f"faults: learner {learner_id} does not join, because it is already running or starting")
         else:
@@ -190,7 +189,7 @@ class Joiners:
         if is_ending or not self._changes.is_open:
             self._refuse(request, "the run is ending" if is_ending else "the run was started with on_loss: stop")
             return
-        others = [each for each in [*(each.learner_id for each in self._joining), *self._wanted] if each not in members]
+        others = [each for each in [*self._joining, *self._wanted] if each not in members]
         limit = MAX_LEARNERS - len(members) - len(others)
         if not 1 <= request.learners <= limit:
             self._refuse(request, f"the number of learners must be in [1, {limit}], got {request.learners}")
@@ -208,7 +207,7 @@ class Joiners:
     def _free(self, number: int, taken: Collection[int]) -> list[int]:
         """`number` unused ids: those of lost learners first, then new ones."""
         known = sorted({*self._roster.learners, *taken})
-        running = self._running()
+        running = {each.learner_id for each in self._roster.learners.values() if each.is_running}
         free = [each for each in known if each not in taken and each not in running]
         return [*free, *range(known[-1] + 1, known[-1] + 1 + number)][:number]
 

@@ -150,6 +150,12 @@ class Snapshot(_Message):
     """The spent fraction of the budget."""
     minutes: float
     """Time since the start of the run, on the engine's clock."""
+    num_examples: int = 0
+    """Examples since the previous snapshot."""
+    computing: Seconds = 0.0
+    """Time spent on gradients and steps in the epoch so far; the next two likewise."""
+    waiting_for_data: Seconds = 0.0
+    waiting_for_peers: Seconds = 0.0
     _: KW_ONLY
     kind: Literal["snapshot"] = "snapshot"
 

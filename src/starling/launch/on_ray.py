@@ -87,7 +87,7 @@ class _Process(LearnerProcess):
         self._code_at = self._closed_at = 0.0
         self._unsent: list[LauncherMessage] = []
         self._has_ended = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.clearing: Any = None
         """Ray's reference to the removal of what the learner left."""
 
@@ -122,6 +122,10 @@ class _Process(LearnerProcess):
                 self._unsent.append(message)
             else:
                 super().tell(message)
+
+    def tell_rest(self) -> None:
+        with self._lock:
+            super().tell_rest()
 
     def hang_up(self) -> None:
         super().hang_up()

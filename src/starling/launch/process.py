@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Protocol
@@ -63,6 +64,8 @@ class LearnerProcess(ABC):
     """Whether `Watch` reads its messages."""
     unread: bytearray = field(default_factory=bytearray)
     """The received part of an incomplete message."""
+    untold: bytearray = field(default_factory=bytearray)
+    """Messages to it that it has left no room for: it does not read."""
     can_stop: bool = False
     """Whether it is able to save and end together with the others on a stop request."""
 
@@ -77,10 +80,21 @@ class LearnerProcess(ABC):
         return self.exit_code is None
 
     def tell(self, message: LauncherMessage) -> None:
-        """Send a message. If the process has exited, the message is dropped: `Watch` notices the exit."""
+        """Send a message, without waiting for a process that does not read: `tell_rest` sends it later. If the process
+        has exited, the message is dropped: `Watch` notices the exit."""
         if self.line is not None:
-            with suppress(OSError):
-                self.line.sendall(encode(message))
+            self.untold += _encoded(message)
+            self.tell_rest()
+
+    def tell_rest(self) -> None:
+        """Send what there was no room for."""
+        if self.line is not None:
+            try:
+                del self.untold[: self.line.send(self.untold, socket.MSG_DONTWAIT)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.untold.clear()
 
     def hang_up(self) -> None:
         """Close the socket: the process has exited, is about to, or can no longer be reached."""
@@ -160,6 +174,12 @@ class LocalProcess(LearnerProcess):
 
     def forget(self) -> None:
         self._is_cleared = True
+
+
+@lru_cache(maxsize=4)
+def _encoded(message: LauncherMessage) -> bytes:
+    """A message that is sent to many learners, one after the other."""
+    return encode(message)
 
 
 def start(

@@ -227,12 +227,13 @@ class Roster:
 
     def announce(self, membership: NewMembership) -> None:
         """Replace the present membership; its members that are not in the new one leave."""
+        ranks = {learner_id: rank for rank, learner_id in enumerate(membership.members)}
         with self.lock:
             for record in self.learners.values():
-                is_member = record.learner_id in membership.members
-                if not is_member and record.rank is not None and record.state is not LearnerState.LOST:
+                rank = ranks.get(record.learner_id)
+                if rank is None and record.rank is not None and record.state is not LearnerState.LOST:
                     record.state = LearnerState.LEFT
-                record.rank = membership.members.index(record.learner_id) if is_member else None
+                record.rank = rank
             self.membership = membership
 
     def hear(self, learner_id: int, message: LearnerMessage) -> None:
@@ -283,7 +284,8 @@ class Roster:
 
     def records(self, learner_ids: Collection[int]) -> list[LearnerRecord]:
         """The records of these learners, without those that were lost or left."""
-        return [each for each in self.learners.values() if not each.is_out and each.learner_id in learner_ids]
+        chosen = set(learner_ids)
+        return [each for each in self.learners.values() if not each.is_out and each.learner_id in chosen]
 
     def waiting(self) -> dict[int, LearnerRecord]:
         """The learners in a long wait, by `learner_id`."""

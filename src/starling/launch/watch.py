@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-from starling.errors import ConfigError, PeerLost, StarlingError, Stopped
+from starling.errors import ConfigError, PeerLost, ProtocolError, StarlingError, Stopped
 from starling.launch.joiners import Changes, Joiners
 from starling.launch.messages import LearnerMessage, NewMembership, Signalled, Stop, decode_from_learner
 from starling.launch.process import LearnerProcess, end_loaders, signal_name
@@ -16,6 +16,8 @@ from starling.timeouts import ENTRY, EXPLANATION, JOINER_SILENT, NODE_LOSS, READ
 
 Seconds = float
 OnMessage = Callable[[int, LearnerMessage], None]
+LONGEST_MESSAGE = 1 << 26
+"""Bytes. A learner that sends more without the end of a line would fill the launcher's memory."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Watch:
         self._all_here: float | None = None
         """Since when all members of the newest membership, except joiners, have been waiting for the others."""
         self._asked_to_stop: Seconds | None = None
+        self._has_one_closed = False
+        """Whether a learner has closed its line since the launcher looked after its processes."""
+        self._exited: set[int] = set()
+        """The learners that had exited then, and not been lost before."""
         self._node_lost_at: Seconds | None = None
         """When the first learner of a lost node was noticed, while others on that node still seem to run."""
 
@@ -61,7 +67,7 @@ class Watch:
         """Handle messages until all processes have exited. Raises the first error that the run did not survive."""
         with selectors.DefaultSelector() as selector:
             while any(record.is_running for record in self._counted()):
-                self._read(selector, READ)
+                self._read_for(selector, READ)
                 if number := self._signal():
                     self._stop(number)
                 elif self._asked_to_stop is not None or self._is_enough():
@@ -72,6 +78,7 @@ class Watch:
                 self._admit_joiners()
             deadline = self._roster.clock() + EXPLANATION  # learners that still run may send messages without end
             while (self._read(selector, 0.0) or _is_unexplained(self._counted())) and self._roster.clock() < deadline:
+                self._register(selector)
                 self._read(selector, READ)
         failed = [record for record in self._counted() if record.has_failed]
         if failed:
@@ -111,11 +118,14 @@ class Watch:
         exited = [
             record
             for record in self._roster.learners.values()
-            if not record.is_running and (not record.is_out or record in self._joiners)
+            if (not record.is_out or record in self._joiners) and not record.is_running
         ]
-        while exited and self._read(selector, 0.0):  # their last messages
+        self._exited = {record.learner_id for record in exited}
+        deadline = self._roster.clock() + READ  # learners that still run may send messages without end
+        while exited and self._read(selector, 0.0) and self._roster.clock() < deadline:
             pass
         for record in exited:
+            self._read_rest(selector, record)
             if record.error is None and record.process is not None:
                 record.error = record.process.error
         failed = [record for record in exited if record.has_failed and record not in self._joiners]
@@ -135,6 +145,9 @@ class Watch:
     def _others_may_follow(self, failed: list[LearnerRecord]) -> bool:
         """Whether to wait for the other learners of a lost node, so that one new membership is without all of them."""
         nodes = {each.process.node for each in failed if each.process is not None and each.process.lost} - {""}
+        if not nodes:
+            self._node_lost_at = None
+            return False
         running = [each.process for each in self._roster.learners.values() if each.is_running]
         if not any(process is not None and process.node in nodes for process in running):
             self._node_lost_at = None
@@ -147,9 +160,10 @@ class Watch:
         """Announce a membership without these learners; return False if no other has a state to continue from."""
         before, reasons = self._members, [record.describe_death() for record in failed]
         expected = {record.learner_id for record in self._joiners.expected(before)}
+        out = {record.learner_id for record in failed}
         reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
         lost = [*(record.learner_id for record in failed), *never_came]
-        if not any(each.generation >= 0 and each not in failed for each in self._roster.records(before)):
+        if not any(each.generation >= 0 and each.learner_id not in out for each in self._roster.records(before)):
             return False
         try:
             members = self._changes.succession(before, lost, ())
@@ -158,14 +172,14 @@ class Watch:
         for record, why in zip(failed, reasons, strict=True):
             self._roster.lose(record.learner_id, why)
         self._announce(members, reason)
+        end_loaders([record.process for record in failed if record.process is not None])
         for record, why in zip(failed, reasons, strict=True):
-            if record.process is not None:
-                end_loaders([record.process])
             self.losses.append(Loss(record.learner_id, why))
             if self._on_loss is not None:
                 self._on_loss(self.losses[-1])
         self._joiners.drop_unusable(self._members)
-        self._replace([each for each in before if each not in {*members, *never_came, *expected}], failed)
+        kept = {*members, *never_came, *expected}
+        self._replace([each for each in before if each not in kept], failed)
         return True
 
     def _replace(self, gone: list[int], failed: list[LearnerRecord]) -> None:
@@ -188,7 +202,7 @@ class Watch:
         if self._asked_to_stop is not None or any(record.generation < 0 for record in self._counted()):
             return
         here = self._roster.records(self._members)
-        is_ending = any(not record.is_running for record in here)
+        is_ending = any(record.learner_id in self._exited for record in here)
         self._joiners.tend(self._members, is_ending)
         if is_ending or any(record.generation < self._roster.membership.generation for record in here):
             return
@@ -212,9 +226,10 @@ class Watch:
         # a learner that has not entered a membership yet loads libraries, which may delay its heartbeats
         met = [record for record in self._counted() if record.generation >= 0]
         for record in (*met, *self._joiners.waiting(self._members)):
-            if record.is_running and (silence := roster.since_heard(record)) > self._silence_seconds:
+            if (silence := roster.since_heard(record)) > self._silence_seconds and record.is_running:
                 record.kill(_silent_for(silence))
-        others = [record for record in roster.records(self._members) if record not in expected]
+        expected_ids = {record.learner_id for record in expected}
+        others = [record for record in roster.records(self._members) if record.learner_id not in expected_ids]
         if not all(max(record.arrived, record.generation) >= generation for record in others):
             self._all_here = None
         elif self._all_here is None:
@@ -228,30 +243,69 @@ class Watch:
             elif self._all_here is not None and roster.clock() - self._all_here > patience:
                 record.kill(f"did not meet the others within {patience:g} s")
 
-    def _read(self, selector: selectors.BaseSelector, timeout: Seconds) -> bool:
-        """Handle new messages from learners; return whether any data came."""
+    def _read_for(self, selector: selectors.BaseSelector, seconds: Seconds) -> None:
+        """Handle messages for so long, or until a learner closes its line, which may mean that it was lost.
+
+        All else that the launcher does takes time in proportion to the number of learners: it must not do so for each
+        message.
+        """
+        self._register(selector)
+        for record in self._roster.learners.values():
+            if record.process is not None and record.process.untold:
+                record.process.tell_rest()
+        self._has_one_closed = False
+        begin = now = self._roster.clock()
+        while not self._has_one_closed and now - begin < seconds:
+            self._read(selector, seconds - (now - begin))
+            now = self._roster.clock()
+
+    def _register(self, selector: selectors.BaseSelector) -> None:
         for record in self._roster.learners.values():
             _register(selector, record)
+
+    def _read(self, selector: selectors.BaseSelector, timeout: Seconds) -> bool:
+        """Handle new messages from learners; return whether any data came."""
         ready = selector.select(timeout)
         for key, _ in ready:
-            line, record, process = key.data
-            for message in self._received_from(selector, line, record, process):
-                if process is record.process:  # and not the previous one of a learner that was restarted
-                    self._roster.hear(record.learner_id, message)
-                if isinstance(message, Signalled):
-                    self._received_by_learners.append(message.signal_number)
-                self._on_message(record.learner_id, message)
+            self._read_from(selector, *key.data)
         return bool(ready)
 
-    def _received_from(
+    def _read_rest(self, selector: selectors.BaseSelector, record: LearnerRecord) -> None:
+        """Handle the last messages of a learner that has exited."""
+        process = record.process
+        if process is not None and process.line is not None and process.is_read:
+            while process.line.fileno() >= 0 and self._read_from(selector, process.line, record, process):
+                pass
+
+    def _read_from(
         self, selector: selectors.BaseSelector, line: socket.socket, record: LearnerRecord, process: LearnerProcess
-    ) -> list[LearnerMessage]:
-        """The complete messages in the received data; at end-of-file, close the socket."""
+    ) -> bool:
+        """Handle what has come from one learner; return whether anything has."""
         try:
-            received = line.recv(65536)
+            received = line.recv(65536, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
         except OSError:  # it was reset, or its machine does not answer any more
             received = b""
+        for message in self._messages_in(received, selector, line, record, process):
+            if process is record.process:  # and not the previous one of a learner that was restarted
+                self._roster.hear(record.learner_id, message)
+            if isinstance(message, Signalled):
+                self._received_by_learners.append(message.signal_number)
+            self._on_message(record.learner_id, message)
+        return True
+
+    def _messages_in(
+        self,
+        received: bytes,
+        selector: selectors.BaseSelector,
+        line: socket.socket,
+        record: LearnerRecord,
+        process: LearnerProcess,
+    ) -> list[LearnerMessage]:
+        """The complete messages in the received data; at end-of-file, close the socket."""
         if not received:
+            self._has_one_closed = True
             selector.unregister(line)
             process.hang_up()
             return []
@@ -259,6 +313,11 @@ class Watch:
             record.heard_at = self._roster.clock()
         process.unread += received
         if b"\n" not in received:
+            if len(process.unread) > LONGEST_MESSAGE:
+                raise ProtocolError(
+                    f"learner {record.learner_id} sent a message of more than {LONGEST_MESSAGE >> 20} MiB; see its "
+                    f"log: {record.log}"
+                )
             return []
         *lines, process.unread = process.unread.split(b"\n")
         return [decode_from_learner(bytes(line), record.learner_id) for line in lines]

@@ -25,6 +25,7 @@ class Meter:
         self._world = world
         self._last: StepReport | None = None
         self._sum, self._frames, self._audio = 0.0, 0, 0.0
+        self._examples = 0
         self._epoch_sum, self._epoch_frames = 0.0, 0
         self._since_minutes: float | None = None
 
@@ -36,6 +37,7 @@ class Meter:
         loss = report.loss if frames else 0.0  # a loss that is not finite is excluded, and counted elsewhere
         self._sum += loss * frames
         self._frames += frames
+        self._examples += report.num_examples
         self._epoch_sum += loss * frames
         self._epoch_frames += frames
         if self._since_minutes is None:
@@ -64,8 +66,13 @@ class Meter:
             audio_rate=self._audio / seconds if seconds > 0.0 else 0.0,
             fraction=last.fraction,
             minutes=last.minutes,
+            num_examples=self._examples,
+            computing=last.spent.computing,
+            waiting_for_data=last.spent.waiting_for_data,
+            waiting_for_peers=last.spent.waiting_for_peers,
         )
         self._sum, self._frames, self._audio = 0.0, 0, 0.0
+        self._examples = 0
         self._since_minutes = last.minutes
         return snapshot
 

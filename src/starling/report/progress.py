@@ -1,5 +1,6 @@
 """The output of a run: a live table on a terminal, and lines for epochs and other events."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -15,7 +16,7 @@ from starling.launch.messages import EpochEnd, Saved, Snapshot
 from starling.report.epochs import EpochCollector, EpochSummary, Score
 from starling.report.events import Events
 from starling.report.lines import advice, advice_line, duration, time_left
-from starling.timeouts import SCORE_WAIT, SCREEN_EVERY
+from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
 
 Say = Callable[[str], None]
 """Prints a line."""
@@ -56,10 +57,13 @@ class Display:
         self._told_at = clock()
         """When the last line about all learners was printed."""
         self._live: Live | None = None
+        self._drawn_at = -math.inf
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            self._live = Live(self._table(), console=self._console, refresh_per_second=4, transient=False)
+            self._live = Live(
+                self._table(), console=self._console, refresh_per_second=1.0 / DRAW_EVERY, transient=False
+            )
             self._live.start()
         return self
 
@@ -80,7 +84,9 @@ class Display:
         with self._lock:
             self._snapshots[snapshot.learner_id] = snapshot
             if self._live is not None:
-                self._live.update(self._table())
+                if self._clock() - self._drawn_at >= DRAW_EVERY:  # a table takes a millisecond, and all learners report
+                    self._drawn_at = self._clock()
+                    self._live.update(self._table())
             elif self._clock() - self._told_at >= SCREEN_EVERY:
                 self._print(self._progress_line())
                 self._has_told()

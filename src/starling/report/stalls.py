@@ -161,6 +161,10 @@ def _beside(wait: Stall) -> str:
 def _late(waiters: Sequence[int], roster: Roster) -> list[int]:
     """The learners for which `waiters` wait, as far as they are known."""
     waiting = roster.waiting()
+    waiting_in: dict[str, set[int]] = {}
+    for each in waiting.values():
+        if each.wait is not None:
+            waiting_in.setdefault(each.wait.what, set()).add(each.learner_id)
     late: set[int] = set()
     for wait in (waiting[waiter].wait for waiter in waiters):
         if wait is None:
@@ -169,12 +173,8 @@ def _late(waiters: Sequence[int], roster: Roster) -> list[int]:
         if wait.whom and not wait.is_group:
             late.update(wait.whom)
         else:
-            late.update(each for each in group if not _waits_in(waiting.get(each), wait.what))
+            late |= set(group) - waiting_in.get(wait.what, set())
     return sorted(each for each in late - set(waiters) if each in roster.learners)
-
-
-def _waits_in(record: LearnerRecord | None, what: str) -> bool:
-    return record is not None and record.wait is not None and record.wait.what == what
 
 
 def _causes(late: Sequence[int], roster: Roster) -> list[int]:

@@ -1,17 +1,20 @@
 """The launcher of a run: starts the learners, shows their progress, and cleans up the experiment's folder."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
 from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import checkpoints_in
 from starling.errors import ConfigError, StarlingError, Stopped
+from starling.extras import require
 from starling.launch.launcher import launch
 from starling.launch.messages import LearnerMessage
+from starling.launch.rendezvous import LOOPBACK
 from starling.launch.requests import launcher_id, taking_requests
 from starling.launch.watch import Loss
+from starling.report.metrics import Metrics, serving
 from starling.report.progress import Display
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.following import Following
@@ -42,9 +45,11 @@ def run_learners(
     """
     following.on_look = display.tick
     roster = following.roster
+    metrics = Metrics(roster, run.name, run.strategy.name)
 
     def hear(learner_id: int, message: LearnerMessage) -> None:
         show(message, display)
+        metrics.hear(learner_id, message)
         on_message(message)
 
     def on_loss(loss: Loss) -> None:
@@ -53,10 +58,11 @@ def run_learners(
 
     def on_join(learner_id: int, num_learners: int) -> None:
         display.joined(learner_id, num_learners)
+        metrics.joined()
         display.train_with(roster.membership.members)
 
     try:
-        with taking_requests(folder.joins) as requests:
+        with taking_requests(folder.joins) as requests, _monitoring(run, metrics, display):
             losses = launch(
                 command,
                 run.learners,
@@ -77,6 +83,23 @@ def run_learners(
     for loss in losses:
         if loss.learner in display.away:
             display.say(f"{run.name} ended without learner {loss.learner}: {loss.reason}")
+
+
+@contextmanager
+def _monitoring(run: RunConfig, metrics: Metrics, display: Display) -> Generator[None, None, None]:
+    """Within this context, the metrics of a run are served if it asks for that."""
+    if run.launch.metrics_port is None:
+        yield
+        return
+    address = run.launch.metrics_address
+    with serving(metrics, address, run.launch.metrics_port) as port:
+        display.say(f"metrics for Prometheus: http://{f'[{address}]' if ':' in address else address}:{port}/metrics")
+        if address not in LOOPBACK:
+            display.say(
+                f"warning: launch.metrics_address is {address}, not this machine's loopback: any process that reaches "
+                "this port can read the run's figures; use a private network, and see SECURITY.md"
+            )
+        yield
 
 
 def crowding_warning(learners: int, cores: int) -> str | None:
@@ -103,6 +126,8 @@ def check_engine(run: RunConfig) -> None:
     if problems := list(only_simulated(run.faults)):
         raise ConfigError("\n".join(problems))
     check_machines(run)
+    if run.launch.metrics_port is not None:
+        require("monitoring", "launch.metrics_port")
     if run.launch.kind == "local" and run.engine.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: cuda, but torch finds no CUDA device; use engine.device=auto or cpu")
 

@@ -37,7 +37,8 @@ def averages_none(options: Config) -> bool:
 
 def all_but_the_lost(options: Config, world: int, lost: Collection[int]) -> Sequence[int]:
     """The ranks of all learners that are not lost."""
-    return [rank for rank in range(world) if rank not in lost]
+    gone = set(lost)
+    return [rank for rank in range(world) if rank not in gone]
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class Strategy:
             PeerLost: The strategy cannot continue without the lost learners.
             ConfigError: The options do not fit the new number of learners.
         """
-        ranks = self.survivors(options, len(members), [members.index(name) for name in lost])
+        rank_of = {name: rank for rank, name in enumerate(members)}
+        ranks = self.survivors(options, len(members), [rank_of[name] for name in lost])
         left = [members[rank] for rank in ranks]
         num_workers = self.num_workers(options, len(left))
         following = (*left[:num_workers], *joined, *left[num_workers:])

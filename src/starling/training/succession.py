@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from starling.training.membership import Membership
 from starling.training.stragglers import Delays
 from starling.training.tickets import SyncGroupTickets, position_after
 from starling.workload import Position, Ticket
+
+LOST_BEFORE_TRAINING = "learners were lost before training began; start again"
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,15 @@ def next_membership(job: Job, before: Membership, change: Membership, is_ordered
     `Strategy.successors` determines their order. With `is_ordered`, `change` lists them in order, possibly after
     several memberships that this learner did not take part in. Raises PeerLost if the strategy cannot continue.
     """
-    lost = [name for name in before.members if name not in change.members]
-    joined = [name for name in change.members if name not in before.members]
+    members_before, members_now = set(before.members), set(change.members)
+    lost = [name for name in before.members if name not in members_now]
+    joined = [name for name in change.members if name not in members_before]
     try:
         if not is_ordered:
             return replace(change, members=job.strategy.successors(job.options, before.members, lost, joined))
-        ranks = job.strategy.survivors(job.options, len(before.members), [before.members.index(name) for name in lost])
-        leaving = set(before.members) - {before.members[rank] for rank in ranks}
+        lost_ranks = [rank for rank, name in enumerate(before.members) if name not in members_now]
+        ranks = job.strategy.survivors(job.options, len(before.members), lost_ranks)
+        leaving = members_before - {before.members[rank] for rank in ranks}
         members = tuple(name for name in change.members if name not in leaving)
         job.validate(len(members))
     except (ConfigError, PeerLost) as error:
@@ -125,16 +128,18 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callab
         range(len(models)), key=lambda number: (models[number].membership == last, models[number].num_done, -number)
     )
     if job.strategy.has_one_model:
-        done: Collection[int] = _done_by_all(before, models[newest].num_done, job)
+        # all learners are one sync group
+        tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world)
+        position = tickets.position(models[newest].num_done)
         current = [each.membership == last and each.num_done == models[newest].num_done for each in models]
     else:
-        done = all_done()
+        position = position_after(before.position, job.workload, all_done())
         newest = first_with_a_state(models)
         current = [each.membership is not None for each in models]
     takers = tuple(rank for rank in range(len(members)) if not current[rank // size])
     return Plan(
         world=len(members),
-        position=position_after(before.position, job.workload, done),
+        position=position,
         minutes=max(each.minutes for each in members),
         source=newest * size if takers or job.strategy.has_common_state(job.options) else None,
         takers=takers,
@@ -151,11 +156,5 @@ def first_with_a_state(members: Sequence[Past]) -> int:
     """The lowest rank that has trained before. PeerLost if there is none."""
     with_state = [rank for rank, each in enumerate(members) if each.membership is not None]
     if not with_state:
-        raise PeerLost("learners were lost before training began; start again")
+        raise PeerLost(LOST_BEFORE_TRAINING)
     return with_state[0]
-
-
-def _done_by_all(before: Plan, num_portions: int, job: Job) -> set[int]:
-    """The tickets in the first `num_portions` portions of a membership, where all learners are one sync group."""
-    tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world)
-    return {tickets.ticket(*each).step for each in product(range(num_portions), range(before.world))}

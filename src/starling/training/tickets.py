@@ -7,7 +7,7 @@ its own.
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,26 +52,53 @@ class TicketSequence:
 
 
 def position_after(start: Position, workload: Workload[Any], done: Collection[int]) -> Position:
-    """The position of a run that began at `start`, when the tickets with the numbers `done` are done."""
+    """The position of a run that began at `start`, when the tickets with the numbers `done` are done.
+
+    Of `DoneTickets`, it looks only at those after the first undone one: a membership may last for millions of tickets.
+    """
     sequence = TicketSequence(workload, start.next_ticket)
-    first, beyond = start.next_ticket.step, max([start.next_ticket.step, *(step + 1 for step in done)])
-    handed_out = [*start.outstanding, *(sequence[step] for step in range(first, beyond))]
-    return Position(sequence[beyond], tuple(ticket for ticket in handed_out if ticket.step not in done))
+    done = done if isinstance(done, DoneTickets) else DoneTickets(start, done)
+    handed_out = [*start.outstanding, *(sequence[step] for step in range(done.below, done.beyond))]
+    return Position(sequence[done.beyond], tuple(ticket for ticket in handed_out if ticket.step not in done))
 
 
-class DoneTickets(Collection[int]):
+class DoneTickets(Set[int]):
     """The numbers of the done tickets after a position. Memory is needed only for those after the first undone one."""
 
-    def __init__(self, start: Position) -> None:
+    def __init__(self, start: Position, done: Iterable[int] = ()) -> None:
+        self._start = start
         self._first = self._below = start.next_ticket.step  # all from `_first` to `_below` - 1 are done
         self._others: set[int] = set()
+        for step in done:
+            self.add(step)
 
     def add(self, step: int) -> None:
         """Record that ticket `step` is done."""
-        self._others.add(step)
+        if step not in self:
+            self._others.add(step)
+        self._advance()
+
+    def add_all_below(self, step: int) -> None:
+        """Record that all tickets before `step` are done."""
+        self._below = max(self._below, step)
+        self._others = {each for each in self._others if not self._first <= each < self._below}
+        self._others.update(each.step for each in self._start.outstanding if each.step < step)
+        self._advance()
+
+    def _advance(self) -> None:
         while self._below in self._others:
             self._others.remove(self._below)
             self._below += 1
+
+    @property
+    def below(self) -> int:
+        """The first ticket after the position that is not done."""
+        return self._below
+
+    @property
+    def beyond(self) -> int:
+        """The first ticket after the position that is not done, nor any after it."""
+        return max([self._below, *(step + 1 for step in self._others)])
 
     @property
     def num_kept(self) -> int:

@@ -5,6 +5,7 @@ learners after each change while the loop computes, evaluates or saves; a call o
 repeated by the learner of the next membership.
 """
 
+import json
 import logging
 import threading
 import time
@@ -24,7 +25,7 @@ from starling.engines.loop.learner import Entry, LoopLearner
 from starling.engines.loop.progress import Past, Progress, plan
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.processes.backend import ConnectionFailed
-from starling.engines.processes.handshake import Handshake, await_keys, check_alike, part, shake_hands
+from starling.engines.processes.handshake import Handshake, check_alike, gather, in_one_list, part, shake_hands
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections, process_group
 from starling.engines.processes.stalls import Waits
@@ -322,9 +323,8 @@ class LoopLife:
 
     def _pasts(self, place: Place, look_around: Callable[[], None]) -> list[Past]:
         """What all members of a membership have done before, by rank."""
-        keys = [f"past/{rank}" for rank in range(place.world)]
-        place.store.set(keys[place.rank], self.progress.past.encode())
-        ranks = range(place.world)
-        what = "entering the next membership"
-        await_keys(place.store, keys, self._timeout_seconds, look_around, what, ranks, self._waits)
-        return [Past.decode(place.store.get(key)) for key in keys]
+        own, what, seconds = self.progress.past.encode(), "entering the next membership", self._timeout_seconds
+        found = gather(
+            place.store, place.rank, place.world, "past", own, in_one_list, seconds, look_around, what, self._waits
+        )
+        return [Past(**each) for each in json.loads(found)]

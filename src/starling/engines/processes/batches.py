@@ -11,7 +11,7 @@ from starling.engines.processes.checkpoint_barrier import AGREEING, CheckpointBa
 from starling.engines.processes.communicator import Communicator
 from starling.engines.processes.done_notes import DoneNotes
 from starling.engines.processes.draws import CLAIMING, Draws
-from starling.engines.processes.handshake import await_keys
+from starling.engines.processes.handshake import await_keys, gather
 from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import Waits
 from starling.training.job import Job, Statistics
@@ -100,13 +100,14 @@ class ProcessBatches:
         ahead when the time budget was spent. Waits until all learners have made their last claims."""
         if len(self._sync_group) == self._world:
             return self._statistics.num_claimed, []
-        store, ranks = self._store, range(self._world)
         undone = self._undone() if self._is_worker and self._member == 0 else ()
-        store.set(f"claimed/{self._rank}", json.dumps(sorted(undone)))
-        keys = [f"claimed/{rank}" for rank in ranks]
-        with self._communicator.naming_the_lost("collecting the last claims"):
-            self._await(keys, "collecting the last claims", ranks)
-        return int(store.add("claims", 0)), sorted(number for key in keys for number in json.loads(store.get(key)))
+        what, own = "collecting the last claims", json.dumps(sorted(undone))
+        look_around, seconds = self._communicator.release.check, self._timeout_seconds
+        with self._communicator.naming_the_lost(what):
+            found = gather(
+                self._store, self._rank, self._world, "claimed", own, _union, seconds, look_around, what, self._waits
+            )
+        return int(self._store.add("claims", 0)), json.loads(found)
 
     def _drawn(self) -> Iterator[Ticket]:
         """Draw this learner's tickets."""
@@ -172,3 +173,8 @@ class ProcessBatches:
     def _await(self, keys: list[str], what: str, writers: "range | list[int]") -> None:
         look_around = self._communicator.release.check
         await_keys(self._store, keys, self._timeout_seconds, look_around, what, writers, self._waits)
+
+
+def _union(claims: list[bytes]) -> str:
+    """The portions in several lists, as one list."""
+    return json.dumps(sorted(number for each in claims for number in json.loads(each)))

@@ -1,9 +1,11 @@
 """Records in the store of the tickets that each learner has done, so that those of a lost learner are not repeated."""
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 from torch.distributed.distributed_c10d import Store
 
+from starling.training.tickets import DoneTickets
 from starling.workload import Position, Ticket
 
 _DONE, _REACHED, _KEPT = "done/{}/{}", "done/{}/reached", "done/{}/kept"
@@ -23,6 +25,8 @@ class DoneNotes:
         self._rank, self._num_workers = rank, num_workers
         self._num_noted = 0
         self._chunks: deque[tuple[int, int]] = deque()  # full chunks, each with its last ticket's number
+        store.set(_DONE.format(rank, 0), "")
+        store.set(_KEPT.format(rank), "0 0")
 
     def add(self, ticket: Ticket) -> None:
         """Record that the learner has done a mini-batch: its gradient is in the weights."""
@@ -47,19 +51,41 @@ class DoneNotes:
             self._chunks.popleft()
 
 
-def noted(store: Store, world: int, start: Position) -> set[int]:
-    """The tickets that the learners of a membership, which began at `start`, have recorded as done."""
-    return {step for rank in range(world) for step in _noted_by(store, rank, start)}
+def noted(store: Store, world: int, start: Position) -> DoneTickets:
+    """The tickets that the learners of a membership, which began at `start`, have recorded as done.
+
+    All learners' records are read together: the next membership waits for this, and a round trip to the store may take
+    milliseconds.
+    """
+    done, ranks = DoneTickets(start), list(range(world))
+    while ranks:
+        kept = _kept(store, ranks)
+        done.add_all_below(max(below for _, below in kept.values()))
+        chunks = {rank: first for rank, (first, _) in kept.items()}
+        while chunks:
+            found = _read(store, {rank: _DONE.format(rank, chunk) for rank, chunk in chunks.items()})
+            for steps in found.values():
+                for step in steps.split():
+                    done.add(int(step))
+            chunks = {rank: chunks[rank] + 1 for rank, steps in found.items() if len(steps.split()) >= _CHUNK}
+        after = _kept(store, ranks)
+        ranks = [rank for rank in ranks if after[rank] != kept[rank]]  # presumed lost, it may still remove records
+    return done
 
 
-def _noted_by(store: Store, rank: int, start: Position) -> set[int]:
-    """The tickets that learner `rank` has recorded, and all those below the records it has removed."""
-    key = _KEPT.format(rank)
-    kept = store.get(key) if store.check([key]) else b"0 0"
-    chunk, below = (int(each) for each in kept.split())
-    found = {*range(start.next_ticket.step, below), *(each.step for each in start.outstanding if each.step < below)}
-    while store.check([_DONE.format(rank, chunk)]):
-        found.update(int(step) for step in store.get(_DONE.format(rank, chunk)).split())
-        chunk += 1
-    is_unchanged = kept == (store.get(key) if store.check([key]) else b"0 0")
-    return found if is_unchanged else _noted_by(store, rank, start)  # a learner presumed lost may still remove records
+def _kept(store: Store, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Of each learner, the first chunk that it has kept, and the first ticket of which its chunks tell."""
+    found = _read(store, {rank: _KEPT.format(rank) for rank in ranks})
+    pairs = {rank: found.get(rank, b"0 0").split() for rank in ranks}
+    return {rank: (int(chunk), int(below)) for rank, (chunk, below) in pairs.items()}
+
+
+def _read(store: Store, keys: Mapping[int, str]) -> dict[int, bytes]:
+    """The values of those of the keys that exist; the fewer do not exist, the fewer round trips."""
+    if store.check(list(keys.values())):
+        return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
+    if len(keys) == 1:
+        return {}
+    items = list(keys.items())
+    half = len(items) // 2
+    return _read(store, dict(items[:half])) | _read(store, dict(items[half:]))

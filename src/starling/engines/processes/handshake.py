@@ -25,6 +25,8 @@ LOOK_AROUND_SECONDS = 0.02
 """Maximum interval between two checks of the store."""
 LONG_LOOK_AROUND_SECONDS = 0.2
 """The same in a long wait: a hundredth of its duration, up to this."""
+LOOKS_OF_ALL_PER_SECOND = 2000
+"""How often all learners that wait for the same key check it together in a second: the store serves them one by one."""
 LOOK_WHO_SECONDS = 0.5
 """Minimum interval between two checks of which learners are missing."""
 LOOKS_PER_SECOND = 20
@@ -65,15 +67,20 @@ def await_keys(
     what: str = "waiting for the other learners",
     writers: Sequence[int] = (),
     waits: Waits | None = None,
+    written: Sequence[str] | None = None,
+    num_waiting: int = 1,
 ) -> None:
     """Wait until other learners have set all `keys`; `DistStoreError` after `timeout_seconds`.
 
     While waiting, `look_around` is called repeatedly and may raise. The wait is recorded in `waits` as `what`;
-    `writers` are the ranks that set the keys, one for each key.
+    `writers` are the ranks waited for, and `written` the key that each of them sets (None: these are the `keys`). The
+    more learners wait for the same keys (`num_waiting`), the less often each of them looks.
     """
+    written = keys if written is None else written
     if store.check(list(keys)):
         return
     begin = now = time.monotonic()
+    least = max(LOOK_AROUND_SECONDS, num_waiting / LOOKS_OF_ALL_PER_SECOND)
     pause = max(LOOK_WHO_SECONDS, len(writers) / LOOKS_PER_SECOND)
     asked = begin + LOOK_WHO_SECONDS
     with (waits or Waits()).waiting(what, writers) as wait:
@@ -81,12 +88,44 @@ def await_keys(
             look_around()
             if now - begin > timeout_seconds:
                 raise DistStoreError(f"not all of {', '.join(keys)} were set for {timeout_seconds:g} s")
-            longest = min(LONG_LOOK_AROUND_SECONDS, max(LOOK_AROUND_SECONDS, 0.01 * (now - begin)))
+            longest = max(least, min(LONG_LOOK_AROUND_SECONDS, 0.01 * (now - begin)))
             time.sleep(min(longest, 0.1 * (now - begin) + 0.0005))
             now = time.monotonic()
             if writers and now > asked:
-                absent = [rank for rank, key in zip(writers, keys, strict=True) if not store.check([key])]
+                absent = [rank for rank, key in zip(writers, written, strict=True) if not store.check([key])]
                 wait.whom, asked = tuple(absent), now + pause
+
+
+def gather(
+    store: Store,
+    rank: int,
+    world: int,
+    word: str,
+    own: str,
+    combine: Callable[[list[bytes]], str],
+    timeout_seconds: float,
+    look_around: Callable[[], None] = do_nothing,
+    what: str = "waiting for the other learners",
+    waits: Waits | None = None,
+) -> bytes:
+    """What learner 0 makes with `combine` of the texts that all learners pass as `own`, in rank order.
+
+    All learners call it. Each of them but learner 0 looks at one key and reads one value, so that the work of the store
+    grows as the number of learners, and not as its square. `DistStoreError` after `timeout_seconds`.
+    """
+    keys, result = [f"{word}/{each}" for each in range(world)], f"{word}/all"
+    store.set(keys[rank], own)
+    if rank == 0:
+        await_keys(store, keys, timeout_seconds, look_around, what, range(world), waits)
+        store.set(result, combine(store.multi_get(keys)))
+    else:
+        await_keys(store, [result], timeout_seconds, look_around, what, range(world), waits, keys, world)
+    return store.get(result)
+
+
+def in_one_list(texts: list[bytes]) -> str:
+    """Texts in JSON as one list, for `gather`."""
+    return f"[{','.join(text.decode() for text in texts)}]"
 
 
 def shake_hands(
@@ -100,19 +139,30 @@ def shake_hands(
     """Compare this learner with the others. `ProtocolError` names the first learner that differs, `PeerLost` those that
     are missing."""
     key = "handshake/{}".format
-    store.set(key(rank), sign(rank, json.dumps(asdict(mine))))
+    own = sign(rank, json.dumps(asdict(mine)))
+    what = "the handshake"
     try:
-        ranks = range(mine.world)
-        keys = [key(other) for other in ranks]
-        await_keys(store, keys, timeout_seconds, look_around, "the handshake", ranks, waits)
+        told = gather(store, rank, mine.world, "handshake", own, _different, timeout_seconds, look_around, what, waits)
     except DistStoreError as error:
-        missing = [other for other in range(mine.world) if not store.check([key(other)])]
+        missing = [other for other in range(mine.world) if not store.check([key(other)])] or [0]
         raise PeerLost(
             f"learner {rank} waited {timeout_seconds:g} s for the handshake of "
             f"{', '.join(f'learner {other}' for other in missing)}; see their logs, or give more timeout_seconds"
         ) from error
-    for other in range(mine.world):
+    for other in json.loads(verified(rank, 0, told))["different"]:
         _compare(rank, other, mine, json.loads(verified(rank, other, store.get(key(other)))))
+
+
+def _different(handshakes: list[bytes]) -> str:
+    """The first learner with each of the different handshakes, as learner 0 says it: every learner compares itself with
+    these, which is as good as with all. A handshake that is not of this run is among them."""
+    first: dict[str, int] = {}
+    for other, message in enumerate(handshakes):
+        try:
+            first.setdefault(verified(0, other, message), other)
+        except ProtocolError:
+            first.setdefault(f"not of this run: {other}", other)
+    return sign(0, json.dumps({"different": list(first.values())}))
 
 
 def check_alike(store: Store, name: int, mine: Handshake) -> None:
@@ -140,10 +190,10 @@ def part(
     waits: Waits | None = None,
 ) -> None:
     """The closing barrier: no learner disconnects while another still needs the connection."""
-    store.set(f"closing/{rank}", "")
+    store.set(f"closing/{rank}", "")  # raises if the store is gone already
     try:
-        keys = [f"closing/{other}" for other in range(world)]
-        await_keys(store, keys, timeout_seconds, look_around, "the closing barrier", range(world), waits)
+        what = "the closing barrier"
+        gather(store, rank, world, "closing", "", lambda all_here: "", timeout_seconds, look_around, what, waits)
     except DistError as error:
         if rank == 0:  # other learners may find the store gone, if learner 0 hosts it
             lost = " and ".join(_absent(store, "closing", range(world)))

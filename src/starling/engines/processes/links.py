@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import Store
 
 from starling.averaging import rank_ordered_mean
 from starling.engines.processes.backend import ConnectionFailed
-from starling.engines.processes.handshake import await_keys, do_nothing
+from starling.engines.processes.handshake import do_nothing, gather, in_one_list
 from starling.engines.processes.rounds import Board
 from starling.engines.processes.stalls import Waits
 from starling.learner import EncodedMean
@@ -133,12 +133,12 @@ class Links:
         self.peers: frozenset[int] = frozenset()
         if world == 1:
             return
-        keys, machine = [f"links/{each}" for each in range(world)], _machine()
+        machine = _machine()
 
         def meet(token: str) -> list[tuple[str | None, str]]:
-            store.set(keys[rank], json.dumps([machine, token]))
-            await_keys(store, keys, timeout_seconds, look_around, "linking with the others", range(world), waits)
-            found = [json.loads(store.get(key)) for key in keys]
+            own, what = json.dumps([machine, token]), "linking with the others"
+            told = gather(store, rank, world, "links", own, in_one_list, timeout_seconds, look_around, what, waits)
+            found: list[tuple[str | None, str]] = json.loads(told)
             self.machines = [where for where, _ in found]
             return found
 

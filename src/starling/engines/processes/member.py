@@ -26,7 +26,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.engines.processes.done_notes import noted
-from starling.engines.processes.handshake import Handshake, await_keys, check_alike, part, shake_hands
+from starling.engines.processes.handshake import Handshake, await_keys, check_alike, gather, part, shake_hands
 from starling.engines.processes.island import IslandGroup, ShardedModel, check_island
 from starling.engines.processes.learner import ProcessLearner
 from starling.engines.processes.place import Place
@@ -44,12 +44,20 @@ from starling.training.membership import (
     MembershipFeed,
     MembershipObserver,
 )
-from starling.training.succession import Life, Past, Plan, first_with_a_state, next_membership, plan_after
+from starling.training.succession import (
+    LOST_BEFORE_TRAINING,
+    Life,
+    Past,
+    Plan,
+    first_with_a_state,
+    next_membership,
+    plan_after,
+)
 from starling.workload import Position, Ticket
 
 LookAround = Callable[[], None]
 _OUTCOME, _OVER, _CHANGED = "outcome", "over", "changed"
-_PLAN, _PAST = "plan", "past/{}"
+_PLAN, _PAST = "plan", "past"
 _BUFFER = "buffer."
 REGROUP_SECONDS = 20.0
 """How long a learner that lost a peer waits for the next membership."""
@@ -338,17 +346,32 @@ def agree_on_plan(
     waits: Waits | None = None,
 ) -> Plan:
     """The plan of a later membership. The learner that makes it calls `on_plan` before it is visible to the others."""
-    store, ranks = PrefixStore(membership.key, root), range(len(membership.members))
-    store.set(_PAST.format(rank), json.dumps(asdict(past)))
-    keys = [_PAST.format(other) for other in ranks]
-    await_keys(store, keys, timeout_seconds, look_around, "entering the next membership", ranks, waits)
-    members = [Past(**json.loads(store.get(key))) for key in keys]
-    if rank == first_with_a_state(members):
+    store, world = PrefixStore(membership.key, root), len(membership.members)
+    own, what = json.dumps(asdict(past)), "entering the next membership"
+    planner = gather(store, rank, world, _PAST, own, _planner, timeout_seconds, look_around, what, waits)
+    if not planner:
+        raise PeerLost(LOST_BEFORE_TRAINING)
+    if rank == int(planner):
+        members = _pasts(store.multi_get([f"{_PAST}/{other}" for other in range(world)]))
         plan = _plan_after(root, members, job)
         on_plan(plan)
         store.set(_PLAN, plan.encode())
-    await_keys(store, [_PLAN], timeout_seconds, look_around, "planning the next membership", waits=waits)
+        return plan
+    what = "planning the next membership"
+    await_keys(store, [_PLAN], timeout_seconds, look_around, what, [int(planner)], waits, num_waiting=world)
     return Plan.decode(store.get(_PLAN))
+
+
+def _pasts(texts: Sequence[bytes]) -> list[Past]:
+    return [Past(**json.loads(text)) for text in texts]
+
+
+def _planner(pasts: list[bytes]) -> str:
+    """The rank that makes the plan; empty if there is none."""
+    try:
+        return str(first_with_a_state(_pasts(pasts)))
+    except PeerLost:
+        return ""
 
 
 def _plan_after(root: Store, members: Sequence[Past], job: Job) -> Plan:

@@ -112,6 +112,11 @@ class LaunchConfig(Config):
     resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
     """What Ray reserves for each learner, such as {CPU: 4, GPU: 1}. CPU is 1 unless given, and so is GPU if
     engine.device is cuda."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """The port at which the launcher serves figures of the run to Prometheus; 0: any free one; null: none. Needs the
+    extra `monitoring`."""
+    metrics_address: str = "127.0.0.1"
+    """The address of the interface on which it serves them; 127.0.0.1: only to this machine."""
 
     @model_validator(mode="before")
     @classmethod
