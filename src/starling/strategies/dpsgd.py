@@ -84,7 +84,8 @@ async def _quasi_global(me: Learner, options: DpsgdOptions, gossip: Gossip) -> N
         M <- (1 - mu) M + mu (X - X') / a
 
     with M `[P, L]` the momenta, initially 0, and a the learning rate. On Starling's own engines a is in units of its
-    peak, and M in units of 1 / peak: a M is the same. Clipping limits g alone. A gradient that is not finite counts as 0.
+    peak, and M in units of 1 / peak: a M is the same. Clipping limits g alone. A gradient that is not finite counts
+    as 0.
 
     References:
         Lin et al. 2021, "Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous Data",

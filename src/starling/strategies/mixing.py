@@ -93,8 +93,8 @@ class Encoder:
         x_l <- x_l + gamma (s_l - y_l)
 
     so that s_l is the mixture of the public copies, learner l's own included. In the first round of a membership q is
-    x, as float32: public copies begin equal to the weights. `keep` returns the tensors that hold e, y and s, from a name
-    and their initial value: those of a checkpoint, if a strategy saves them.
+    x, as float32: public copies begin equal to the weights. `keep` returns the tensors that hold e, y and s, from a
+    name and their initial value: those of a checkpoint, if a strategy saves them.
 
     References:
         Seide et al. 2014, "1-bit stochastic gradient descent", Interspeech.
@@ -216,9 +216,7 @@ class Gossip:
     learner's checkpoint; they begin again in each membership.
     """
 
-    def __init__(
-        self, me: Learner, options: MixingOptions, topology: Topology, mean_every: int | None = None
-    ) -> None:
+    def __init__(self, me: Learner, options: MixingOptions, topology: Topology, mean_every: int | None = None) -> None:
         import torch
 
         keep = partial(me.strategy_state, is_common=False, for_membership=True)

@@ -94,8 +94,8 @@ class Push:
         self._sending: list[Handle[None]] = []
         if options.overlap:
             self._sent_x = keep("sent", me.weights)
-            self._sent_u = keep("sent weight", self._u)
-            if int(self._k):  # send again what was under way when the checkpoint was saved
+            self._sent_u = keep("sent weight", torch.zeros_like(self._u))  # 0 unless messages are under way
+            if float(self._sent_u):  # they were when the checkpoint was saved: send them again
                 self._start(int(self._k) - 1, self._sent_x.clone(), self._sent_u.clone())
 
     def step(self, gradient: Tensor) -> None:
@@ -137,6 +137,8 @@ class Push:
             me.replace(x.div_(float(u)))
         for each in sending:
             await each
+        if self._has_overlap:
+            self._sent_u.zero_()
 
 
 def _check(options: PushSumOptions, world: int) -> None:

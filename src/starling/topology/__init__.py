@@ -21,7 +21,16 @@ from starling.topology.analysis import (
 )
 from starling.topology.base import Matrix, Topology
 from starling.topology.custom import check_pattern, custom, find_topology
-from starling.topology.patterns import PATTERNS, complete_graph, exponential, hierarchical, lazy, pairs, random_ring, ring
+from starling.topology.patterns import (
+    PATTERNS,
+    complete_graph,
+    exponential,
+    hierarchical,
+    lazy,
+    pairs,
+    random_ring,
+    ring,
+)
 
 __all__ = [
     "PATTERNS",
