@@ -61,6 +61,7 @@ TIMELINES = {
         "all learners read and change one shared model, here in three pieces; none waits",
     ),
     "local-sgd": Waits("local-sgd", {"every": 3}, "learners step alone, and wait for the mean of all every third step"),
+    "noloco": Waits("noloco", {"every": 3}, "learners step alone, and agree with one other every third step"),
     "streaming-diloco": Waits(
         "streaming-diloco",
         {"every": 4, "fragments": 2, "overlap": 1},

@@ -118,6 +118,7 @@ PERIODIC: dict[str, dict[str, Any]] = {
     "bmuf": {"every": 3, "warm_up": 0, "nesterov": False, "optimizer_state": "reset"},
     "slowmo": {"every": 2},
     "diloco": {"every": 3},
+    "noloco": {"every": 3},
     "streaming-diloco": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1},
     "streaming-diloco-int4": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1, "compression": "int4"},
 }

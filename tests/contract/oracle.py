@@ -281,12 +281,16 @@ def local(
     blend: float = 0.0,
     optimizer_state: str = "local",
     compression: Any = "none",
+    among: str = "all",
+    pull: float | None = None,
 ) -> Oracle:
     """X <- X - a G(X), and every H steps D = theta - X 1 / L, v <- beta v + D, theta and X as the options say.
 
     Plain SGD has no state, so that what becomes of the state does not matter. With a compression, D is the mean of
     theta - X that travels encoded.
     """
+    if among == "pairs":
+        return noloco(every, rate, momentum or 0.0, rate if pull is None else pull, warm_up)
     if isinstance(compression, dict):
         compression = TopK(**compression)
 
@@ -335,6 +339,30 @@ def local(
             for number in range(len(pieces)):
                 send(number)
                 agree(number, 0.0)
+        return weights
+
+    return run
+
+
+def noloco(every: int, rate: float, momentum: float, pull: float, warm_up: int) -> Oracle:
+    """With T_k of random pairs: M <- mu M + eta (X - Theta) T_k + gamma (Theta T_k - Theta), Theta <- Theta + M."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        topology = find_topology("pairs", learners, seed=11)
+        weights = np.tile(start[:, None], (1, learners))
+        theta, m = weights.copy(), np.zeros_like(weights)
+        for k in range(rounds):
+            gradients = columns(weights, gradient, k)
+            if k < warm_up:
+                weights = theta = weights - learning_rate * gradients @ complete(learners)
+                continue
+            weights = weights - learning_rate * gradients
+            number, steps_left = divmod(k + 1 - warm_up, every)
+            if steps_left and k + 1 < rounds:
+                continue
+            pair = topology.matrix(number + (steps_left > 0))
+            m = momentum * m + rate * (weights - theta) @ pair + pull * (theta @ pair - theta)
+            weights = theta = theta + m
         return weights
 
     return run

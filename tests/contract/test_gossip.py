@@ -200,6 +200,7 @@ def test_corrections_reach_the_optimum_of_unequal_data_at_a_constant_rate(
 
 
 RESUMED: list[tuple[str, dict[str, Any]]] = [
+    ("noloco", {"every": 3, "pull": 0.3}),
     ("sgp", {"pattern": LOPSIDED}),
     ("sgp", {"pattern": LOPSIDED, "overlap": True}),
     ("dpsgd", {"pattern": "random"}),

@@ -13,7 +13,7 @@ from starling.strategies.delayed import DELAYED
 from starling.strategies.dpsgd import DPSGD
 from starling.strategies.hadpsgd import HADPSGD
 from starling.strategies.hogwild import HOGWILD
-from starling.strategies.local import BMUF, DILOCO, LOCAL_SGD, SLOWMO, STREAMING_DILOCO
+from starling.strategies.local import BMUF, DILOCO, LOCAL_SGD, NOLOCO, SLOWMO, STREAMING_DILOCO
 from starling.strategies.parameter_server import PARAMETER_SERVER
 from starling.strategies.sgp import SGP
 
@@ -22,7 +22,7 @@ __all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy",
 _OWN = (
     *(ALLREDUCE, DELAY_BY_ONE, DPSGD, ADPSGD, HADPSGD, PARAMETER_SERVER, HOGWILD, DELAYED),
     *(LOCAL_SGD, BMUF, SLOWMO, DILOCO, STREAMING_DILOCO),
-    SGP,
+    *(NOLOCO, SGP),
 )
 STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _OWN}
 """Starling's own strategies by name."""
