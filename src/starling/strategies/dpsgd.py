@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -141,8 +140,8 @@ async def _tracking(me: Learner, gossip: Gossip) -> None:
         Nedic et al. 2017, "Achieving Geometric Convergence for Distributed Optimization over Time-Varying Graphs",
         arXiv 1607.03218.
     """
-    keep = partial(me.strategy_state, for_membership=True)
-    y, last = keep("estimate", _zeros(me)), keep("gradient", _zeros(me))
+    y = me.strategy_state("estimate", _zeros(me), for_membership=True)
+    last = me.strategy_state("gradient", _zeros(me), for_membership=True)
     while me.claim():
         of_weights, of_estimate = gossip.start(), gossip.start_beside(y)
         gradient = await me.gradient(me.weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import Field, field_validator
@@ -219,7 +218,9 @@ class Gossip:
     def __init__(self, me: Learner, options: MixingOptions, topology: Topology, mean_every: int | None = None) -> None:
         import torch
 
-        keep = partial(me.strategy_state, is_common=False, for_membership=True)
+        def keep(name: str, initial: Tensor) -> Tensor:
+            return me.strategy_state(name, initial, for_membership=True)
+
         self._me, self._topology, self._mean_every = me, topology, mean_every
         self._pieces = options.pieces(me)
         self._compression = Encoder(options, me.weights, self._pieces, keep)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import field_validator
@@ -84,7 +83,9 @@ class Push:
     def __init__(self, me: Learner, options: PushSumOptions) -> None:
         import torch
 
-        keep = partial(me.strategy_state, for_membership=True)
+        def keep(name: str, initial: Tensor) -> Tensor:
+            return me.strategy_state(name, initial, for_membership=True)
+
         self._me, self._has_overlap = me, options.overlap
         self._topology = find_topology(options.pattern, me.world, me.seed, is_balanced=False)
         (self._whole,) = me.pieces(len(me.weights))
