@@ -148,7 +148,6 @@ def choices() -> dict[str, Choice]:
     made["dpsgd-int4"] = Choice(
         STRATEGIES["dpsgd"], lambda world: DpsgdOptions(compression="int4", consensus_rate=0.75, mean_every=5)
     )
-    made["dpsgd-adapt-first"] = _dpsgd("random", order="adapt-first")
     made["dpsgd-quasi-global"] = Choice(STRATEGIES["dpsgd"], _quasi_global)
     made["dpsgd-d2"] = _dpsgd("ring", correction="d2")
     made["dpsgd-tracking"] = _dpsgd("pairs", correction="tracking")

@@ -407,7 +407,6 @@ SYNCHRONOUS: dict[str, Oracle] = {
     "server-hybrid": allreduce,
     "delayed": delayed(2),
     "dpsgd-int4": choco("ring", "int4", 0.75, mean_every=5),
-    "dpsgd-adapt-first": adapt_first("random"),
     "dpsgd-quasi-global": quasi_global("ring", 0.8, 0.2),
     "dpsgd-d2": d2("ring"),
     "dpsgd-tracking": tracking("pairs"),
