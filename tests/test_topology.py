@@ -28,6 +28,8 @@ from starling.topology import (
     identity,
     is_connected,
     is_doubly_stochastic,
+    is_strongly_connected,
+    lazy,
     mixing_product,
     pairs,
     pairs_contraction,
@@ -532,3 +534,29 @@ def test_a_topology_can_be_copied_to_another_process(name: str) -> None:
     topology = PATTERNS[name](6, 3)
     copy = pickle.loads(pickle.dumps(topology))  # noqa: S301 - its own bytes
     np.testing.assert_array_equal(copy.matrix(4), topology.matrix(4))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_what_a_learner_keeps_is_its_own_weight_where_the_mean_stays(name: str, world: int) -> None:
+    """And half of each change is the mean of a round and of none."""
+    topology = PATTERNS[name](world, 3)
+    for k in range(4):
+        matrix = topology.matrix(k)
+        assert [topology.kept(k, rank) for rank in range(world)] == pytest.approx(list(np.diag(matrix)))
+        np.testing.assert_allclose(lazy(topology).matrix(k), (identity(world) + matrix) / 2, rtol=0.0, atol=1e-15)
+
+
+def test_a_path_that_leads_one_way_connects_but_not_strongly() -> None:
+    """What connects undirected graphs is not enough where nothing comes back."""
+
+    def one_way(k: int, rank: int, world: int) -> dict[int, float]:
+        return {rank - 1: 0.5} if rank else {}
+
+    def around(k: int, rank: int, world: int) -> dict[int, float]:
+        return {(rank - 1) % world: 0.5} if rank == k % world else {}
+
+    assert is_strongly_connected(custom(4, around, is_balanced=False), 4)
+    assert not is_strongly_connected(exponential(4), 0)
+    with pytest.raises(ConfigError, match="not connected"):
+        custom(4, one_way, is_balanced=False)

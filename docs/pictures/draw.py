@@ -24,6 +24,11 @@ TIMELINES = {
         "delay-by-one", {}, "the mean travels during the next gradient; the slowest still sets the pace"
     ),
     "dpsgd": Waits("dpsgd", {"pattern": "ring"}, "neighbours wait for each other; waiting spreads around the ring"),
+    "dpsgd-adapt-first": Waits(
+        "dpsgd", {"order": "adapt-first"}, "each learner steps first, and then averages with its neighbours"
+    ),
+    "sgp": Waits("sgp", {}, "each learner sends its weights to one other after its step, and waits for one message"),
+    "sgp-overlap": Waits("sgp", {"overlap": True}, "the same, but messages travel during the next gradient"),
     "adpsgd": Waits(
         "adpsgd", {"pattern": "random"}, "no gradient waits for another learner; a random ring averages meanwhile"
     ),
@@ -56,6 +61,7 @@ TIMELINES = {
         "all learners read and change one shared model, here in three pieces; none waits",
     ),
     "local-sgd": Waits("local-sgd", {"every": 3}, "learners step alone, and wait for the mean of all every third step"),
+    "noloco": Waits("noloco", {"every": 3}, "learners step alone, and agree with one other every third step"),
     "streaming-diloco": Waits(
         "streaming-diloco",
         {"every": 4, "fragments": 2, "overlap": 1},
@@ -76,6 +82,13 @@ def _own() -> Topology:
     return custom(8, hypercube)
 
 
+def _unbalanced() -> Topology:
+    sys.path.insert(0, str(HERE.parent / "strategies"))
+    from loud import loud
+
+    return custom(8, loud, is_balanced=False)
+
+
 PATTERNS = {
     "ring": "each learner mixes itself, left and right, 1/3 each; every round is the same",
     "random": "a ring in a fresh random order each round, 1/3 each",
@@ -94,6 +107,9 @@ def pictures() -> dict[str, Callable[[], Picture]]:
         drawn[f"talks-{name}.svg"] = lambda name=name, what=what: pattern(name, what, find_topology(name, 8, SEED))  # type: ignore[misc]
     drawn["talks-own.svg"] = lambda: pattern(
         "hypercube", "in round k each learner pairs with the one whose rank differs in bit k", _own()
+    )
+    drawn["talks-sgp.svg"] = lambda: pattern(
+        "loud", "each learner hears its left neighbour, and one in each round also learner 0", _unbalanced()
     )
     drawn["talks-hadpsgd.svg"] = lambda: super_learners(find_topology("random", 4, seed=3), 2)
     drawn["talks-allreduce.svg"] = lambda: hub(

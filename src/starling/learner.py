@@ -253,12 +253,15 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def strategy_state(self, name: str, initial: Tensor, is_common: bool = True) -> Tensor:
+    def strategy_state(
+        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
+    ) -> Tensor:
         """A tensor that the strategy keeps between its steps, such as an outer momentum; initially a copy of `initial`.
 
         Checkpoints save it, and a resumed learner gets the saved value instead of `initial`. After a membership change,
-        all learners begin with the value of one of them if it `is_common`, otherwise each with its own. Only a strategy
-        that declares `keeps_state` may keep what is common, and only its foreground may write to a tensor, in place.
+        all learners begin with the value of one of them if it `is_common`, otherwise each with its own, or with
+        `initial` if it is `for_membership`: for what learners must keep consistent between them. Only a strategy that
+        declares `keeps_state` may keep what is common, and only its foreground may write to a tensor, in place.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 from starling.checkpoint.encoding import decode_state
 from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import checkpoints_in, latest, load
-from starling.checkpoint.state import OWN_PREFIX, LearnerState
+from starling.checkpoint.state import MEMBERSHIP_PREFIX, OWN_PREFIX, LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError
 from starling.workload import Position, Ticket
@@ -40,6 +40,7 @@ def state(
     optimizer.step()
     buffers = {"mean": torch.tensor([float(rank)]), "count": torch.tensor(rank)}
     strategy = {"steps": torch.tensor([7]), f"{OWN_PREFIX}sent": torch.full((3,), float(rank))}
+    strategy[f"{MEMBERSHIP_PREFIX}copy"] = torch.full((3,), 2.0 * rank)
     return LearnerState(
         rank,
         world,
@@ -115,6 +116,13 @@ def test_the_model_is_the_mean_of_all_learners(tmp_path: Path) -> None:
     assert torch.equal(model["weights"], expected)
     assert torch.equal(model["mean"], torch.tensor([1.0]))
     assert torch.equal(model["count"], torch.tensor(0))
+
+
+def test_what_a_strategy_kept_for_a_membership_is_for_as_many_learners_alone(tmp_path: Path) -> None:
+    """All of it with as many, and the rest with another number."""
+    checkpoint, own = load(save_all(tmp_path, 2, Ticket(3, 0, 24))), f"{OWN_PREFIX}sent"
+    assert set(checkpoint.start(1, 2).strategy) == {"steps", own, f"{MEMBERSHIP_PREFIX}copy"}
+    assert set(checkpoint.start(1, 3).strategy) == {"steps", own}
 
 
 def test_another_number_of_learners_begins_with_the_consensus(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from starling.strategies.dpsgd import DpsgdOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.server import ServerOptions
+from starling.strategies.sgp import PushSumOptions
 from starling.topology import PATTERNS
 from starling.training.faults import Fault, NotFinite
 from starling.training.freezing import Freeze, Until
@@ -86,8 +87,13 @@ def _allreduce(**options: Any) -> Choice:
     return Choice(STRATEGIES["allreduce"], lambda world: AllReduceOptions.model_validate(options))
 
 
-def _dpsgd(pattern: str) -> Choice:
-    return Choice(STRATEGIES["dpsgd"], lambda world: DpsgdOptions(pattern=pattern))
+def _dpsgd(pattern: str, **options: Any) -> Choice:
+    return Choice(STRATEGIES["dpsgd"], lambda world: DpsgdOptions(pattern=pattern, **options))
+
+
+def _quasi_global(world: int) -> DpsgdOptions:
+    """A learner alone has no momentum."""
+    return DpsgdOptions(momentum="quasi-global", beta=0.8 if world > 1 else 0.0, mu=0.2)
 
 
 def _adpsgd(**options: Any) -> Choice:
@@ -112,6 +118,7 @@ PERIODIC: dict[str, dict[str, Any]] = {
     "bmuf": {"every": 3, "warm_up": 0, "nesterov": False, "optimizer_state": "reset"},
     "slowmo": {"every": 2},
     "diloco": {"every": 3},
+    "noloco": {"every": 3},
     "streaming-diloco": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1},
     "streaming-diloco-int4": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1, "compression": "int4"},
 }
@@ -141,6 +148,11 @@ def choices() -> dict[str, Choice]:
     made["dpsgd-int4"] = Choice(
         STRATEGIES["dpsgd"], lambda world: DpsgdOptions(compression="int4", consensus_rate=0.75, mean_every=5)
     )
+    made["dpsgd-quasi-global"] = Choice(STRATEGIES["dpsgd"], _quasi_global)
+    made["dpsgd-d2"] = _dpsgd("ring", correction="d2")
+    made["dpsgd-tracking"] = _dpsgd("pairs", correction="tracking")
+    made["sgp"] = Choice(STRATEGIES["sgp"], lambda world: PushSumOptions())
+    made["sgp-overlap"] = Choice(STRATEGIES["sgp"], lambda world: PushSumOptions(overlap=True))
     made["adpsgd-int8"] = _adpsgd(pattern="ring", compression="int8")
     made["adpsgd-in-pieces"] = _adpsgd(piece_megabytes=1e-4, period=0.5)
     made["adpsgd-all-averaged"] = _adpsgd(optimizer_state="averaged", pattern="pairs", period=2.0)

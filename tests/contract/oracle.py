@@ -119,6 +119,89 @@ def dpsgd(pattern: str) -> Oracle:
     return run
 
 
+def adapt_first(pattern: str) -> Oracle:
+    """W <- (W - a G(W)) T_k."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        topology = find_topology(pattern, learners, seed=11)
+        weights = np.tile(start[:, None], (1, learners))
+        for k in range(rounds):
+            weights = (weights - learning_rate * columns(weights, gradient, k)) @ topology.matrix(k)
+        return weights
+
+    return run
+
+
+def quasi_global(pattern: str, beta: float, mu: float) -> Oracle:
+    """X' = (X - a (beta M + G)) T_k, M <- (1 - mu) M + mu (X - X') / a."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        topology = find_topology(pattern, learners, seed=11)
+        weights = np.tile(start[:, None], (1, learners))
+        momentum = np.zeros_like(weights)
+        for k in range(rounds):
+            moved = beta * momentum + columns(weights, gradient, k)
+            following = (weights - learning_rate * moved) @ topology.matrix(k)
+            momentum = (1 - mu) * momentum + mu * (weights - following) / learning_rate
+            weights = following
+        return weights
+
+    return run
+
+
+def d2(pattern: str) -> Oracle:
+    """X_(k+1) = (2 X_k - X_(k-1) - a (G_k - G_(k-1))) S with S = (I + T) / 2, X_1 = (X_0 - a G_0) S."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        half = (identity(learners) + find_topology(pattern, learners, seed=11).matrix(0)) / 2
+        weights = before = np.tile(start[:, None], (1, learners))
+        gradients_before = np.zeros_like(weights)
+        for k in range(rounds):
+            gradients = columns(weights, gradient, k)
+            following = 2 * weights - before - learning_rate * (gradients - gradients_before)
+            weights, before, gradients_before = following @ half, weights, gradients
+        return weights
+
+    return run
+
+
+def tracking(pattern: str) -> Oracle:
+    """Y <- Y T_k + G_k - G_(k-1), X <- X T_k - a Y."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        topology = find_topology(pattern, learners, seed=11)
+        weights = np.tile(start[:, None], (1, learners))
+        estimate, gradients_before = np.zeros((2, *weights.shape))
+        for k in range(rounds):
+            gradients = columns(weights, gradient, k)
+            estimate = estimate @ topology.matrix(k) + gradients - gradients_before
+            weights, gradients_before = weights @ topology.matrix(k) - learning_rate * estimate, gradients
+        return weights
+
+    return run
+
+
+def push_sum(pattern: str, overlap: bool = False) -> Oracle:
+    """X <- (X - a G(Z)) P_k, u <- u P_k, Z = X / u. With an overlap, what leaves the diagonal arrives a step later."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        topology = find_topology(pattern, learners, seed=11, is_balanced=False)
+        held = np.vstack([np.tile(start[:, None], (1, learners)), np.ones((1, learners))])  # X and, below it, u
+        under_way = np.zeros_like(held)
+        for k in range(rounds):
+            held[:-1] -= learning_rate * columns(held[:-1] / held[-1], gradient, k)
+            held, shares = held + under_way, topology.matrix(k)
+            kept = np.diag(np.diag(shares))
+            under_way = held @ (shares - kept)
+            held = held @ kept
+            if not overlap:
+                held, under_way = held + under_way, np.zeros_like(held)
+        held = held + under_way
+        return held[:-1] / held[-1]
+
+    return run
+
+
 def choco(pattern: str, compression: Compression, gamma: float, mean_every: int = 0) -> Oracle:
     """Q = C(W - Y), Y <- Y + Q, S <- S + Q T, W <- W + gamma (S - Y) - a G(W); in the first round Q = W. In every
     `mean_every`-th round W <- W 1 1^T / L - a G(W)."""
@@ -198,12 +281,16 @@ def local(
     blend: float = 0.0,
     optimizer_state: str = "local",
     compression: Any = "none",
+    among: str = "all",
+    pull: float | None = None,
 ) -> Oracle:
     """X <- X - a G(X), and every H steps D = theta - X 1 / L, v <- beta v + D, theta and X as the options say.
 
     Plain SGD has no state, so that what becomes of the state does not matter. With a compression, D is the mean of
     theta - X that travels encoded.
     """
+    if among == "pairs":
+        return noloco(every, rate, momentum or 0.0, rate if pull is None else pull, warm_up)
     if isinstance(compression, dict):
         compression = TopK(**compression)
 
@@ -257,6 +344,30 @@ def local(
     return run
 
 
+def noloco(every: int, rate: float, momentum: float, pull: float, warm_up: int) -> Oracle:
+    """With T_k of random pairs: M <- mu M + eta (X - Theta) T_k + gamma (Theta T_k - Theta), Theta <- Theta + M."""
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        topology = find_topology("pairs", learners, seed=11)
+        weights = np.tile(start[:, None], (1, learners))
+        theta, m = weights.copy(), np.zeros_like(weights)
+        for k in range(rounds):
+            gradients = columns(weights, gradient, k)
+            if k < warm_up:
+                weights = theta = weights - learning_rate * gradients @ complete(learners)
+                continue
+            weights = weights - learning_rate * gradients
+            number, steps_left = divmod(k + 1 - warm_up, every)
+            if steps_left and k + 1 < rounds:
+                continue
+            pair = topology.matrix(number + (steps_left > 0))
+            m = momentum * m + rate * (weights - theta) @ pair + pull * (theta @ pair - theta)
+            weights = theta = theta + m
+        return weights
+
+    return run
+
+
 def gradient_of_regression() -> Gradient:
     """The gradients of `TinyRegression`, in double precision, from autograd."""
     workload = TinyRegression()
@@ -296,6 +407,11 @@ SYNCHRONOUS: dict[str, Oracle] = {
     "server-hybrid": allreduce,
     "delayed": delayed(2),
     "dpsgd-int4": choco("ring", "int4", 0.75, mean_every=5),
+    "dpsgd-quasi-global": quasi_global("ring", 0.8, 0.2),
+    "dpsgd-d2": d2("ring"),
+    "dpsgd-tracking": tracking("pairs"),
+    "sgp": push_sum("exponential"),
+    "sgp-overlap": push_sum("exponential", overlap=True),
 } | {f"dpsgd-{pattern}": dpsgd(pattern) for pattern in PATTERNS}
 SYNCHRONOUS |= {name: periodic(name) for name in PERIODIC}
 ASYNCHRONOUS = {f"adpsgd-{pattern}": adpsgd(pattern) for pattern in PATTERNS}

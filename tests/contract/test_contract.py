@@ -21,8 +21,10 @@ every_strategy = pytest.mark.parametrize("strategy", CHOICES)
 every_synchronous = pytest.mark.parametrize("strategy", SYNCHRONOUS)
 FOLLOWS_THE_MEAN = [name for name in PERIODIC if "local" not in name]
 """Choices with an outer optimizer: their model is not the mean of what learners found."""
-NO_CLOSED_FORM = [*FOLLOWS_THE_MEAN, "dpsgd-int4"]
-"""The mixing of what is encoded is no matrix."""
+NO_CLOSED_FORM = [*FOLLOWS_THE_MEAN, "dpsgd-int4", "dpsgd-quasi-global", "dpsgd-d2", "dpsgd-tracking", "sgp-overlap"]
+"""The mixing of what is encoded is no matrix; the others remember earlier steps."""
+ADAPT_FIRST = {"sgp": "exponential"}
+"""Choices whose averaging also averages the step, with their patterns."""
 every_engine = pytest.mark.parametrize("engine", ["on_virtual", "on_processes"])
 
 
@@ -253,11 +255,16 @@ def _variance_under_delay(delay: int, a: float, h: float) -> float:
 
 
 def _variance_beside_the_mean(strategy: str, learners: int, a: float, h: float) -> float:
-    """The covariance recursion C <- (T - a h)^T C (T - a h) + a^2 in NumPy, over the very matrices of the run."""
-    topology = find_topology(strategy.removeprefix("dpsgd-"), learners, seed=0) if "dpsgd" in strategy else None
+    """The covariance recursion C <- (T - a h)^T C (T - a h) + a^2 in NumPy, over the very matrices of the run; where
+    the step is averaged, too, C <- T^T ((1 - a h)^2 C + a^2) T."""
+    pattern = ADAPT_FIRST.get(strategy) or (strategy.removeprefix("dpsgd-") if "dpsgd" in strategy else None)
+    topology = find_topology(pattern, learners, seed=0) if pattern else None
     covariance = np.zeros((learners, learners))
     for k in range(60):
         mixing = complete(learners) if topology is None else topology.matrix(k)
+        if strategy in ADAPT_FIRST:
+            covariance = mixing.T @ ((1 - a * h) ** 2 * covariance + a * a * np.eye(learners)) @ mixing
+            continue
         step = mixing - a * h * np.eye(learners)
         covariance = step.T @ covariance @ step + a * a * np.eye(learners)
     beside = np.eye(learners) - complete(learners)

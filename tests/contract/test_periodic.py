@@ -77,6 +77,8 @@ def test_a_warm_up_as_long_as_the_run_is_allreduce() -> None:
         ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1}),
         ("streaming-diloco", {"every": 4, "fragments": 4, "overlap": 1, "blend": 0.0}),
         ("streaming-diloco", {"every": 5, "fragments": 2, "overlap": 0, "blend": 0.25}),
+        ("noloco", {"every": 2, "pull": 0.3, "warm_up": 1}),
+        ("local-sgd", {"every": 2, "among": "pairs"}),
     ],
 )
 def test_options_that_the_contract_leaves_out_follow_the_equation(name: str, options: dict[str, Any]) -> None:
@@ -164,6 +166,22 @@ def test_the_bytes_sent_are_those_of_the_formula(name: str, options: dict[str, A
     assert len(sent.by_rank) == LEARNERS
 
 
+def test_two_learners_that_agree_in_pairs_agree_among_all() -> None:
+    """With gamma = eta, NoLoCo is local SGD with an outer momentum; to rounding, as each pair sums for itself."""
+    expected = trained("local-sgd", adamw(0.01), learners=2, every=4, rate=0.7, momentum=0.5)
+    found = trained("noloco", adamw(0.01), learners=2, every=4)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("options", "vectors"), [({}, 1), ({"pull": 0.7}, 1), ({"pull": 0.5}, 2)])
+def test_a_pair_sends_its_weights_and_theta_only_if_it_must(options: dict[str, float], vectors: int) -> None:
+    """4 P, or 8 P, for each agreement; the last period has one of its own."""
+    strategy, sent = STRATEGIES["noloco"], Sent()
+    chosen = strategy.options(every=4, **options)
+    VirtualEngine(Job(TinyRegression(), strategy, Budget(steps=40), sgd(0.1), options=chosen), 4, observer=sent).run()
+    assert sent.by_rank == dict.fromkeys(range(4), 3 * vectors * 4 * 29)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -172,6 +190,8 @@ def test_the_bytes_sent_are_those_of_the_formula(name: str, options: dict[str, A
             {"every": 8, "fragments": 4, "overlap": 3},
             "still be averaged after 3 steps when the next one begins, 2 steps",
         ),
+        ({"among": "pairs"}, "leave out fragments, overlap, compression"),
+        ({"pull": 0.5}, "only for `among: pairs`"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, int], message: str) -> None:

@@ -59,6 +59,10 @@ CASES: dict[str, dict[str, Any]] = {
     "delay-by-one": {"strategy": "delay-by-one"},
     "dpsgd-random": {"strategy": "dpsgd", "options": {"pattern": "random"}},
     "dpsgd-pairs": {"strategy": "dpsgd", "options": {"pattern": "pairs"}},
+    "dpsgd-quasi-global": {"strategy": "dpsgd", "options": {"momentum": "quasi-global", "beta": 0.8, "mu": 0.2}},
+    "dpsgd-tracking": {"strategy": "dpsgd", "options": {"pattern": "pairs", "correction": "tracking"}},
+    "sgp-overlap": {"strategy": "sgp", "options": {"overlap": True}},
+    "noloco": {"strategy": "noloco", "options": {"every": 3}},
     "adpsgd": {"strategy": "adpsgd"},
     "averaged": {"strategy": "adpsgd", "options": {"optimizer_state": "averaged", "pattern": "pairs"}},
     "still": {"strategy": "adpsgd", "lr": 0.0},
@@ -168,7 +172,7 @@ def test_gradients_that_are_late_are_applied_when_the_loop_ends() -> None:
     "name",
     [
         *("allreduce", "allreduce-int8", "delay-by-one", "dpsgd-random", "dpsgd-pairs", "server-hybrid"),
-        "streaming-diloco-int4",
+        *("streaming-diloco-int4", "noloco", "dpsgd-quasi-global", "dpsgd-tracking", "sgp-overlap"),
     ],
 )
 def test_learners_in_step_follow_their_equation(name: str, world: int, joined: Runner) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from starling.checkpoint.files import read_json, read_tensors
 from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, TicketRecord, read_manifest, sort_key, verify
-from starling.checkpoint.state import LearnerState, ShardState
+from starling.checkpoint.state import LearnerState, ShardState, beyond_membership
 from starling.errors import CheckpointError
 from starling.workload import Position
 
@@ -118,14 +118,15 @@ class Checkpoint:
             return start
         # a server's buffers are still those of the start of the run
         buffers = former.buffers if former.is_worker else self.learner(0).buffers
-        return replace(start, rank=rank, world=world, weights=self.consensus(), buffers=buffers)
+        strategy = beyond_membership(start.strategy)
+        return replace(start, rank=rank, world=world, weights=self.consensus(), buffers=buffers, strategy=strategy)
 
     def _whole(self, rank: int, world: int, first: int, size: int) -> LearnerState:
         """The state of a whole model for learner `rank`, with the optimizer state of the former island of `size` whose
         ranks begin with `first`."""
         formers = [self.learner(former) for former in range(first, first + size)]
         own, optimizer = formers[rank % size], formers[0].optimizer
-        shard, strategy = own.shard_of_island, dict(own.strategy)
+        shard, strategy = own.shard_of_island, beyond_membership(own.strategy)
         if shard is not None:
             optimizer = shard.cut.whole_of_optimizer([former.optimizer for former in formers], shard.order)
         for name, each in strategy.items():

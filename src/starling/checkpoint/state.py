@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,20 @@ if TYPE_CHECKING:
 
 OWN_PREFIX = "own."
 """Begins the names of those parts of a strategy's state that differ between learners."""
+MEMBERSHIP_PREFIX = OWN_PREFIX + "membership."
+"""Begins the names of those that are void once the membership changes."""
+
+
+def name_of_state(name: str, is_common: bool, for_membership: bool) -> str:
+    """The name under which a state stores what `Learner.strategy_state` returns."""
+    if for_membership:
+        return MEMBERSHIP_PREFIX + name
+    return name if is_common else OWN_PREFIX + name
+
+
+def beyond_membership(strategy: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of a strategy's state is valid in other memberships, too."""
+    return {name: each for name, each in strategy.items() if not name.startswith(MEMBERSHIP_PREFIX)}
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,16 @@ from starling.strategies.delayed import DELAYED
 from starling.strategies.dpsgd import DPSGD
 from starling.strategies.hadpsgd import HADPSGD
 from starling.strategies.hogwild import HOGWILD
-from starling.strategies.local import BMUF, DILOCO, LOCAL_SGD, SLOWMO, STREAMING_DILOCO
+from starling.strategies.local import BMUF, DILOCO, LOCAL_SGD, NOLOCO, SLOWMO, STREAMING_DILOCO
 from starling.strategies.parameter_server import PARAMETER_SERVER
+from starling.strategies.sgp import SGP
 
 __all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy", "strategy_names"]
 
 _OWN = (
     *(ALLREDUCE, DELAY_BY_ONE, DPSGD, ADPSGD, HADPSGD, PARAMETER_SERVER, HOGWILD, DELAYED),
     *(LOCAL_SGD, BMUF, SLOWMO, DILOCO, STREAMING_DILOCO),
+    *(NOLOCO, SGP),
 )
 STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _OWN}
 """Starling's own strategies by name."""

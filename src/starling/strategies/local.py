@@ -13,6 +13,7 @@ from starling.errors import ConfigError
 from starling.learner import Handle, Learner, LoopEnded
 from starling.strategies.base import Strategy
 from starling.strategies.compression import Compression, LowRank, Means
+from starling.topology import pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +44,11 @@ class LocalOptions(Config):
     """alpha, the share of its own weights that a learner keeps at an agreement."""
     compression: Compression = "none"
     """How theta - x_l is encoded for sending, or a gradient while warming up; errors are fed back."""
+    among: Literal["all", "pairs"] = "all"
+    """With whom a learner agrees: with all, or with one other, drawn at random for each agreement (NoLoCo)."""
+    pull: float | None = Field(default=None, ge=0.0)
+    """gamma, among pairs: how far theta goes towards the pair's mean of theta; None: eta, for which half of the bytes
+    are enough."""
 
 
 async def local(me: Learner, options: LocalOptions) -> None:
@@ -69,9 +75,14 @@ async def local(me: Learner, options: LocalOptions) -> None:
       tau steps are made: D is theta less the mean of the weights tau steps ago. Fragments are consecutive numbers
       here, and layers in the paper.
 
+    - NoLoCo (`noloco`): random pairs agree, so that learners have a theta and a v of their own. With means of a pair,
+      D = theta_l - mean(x) + (gamma / eta - 1) (theta_l - mean(theta)), which is, with m = -eta v, the paper's
+      m <- beta m + eta mean(x - theta) + gamma (mean(theta) - theta_l), theta_l <- theta_l + m.
+
     With `compression`, learners send theta - x_l encoded, and D is the mean of what is decoded.
 
-    The last period ends with the budget, and with an agreement about all weights, with alpha = 0.
+    The last period ends with the budget, and with an agreement about all weights, with alpha = 0. Among pairs learners
+    differ after it.
 
     Args:
         me: The learner that runs this coroutine.
@@ -86,6 +97,8 @@ async def local(me: Learner, options: LocalOptions) -> None:
         arXiv 1910.00643.
         Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105.
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv 2501.18512.
+        Kolehmainen et al. 2025, "NoLoCo: No-all-reduce Low Communication Training Method for Large Models",
+        arXiv 2506.10911.
     """
     period = Period(me, options)
     with suppress(LoopEnded):
@@ -106,14 +119,17 @@ class Period:
         momentum = 1.0 - 1.0 / me.world if options.momentum is None else options.momentum
         self._means = Means(me, options.compression)
         self._momentum = momentum
-        self._is_mean = options.rate == 1.0 and momentum == 0.0 and not self._means.are_encoded
+        self._pairs = Pairs(me, options) if options.among == "pairs" else None
+        needs_theta = self._means.are_encoded or (self._pairs is not None and self._pairs.needs_theta)
+        self._is_mean = options.rate == 1.0 and momentum == 0.0 and not needs_theta
         largest = -(-len(me.weights) // options.fragments)
         self._fragments = list(me.pieces(largest))
         self._states = [] if options.optimizer_state == "local" else list(me.pieces(largest, True))[self._num :]
         self._steps = me.strategy_state("steps", torch.zeros(1, dtype=torch.int64))
         if not self._is_mean:
-            self._theta = me.strategy_state("theta", me.weights)
-            self._v = me.strategy_state("momentum", me.weights.new_zeros(len(me.weights)))
+            is_common = self._pairs is None
+            self._theta = me.strategy_state("theta", me.weights, is_common)
+            self._v = me.strategy_state("momentum", me.weights.new_zeros(len(me.weights)), is_common)
         self._under_way: tuple[slice, Awaitable[Tensor]] | None = None
         if options.overlap:
             self._sent = me.strategy_state("sent", me.weights, is_common=False)
@@ -149,7 +165,7 @@ class Period:
             await self._merge()
         for fragment, since in self._since():
             if since == 0:
-                self._under_way = fragment, self._means.start(self._to_send(fragment), fragment)
+                self._under_way = fragment, self._start(self._to_send(fragment), fragment)
                 if self._options.overlap == 0:
                     await self._merge()
         if self._local_steps % self._options.every == 0:
@@ -163,7 +179,7 @@ class Period:
             return
         if self._local_steps > 0:
             for fragment in self._fragments:
-                self._agree(fragment, await self._means.start(self._mine(fragment), fragment), blend=0.0)
+                self._agree(fragment, await self._start(self._mine(fragment), fragment), blend=0.0)
 
     def _since(self) -> Iterator[tuple[slice, int]]:
         """The fragments whose averaging has begun at least once, with the steps since it last did."""
@@ -187,7 +203,14 @@ class Period:
         """Average again the fragment that was being averaged when the checkpoint was saved."""
         for fragment, since in self._since():
             if since < self._options.overlap:
-                self._under_way = fragment, self._means.start(self._sent[fragment], fragment)
+                self._under_way = fragment, self._start(self._sent[fragment], fragment)
+
+    def _start(self, mine: Tensor, fragment: slice) -> Awaitable[Tensor]:
+        """Start averaging a fragment."""
+        if self._pairs is None:
+            return self._means.start(mine, fragment)
+        number = -(-self._local_steps // self._options.every)
+        return self._pairs.mean(number, mine, self._theta[fragment] if self._pairs.needs_theta else None)
 
     async def _merge(self) -> None:
         if self._under_way is not None:
@@ -219,7 +242,42 @@ class Period:
             )
 
 
+class Pairs:
+    """Means of random pairs; the learner that remains of an odd number is a pair with itself.
+
+    With theta, the mean of x is moved so that theta less the result is D.
+    """
+
+    def __init__(self, me: Learner, options: LocalOptions) -> None:
+        self._me, self._topology = me, pairs(me.world, me.seed)
+        self._excess = 0.0 if options.pull is None else options.pull / options.rate - 1.0
+        self.needs_theta = self._excess != 0.0
+
+    async def mean(self, number: int, x: Tensor, theta: Tensor | None) -> Tensor:
+        """The mean of my pair in agreement `number`."""
+        me, mean = self._me, x
+        vectors = [x] if theta is None else [x, theta.clone()]
+        for peer in self._topology.targets(number, me.rank):
+            exchanges = [me.exchange(peer, mine, tag=number) for mine in vectors]
+            mean = 0.5 * (x + await exchanges[0])
+            if theta is not None:
+                mean += 0.5 * self._excess * (await exchanges[1] - theta)
+        return mean
+
+
 def _check(options: LocalOptions, world: int) -> None:
+    if options.among == "all" and options.pull is not None:
+        raise ConfigError("strategy.pull: only for `among: pairs`; leave it out")
+    if options.among == "pairs" and (
+        options.fragments > 1
+        or options.overlap
+        or options.compression != "none"
+        or options.optimizer_state == "averaged"
+    ):
+        raise ConfigError(
+            "strategy.among: pairs exchange all weights at once, as float32; leave out fragments, overlap, compression "
+            "and optimizer_state: averaged"
+        )
     if options.fragments > options.every:
         raise ConfigError(
             f"strategy.fragments: {options.fragments} fragments cannot agree in turn within {options.every} steps; "
@@ -272,6 +330,15 @@ class StreamingOptions(DiLoCoOptions):
     blend: float = Field(default=0.5, ge=0.0, lt=1.0)
 
 
+class NoLoCoOptions(LocalOptions):
+    """The options of `noloco`."""
+
+    every: int = Field(default=50, ge=1)
+    rate: float = Field(default=0.7, gt=0.0)
+    momentum: float | None = Field(default=0.5, ge=0.0, lt=1.0)
+    among: Literal["all", "pairs"] = "pairs"
+
+
 def _strategy(name: str, summary: str, options: type[LocalOptions]) -> Strategy:
     return Strategy(name, summary, local, options=options, check=_check, keeps_state=True, family="local")
 
@@ -283,3 +350,4 @@ DILOCO = _strategy("diloco", "step alone, follow the mean with an outer Nesterov
 STREAMING_DILOCO = _strategy(
     "streaming-diloco", "as diloco, one fragment of the weights after another, in the background", StreamingOptions
 )
+NOLOCO = _strategy("noloco", "step alone, follow the mean of a random pair with an outer momentum", NoLoCoOptions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import Field, field_validator
@@ -56,12 +56,17 @@ def check_mixing(options: MixingOptions, world: int) -> None:
     check_compression(options, find_topology(options.pattern, world, seed=0))
 
 
+def has_fixed_neighbours(topology: Topology) -> bool:
+    """Whether the neighbours are the same in each round."""
+    return topology.period == 1 or topology.world <= 2
+
+
 def check_compression(options: MixingOptions, topology: Topology) -> None:
     """Raise ConfigError unless the neighbours in a topology are always those that the compression needs."""
     if options.compression in ("none", "bfloat16"):
         if options.consensus_rate != 1.0:
             raise ConfigError("strategy.consensus_rate: only for compression int8, int4 or top_k; leave it out")
-    elif topology.period != 1 and topology.world > 2:
+    elif not has_fixed_neighbours(topology):
         raise ConfigError(
             f"strategy.compression: learners would have to know what has changed in each other's weights, but under "
             f"pattern {options.pattern} neighbours change from round to round; choose pattern ring or complete, or "
@@ -87,7 +92,8 @@ class Encoder:
         x_l <- x_l + gamma (s_l - y_l)
 
     so that s_l is the mixture of the public copies, learner l's own included. In the first round of a membership q is
-    x, as float32: public copies begin equal to the weights.
+    x, as float32: public copies begin equal to the weights. `keep` returns the tensors that hold e, y and s, from a
+    name and their initial value: those of a checkpoint, if a strategy saves them.
 
     References:
         Seide et al. 2014, "1-bit stochastic gradient descent", Interspeech.
@@ -95,14 +101,25 @@ class Encoder:
         Communication", arXiv 1902.00340 (CHOCO).
     """
 
-    def __init__(self, options: MixingOptions, weights: Tensor, pieces: Sequence[slice]) -> None:
-        size = pieces[-1].stop if pieces and options.compression != "none" else 0
+    def __init__(
+        self,
+        options: MixingOptions,
+        weights: Tensor,
+        pieces: Sequence[slice],
+        keep: Callable[[str, Tensor], Tensor] = lambda name, initial: initial,
+    ) -> None:
+        import torch
+
         self._rounds = options.compression == "bfloat16"
         self._encoding = None if self._rounds else find_encoding(options.compression)
         self._gamma = options.consensus_rate
-        self._errors = weights.new_zeros(size)  # of CHOCO: y
-        self._mixtures = weights.new_zeros(0 if self._rounds else size)  # s
-        self._begun: set[int] = set()
+        self._num_pieces = len(pieces)
+        if options.compression != "none":
+            zeros = weights.new_zeros(pieces[-1].stop if pieces else 0)
+            self._errors = keep("errors" if self._rounds else "public", zeros)  # of CHOCO: y
+            if not self._rounds:
+                self._mixtures = keep("mixture", zeros.clone())  # s
+                self._begun = keep("begun", torch.zeros(1, dtype=torch.int64))  # pieces, which take turns
 
     def encode(self, mine: Tensor, piece: slice) -> Tensor:
         """Encode `mine`, and change it to what the receivers will decode."""
@@ -119,8 +136,8 @@ class Encoder:
 
     def _encode_change(self, encoding: Encoding, mine: Tensor, piece: slice) -> Tensor:
         public = self._errors[piece]
-        if piece.start not in self._begun:
-            self._begun.add(piece.start)
+        if int(self._begun) < self._num_pieces:
+            self._begun.add_(1)
             public.copy_(mine)
             return mine
         mine.sub_(public)
@@ -143,11 +160,20 @@ class Encoder:
 
 
 class Mixing:
-    """Averages one piece of my weights in round k: sends it to my targets and receives those of my sources."""
+    """Averages one piece of my weights in round k, or `mine` in its place: sends it to my targets and receives those of
+    my sources."""
 
-    def __init__(self, me: Learner, topology: Topology, k: int, piece: slice, compression: Encoder) -> None:
+    def __init__(
+        self,
+        me: Learner,
+        topology: Topology,
+        k: int,
+        piece: slice,
+        compression: Encoder,
+        mine: Tensor | None = None,
+    ) -> None:
         self._compression, self._piece = compression, piece
-        self._mine = me.snapshot(piece)
+        self._mine = me.snapshot(piece) if mine is None else mine
         sent = compression.encode(self._mine, piece)
         # post receives before sends, so that data flows in both directions at once
         self._receiving = [
@@ -171,15 +197,66 @@ class Mixing:
 
 
 class MeanOfAll:
-    """Averages one piece of my weights with all learners, exactly."""
+    """Averages one piece of my weights with all learners, or `mine` in its place, exactly."""
 
-    def __init__(self, me: Learner, piece: slice) -> None:
-        self._mine = me.snapshot(piece)
+    def __init__(self, me: Learner, piece: slice, mine: Tensor | None = None) -> None:
+        self._mine = me.snapshot(piece) if mine is None else mine
         self._mean = me.mean(self._mine)
 
     async def delta(self) -> Tensor:
         """The change to my weights."""
         return await self._mean - self._mine
+
+
+class Gossip:
+    """The averaging rounds of a learner that takes one in each step, as its neighbours do.
+
+    Every `mean_every`-th round is a mean of all. The number of rounds, and what the compression remembers, is part of a
+    learner's checkpoint; they begin again in each membership.
+    """
+
+    def __init__(self, me: Learner, options: MixingOptions, topology: Topology, mean_every: int | None = None) -> None:
+        import torch
+
+        def keep(name: str, initial: Tensor) -> Tensor:
+            return me.strategy_state(name, initial, for_membership=True)
+
+        self._me, self._topology, self._mean_every = me, topology, mean_every
+        self._pieces = options.pieces(me)
+        self._compression = Encoder(options, me.weights, self._pieces, keep)
+        self._k = keep("rounds", torch.zeros(1, dtype=torch.int64))
+
+    def start(self) -> Averaging:
+        """Start the next round of the weights as they are now."""
+        self._k.add_(1)
+        return Averaging(self._me, [(piece, self._of_piece(piece)) for piece in self._pieces])
+
+    def start_beside(self, vector: Tensor) -> Averaging:
+        """Start averaging a vector `[P]`, beside the round of the weights that has just begun."""
+        pieces = [piece for piece in self._pieces if piece.stop <= len(vector)]
+        return Averaging(self._me, [(piece, self._of_piece(piece, vector[piece].clone())) for piece in pieces])
+
+    def _of_piece(self, piece: slice, mine: Tensor | None = None) -> Mixing | MeanOfAll:
+        if self._mean_every is not None and int(self._k) % self._mean_every == 0:
+            return MeanOfAll(self._me, piece, mine)
+        return Mixing(self._me, self._topology, int(self._k) - 1, piece, self._compression, mine)
+
+
+class Averaging:
+    """A round under way, in pieces."""
+
+    def __init__(self, me: Learner, pieces: Sequence[tuple[slice, Mixing | MeanOfAll]]) -> None:
+        self._me, self._pieces = me, pieces
+
+    async def change_weights(self) -> None:
+        """Wait for each piece, and add its change to my weights."""
+        for piece, mixing in self._pieces:
+            self._me.apply(await mixing.delta(), piece)
+
+    async def change(self, vector: Tensor) -> None:
+        """Wait for each piece, and add its change to a vector `[P]`."""
+        for piece, mixing in self._pieces:
+            vector[piece].add_(await mixing.delta())
 
 
 def sum_of_differences(own: Tensor, theirs: Sequence[tuple[float, Tensor]]) -> Tensor:

@@ -12,6 +12,7 @@ from starling.topology.analysis import (
     identity,
     is_connected,
     is_doubly_stochastic,
+    is_strongly_connected,
     mixing_product,
     pairs_contraction,
     random_ring_contraction,
@@ -20,7 +21,16 @@ from starling.topology.analysis import (
 )
 from starling.topology.base import Matrix, Topology
 from starling.topology.custom import check_pattern, custom, find_topology
-from starling.topology.patterns import PATTERNS, complete_graph, exponential, hierarchical, pairs, random_ring, ring
+from starling.topology.patterns import (
+    PATTERNS,
+    complete_graph,
+    exponential,
+    hierarchical,
+    lazy,
+    pairs,
+    random_ring,
+    ring,
+)
 
 __all__ = [
     "PATTERNS",
@@ -38,6 +48,8 @@ __all__ = [
     "identity",
     "is_connected",
     "is_doubly_stochastic",
+    "is_strongly_connected",
+    "lazy",
     "mixing_product",
     "pairs",
     "pairs_contraction",

@@ -43,6 +43,17 @@ def spectral_gap(mixing: Matrix) -> float:
     return float(1.0 - moduli.max())
 
 
+def is_strongly_connected(topology: Topology, rounds: int) -> bool:
+    """Whether the first `rounds` rounds, repeated, bring every learner's changes to every other, along directions."""
+    links = np.eye(topology.world, dtype=bool)  # from row to column
+    for k in range(rounds):
+        for rank in range(topology.world):
+            links[list(topology.sources(k, rank)), rank] = True
+    for middle in range(topology.world):
+        links |= links[:, middle, None] & links[None, middle, :]
+    return bool(links.all())
+
+
 def is_connected(topology: Topology, rounds: int) -> bool:
     """Whether the first `rounds` rounds, repeated, bring every learner's changes to every other.
 

@@ -46,6 +46,11 @@ class Topology(ABC):
     def targets(self, round: int, rank: int) -> Sequence[int]:
         """The learners that mix the model of `rank` into their own in `round`, ascending."""
 
+    def kept(self, round: int, rank: int) -> float:
+        """The share of its own model that `rank` keeps in `round`: 1 minus the weights with which others mix it. Where
+        averaging conserves the mean, it is also its own weight."""
+        return max(0.0, 1.0 - sum(self.sources(round, peer)[rank] for peer in self.targets(round, rank)))
+
     def matrix(self, round: int) -> Matrix:
         """The matrix T of `round`, `[L, L]`: column l holds the weights with which learner l mixes all models."""
         mixing = np.zeros((self.world, self.world))

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from starling.errors import ConfigError
 from starling.registry import Registry
-from starling.topology.analysis import TOLERANCE, is_connected
-from starling.topology.base import Topology
+from starling.topology.analysis import TOLERANCE, is_connected, is_strongly_connected
+from starling.topology.base import Matrix, Topology
 from starling.topology.patterns import PATTERNS
 
 Function = Callable[[int, int, int], Mapping[int, float]]
@@ -29,8 +31,9 @@ class _Plan:
 
 
 class _Custom(Topology):
-    def __init__(self, world: int, function: Function, rounds: int) -> None:
+    def __init__(self, world: int, function: Function, rounds: int, is_balanced: bool) -> None:
         super().__init__(world)
+        self._is_balanced = is_balanced
         self._function = function
         self._name = getattr(function, "__name__", repr(function))
         self._plans: dict[int, _Plan] = {}
@@ -41,7 +44,7 @@ class _Custom(Topology):
                     f"pattern {self._name}, round {k}: two calls gave different results, so learners would disagree; "
                     "derive its randomness from the round and a fixed seed alone"
                 )
-        if not is_connected(self, rounds):
+        if not (is_connected if is_balanced else is_strongly_connected)(self, rounds):
             raise ConfigError(
                 f"pattern {self._name}: not connected within {rounds} rounds, so some learners would never mix; "
                 "add edges, or check more rounds"
@@ -54,6 +57,12 @@ class _Custom(Topology):
     def targets(self, round: int, rank: int) -> Sequence[int]:
         self._check(round, rank)
         return self._plan(round).targets[rank]
+
+    def matrix(self, round: int) -> Matrix:
+        mixing = super().matrix(round)
+        if not self._is_balanced:
+            mixing[np.diag_indices(self.world)] = [self.kept(round, rank) for rank in range(self.world)]
+        return mixing
 
     def _plan(self, round: int) -> _Plan:
         plan = self._plans.get(round)
@@ -75,7 +84,12 @@ class _Custom(Topology):
                 given[peer] += weight
                 targets[peer].append(rank)
         for rank, taken in enumerate(sources):
-            if abs(given[rank] - sum(taken.values())) > TOLERANCE:
+            if not self._is_balanced and given[rank] > 1.0 - TOLERANCE:
+                raise ConfigError(
+                    f"pattern {self._name}, round {round}, learner {rank}: others' weights for it sum to "
+                    f"{given[rank]:.6g}, so that nothing of its model would stay with it; make their sum less than 1"
+                )
+            if self._is_balanced and abs(given[rank] - sum(taken.values())) > TOLERANCE:
                 raise ConfigError(
                     f"pattern {self._name}, round {round}, learner {rank}: not doubly stochastic, so averaging would "
                     f"change the mean: its weights for others sum to {sum(taken.values()):.6g}, others' weights for it "
@@ -104,7 +118,7 @@ class _Custom(Topology):
                 raise ConfigError(f"{where}: mixes learner {number} with weight {share}; weights are between 0 and 1")
             if share > 0.0:
                 taken[number] = share
-        if sum(taken.values()) > 1.0 + TOLERANCE:
+        if self._is_balanced and sum(taken.values()) > 1.0 + TOLERANCE:
             raise ConfigError(
                 f"{where}: the weights of its peers sum to {sum(taken.values()):.6g}; its own weight is 1 minus their "
                 "sum, so make it at most 1"
@@ -112,7 +126,7 @@ class _Custom(Topology):
         return dict(sorted(taken.items()))
 
 
-def custom(world: int, function: Function, rounds: int | None = None) -> Topology:
+def custom(world: int, function: Function, rounds: int | None = None, is_balanced: bool = True) -> Topology:
     """A topology from a function: `function(round, rank, world)` returns the learners that `rank` mixes, with weights.
 
     A learner's own weight is 1 minus those of its peers; peers of weight 0 count as absent. The function must be pure:
@@ -120,10 +134,13 @@ def custom(world: int, function: Function, rounds: int | None = None) -> Topolog
     needed. The first `rounds` (default: 64, or 2 L if that is more) are checked immediately, and must connect all
     learners.
 
+    If it is not `is_balanced`, for push-sum, only the sum is conserved: others' weights for a learner must sum to less
+    than 1, and what is left is its own weight. Directions count: from each learner a path must lead to every other.
+
     Raises:
         ConfigError: The pattern is not doubly stochastic, not connected or not pure; the message names the function.
     """
-    return _Custom(world, function, max(64, 2 * world) if rounds is None else rounds)
+    return _Custom(world, function, max(64, 2 * world) if rounds is None else rounds, is_balanced)
 
 
 def _is_pattern(found: object) -> TypeGuard[Any]:
@@ -152,11 +169,11 @@ def check_pattern(pattern: str) -> None:
         raise ValueError(str(error)) from error
 
 
-def find_topology(pattern: str, world: int, seed: int) -> Topology:
+def find_topology(pattern: str, world: int, seed: int, is_balanced: bool = True) -> Topology:
     """Find a topology: a name in `PATTERNS`, an entry point of the group `starling.topologies`, or `module:name`.
 
     A custom pattern is a function of (round, rank, world), see `custom`, or a subclass of `Topology` that is created
-    from `world` and `seed`; its `sources` are checked like those of a function.
+    from `world` and `seed`; its `sources` are checked like those of a function, whether they are balanced or not.
 
     Raises:
         ConfigError: No pattern has this name, or it is not valid for this number of learners.
@@ -164,7 +181,8 @@ def find_topology(pattern: str, world: int, seed: int) -> Topology:
     found = _REGISTRY.find(pattern)
     if pattern in PATTERNS:
         return PATTERNS[pattern](world, seed)
-    return custom(world, _sources_of(found(world, seed)) if isinstance(found, type) else found)
+    function = _sources_of(found(world, seed)) if isinstance(found, type) else found
+    return custom(world, function, is_balanced=is_balanced)
 
 
 def _sources_of(topology: Topology) -> Function:

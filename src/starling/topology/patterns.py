@@ -135,6 +135,24 @@ class _Hierarchical(Topology):
         return range(node * self._per_node, (node + 1) * self._per_node)
 
 
+class _Lazy(Topology):
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology.world)
+        self.period = topology.period
+        self._topology = topology
+
+    def sources(self, round: int, rank: int) -> Mapping[int, float]:
+        return {peer: 0.5 * weight for peer, weight in self._topology.sources(round, rank).items()}
+
+    def targets(self, round: int, rank: int) -> Sequence[int]:
+        return self._topology.targets(round, rank)
+
+
+def lazy(topology: Topology) -> Topology:
+    """Half of each change: (I + T_k) / 2, which has no negative eigenvalue if T_k is symmetric."""
+    return _Lazy(topology)
+
+
 def ring(world: int) -> Topology:
     """A fixed ring: each learner averages with its left and right neighbours.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.state import LearnerState, beyond_membership
 from starling.errors import ConfigError, PeerLost
 from starling.training.faults import FaultsOf
 from starling.training.job import Job, Tally
@@ -87,7 +87,13 @@ class Plan:
         """The state with which learner `rank` begins. If it has none, it later receives its weights from `source`."""
         own = own or LearnerState(rank, self.world, self.position, self.minutes, torch.empty(0), {}, {})
         return replace(
-            own, rank=rank, world=self.world, position=self.position, minutes=self.minutes, epochs_ended=None
+            own,
+            rank=rank,
+            world=self.world,
+            position=self.position,
+            minutes=self.minutes,
+            epochs_ended=None,
+            strategy=beyond_membership(own.strategy),
         )
 
 

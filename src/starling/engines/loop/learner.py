@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
-from starling.checkpoint.state import OWN_PREFIX
+from starling.checkpoint.state import name_of_state
 from starling.configuration import Config
 from starling.engines.loop.announcements import AnnouncementListener
 from starling.engines.loop.progress import Consensus, LoopPlan, Progress
@@ -217,8 +217,10 @@ class LoopLearner(Learner):
     def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
         return self.replica.pieces(largest, optimizer_state)
 
-    def strategy_state(self, name: str, initial: Tensor, is_common: bool = True) -> Tensor:
-        return self.replica.state_of_strategy(name if is_common else OWN_PREFIX + name, initial)
+    def strategy_state(
+        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
+    ) -> Tensor:
+        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
 
     def keep(self, piece: slice) -> Shard:
         return self._shards.keep(piece)
@@ -534,6 +536,7 @@ class LoopLearner(Learner):
     def _continue(self, plan: LoopPlan) -> None:
         """Continue from this learner's state, or from that of another."""
         progress, is_taker = self.progress, self._rank in plan.takers
+        self.replica.leave_membership()
         if plan.source is not None and self._world > 1:
             is_source = self._rank == plan.source
             own = self.replica.state(self._rank, self._world, progress.final if is_source else None)

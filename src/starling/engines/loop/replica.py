@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from starling.checkpoint.encoding import encode_state
-from starling.checkpoint.state import OWN_PREFIX, LearnerState
+from starling.checkpoint.state import OWN_PREFIX, LearnerState, beyond_membership
 from starling.checkpoint.state import own as copied
 from starling.engines.loop.progress import Consensus
 from starling.engines.processes.backend import communicating
@@ -357,6 +357,10 @@ class LoopReplica(Replica):
                 self.weights.copy_(self.loop)
             self.version += 1
             self.loop_version = self.version
+
+    def leave_membership(self) -> None:
+        """Forget what the strategy kept for one membership."""
+        self.strategy_state = beyond_membership(self.strategy_state)
 
     def state(self, rank: int, world: int, final: Consensus | None) -> LearnerState:
         """A copy of the whole model, the optimizer's state and the strategy's, for another learner to `take`."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from starling.checkpoint.state import OWN_PREFIX, LearnerState
+from starling.checkpoint.state import LearnerState, name_of_state
 from starling.engines.processes.backend import ReducingModel
 from starling.engines.processes.batches import ProcessBatches
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
@@ -265,8 +265,10 @@ class ProcessLearner(Learner):
     def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
         return self.replica.pieces(largest, optimizer_state)
 
-    def strategy_state(self, name: str, initial: Tensor, is_common: bool = True) -> Tensor:
-        return self.replica.state_of_strategy(name if is_common else OWN_PREFIX + name, initial)
+    def strategy_state(
+        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
+    ) -> Tensor:
+        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
 
     def keep(self, piece: slice) -> Shard:
         self._refuse_in_island("keeps a model shard")

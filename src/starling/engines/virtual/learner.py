@@ -10,7 +10,7 @@ import simpy
 import torch
 from torch import Tensor
 
-from starling.checkpoint.state import OWN_PREFIX, LearnerState
+from starling.checkpoint.state import LearnerState, name_of_state
 from starling.engines.virtual.batches import MembershipBatches, VirtualBatches
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.computation import Computation
@@ -202,8 +202,10 @@ class VirtualLearner(Learner):
     def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
         return self.replica.pieces(largest, optimizer_state)
 
-    def strategy_state(self, name: str, initial: Tensor, is_common: bool = True) -> Tensor:
-        return self.replica.state_of_strategy(name if is_common else OWN_PREFIX + name, initial)
+    def strategy_state(
+        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
+    ) -> Tensor:
+        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
 
     def keep(self, piece: slice) -> Shard:
         return self.course.shards.keep(piece)

@@ -1,0 +1,151 @@
+"""Push-sum: averaging on directed graphs, on which what a learner sends need not be what it gets."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from pydantic import field_validator
+
+from starling.configuration import Config
+from starling.learner import Handle, Learner, LoopEnded
+from starling.strategies.base import Strategy
+from starling.topology import check_pattern, find_topology
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PushSumOptions(Config):
+    """The options of `sgp`."""
+
+    pattern: str = "exponential"
+    """Which learners send to which: a name in `topology.PATTERNS`, a pattern of an installed package, or `module:name`.
+    Weights for others need not balance: those of learner j's receivers must sum to less than 1."""
+    overlap: bool = False
+    """Whether messages travel during the next gradient (OSGP)."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_known(cls, pattern: str) -> str:
+        check_pattern(pattern)
+        return pattern
+
+
+async def sgp(me: Learner, options: PushSumOptions) -> None:
+    """Each learner sends shares of its weights along a directed graph, and the share of the whole that it holds.
+
+    Equation, for learner l, with z_l its model and u_l, initially 1, the push-sum weight::
+
+        z_l = x_l / u_l
+        x_l <- x_l - a g_l(z_l)
+        x_l <- sum_j p_lj x_j,  u_l <- sum_j p_lj u_j
+
+    with p_lj the share of what learner j holds that it gives to l, and p_ll what it keeps; the shares of each j sum to
+    1. So the sums of all x_l and of all u_l stay, whatever the graph, and without gradients all z_l reach the mean of
+    the first x_l. Where averaging conserves the mean of all (a doubly stochastic matrix), u_l stays 1, and this is
+    `dpsgd` with `order: adapt-first`.
+
+    With `overlap`, what is sent in step k arrives at the end of step k + 1, before that step's messages are sent::
+
+        x_l <- x_l - a g_l(z_l) + sum_(j /= l) p_lj x_j,  then x_l <- p_ll x_l
+
+    with x_j as it was sent, and u_l likewise. A learner waits for a message only if it takes longer than a gradient.
+    The last messages arrive after the last step.
+
+    The learner's weights are z_l. A membership begins with u_l = 1, so what was under way when the last one ended is
+    dropped with the push-sum weights, and each learner continues with its z_l.
+
+    Args:
+        me: The learner that runs this coroutine.
+        options: The graph, and whether messages overlap with gradients.
+
+    References:
+        Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", arXiv 1811.10792.
+        Kempe et al. 2003, "Gossip-Based Computation of Aggregate Information", FOCS (push-sum).
+    """
+    push = Push(me, options)
+    with suppress(LoopEnded):
+        while me.claim():
+            push.step(await me.gradient(me.weights))
+            if options.overlap:
+                await push.receive()
+                push.send()
+            else:
+                push.send()
+                await push.receive()
+    await push.receive()
+
+
+class Push:
+    """A learner's part in push-sum: u, the number of rounds, and the messages under way."""
+
+    def __init__(self, me: Learner, options: PushSumOptions) -> None:
+        import torch
+
+        def keep(name: str, initial: Tensor) -> Tensor:
+            return me.strategy_state(name, initial, for_membership=True)
+
+        self._me, self._has_overlap = me, options.overlap
+        self._topology = find_topology(options.pattern, me.world, me.seed, is_balanced=False)
+        (self._whole,) = me.pieces(len(me.weights))
+        self._u = keep("push-sum weight", torch.ones(1, dtype=torch.float64))
+        self._k = keep("rounds", torch.zeros(1, dtype=torch.int64))
+        self._receiving: list[tuple[float, Handle[Tensor], Handle[Tensor]]] = []
+        self._sending: list[Handle[None]] = []
+        if options.overlap:
+            self._sent_x = keep("sent", me.weights)
+            self._sent_u = keep("sent weight", torch.zeros_like(self._u))  # 0 unless messages are under way
+            if float(self._sent_u):  # they were when the checkpoint was saved: send them again
+                self._start(int(self._k) - 1, self._sent_x.clone(), self._sent_u.clone())
+
+    def step(self, gradient: Tensor) -> None:
+        """Make a step on x, with a gradient taken at z."""
+        me, u = self._me, float(self._u)
+        me.replace(u * me.weights)
+        me.step(gradient, me.version)
+        me.replace(me.weights / u)
+
+    def send(self) -> None:
+        """Send x and u to the targets of this round. What this learner keeps of both leaves z as it is."""
+        k = int(self._k)
+        x, u = self._me.snapshot(self._whole).mul_(float(self._u)), self._u.clone()
+        if self._has_overlap:
+            self._sent_x.copy_(x)
+            self._sent_u.copy_(u)
+        self._start(k, x, u)
+        self._u.mul_(self._topology.kept(k, self._me.rank))
+        self._k.add_(1)
+
+    def _start(self, k: int, x: Tensor, u: Tensor) -> None:
+        me = self._me
+        self._receiving = [
+            (share, me.receive(peer, x, tag=k), me.receive(peer, u, tag=k))
+            for peer, share in self._topology.sources(k, me.rank).items()
+        ]
+        self._sending = [me.send(peer, each, tag=k) for peer in self._topology.targets(k, me.rank) for each in (x, u)]
+
+    async def receive(self) -> None:
+        """Wait for what is under way, and add it."""
+        me, receiving, sending = self._me, self._receiving, self._sending
+        self._receiving, self._sending = [], []
+        if receiving:
+            x, u = float(self._u) * me.weights, self._u.clone()
+            for share, of_x, of_u in receiving:
+                x.add_(await of_x, alpha=share)
+                u.add_(await of_u, alpha=share)
+            self._u.copy_(u)
+            me.replace(x.div_(float(u)))
+        for each in sending:
+            await each
+        if self._has_overlap:
+            self._sent_u.zero_()
+
+
+def _check(options: PushSumOptions, world: int) -> None:
+    find_topology(options.pattern, world, seed=0, is_balanced=False)
+
+
+SGP = Strategy(
+    "sgp", "average with neighbours on a directed graph at each step", sgp, options=PushSumOptions, check=_check
+)
