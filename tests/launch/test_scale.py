@@ -102,7 +102,7 @@ def test_each_learner_still_names_the_first_that_differs_from_it() -> None:
 
 
 def test_a_death_after_a_long_membership_costs_what_it_costs_after_a_short_one() -> None:
-    """A billion mini-batches are done, which nobody goes through again."""
+    """A billion mini-batches are done, and no learner goes through them again."""
 
     class Endless(TinyRegression):
         def num_batches(self, epoch: int) -> int:
@@ -159,7 +159,7 @@ class Watched:
             self.stubs.append(Stub(Path(f"learner-{learner_id}.log"), ours, theirs=theirs))
             self.roster.start(learner_id, self.stubs[-1])
         changes = Changes()
-        joiners = Joiners(changes, self.roster, lambda learner_id: pytest.fail("nobody joins"))
+        joiners = Joiners(changes, self.roster, lambda learner_id: pytest.fail("no learner joins"))
         self.watch = Watch(self.roster, on_message, lambda loss: None, float("inf"), [], changes, joiners)
 
     def say(self, learner_id: int, content: bytes) -> None:
