@@ -19,11 +19,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "ByFile":
 
 
 class ByFile(LoadScopeScheduling):
-    """Tests of one file share fixtures, and those of the contract one set of runs: these stay together."""
+    """Tests of one file share fixtures, those of the contract one set of runs, and those of other libraries the process
+    that has loaded them: these stay together."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.partition("::")[0])
-        return str(file.parent if file.parent.name == "contract" else file)
+        return str(file.parent if file.parent.name in ("contract", "integrations") else file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

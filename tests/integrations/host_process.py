@@ -1,0 +1,53 @@
+"""Runs cases of other libraries' trainers, each in forked processes, so that the libraries are loaded once for all.
+
+`python -m tests.integrations.host_process FOLDER HOST:CASE:WORLD...` leaves the exit codes in FOLDER/codes.json.
+"""
+
+import importlib
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch._dynamo
+
+from tests.integrations.forked import in_processes
+from tests.warm_start import run_learners
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder: Path, *cases: str, is_warm: bool = True) -> dict[str, list[int]]:
+    """Run cases: the exit codes of each. A warm process has loaded torch, but may take 280 s at most."""
+    command = [sys.executable, "-m", "tests.integrations.host_process", str(folder), *cases]
+    if is_warm:
+        run_learners(command, 1, folder)
+    else:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        (folder / "learner-0.log").write_text(done.stdout + done.stderr, encoding="utf-8")
+        assert done.returncode == 0, done.stdout + done.stderr
+    codes: dict[str, list[int]] = json.loads((folder / "codes.json").read_text(encoding="utf-8"))
+    return codes
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    codes: dict[str, list[int]] = {}
+    for each in cases:
+        host, case, world = each.split(":")
+        module = importlib.import_module(f"tests.integrations.{host}_process")
+        if host == "huggingface":
+            importlib.import_module("transformers").logging.set_verbosity_error()
+        elif not (folder / "nemo.json").exists():
+            module.prepare(folder)
+        has_agent = "survive" not in case  # runs that survive losses are started by hand
+        work = module.CASES[case]
+        codes[f"{host}:{case}"] = in_processes(int(world), lambda rank, work=work: work(rank, folder), has_agent)  # type: ignore[misc]
+    (folder / "codes.json").write_text(json.dumps(codes), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
