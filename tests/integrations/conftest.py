@@ -29,8 +29,8 @@ class Outcome:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Of all cases that are no soak; the libraries are loaded once for all."""
     folder = tmp_path_factory.mktemp("hosts")
-    cases = [f"lightning:{case}:2" for case in ("equal", "train", "fail", "sampler", "resume")]
-    cases += [f"huggingface:{case}:2" for case in ("equal", "train", "fail", "resume")]
+    cases = [f"lightning:{case}:2" for case in ("page", "equal", "train", "fail", "sampler", "resume")]
+    cases += [f"huggingface:{case}:2" for case in ("page", "equal", "train", "fail", "resume")]
     cases += [f"huggingface:{case}:2" for case in ("accelerated", "accelerated_resume")]
     cases += ["lightning:survive:3", "huggingface:survive:3", "huggingface:accelerated_survive:3"]
     return Outcome(folder, run(folder, *cases))
@@ -44,7 +44,7 @@ def check_accuracies() -> Callable[[dict[str, list[float]]], None]:
 def _check_accuracies(found: dict[str, list[float]]) -> None:
     """Others train as well as DDP: a 95 % interval of the difference of means over seeds contains 0 or more, and it is
     0.05 at most; DDP has learnt the task."""
-    assert min(found["ddp"]) > 0.6, found
+    assert min(found["ddp"]) > 0.5, found
     for name in set(found) - {"ddp"}:
         difference: Any = stats.ttest_ind(found[name], found["ddp"], equal_var=False).confidence_interval(0.95)
         assert difference.high >= 0.0, (name, found)

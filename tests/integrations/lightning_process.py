@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import signal
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,9 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from starling import SharedSampler
 from starling.integrations.host_group import close_host_group, open_host_group
 from starling.integrations.lightning import StarlingStrategy
+from tests.code_blocks import code_blocks, run_python
 from tests.integrations.recordings import DIGITS, make_classifier, spectra, spoken_digits
 
 STEPS = 20
+PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 
 
 class Tones(LightningModule):
@@ -216,32 +219,32 @@ class Counts(Tones):
         return super().training_step(batch, index)
 
 
-class Shared(LightningDataModule):
-    """As the documentation has it: the sampler's state goes into the checkpoint."""
+def shared(num: int) -> Any:
+    """A data module of the page's class."""
+    text = next(block.text for block in code_blocks(PAGE) if "class SharedData" in block.text)
+    return run_python(text)["SharedData"](tones(0, num))
 
-    def __init__(self, num: int) -> None:
-        super().__init__()
-        self.data = tones(0, num)
-        self.sampler = SharedSampler(self.data)
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.data, batch_size=8, sampler=self.sampler)
+class Wait(Callback):
+    """Lets learner 1 wait until learner 0 has saved: otherwise it could take the whole epoch on a slow machine."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.sampler.state_dict()
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.sampler.load_state_dict(state_dict)
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        deadline = time.monotonic() + 60.0
+        while trainer.global_rank == 1 and not self._path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def resume(rank: int, folder: Path) -> None:
     """Asynchronous learners resume from a checkpoint in the middle of an epoch."""
     keep = ModelCheckpoint(dirpath=folder / "middle", every_n_train_steps=3, save_top_k=-1)
-    options = {"max_epochs": 2, "enable_checkpointing": True}
-    make_trainer(starling("adpsgd"), folder, callbacks=[keep], **options).fit(Counts(), Shared(160))
+    callbacks = [keep, Wait(folder / "middle" / "epoch=0-step=3.ckpt")]
+    make_trainer(starling("adpsgd"), folder, callbacks=callbacks, enable_checkpointing=True).fit(Counts(), shared(160))
     resumed = Counts()
-    saved = next((folder / "middle").glob("*step=3.ckpt"))
-    make_trainer(starling("adpsgd"), folder, max_epochs=2).fit(resumed, Shared(160), ckpt_path=saved)
+    saved = folder / "middle" / "epoch=0-step=3.ckpt"
+    make_trainer(starling("adpsgd"), folder, max_epochs=2).fit(resumed, shared(160), ckpt_path=saved)
     found = {**resumed.start, "samples": torch.tensor(resumed.samples), "final": weights(resumed)}
     save_file(found, folder / f"resume-{rank}.safetensors")
 
@@ -264,7 +267,7 @@ def survive(rank: int, folder: Path, strategy: str = "adpsgd") -> None:
     """The others continue without learner 0; one of them validates and saves in its place."""
     keep = ModelCheckpoint(dirpath=folder / "survivors", monitor="accuracy", mode="max", save_last=True)
     module = Killed()
-    data = Shared(480).train_dataloader() if strategy == "adpsgd" else loader(rank, STEPS)
+    data = shared(480).train_dataloader() if strategy == "adpsgd" else loader(rank, STEPS)
     trainer = make_trainer(
         starling(strategy, on_loss="continue"), folder, max_epochs=4, callbacks=[keep], enable_checkpointing=True
     )
@@ -332,11 +335,20 @@ def configured(page: str) -> dict[str, Any]:
 
 def prepare(folder: Path) -> None:
     """What needs one process only."""
-    page = Path(__file__).parents[2] / "docs" / "lightning.md"
-    (folder / "nemo.json").write_text(json.dumps(configured(page.read_text(encoding="utf-8"))), encoding="utf-8")
+    (folder / "nemo.json").write_text(json.dumps(configured(PAGE.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+def page(rank: int, folder: Path) -> None:
+    """The page's example, with two learners on this machine."""
+    text = next(block.text for block in code_blocks(PAGE) if "trainer.fit(" in block.text)
+    found = run_python(text.replace("devices=1", "devices=2"))
+    assert found["trainer"].strategy.learner.world == 2
+    points, wanted = found["data"].tensors
+    assert nn.functional.mse_loss(found["model"].layer(points), wanted) < 0.2
 
 
 CASES = {
+    "page": page,
     "equal": equal,
     "train": train,
     "fail": fail,

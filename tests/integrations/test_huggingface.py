@@ -18,6 +18,11 @@ def both(outcome: Outcome, name: str, case: str, world: int = 2) -> list[dict[st
     return [load_file(outcome.folder / f"{name}-{rank}.safetensors") for rank in range(world)]
 
 
+def test_the_examples_of_the_page_train_with_two_learners(outcome: Outcome) -> None:
+    """As they stand."""
+    assert outcome.codes["huggingface:page"] == [0, 0], outcome.said
+
+
 def test_allreduce_trains_as_the_ddp_of_the_trainer(outcome: Outcome) -> None:
     """20 steps of a miniature wav2vec 2.0, on data in the same order."""
     for found in both(outcome, "hf-equal", "equal"):
@@ -51,8 +56,8 @@ def test_asynchronous_learners_resume_in_the_middle_of_an_epoch(outcome: Outcome
     assert torch.equal(first["weights"], second["weights"])
     assert torch.equal(first["final"], second["final"])
     num_left = sum(stop - start for start, stop in remaining)
-    assert 0 < num_left < 96
-    assert int(first["steps"] + second["steps"]) == (num_left + 96) // 4
+    assert 0 < num_left < 64
+    assert int(first["steps"] + second["steps"]) == (num_left + 64) // 4
 
 
 def test_asynchronous_learners_share_the_samples_of_an_epoch(outcome: Outcome) -> None:
@@ -118,7 +123,7 @@ def test_a_loop_of_accelerate_resumes_from_a_saved_state(outcome: Outcome) -> No
         assert torch.equal(found["weights"], first["saved"])
         assert torch.equal(found["moments"], torch.cat([each["exp_avg"].reshape(-1) for each in moments.values()]))
     num_left = sum(stop - start for start, stop in state["remaining"])
-    assert 0 < num_left < 96
+    assert 0 < num_left < 64
     assert 4 * int(first["steps"] + second["steps"]) == num_left
 
 

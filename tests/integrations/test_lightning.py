@@ -21,6 +21,11 @@ def both(outcome: Outcome, name: str, case: str = "") -> list[dict[str, torch.Te
     return [load_file(outcome.folder / f"{name}-{rank}.safetensors") for rank in range(2)]
 
 
+def test_the_example_of_the_page_trains_with_two_learners(outcome: Outcome) -> None:
+    """As it stands, but for the number of devices."""
+    assert outcome.codes["lightning:page"] == [0, 0], outcome.said
+
+
 @pytest.mark.parametrize("setting", ["plain", "accumulated", "bf16", "fp16"])
 def test_allreduce_trains_as_the_ddp_of_lightning(outcome: Outcome, setting: str) -> None:
     """20 batches, with accumulated gradients, and with both kinds of mixed precision."""
@@ -39,8 +44,7 @@ def test_asynchronous_learners_resume_in_the_middle_of_an_epoch(outcome: Outcome
     """With the weights and the momentum of the checkpoint, and with the samples that had not been given out; the next
     epoch is whole."""
     first, second = both(outcome, "resume")
-    (path,) = (outcome.folder / "middle").glob("*step=3.ckpt")
-    saved = torch.load(path, weights_only=True)
+    saved = torch.load(outcome.folder / "middle" / "epoch=0-step=3.ckpt", weights_only=True)
     weights = torch.cat([saved["state_dict"][f"net.{name}"].reshape(-1) for name in parameters()])
     buffers = saved["optimizer_states"][0]["state"]
     for found in (first, second):
@@ -50,7 +54,7 @@ def test_asynchronous_learners_resume_in_the_middle_of_an_epoch(outcome: Outcome
         )
     assert torch.equal(first["final"], second["final"])
     samples = torch.cat([first["samples"], second["samples"]]).tolist()
-    remaining = sum(stop - start for start, stop in saved["Shared"]["remaining"])
+    remaining = sum(stop - start for start, stop in saved["SharedData"]["remaining"])
     assert 0 < remaining < 160
     assert len(samples) == remaining + 160
     assert len(set(samples)) == 160
