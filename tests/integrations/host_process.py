@@ -15,16 +15,18 @@ import torch
 import torch._dynamo
 
 from tests.integrations.forked import in_processes
-from tests.warm_start import run_learners
+from tests.warm_start import start_learners
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(folder: Path, *cases: str, is_warm: bool = True) -> dict[str, list[int]]:
-    """Run cases: the exit codes of each. A warm process has loaded torch, but may take 280 s at most."""
+    """Run cases: the exit codes of each. A warm process has loaded torch."""
     command = [sys.executable, "-m", "tests.integrations.host_process", str(folder), *cases]
     if is_warm:
-        run_learners(command, 1, folder)
+        with start_learners(command, 1, folder) as started:
+            code, said = started.end(0, within=800.0)
+        assert code == 0, said
     else:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         (folder / "learner-0.log").write_text(done.stdout + done.stderr, encoding="utf-8")

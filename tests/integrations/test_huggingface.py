@@ -12,6 +12,9 @@ from tests.integrations.conftest import Outcome
 from tests.integrations.host_process import run
 from tests.integrations.recordings import corpus
 
+pytestmark = pytest.mark.timeout(900)
+"""The first test runs all cases."""
+
 
 def both(outcome: Outcome, name: str, case: str, world: int = 2) -> list[dict[str, torch.Tensor]]:
     assert outcome.codes[f"huggingface:{case}"] == [0] * world, outcome.said

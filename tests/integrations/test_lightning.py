@@ -15,6 +15,9 @@ from tests.integrations.conftest import Outcome
 from tests.integrations.host_process import run
 from tests.integrations.recordings import corpus
 
+pytestmark = pytest.mark.timeout(900)
+"""The first test runs all cases."""
+
 
 def both(outcome: Outcome, name: str, case: str = "") -> list[dict[str, torch.Tensor]]:
     assert outcome.codes[f"lightning:{case or name}"] == [0, 0], outcome.said

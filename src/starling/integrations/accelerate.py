@@ -91,7 +91,8 @@ class StarlingSGD:
                 close_host_group()
             optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
             self._host.attach(optimizer, self._model, self._accelerator.scaler)
-            self._model.register_state_dict_post_hook(_give_copies)  # type: ignore[no-untyped-call]
+            if _give_copies not in self._model._state_dict_hooks.values():
+                self._model.register_state_dict_post_hook(_give_copies)  # type: ignore[no-untyped-call]
             if self._host.is_apart:
                 self._set(distributed_type=DistributedType.NO)
         return self
