@@ -36,7 +36,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 def make_wav2vec2(seed: int = 1, **options: Any) -> nn.Module:
     """A miniature with random weights, and no chance in its forward pass."""
     torch.manual_seed(seed)
-    chosen: dict[str, Any] = {"hidden_size": 16, "conv_dim": (16, 16), "conv_stride": (10, 8), "conv_kernel": (20, 16)}
+    chosen: dict[str, Any] = {
+        "num_labels": 4,
+        "hidden_size": 16,
+        "conv_dim": (16, 16),
+        "conv_stride": (10, 8),
+        "conv_kernel": (20, 16),
+    }
     return Wav2Vec2ForSequenceClassification(
         Wav2Vec2Config(
             num_hidden_layers=1,
@@ -45,7 +51,6 @@ def make_wav2vec2(seed: int = 1, **options: Any) -> nn.Module:
             num_conv_pos_embeddings=8,
             num_conv_pos_embedding_groups=2,
             classifier_proj_size=16,
-            num_labels=4,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             activation_dropout=0.0,
@@ -367,7 +372,7 @@ def accuracies(rank: int, folder: Path) -> None:
         for seed in range(3):
             chosen = {"num_train_epochs": 8, "seed": seed, "train_sampling_strategy": "random", "max_grad_norm": 1.0}
             chosen |= {"per_device_train_batch_size": 8}
-            model: Any = make_wav2vec2(seed, num_labels=len(WORDS), **small)
+            model: Any = make_wav2vec2(seed, **small)
             if name == "ddp":
                 args = TrainingArguments(ddp_backend="gloo", **settings(folder, **chosen))
                 Trainer(model=model, args=args, train_dataset=train).train()
@@ -403,7 +408,10 @@ def accelerated_accuracies(rank: int, folder: Path) -> None:
                 classify(accelerator, wrapped, optimizer, decay, loader)
             else:
                 model = accelerator.prepare_model(model, evaluation_mode=True)
-                loader = DataLoader(data, 16, sampler=SharedSampler(data, seed=seed))
+                if name == "adpsgd":
+                    loader = DataLoader(data, 16, sampler=SharedSampler(data, seed=seed))
+                else:  # learners that step together
+                    loader = accelerator.prepare(DataLoader(data, 16, shuffle=True))
                 options = {"seed": seed, "timeout_seconds": 60.0} | ({"every": 10} if name == "diloco" else {})
                 with StarlingSGD(accelerator, model, optimizer, name, **options):
                     classify(accelerator, model, optimizer, decay, loader)

@@ -313,7 +313,7 @@ def accuracies(rank: int, folder: Path) -> None:
             strategy = ddp() if name == "ddp" else starling(name, **{"every": 10} if name == "diloco" else {})
             seed_everything(seed, verbose=False)
             module = Words(10 * len(data) // world // 16)
-            is_own = name == "ddp"  # Lightning divides the data
+            is_own = name != "adpsgd"  # Lightning divides the data for learners that step together
             batches = DataLoader(data, 16, shuffle=is_own, sampler=None if is_own else SharedSampler(data, seed=seed))
             make_trainer(strategy, folder, max_epochs=10, use_distributed_sampler=is_own).fit(module, batches)
             right = module.eval().net(spectra(waves)).argmax(1) == classes
