@@ -1,8 +1,11 @@
 """The code blocks of a page: their language, where the page says to save them, and why one is not run."""
 
 import re
+import runpy
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _SAVED = re.compile(r"Save (?:this|it) as `([^`]+)`")
 _NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
@@ -42,3 +45,11 @@ def code_blocks(page: Path) -> list[Block]:
         else:
             text += line + "\n"
     return found
+
+
+def run_python(text: str, **names: Any) -> dict[str, Any]:
+    """Run a program that knows `names`: all names that it has at its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "program.py"
+        program.write_text(text, encoding="utf-8")
+        return runpy.run_path(str(program), init_globals=names)

@@ -28,14 +28,14 @@ _ON_RAY = {"test_ray.py", "test_prepare_parallel.py"}
 
 
 class ByFile(LoadScopeScheduling):
-    """Tests of one file share fixtures, those of the contract one set of runs, and those on Ray a cluster: these stay
-    together."""
+    """Tests of one file share fixtures, those of the contract one set of runs, those on Ray a cluster, and those of other
+    libraries the process that has loaded them: these stay together."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.partition("::")[0])
         if file.name in _ON_RAY:
             return "on Ray"
-        return str(file.parent if file.parent.name == "contract" else file)
+        return str(file.parent if file.parent.name in ("contract", "integrations") else file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

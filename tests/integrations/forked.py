@@ -2,25 +2,30 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from starling.launch.launcher import loopback_store
 
 
-def in_processes(world: int, work: Callable[[int], None], within: float = 200.0) -> list[int]:
-    """Run `work(rank)` in so many processes: their exit codes. TimeoutError if one does not end; none is left."""
-    with loopback_store() as port:
+def in_processes(world: int, work: Callable[[int], None], has_agent: bool = True, within: float = 200.0) -> list[int]:
+    """Run `work(rank)` in so many processes: their exit codes. TimeoutError if one does not end; none is left.
+
+    With an agent, as under torchrun, that holds the store; without one, as when started by hand, learner 0 does.
+    """
+    with ExitStack() as stack:
+        port = stack.enter_context(loopback_store()) if has_agent else _free_port()
         started: list[int] = []
         for rank in range(world):
             sys.stdout.flush()
             sys.stderr.flush()
             number = os.fork()
             if number == 0:
-                _become(rank, world, port, work)
+                _become(rank, world, port, has_agent, work)
             started.append(number)
         codes: dict[int, int] = {}
         deadline = time.monotonic() + within
@@ -42,7 +47,12 @@ def in_processes(world: int, work: Callable[[int], None], within: float = 200.0)
     return [codes[rank] for rank in range(world)]
 
 
-def _become(rank: int, world: int, port: int, work: Callable[[int], None]) -> None:
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _become(rank: int, world: int, port: int, has_agent: bool, work: Callable[[int], None]) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -50,7 +60,7 @@ def _become(rank: int, world: int, port: int, work: Callable[[int], None]) -> No
         LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_USE_AGENT_STORE=str(has_agent),
     )
     code = 1
     try:

@@ -1,19 +1,20 @@
-"""Hugging Face's trainers in forked processes: `python -m tests.integrations.huggingface_process CASES FOLDER`."""
+"""What Hugging Face's trainers do in processes forked by tests.integrations.host_process."""
 
 import json
-import sys
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what the first optimizer of a process loads
-import transformers
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     Wav2Vec2Config,
     Wav2Vec2ForSequenceClassification,
@@ -21,30 +22,37 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from starling import SharedSampler
 from starling.integrations.accelerate import StarlingSGD
 from starling.integrations.huggingface import StarlingArguments, StarlingTrainer
-from tests.integrations.forked import in_processes
-from tests.integrations.recordings import waveforms
+from tests.code_blocks import code_blocks, run_python
+from tests.integrations import recordings
+from tests.integrations.recordings import DIGITS, WORDS, make_classifier, spoken_digits, waveforms
 
 BATCH = 4
+FEW_ROUNDS = {"every": 10, "momentum": 0.5}
+"""DiLoCo's options for a short training: with its usual momentum, 24 rounds are too few."""
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 
 
-def make_wav2vec2() -> nn.Module:
+def make_wav2vec2(seed: int = 1, **options: Any) -> nn.Module:
     """A miniature with random weights, and no chance in its forward pass."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
+    chosen: dict[str, Any] = {
+        "num_labels": 4,
+        "hidden_size": 16,
+        "conv_dim": (16, 16),
+        "conv_stride": (10, 8),
+        "conv_kernel": (20, 16),
+    }
     return Wav2Vec2ForSequenceClassification(
         Wav2Vec2Config(
-            hidden_size=16,
             num_hidden_layers=1,
             num_attention_heads=2,
             intermediate_size=32,
-            conv_dim=(16, 16),
-            conv_stride=(10, 8),
-            conv_kernel=(20, 16),
             num_conv_pos_embeddings=8,
             num_conv_pos_embedding_groups=2,
             classifier_proj_size=16,
-            num_labels=4,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             activation_dropout=0.0,
@@ -52,6 +60,7 @@ def make_wav2vec2() -> nn.Module:
             final_dropout=0.0,
             layerdrop=0.0,
             apply_spec_augment=False,
+            **chosen | options,
         )
     )
 
@@ -102,15 +111,23 @@ def settings(folder: Path, **options: Any) -> dict[str, Any]:
     return defaults | options
 
 
-def fit(folder: Path, strategy: str, num: int, resume: str | None = None, **options: Any) -> StarlingTrainer:
-    chosen = {"seed": 3, "timeout_seconds": 60.0}
+def fit(
+    folder: Path,
+    strategy: str,
+    num: int,
+    resume: str | None = None,
+    callbacks: tuple[TrainerCallback, ...] = (),
+    on_loss: str = "stop",
+    **options: Any,
+) -> StarlingTrainer:
     trainer = StarlingTrainer(
         model=make_wav2vec2(),
         args=StarlingArguments(**settings(folder, **options)),
         train_dataset=data(num),
         eval_dataset=data(16),
         strategy=strategy,
-        options=chosen,
+        options={"seed": 3, "timeout_seconds": 60.0, "on_loss": on_loss},
+        callbacks=list(callbacks),
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -132,13 +149,13 @@ def equal(rank: int, folder: Path) -> None:
     found["starling"] = weights(fit(saved, "allreduce", 64, **options).model)
     resumed = fit(folder / "again", "allreduce", 64, resume=str(saved / "checkpoint-10"), **options)
     found["resumed"] = weights(resumed.model)
-    save_file(found, folder / f"equal-{rank}.safetensors")
+    save_file(found, folder / f"hf-equal-{rank}.safetensors")
 
 
 def train(rank: int, folder: Path) -> None:
     """Asynchronous learners that share an epoch's samples."""
     options: dict[str, Any] = {"num_train_epochs": 4, "eval_strategy": "epoch", "save_strategy": "epoch"}
-    trainer = fit(folder / "kept", "adpsgd", 96, train_sampling_strategy="random", max_grad_norm=1.0, **options)
+    trainer = fit(folder / "hf-kept", "adpsgd", 96, train_sampling_strategy="random", max_grad_norm=1.0, **options)
     losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
     trainer.save_model(str(folder / "final"))
     outcome = {
@@ -147,8 +164,65 @@ def train(rank: int, folder: Path) -> None:
         "last": losses[-1],
         "evaluated": trainer.evaluate()["eval_loss"],
     }
-    (folder / f"train-{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
-    save_file({"final": weights(trainer.model)}, folder / f"train-{rank}.safetensors")
+    (folder / f"hf-train-{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+    save_file({"final": weights(trainer.model)}, folder / f"hf-train-{rank}.safetensors")
+
+
+class Start(TrainerCallback):
+    """Notes the weights and the optimizer's state with which training begins."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.weights = weights(others["model"])
+        self.moments = moments(others["optimizer"], others["model"])
+
+
+def moments(optimizer: Any, model: nn.Module) -> Tensor:
+    return torch.cat(
+        [optimizer.state[each]["exp_avg"].reshape(-1) for each in model.parameters() if each in optimizer.state]
+    )
+
+
+class Wait(TrainerCallback):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        await_file(self._path)
+
+
+def resume(rank: int, folder: Path) -> None:
+    """Asynchronous learners resume from a checkpoint in the middle of an epoch."""
+    options = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 3}
+    waits = (Wait(folder / "hf-middle" / "checkpoint-3"),) if rank == 1 else ()
+    fit(folder / "hf-middle", "adpsgd", 64, callbacks=waits, **options)
+    start = Start()
+    saved = str(folder / "hf-middle" / "checkpoint-3")
+    trainer = fit(folder / "resumed", "adpsgd", 64, resume=saved, callbacks=(start,), num_train_epochs=2)
+    found = {"weights": start.weights, "moments": start.moments, "final": weights(trainer.model)}
+    found["steps"] = torch.tensor(trainer.learner.stats().steps)
+    found["epoch"] = torch.tensor(trainer.state.epoch)
+    save_file(found, folder / f"hf-resume-{rank}.safetensors")
+
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step == 3 and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survive(rank: int, folder: Path, strategy: str = "adpsgd") -> None:
+    """The others continue without learner 0; one of them saves in its place."""
+    options = {"num_train_epochs": 3, "save_strategy": "epoch", "on_loss": "continue"}
+    trainer = fit(folder / f"{strategy}-survivors", strategy, 96, callbacks=(Kill(),), **options)
+    trainer.save_model(str(folder / f"{strategy}-saved"))
+    learner = trainer.learner
+    outcome = {"world": learner.world, "membership": learner.membership, "epoch": trainer.state.epoch}
+    (folder / f"hf-{strategy}-survive-{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+    save_file({"final": weights(trainer.model)}, folder / f"hf-{strategy}-survive-{rank}.safetensors")
+
+
+def survive_in_step(rank: int, folder: Path) -> None:
+    survive(rank, folder, "allreduce")
 
 
 class Fails(StarlingTrainer):
@@ -164,7 +238,7 @@ def fail(rank: int, folder: Path) -> None:
     try:
         Fails(model=make_wav2vec2(), args=args, train_dataset=data(16), options={"timeout_seconds": 60.0}).train()
     except BaseException as error:
-        (folder / f"fail-{rank}.txt").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        (folder / f"hf-fail-{rank}.txt").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
         raise
 
 
@@ -185,7 +259,7 @@ def accelerated(rank: int, folder: Path) -> None:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model: Any = make_whisper()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        own = DataLoader(spectra(96)[rank::2], batch_size=BATCH)
+        own = DataLoader(spectra(80)[rank :: accelerator.num_processes], batch_size=BATCH)
         optimizer = accelerator.prepare(optimizer)
         if name == "ddp":
             model = accelerator.prepare(model)
@@ -195,8 +269,10 @@ def accelerated(rank: int, folder: Path) -> None:
         with StarlingSGD(accelerator, model, optimizer, name, timeout_seconds=60.0) as learner:
             accelerated_loop(accelerator, model, optimizer, own, learner)
         found[name] = weights(model)
-        assert float(accelerator.reduce(torch.ones(()), "sum")) == 2.0  # its collectives work again
-        assert learner.learner.stats().steps == 24
+        assert (
+            float(accelerator.reduce(torch.ones(()), "sum")) == accelerator.num_processes
+        )  # its collectives work again
+        assert learner.learner.stats().steps == 40 // accelerator.num_processes
     save_file(found, folder / f"accelerated-{rank}.safetensors")
 
 
@@ -213,13 +289,172 @@ def accelerated_loop(accelerator: Accelerator, model: Any, optimizer: Any, loade
     return model
 
 
-CASES = {"equal": equal, "train": train, "fail": fail, "accelerated": accelerated}
+def sgd(accelerator: Accelerator, model: nn.Module, **options: Any) -> Any:
+    """A prepared optimizer, and the context in which it trains the model under `adpsgd`."""
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    return optimizer, StarlingSGD(accelerator, model, optimizer, timeout_seconds=60.0, **options)
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    folder = Path(sys.argv[2])
-    codes = {}
-    for name in sys.argv[1].split(","):
-        codes[name] = in_processes(2, lambda rank, work=CASES[name]: work(rank, folder))  # type: ignore[misc]
-    (folder / "codes.json").write_text(json.dumps(codes), encoding="utf-8")
+
+def step(accelerator: Accelerator, model: Any, optimizer: Any, local: Any, batch: Any) -> None:
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    local.step()
+
+
+def await_file(path: Path) -> None:
+    """So that a slow machine cannot let the other learner take the whole epoch before learner 0 saves."""
+    deadline = time.monotonic() + 60.0
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def accelerated_resume(rank: int, folder: Path) -> None:
+    """Asynchronous learners resume from a state that accelerate saved in the middle of an epoch."""
+    found = {}
+    for part in ("first", "second"):
+        accelerator = Accelerator(cpu=True)
+        model: Any = make_whisper()
+        dataset = spectra(64)
+        sampler = SharedSampler(dataset)
+        optimizer, context = sgd(accelerator, model)
+        accelerator.register_for_checkpointing(sampler)
+        if part == "second":
+            accelerator.load_state(str(folder / "state"))
+            found["weights"], found["moments"] = weights(model), moments(optimizer.optimizer, model)
+        with context as local:
+            for batch in DataLoader(dataset, batch_size=BATCH, sampler=sampler):
+                step(accelerator, model, optimizer, local, batch)
+                if part == "first" and rank == 1:
+                    await_file(folder / "state" / "custom_checkpoint_0.pkl")
+                if part == "first" and local.learner.stats().steps == 4:
+                    with local.learner.consensus():
+                        if accelerator.is_main_process:
+                            accelerator.save_state(str(folder / "state"))
+                            found["saved"] = weights(model)
+                    accelerator.wait_for_everyone()  # is local, and waits for nothing
+            assert float(accelerator.gather(torch.ones(1)).sum()) == 1.0
+        accelerator.wait_for_everyone()
+        if part == "second":
+            found["steps"] = torch.tensor(local.learner.stats().steps)
+    save_file(found, folder / f"accelerated-resume-{rank}.safetensors")
+
+
+def accelerated_survive(rank: int, folder: Path) -> None:
+    """The others continue without learner 0; one of them becomes the main process."""
+    accelerator = Accelerator(cpu=True)
+    model: Any = make_whisper()
+    optimizer, context = sgd(accelerator, model, on_loss="continue")
+    dataset = spectra(96)
+    sampler = SharedSampler(dataset)
+    with context as local:
+        for epoch in range(3):
+            for number, batch in enumerate(DataLoader(dataset, batch_size=BATCH, sampler=sampler)):
+                if (rank, epoch, number) == (0, 0, 3):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step(accelerator, model, optimizer, local, batch)
+    if accelerator.is_main_process:
+        accelerator.save_model(model, str(folder / "accelerated-saved"))
+    accelerator.wait_for_everyone()
+    learner = local.learner
+    outcome = {"world": learner.world, "membership": learner.membership, "is_main": accelerator.is_main_process}
+    (folder / f"accelerated-survive-{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+    save_file({"final": weights(model)}, folder / f"accelerated-survive-{rank}.safetensors")
+
+
+def accuracies(rank: int, folder: Path) -> None:
+    """On real recordings: of the Trainer's DDP, and of other strategies after as many epochs, for each seed."""
+    waves, classes = spoken_digits("train", WORDS, 480)
+    train = [{"input_values": wave, "labels": label} for wave, label in zip(waves, classes, strict=True)]
+    waves, classes = spoken_digits("test", WORDS, 120)
+    small = {"hidden_size": 32, "conv_dim": (32, 32), "conv_stride": (40, 4), "conv_kernel": (80, 8)}
+    found: dict[str, list[float]] = {}
+    for name in ("ddp", "adpsgd", "diloco"):
+        for seed in range(3):
+            chosen = {"num_train_epochs": 8, "seed": seed, "train_sampling_strategy": "random", "max_grad_norm": 1.0}
+            chosen |= {"per_device_train_batch_size": 8}
+            model: Any = make_wav2vec2(seed, **small)
+            if name == "ddp":
+                args = TrainingArguments(ddp_backend="gloo", **settings(folder, **chosen))
+                Trainer(model=model, args=args, train_dataset=train).train()
+            else:
+                options = {"seed": seed, "timeout_seconds": 60.0} | (FEW_ROUNDS if name == "diloco" else {})
+                args = StarlingArguments(**settings(folder, **chosen))
+                StarlingTrainer(model=model, args=args, train_dataset=train, strategy=name, options=options).train()
+            with torch.no_grad():
+                right = model.eval()(input_values=waves).logits.argmax(1) == classes
+            found.setdefault(name, []).append(float(right.float().mean()))
+        if name == "ddp":
+            torch.distributed.destroy_process_group()
+    (folder / f"huggingface-accuracies-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def accelerated_accuracies(rank: int, folder: Path) -> None:
+    """On real recordings: of accelerate's DDP, and of other strategies after as many epochs, for each seed."""
+    waves, classes = spoken_digits("train", DIGITS, 1200)
+    data = TensorDataset(recordings.spectra(waves), classes)
+    waves, classes = spoken_digits("test", DIGITS, 300)
+    found: dict[str, list[float]] = {}
+    for name in ("ddp", "adpsgd", "diloco"):
+        for seed in range(4):
+            accelerator = Accelerator(cpu=True)
+            torch.manual_seed(seed)
+            model: Any = make_classifier(len(DIGITS))
+            plain = torch.optim.AdamW(model.parameters(), lr=4e-3)
+            num_steps = 10 * len(data) // accelerator.num_processes // 16
+            decay = torch.optim.lr_scheduler.LambdaLR(plain, lambda at, last=num_steps: max(0.02, 1.0 - at / last))
+            optimizer = accelerator.prepare(plain)
+            if name == "ddp":
+                wrapped, loader = accelerator.prepare(model, DataLoader(data, 16, shuffle=True))
+                classify(accelerator, wrapped, optimizer, decay, loader)
+            else:
+                model = accelerator.prepare_model(model, evaluation_mode=True)
+                if name == "adpsgd":
+                    loader = DataLoader(data, 16, sampler=SharedSampler(data, seed=seed))
+                else:  # learners that step together
+                    loader = accelerator.prepare(DataLoader(data, 16, shuffle=True))
+                options = {"seed": seed, "timeout_seconds": 60.0} | (FEW_ROUNDS if name == "diloco" else {})
+                with StarlingSGD(accelerator, model, optimizer, name, **options):
+                    classify(accelerator, model, optimizer, decay, loader)
+            with torch.no_grad():
+                right = model(recordings.spectra(waves)).argmax(1) == classes
+            found.setdefault(name, []).append(float(right.float().mean()))
+    (folder / f"accelerate-accuracies-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def classify(accelerator: Accelerator, model: Any, optimizer: Any, decay: Any, loader: Any) -> None:
+    for _ in range(10):
+        for features, classes in loader:
+            accelerator.backward(nn.functional.cross_entropy(model(features), classes))
+            optimizer.step()
+            decay.step()
+            optimizer.zero_grad()
+
+
+def page(rank: int, folder: Path) -> None:
+    """The page's examples, with two learners."""
+    os.chdir(folder)
+    trainer, loop = (block.text for block in code_blocks(PAGE) if block.language == "python")
+    assert run_python(trainer)["trainer"].learner.world == 2
+    found = run_python(loop)
+    assert found["local"].learner.world == 2
+    points, wanted = found["dataset"].tensors
+    assert nn.functional.mse_loss(found["model"](points), wanted) < 0.2
+    assert Path("state", "model.safetensors").exists()
+
+
+CASES = {
+    "page": page,
+    "equal": equal,
+    "train": train,
+    "fail": fail,
+    "resume": resume,
+    "survive": survive,
+    "survive_in_step": survive_in_step,
+    "accuracies": accuracies,
+    "accelerated": accelerated,
+    "accelerated_resume": accelerated_resume,
+    "accelerated_survive": accelerated_survive,
+    "accelerated_accuracies": accelerated_accuracies,
+}

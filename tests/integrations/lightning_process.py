@@ -1,20 +1,19 @@
-"""Trainers of Lightning in forked processes: `python -m tests.integrations.lightning_process CASE FOLDER`."""
+"""What trainers of Lightning do in processes forked by tests.integrations.host_process."""
 
 import importlib
 import json
 import os
 import signal
-import sys
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what the first optimizer of a process loads
 import yaml
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -22,12 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from starling import SharedSampler
 from starling.integrations.host_group import close_host_group, open_host_group
 from starling.integrations.lightning import StarlingStrategy
-from tests.integrations.forked import in_processes
+from tests.code_blocks import code_blocks, run_python
+from tests.integrations.recordings import DIGITS, make_classifier, spectra, spoken_digits
 
 STEPS = 20
-WORLD = int(sys.argv[3]) if len(sys.argv) > 3 else 2
+PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 
 
 class Tones(LightningModule):
@@ -93,7 +94,7 @@ def make_trainer(strategy: Any, folder: Path, **options: Any) -> Trainer:
     plugins = [LightningEnvironment(), *options.pop("plugins", [])]
     return Trainer(
         accelerator="cpu",
-        devices=WORLD,
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
         plugins=plugins,
         default_root_dir=folder,
@@ -198,34 +199,128 @@ def sampler(rank: int, folder: Path) -> None:
     assert any("SharedSampler" in str(each.message) for each in said)
 
 
-def accuracies(rank: int, folder: Path) -> None:
-    """Of DDP, and of other strategies after as many steps on the same data, for three seeds."""
-    found: dict[str, list[float]] = {}
-    for name in ("ddp", "adpsgd", "diloco"):
-        for seed in range(3):
-            if name == "ddp" and not torch.distributed.is_initialized():
-                open_host_group("gloo")
-            strategy = ddp() if name == "ddp" else starling(name, **{"every": 10} if name == "diloco" else {})
-            options = {"max_epochs": 6, "data": loader(rank, STEPS, seed)}
-            module, _ = fit(rank, strategy, folder, **options)
-            points, classes = tones(999, 400).tensors
-            found.setdefault(name, []).append(float((module.eval().net(points).argmax(1) == classes).float().mean()))
-        if name == "ddp":
-            close_host_group()
-    (folder / f"accuracies-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+class Counts(Tones):
+    """Notes what a fit begins with, and its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[float] = []
+        self.start: dict[str, Tensor] = {}
+
+    def on_train_start(self) -> None:
+        momentum = self.optimizers().optimizer.state  # type: ignore[union-attr]
+        self.start = {"weights": weights(self)}
+        if momentum:
+            buffers = [momentum[each]["momentum_buffer"] for each in self.parameters()]
+            self.start["momentum"] = torch.cat([each.reshape(-1) for each in buffers])
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.samples += batch[0][:, 0].tolist()  # which tell samples apart
+        return super().training_step(batch, index)
 
 
-def killed(rank: int, folder: Path) -> None:
-    """One process is killed."""
-    trainer = make_trainer(starling("adpsgd"), folder, max_epochs=10_000)
-    trainer.fit(Killed(), loader(rank, 10))
+def shared(num: int) -> Any:
+    """A data module of the page's class."""
+    text = next(block.text for block in code_blocks(PAGE) if "class SharedData" in block.text)
+    return run_python(text)["SharedData"](tones(0, num))
+
+
+class Wait(Callback):
+    """Lets learner 1 wait until learner 0 has saved: otherwise it could take the whole epoch on a slow machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        deadline = time.monotonic() + 60.0
+        while trainer.global_rank == 1 and not self._path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def resume(rank: int, folder: Path) -> None:
+    """Asynchronous learners resume from a checkpoint in the middle of an epoch."""
+    keep = ModelCheckpoint(dirpath=folder / "middle", every_n_train_steps=3, save_top_k=-1)
+    callbacks = [keep, Wait(folder / "middle" / "epoch=0-step=3.ckpt")]
+    make_trainer(starling("adpsgd"), folder, callbacks=callbacks, enable_checkpointing=True).fit(Counts(), shared(160))
+    resumed = Counts()
+    saved = folder / "middle" / "epoch=0-step=3.ckpt"
+    make_trainer(starling("adpsgd"), folder, max_epochs=2).fit(resumed, shared(160), ckpt_path=saved)
+    found = {**resumed.start, "samples": torch.tensor(resumed.samples), "final": weights(resumed)}
+    save_file(found, folder / f"resume-{rank}.safetensors")
 
 
 class Killed(Tones):
+    """Kills process 0 in the middle of an epoch."""
+
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        if index == 3 and self.global_rank == 1:
+        if len(self.losses) == 3 and os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, index)
+
+
+def killed(rank: int, folder: Path) -> None:
+    """Without `on_loss`, the other processes end when one is killed."""
+    make_trainer(starling("adpsgd"), folder, max_epochs=10_000).fit(Killed(), loader(rank, 10))
+
+
+def survive(rank: int, folder: Path, strategy: str = "adpsgd") -> None:
+    """The others continue without learner 0; one of them validates and saves in its place."""
+    keep = ModelCheckpoint(dirpath=folder / "survivors", monitor="accuracy", mode="max", save_last=True)
+    module = Killed()
+    data = shared(480).train_dataloader() if strategy == "adpsgd" else loader(rank, STEPS)
+    trainer = make_trainer(
+        starling(strategy, on_loss="continue"), folder, max_epochs=4, callbacks=[keep], enable_checkpointing=True
+    )
+    trainer.fit(module, data, loader(9, 4))
+    trainer.save_checkpoint(folder / f"{strategy}-survived.ckpt")
+    (tested,) = trainer.validate(module, loader(9, 4), verbose=False)
+    learner = trainer.strategy.learner
+    outcome = {"world": learner.world, "membership": learner.membership, "accuracy": tested["accuracy"]}
+    (folder / f"{strategy}-survive-{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+    save_file({"final": weights(module)}, folder / f"{strategy}-survive-{rank}.safetensors")
+
+
+def survive_in_step(rank: int, folder: Path) -> None:
+    survive(rank, folder, "allreduce")
+
+
+class Words(LightningModule):
+    """Tells spoken digits apart."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.net, self.num_steps = make_classifier(len(DIGITS)), num_steps
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=4e-3)
+        decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.02, 1.0 - step / self.num_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decay, "interval": "step"}}
+
+
+def accuracies(rank: int, folder: Path) -> None:
+    """On real recordings: of DDP, and of other strategies after as many epochs, for each seed."""
+    waves, classes = spoken_digits("train", DIGITS, 1200)
+    data, world = TensorDataset(spectra(waves), classes), int(os.environ["LOCAL_WORLD_SIZE"])
+    waves, classes = spoken_digits("test", DIGITS, 300)
+    found: dict[str, list[float]] = {}
+    for name in ("ddp", "adpsgd", "diloco"):
+        for seed in range(4):
+            if name == "ddp" and not torch.distributed.is_initialized():
+                open_host_group("gloo")
+            strategy = ddp() if name == "ddp" else starling(name, **{"every": 10} if name == "diloco" else {})
+            seed_everything(seed, verbose=False)
+            module = Words(10 * len(data) // world // 16)
+            is_own = name != "adpsgd"  # Lightning divides the data for learners that step together
+            batches = DataLoader(data, 16, shuffle=is_own, sampler=None if is_own else SharedSampler(data, seed=seed))
+            make_trainer(strategy, folder, max_epochs=10, use_distributed_sampler=is_own).fit(module, batches)
+            right = module.eval().net(spectra(waves)).argmax(1) == classes
+            found.setdefault(name, []).append(float(right.float().mean()))
+        if name == "ddp":
+            close_host_group()
+    (folder / f"lightning-accuracies-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def configured(page: str) -> dict[str, Any]:
@@ -235,17 +330,32 @@ def configured(page: str) -> dict[str, Any]:
     module, _, name = config.pop("_target_").rpartition(".")
     strategy = getattr(importlib.import_module(module), name)(**config)
     is_ddp = isinstance(strategy, DDPStrategy)
-    return {"strategy": strategy._name, "options": strategy._options, "is_ddp": is_ddp}
+    return {"strategy": strategy._host.strategy, "options": strategy._host.options, "is_ddp": is_ddp}
 
 
-CASES = {"equal": equal, "train": train, "fail": fail, "sampler": sampler, "accuracies": accuracies, "killed": killed}
+def prepare(folder: Path) -> None:
+    """What needs one process only."""
+    (folder / "nemo.json").write_text(json.dumps(configured(PAGE.read_text(encoding="utf-8"))), encoding="utf-8")
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[2])
-    page = Path(__file__).parents[2] / "docs" / "lightning.md"
-    (folder / "nemo.json").write_text(json.dumps(configured(page.read_text(encoding="utf-8"))), encoding="utf-8")
-    codes = {}
-    for name in sys.argv[1].split(","):
-        codes[name] = in_processes(WORLD, lambda rank, work=CASES[name]: work(rank, folder))  # type: ignore[misc]
-    (folder / "codes.json").write_text(json.dumps(codes), encoding="utf-8")
+
+def page(rank: int, folder: Path) -> None:
+    """The page's example, with two learners on this machine."""
+    text = next(block.text for block in code_blocks(PAGE) if "trainer.fit(" in block.text)
+    found = run_python(text.replace("devices=1", "devices=2"))
+    assert found["trainer"].strategy.learner.world == 2
+    points, wanted = found["data"].tensors
+    assert nn.functional.mse_loss(found["model"].layer(points), wanted) < 0.2
+
+
+CASES = {
+    "page": page,
+    "equal": equal,
+    "train": train,
+    "fail": fail,
+    "sampler": sampler,
+    "resume": resume,
+    "killed": killed,
+    "survive": survive,
+    "survive_in_step": survive_in_step,
+    "accuracies": accuracies,
+}

@@ -3,10 +3,8 @@
 import ast
 import os
 import re
-import runpy
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import starling
+from tests.code_blocks import run_python
 from tests.integrations.forked import in_processes
 
 ROOT = Path(__file__).parents[2]
@@ -75,10 +74,7 @@ def test_what_a_table_says_to_write_trains(section: str, capsys: pytest.CaptureF
 
 def run(lines: list[str], found: dict[str, Any]) -> None:
     """Run lines as a program, with the names in `found`, to which it adds its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "migrating.py"
-        program.write_text("\n".join(lines), encoding="utf-8")
-        found.update(runpy.run_path(str(program), init_globals=found))
+    found.update(run_python("\n".join(lines), **found))
 
 
 HOST_TABLES = """

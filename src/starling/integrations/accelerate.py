@@ -3,18 +3,21 @@
 from types import TracebackType
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from starling.engines.loop.joined import JoinedLearner
 from starling.errors import ConfigError, ProtocolError
 from starling.extras import require
 from starling.integrations.host_group import close_host_group, open_host_group
-from starling.launch.joining import attach, steps_together
+from starling.integrations.host_learner import HostLearner
+from starling.launch.joining import shared_place, steps_together
 
 require("huggingface", "starling.integrations.accelerate", ["accelerate"])
 
 from accelerate import Accelerator  # noqa: E402 - after `require`, whose error names the extra
+from accelerate.state import AcceleratorState, PartialState  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
 
 
 class StarlingSGD:
@@ -23,6 +26,9 @@ class StarlingSGD:
     Prepare the model with `accelerator.prepare_model(model, evaluation_mode=True)`, which does not wrap it, and the
     optimizer with `accelerator.prepare(optimizer)`. Under an asynchronous strategy do not prepare the data: give the
     `DataLoader` a `starling.SharedSampler`. At the end the model is the mean of all final weights, the same on all.
+
+    Within the context accelerate's collectives are local (`gather` returns this process's own values), unless learners
+    step together. With `on_loss="continue"` they are local under every strategy, and after a loss they stay so.
 
     Args:
         accelerator: The accelerator.
@@ -58,9 +64,8 @@ class StarlingSGD:
                 "not prepare it, and give its DataLoader a starling.SharedSampler"
             )
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
-        self._strategy, self._options, self._is_enabled = strategy, options, enabled
-        self._is_distributed = is_distributed
-        self._learner: JoinedLearner | None = None
+        self._host, self._is_enabled, self._is_distributed = HostLearner(strategy, options), enabled, is_distributed
+        self._kind = accelerator.distributed_type
 
     @property
     def learner(self) -> JoinedLearner:
@@ -69,32 +74,57 @@ class StarlingSGD:
         Raises:
             ProtocolError: The context has not been entered.
         """
-        if self._learner is None:
+        if self._host.learner is None:
             raise ProtocolError("StarlingSGD: there is a learner only once the context has been entered")
-        return self._learner
+        return self._host.learner
 
     def step(self) -> None:
-        """Do nothing: the optimizer's step is the learner's. It is here for loops with accelerate's `LocalSGD`."""
+        """Call it after `optimizer.step()`, as with `LocalSGD`. That was the learner's step; this only makes the first
+        survivor accelerate's main process if learner 0 has been lost."""
+        if self._host.has_lost:
+            self._set(process_index=self.learner.rank)
 
     def __enter__(self) -> Self:
         if self._is_enabled:
             if self._is_distributed:
+                shared_place()  # at the store of accelerate's group, which ends with that group
                 close_host_group()
             optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
-            scaler = self._accelerator.scaler
-            self._learner = attach(optimizer, self._model, self._strategy, scaler=scaler, **self._options)
+            self._host.attach(optimizer, self._model, self._accelerator.scaler)
+            if _give_copies not in self._model._state_dict_hooks.values():
+                self._model.register_state_dict_post_hook(_give_copies)  # type: ignore[no-untyped-call]
+            if self._host.is_apart:
+                self._set(distributed_type=DistributedType.NO)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._learner is None:
-            return
         if error is not None:
-            self._learner.__exit__(kind, error, traceback)
+            self._host.leave(error)
             return
-        with self._learner.consensus(final=True):
-            pass
-        self._learner.close()
-        if self._is_distributed:  # accelerate's collectives work again
+        if not self._is_enabled:
+            return
+        self._host.finish()
+        if self._host.has_lost:
+            self._set(process_index=self.learner.rank, num_processes=self.learner.world)
+            return
+        self._set(distributed_type=self._kind)  # accelerate's collectives work again
+        if self._is_distributed:
             open_host_group(self._accelerator.state.backend)
+
+    def _set(self, **state: Any) -> None:
+        """Change what accelerate knows of its processes."""
+        for shared in (PartialState(), AcceleratorState()):
+            for name, value in state.items():
+                setattr(shared, name, value)
+
+
+def _give_copies(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Let `state_dict` return tensors of their own. A learner's weights are views of one tensor; of tensors that share
+    memory, accelerate saves only one."""
+    copies: dict[object, Tensor] = {}  # tied weights stay tied
+    for name, value in state.items():
+        if isinstance(value, Tensor) and not value.requires_grad:
+            place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            state[name] = copies[place] if place in copies else copies.setdefault(place, value.clone())

@@ -4,6 +4,7 @@ from datetime import timedelta
 from itertools import count
 
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from starling.launch.joining import shared_place
@@ -11,12 +12,16 @@ from starling.launch.joining import shared_place
 _NUM_GROUPS = count()
 
 
-def open_host_group(backend: str, timeout: timedelta | None = None) -> None:
+def open_host_group(backend: str, timeout: timedelta | None = None, is_alone: bool = False) -> None:
     """Give `torch.distributed` a default process group, unless it has one. All processes must call this equally often.
 
-    It uses the store that learners use later: a second one could not listen at the same port.
+    It uses the store that learners use later: a second one could not listen at the same port. A process that is alone,
+    because others were lost, gets a group of its own.
     """
     if dist.is_initialized():
+        return
+    if is_alone:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return
     place = shared_place()
     store = PrefixStore(f"host/{next(_NUM_GROUPS)}", place.store)

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +15,23 @@ from torch.utils.data import Sampler
 from starling.engines.loop.joined import JoinedLearner
 from starling.errors import ConfigError
 from starling.extras import require
-from starling.launch.joining import attach, steps_together
+from starling.integrations.host_learner import HostLearner
+from starling.launch.joining import steps_together
 from starling.launch.rendezvous import is_learner, number_of_learners
 from starling.launch.sharing import SharedSampler
 
 require("huggingface", "starling.integrations.huggingface")
 
-from transformers import Trainer, TrainingArguments  # noqa: E402 - after `require`, whose error names the extra
+from transformers import (  # noqa: E402 - after `require`, whose error names the extra
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
+_SAMPLER = "SharedSampler"
+"""Its key in the state that the Trainer saves."""
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
@@ -46,13 +56,13 @@ class StarlingArguments(TrainingArguments):  # type: ignore[misc]
 
     @property
     def process_index(self) -> int:
-        """This learner's rank."""
-        return int(os.environ.get("RANK", "0"))
+        """This learner's rank, which changes when learners are lost."""
+        return int(self.__dict__.get("_rank", os.environ.get("RANK", "0")))
 
     @property
     def local_process_index(self) -> int:
         """This learner's rank on its machine."""
-        return int(os.environ.get("LOCAL_RANK", self.process_index))
+        return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
 
 
 class StarlingTrainer(Trainer):  # type: ignore[misc]
@@ -62,8 +72,11 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
     all learners; after `train` the model is the mean of all final weights. Learner 0 saves.
 
     Under an asynchronous strategy a `starling.SharedSampler` divides a map-style dataset: an epoch ends when all its
-    samples have been given out. The learning rate follows the steps of a learner of average speed. Where learners step
-    together, they get equal shares.
+    samples have been given out, and a checkpoint knows which have. The learning rate follows the steps of a learner of
+    average speed. Where learners step together, they get equal shares.
+
+    With `options={"on_loss": "continue"}` training survives the loss of any process. If learner 0 is lost, the first
+    survivor saves.
 
     Args:
         args: As in `Trainer`, like all others but the last two.
@@ -87,13 +100,19 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
             raise ConfigError(f"args: {type(args).__name__} lets accelerate wrap the model; use StarlingArguments")
         if args.auto_find_batch_size or args.deepspeed or args.fsdp:
             raise ConfigError("args: auto_find_batch_size, deepspeed and fsdp cannot be used with StarlingTrainer")
-        self._name, self._options = strategy, dict(options or {})
+        self._host = HostLearner(strategy, dict(options or {}))
         self._world = number_of_learners() if is_learner() else 1
-        self._is_in_step = steps_together(strategy, self._options)
-        self.learner: JoinedLearner | None = None
-        """The learner of the newest `train`; its `stats()` may be read afterwards."""
-        self._is_training = self._is_showing = False
+        self._is_in_step = steps_together(strategy, self._host.options)
+        self._sampler: SharedSampler | None = None
+        self._is_limited = True  # by steps instead of epochs, as far as is known before training
+        self._num_epochs = 0
         super().__init__(args=args, **others)
+        self.callback_handler.callbacks.insert(0, _Follow(self))  # so that others may decide after it
+
+    @property
+    def learner(self) -> JoinedLearner | None:
+        """The learner of the newest `train`, None before the first; its `stats()` may be read afterwards."""
+        return self._host.learner
 
     # training
 
@@ -102,55 +121,47 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
         try:
             return super().train(*args, **options)
         except BaseException as error:
-            if self.learner is not None and self._is_training:
-                self._is_training = False
-                self.learner.__exit__(type(error), error, error.__traceback__)
+            self._host.leave(error)
             raise
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **options)
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wraps it
-        self.learner = attach(optimizer, self.model, self._name, scaler=self.accelerator.scaler, **self._options)
-        self._is_training = True
+        self._host.attach(optimizer, self.model, self.accelerator.scaler)
         return prepared
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
-        if self.learner is not None and self._is_training:
-            with self.learner.consensus(final=True):
-                pass
-            self._is_training = False
-            self.learner.close()
+        self._host.finish()
         return super()._finalize_training(*args, **options)
 
     # the consensus
 
-    @contextmanager
-    def _consensus(self) -> Generator[None, None, None]:
-        if self.learner is None or not self._is_training or self._is_showing:
-            yield
-            return
-        with self.learner.consensus():
-            self._is_showing = True
-            try:
-                yield
-            finally:
-                self._is_showing = False
-
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Evaluate the mean of all learners; each does so alone, on all of the data."""
-        with self._consensus():
+        with self._host.consensus():
             return dict(super().evaluate(*args, **options))
 
     def save_model(self, *args: Any, **options: Any) -> None:
         """Save the mean of all learners, on learner 0."""
         if self.args.should_save:
-            with self._consensus():
+            with self._host.consensus():
                 super().save_model(*args, **options)
 
     def _save_checkpoint(self, *args: Any, **options: Any) -> None:
         if self.args.should_save:
-            with self._consensus():
+            if self._sampler is not None:
+                self.state.stateful_callbacks[_SAMPLER] = self._sampler.state_dict()
+            with self._host.consensus():
                 super()._save_checkpoint(*args, **options)
+
+    def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
+        epochs_trained, steps_trained = super()._init_training_state(*args, **options)
+        if self._sampler is not None and _SAMPLER in self.state.stateful_callbacks:
+            given = self.state.stateful_callbacks[_SAMPLER]
+            self._sampler.load_state_dict(given)
+            epochs_trained, steps_trained = int(given["epoch"]), 0
+        self._num_epochs = epochs_trained
+        return epochs_trained, steps_trained
 
     # data and schedule
 
@@ -166,28 +177,59 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
         is_shuffled = self.args.train_sampling_strategy == "random"
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         if not self._is_in_step:
-            return SharedSampler(len(data), is_shuffled, seed, claim_size=self._train_batch_size)
+            self._sampler = SharedSampler(len(data), is_shuffled, seed, claim_size=self._train_batch_size)
+            return self._sampler
         return _EqualShares(len(data), self._train_batch_size, self.args.process_index, self._world, is_shuffled, seed)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """See `Trainer`. The steps are those of a learner that gets all data: one may get any share of it."""
-        if self._is_shared(dataloader):
-            dataloader = _Sized(dataloader, math.ceil(len(dataloader.dataset) / self._train_batch_size))
         self._is_limited = args.max_steps > 0
-        return super().set_initial_training_values(args, dataloader)
+        if not self._is_shared(dataloader):
+            return super().set_initial_training_values(args, dataloader)
+        whole = _Sized(dataloader, math.ceil(len(dataloader.dataset) / self._train_batch_size))
+        num_epochs, *values = super().set_initial_training_values(args, whole)
+        return (sys.maxsize if self._is_limited else num_epochs, *values)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule of a learner of average speed; a faster one keeps its last learning rate."""
-        if self._world == 1 or self._is_in_step or getattr(self, "_is_limited", True):
+        if self._world == 1 or self._is_in_step or self._is_limited:
             return super().create_scheduler(num_training_steps, optimizer)
         average = math.ceil(num_training_steps / self._world)
         schedule = super().create_scheduler(average, optimizer)
         if isinstance(schedule, LambdaLR):
-            schedule.lr_lambdas = [_Clamped(factor, average - 1) for factor in schedule.lr_lambdas]
+            schedule.lr_lambdas = [_clamped(factor, average - 1) for factor in schedule.lr_lambdas]
         return schedule
 
     def _is_shared(self, dataloader: Any) -> bool:
         return self._world > 1 and not self._is_in_step and hasattr(getattr(dataloader, "dataset", None), "__len__")
+
+
+class _Follow(TrainerCallback):  # type: ignore[misc]
+    """Lets the Trainer follow what the other learners do."""
+
+    def __init__(self, trainer: StarlingTrainer) -> None:
+        self._trainer, self._num_steps = trainer, 0
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self._num_steps = state.global_step
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """The first survivor saves if learner 0 has been lost."""
+        args.__dict__["_rank"] = self._trainer._host.rank(args.process_index)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """An epoch ends for all learners, however many of its samples one of them got: perhaps none."""
+        if self._trainer._sampler is None:
+            return
+        if state.global_step == self._num_steps:
+            control.should_training_stop = False
+        if not control.should_training_stop:
+            self._trainer._num_epochs += 1
+            state.epoch = float(self._trainer._num_epochs)
 
 
 class _EqualShares(Sampler[int]):
@@ -222,14 +264,9 @@ class _Sized:
         return self._length
 
 
-class _Clamped:
-    """A learning rate's factor that stays as it is after step `last`."""
-
-    def __init__(self, factor: Any, last: int) -> None:
-        self._factor, self._last = factor, last
-
-    def __call__(self, step: int) -> float:
-        return float(self._factor(min(step, self._last)))
+def _clamped(factor: Callable[[int], float], last: int) -> Callable[[int], float]:
+    """A learning rate's factor that stays as it is after step `last`. A function: schedules save other callables."""
+    return lambda step: factor(min(step, last))
 
 
 @contextmanager

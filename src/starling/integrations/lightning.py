@@ -3,8 +3,7 @@
 import os
 import signal
 import warnings
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -15,13 +14,16 @@ from starling.engines.loop.traps import warn_of_samplers
 from starling.errors import ConfigError, ProtocolError
 from starling.extras import require
 from starling.integrations.host_group import close_host_group, open_host_group
-from starling.launch.joining import attach
+from starling.integrations.host_learner import HostLearner
+from starling.launch.joining import prepare_to_survive
+from starling.launch.rendezvous import is_learner
 
 require("lightning", "starling.integrations.lightning")
 
 from lightning.fabric.utilities.seed import reset_seed  # noqa: E402 - after `require`, whose error names the extra
 from lightning.pytorch import Trainer  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 
 T = TypeVar("T")
@@ -36,7 +38,8 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
     mean of all final weights, the same on all of them.
 
     While learners that are not in step train, Lightning's collectives are local: `sync_dist=True` logs each learner's
-    own value, and a learner that stops early leaves the others training. Under `allreduce` they are those of DDP.
+    own value, and a learner that stops early leaves the others training. Under `allreduce` they are those of DDP. With
+    `on_loss="continue"` they are local under every strategy, and after a loss they stay so.
 
     Args:
         strategy: A name that `starling strategies` lists, or a `module:name`.
@@ -72,17 +75,18 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
             process_group_backend=process_group_backend,
             start_method=start_method,
         )
-        self._name, self._options = strategy, options
-        self.learner: JoinedLearner | None = None
-        """The learner of the newest `fit`; its `stats()` may be read afterwards."""
-        self._is_training = False  # from joining to closing
-        self._is_showing = False  # the model holds a consensus
+        self._host = HostLearner(strategy, options)
         self._evaluation = ExitStack()
 
     @property
-    def _is_apart(self) -> bool:
-        """Whether collectives would bring learners into step that must not wait for each other."""
-        return self._is_training and self.learner is not None and not self.learner.is_in_step
+    def learner(self) -> JoinedLearner | None:
+        """The learner of the newest `fit`, None before the first; its `stats()` may be read afterwards."""
+        return self._host.learner
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process writes checkpoints: learner 0, or the first survivor once that is lost."""
+        return self._host.rank(self.global_rank) == 0
 
     # processes and model
 
@@ -101,7 +105,13 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
                 LOCAL_RANK=str(self.local_rank),
                 LOCAL_WORLD_SIZE=str(self.num_processes),
             )
-            open_host_group(self._process_group_backend, self._timeout)
+            open_host_group(self._process_group_backend, self._timeout, self._host.has_lost)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Prepare to train, or to evaluate. Lightning asks a loader without a length for data before learners join."""
+        if self._host.survives and trainer.state.fn == TrainerFn.FITTING and is_learner():
+            prepare_to_survive()
+        super().setup(trainer)
 
     def configure_ddp(self) -> None:
         """Leave the model as it is."""
@@ -119,55 +129,33 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
         close_host_group()
         scaler = getattr(self.precision_plugin, "scaler", None)
         module = self.lightning_module
-        self.learner = attach(self.optimizers[0], module, self._name, scaler=scaler, **self._options)
-        self._is_training = True
-        if self._is_apart:
-            warn_of_samplers(tree_leaves(module.trainer.train_dataloader), self._name)
+        self._host.attach(self.optimizers[0], module, scaler)
+        if self._host.is_apart:
+            warn_of_samplers(tree_leaves(module.trainer.train_dataloader), self._host.strategy)
             _terminate_alone(module.trainer)
 
     def on_train_end(self) -> None:
         """Adopt the mean of all final weights, and leave once all learners have."""
         super().on_train_end()
-        if self.learner is not None and self._is_training:
-            with self.learner.consensus(final=True):
-                pass
-            self._is_training = False
-            self.learner.close()
+        self._host.finish()
 
     def on_exception(self, exception: BaseException) -> None:
         """Notify the others, whose training ends with `PeerLost`."""
-        self._leave(exception)
+        self._host.leave(exception)
         super().on_exception(exception)
 
     def teardown(self) -> None:
         """Leave if training has not ended, and release the devices."""
-        self._leave(ProtocolError("the trainer was torn down before its training had ended"))
+        self._host.leave(ProtocolError("the trainer was torn down before its training had ended"))
         super().teardown()
 
-    def _leave(self, error: BaseException) -> None:
-        if self.learner is not None and self._is_training:
-            self._is_training = False
-            self.learner.__exit__(type(error), error, error.__traceback__)
-
     # the consensus
-
-    @contextmanager
-    def _consensus(self) -> Generator[None, None, None]:
-        if self.learner is None or not self._is_training or self._is_showing:
-            yield
-            return
-        with self.learner.consensus():
-            self._is_showing = True
-            try:
-                yield
-            finally:
-                self._is_showing = False
 
     def on_validation_start(self) -> None:
         """Show the mean of all learners' models."""
         super().on_validation_start()
         self._evaluation = ExitStack()
-        self._evaluation.enter_context(self._consensus())
+        self._evaluation.enter_context(self._host.consensus())
 
     def on_validation_end(self) -> None:
         """Return to this learner's own model."""
@@ -178,7 +166,7 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
         """The weights to save: the mean of all learners' models. Only learner 0's are written."""
         if not self.is_global_zero:
             return dict(super().lightning_module_state_dict())
-        with self._consensus():
+        with self._host.consensus():
             state = super().lightning_module_state_dict()
             return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
@@ -186,23 +174,23 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all learners, if they are in step."""
-        if not self._is_apart:
+        if not self._host.is_apart:
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object of learner `src` if learners are in step, otherwise this learner's own."""
-        if self._is_apart:
+        if self._host.is_apart:
             return obj
         result: T = super().broadcast(obj, src)
         return result
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean or sum over learners if they are in step, otherwise this learner's own value."""
-        if not self._is_apart:
+        if not self._host.is_apart:
             return super().reduce(tensor, group, reduce_op)
         warnings.warn(
-            f"sync_dist=True and strategy.reduce() would make learners wait for each other under {self._name}; each "
-            "logs its own value instead: leave sync_dist out",
+            "sync_dist=True and strategy.reduce() would make learners wait for each other under "
+            f"{self._host.strategy}; each logs its own value instead: leave sync_dist out",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -210,7 +198,7 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - as in Lightning
         """The common decision if learners are in step, otherwise this learner's own."""
-        return decision if self._is_apart else bool(super().reduce_boolean_decision(decision, all))
+        return decision if self._host.is_apart else bool(super().reduce_boolean_decision(decision, all))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather tensors of learners that are in step.
@@ -218,10 +206,10 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
         Raises:
             ConfigError: Learners are not in step.
         """
-        if self._is_apart:
+        if self._host.is_apart:
             raise ConfigError(
-                f"all_gather() waits for all learners, which are not in step under {self._name}; compute metrics from "
-                "this learner's own results, or evaluate after fit()"
+                f"all_gather() waits for all learners, which are not in step under {self._host.strategy}; compute "
+                "metrics from this learner's own results, or evaluate after fit()"
             )
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
         return gathered

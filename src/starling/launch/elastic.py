@@ -1,7 +1,7 @@
 """How a joined loop that survives losses finds its coordinator, or starts it, and hears of memberships.
 
-The coordinator listens on MASTER_PORT. Where something else holds a store there (torchrun's agent), it takes any free
-port, which learner 0 publishes in that store.
+The coordinator listens on MASTER_PORT. Where something else holds a store there (torchrun's agent, or learner 0 for the
+process group of a host framework), it takes any free port, which learner 0 publishes in that store.
 """
 
 import os
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
@@ -36,6 +37,7 @@ from starling.launch.rendezvous import LOOPBACK, find_place, ranks_of_environmen
 from starling.timeouts import HEARTBEAT_EVERY
 from starling.training.membership import Membership, MembershipFeed
 
+T = TypeVar("T")
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _PUBLISHED = "coordinator/port"
 _RETRY_SECONDS = 0.05
@@ -125,36 +127,60 @@ class CoordinatorLink:
             self._store_connections.cut()
 
 
-def connect(seconds: float) -> tuple[Place, CoordinatorLink]:
+def connect(seconds: float, host_store: Store | None = None) -> tuple[Place, CoordinatorLink]:
     """This process's place among learners that survive losses; learner 0 starts the coordinator if there is none.
+
+    `host_store` is the store at MASTER_PORT, if all learners have already connected to one.
 
     Raises `ConfigError` for an invalid environment variable, `ProtocolError` if no coordinator answers or takes it.
     """
     rank, world, local_rank, local_world = ranks_of_environment(may_join=True)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agent_store = find_place(seconds).store if os.environ.get(_AGENT) == "True" else None
-    deadline = time.monotonic() + seconds
-    started: StartedCoordinator | None = None
+
+    def attempt(address: str, port: int) -> tuple[Place, CoordinatorLink]:
+        connections = Connections()
+        store, line = _connect(rank, world, address, port, seconds)
+        place = Place(rank, world, local_rank, local_world, store)
+        return place, CoordinatorLink(place, line, connections, seconds)
+
     try:
-        while True:
-            try:
-                found = port if agent_store is None else _published(agent_store)
-                connections = Connections()
-                store, line = _connect(rank, world, address, found, seconds)
-                place = Place(rank, world, local_rank, local_world, store)
-                return place, CoordinatorLink(place, line, connections, seconds)
-            except _NotThere as reason:
-                if rank == 0 and started is None and str(reason) != OVER:
-                    started = _start(address, port, agent_store)
-                elif time.monotonic() > deadline:
-                    raise ProtocolError(
-                        f"learner {rank} cannot reach the coordinator at {address}:{port}: {reason}; is learner 0 "
-                        "alive, and is the port free?"
-                    ) from reason
-                time.sleep(_RETRY_SECONDS)
+        return _reach(rank, seconds, host_store, attempt)
     finally:
-        if started is not None:
-            started.close()
+        for each in _started:
+            each.close()
+        _started.clear()
+
+
+def find_store(seconds: float, host_store: Store | None = None) -> Place:
+    """This process's place with the coordinator's store, before it connects as a learner. As `connect` otherwise."""
+    rank, world, local_rank, local_world = ranks_of_environment(may_join=True)
+
+    def attempt(address: str, port: int) -> Place:
+        return Place(rank, world, local_rank, local_world, _find_store(rank, address, port, seconds)[0])
+
+    return _reach(rank, seconds, host_store, attempt)
+
+
+_started: list[StartedCoordinator] = []
+"""The coordinator that this process has started, until it has connected."""
+
+
+def _reach(rank: int, seconds: float, host_store: Store | None, attempt: Callable[[str, int], T]) -> T:
+    """The result of `attempt` at the address and port of the coordinator, which learner 0 starts if there is none."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent_store = find_place(seconds).store if os.environ.get(_AGENT) == "True" else host_store
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return attempt(address, port if agent_store is None else _published(agent_store))
+        except _NotThere as reason:
+            if rank == 0 and not _started and str(reason) != OVER:
+                _started.append(_start(address, port, agent_store))
+            elif time.monotonic() > deadline:
+                raise ProtocolError(
+                    f"learner {rank} cannot reach the coordinator at {address}:{port}: {reason}; is learner 0 "
+                    "alive, and is the port free?"
+                ) from reason
+            time.sleep(_RETRY_SECONDS)
 
 
 def _start(address: str, port: int, agent_store: Store | None) -> StartedCoordinator:
@@ -174,6 +200,20 @@ def _published(agent_store: Store) -> int:
 
 def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> tuple[Store, socket.socket]:
     """The coordinator's store, and a connection over which it has taken this learner."""
+    store, link = _find_store(rank, address, port, seconds)
+    line = _open(address, link)
+    refused = _greet(line, Hello(rank, world, seconds, run_token.sign(rank, "hello")))
+    if refused == OVER:
+        raise _NotThere(OVER)
+    if refused:
+        raise ProtocolError(f"learner {rank} cannot join the run at {address}:{port}: {refused}")
+    keep_alive(line)
+    line.settimeout(None)
+    return store, line
+
+
+def _find_store(rank: int, address: str, port: int, seconds: float) -> tuple[Store, int]:
+    """The coordinator's store, and the port on which it hears learners."""
     _open(address, port).close()
     try:
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
@@ -185,15 +225,7 @@ def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> 
             f"learner {rank}: what listens at {address}:{port} is not the coordinator of a run "
             f"({str(error).splitlines()[0]}); choose another MASTER_PORT"
         ) from error
-    line = _open(address, link)
-    refused = _greet(line, Hello(rank, world, seconds, run_token.sign(rank, "hello")))
-    if refused == OVER:
-        raise _NotThere(OVER)
-    if refused:
-        raise ProtocolError(f"learner {rank} cannot join the run at {address}:{port}: {refused}")
-    keep_alive(line)
-    line.settimeout(None)
-    return store, line
+    return store, link
 
 
 def _greet(line: socket.socket, hello: Hello) -> str:

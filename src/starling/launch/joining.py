@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.optim import Optimizer
 
 from starling.configuration import Config
@@ -18,7 +18,7 @@ from starling.engines.loop.replica import check_loop
 from starling.engines.loop.traps import check_modules
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
-from starling.launch.elastic import CoordinatorLink, connect
+from starling.launch.elastic import CoordinatorLink, connect, find_store
 from starling.launch.rendezvous import find_place, is_learner, number_of_learners
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.base import all_but_the_lost
@@ -76,9 +76,11 @@ def join(
         )
     elif on_loss == "continue":
         chosen.validate(checked, number_of_learners())
-        place, coordination = connect(timeout_seconds)
+        place, coordination = connect(timeout_seconds, _host_store())
+        _surviving[:] = [place]
     else:
         place = _new_place(timeout_seconds)
+        _surviving.clear()
     chosen.validate(checked, place.world)
     is_in_step = chosen.sync_groups(checked, place.world).size == place.world
     check_modules(model, chosen.name, is_in_step)
@@ -154,6 +156,20 @@ def shared_place(timeout_seconds: float = CONNECT) -> Place:
     return _find_place(timeout_seconds)
 
 
+def prepare_to_survive(timeout_seconds: float = CONNECT) -> None:
+    """Let samplers that begin before `join(…, on_loss="continue")` use the store that outlives every learner."""
+    _surviving[:] = [find_store(timeout_seconds, _host_store())]
+
+
+def surviving_place() -> Place | None:
+    """This process's place in the newest run if that survives losses, with its coordinator's store."""
+    return _surviving[0] if _surviving else None
+
+
+def _host_store() -> Store | None:
+    return _places[0].store if _places else None
+
+
 def _new_place(timeout_seconds: float) -> Place:
     """This process's place, with a store prefix for this call of `join`.
 
@@ -166,6 +182,7 @@ def _new_place(timeout_seconds: float) -> Place:
 
 _NUM_CALLS: Iterator[int] = count()
 _places: list[Place] = []
+_surviving: list[Place] = []
 
 
 def _find_place(timeout_seconds: float) -> Place:

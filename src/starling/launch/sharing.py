@@ -10,8 +10,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.utils.data import Sampler
 
 from starling.chance import derive_seed
+from starling.engines.processes.place import Place
 from starling.errors import ConfigError
-from starling.launch.joining import shared_place
+from starling.launch.joining import shared_place, surviving_place
 from starling.launch.rendezvous import is_learner
 from starling.training.claims import Claims, parts_of
 
@@ -31,6 +32,7 @@ class _Shared(Sampler[T], Generic[T]):
         self._remaining = remaining
         self._has_ended = False
         self._place: tuple[Store, int] | None = None
+        self._run: Place | None = None
         self._present: Claims | None = None
 
     _end: int | None = None
@@ -84,8 +86,9 @@ class _Shared(Sampler[T], Generic[T]):
     def _claims(self) -> Claims:
         """The claims of the present pass, or of the first one before it begins."""
         if self._present is None:
-            if self._place is None:  # not earlier: Lightning's trainer sets the ranks when a fit begins
-                self._place = _store_and_rank(self._number)
+            run = surviving_place()
+            if self._place is None or run is not self._run:  # not earlier: Lightning sets the ranks when a fit begins
+                self._place, self._run = _store_and_rank(self._number), run
             store, rank = self._place
             store = PrefixStore(f"pass/{self._num_passes}", store)
             self._present = Claims(store, rank, self._remaining, self._claim_size)
@@ -173,5 +176,5 @@ def _store_and_rank(number: int) -> tuple[Store, int]:
     """This process's part of the run's store for its sampler `number`, and its rank."""
     if not is_learner():
         return HashStore(), 0
-    place = shared_place()
+    place = surviving_place() or shared_place()
     return PrefixStore(f"sampler/{number}", place.store), place.rank
