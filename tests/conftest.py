@@ -28,8 +28,8 @@ _ON_RAY = {"test_ray.py", "test_prepare_parallel.py"}
 
 
 class ByFile(LoadScopeScheduling):
-    """Tests of one file share fixtures, those of the contract one set of runs, those on Ray a cluster, and those of other
-    libraries the process that has loaded them: these stay together."""
+    """Tests of one file share fixtures, those of the contract one set of runs, those on Ray a cluster, and those of
+    other libraries the process that has loaded them: these stay together."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.partition("::")[0])
