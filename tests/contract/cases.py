@@ -106,6 +106,10 @@ def _served(shards: int = 1, servers: str = "beside", **options: Any) -> Choice:
     return Choice(STRATEGIES["parameter-server"], fitting, counts_whole=options.get("update") != "hybrid")
 
 
+def _served_periodically(name: str, world: int, shards: int = 1, **options: Any) -> Config:
+    return STRATEGIES[name].options(shards=min(shards, world), **options)
+
+
 PERIODIC: dict[str, dict[str, Any]] = {
     "local-sgd": {"every": 3},
     "post-local-sgd": {"every": 4, "warm_up": 3, "optimizer_state": "averaged"},
@@ -151,6 +155,11 @@ def choices() -> dict[str, Choice]:
     made["server-synchronous"] = _served(update="synchronous", shards=2)
     made["server-bounded-own"] = _served(staleness_bound=1, servers="own")
     made["server-hybrid-own"] = _served(update="hybrid", servers="own")
+    as_whole = {"rate": 1.0, "momentum": 0.0, "delay": 1, "every": 3, "shards": 2}
+    made["server-async-diloco"] = Choice(
+        STRATEGIES["async-diloco"], lambda world: _served_periodically("async-diloco", world, **as_whole), True
+    )
+    made["server-aeasgd"] = Choice(STRATEGIES["aeasgd"], lambda world: _served_periodically("aeasgd", world, every=2))
     made["hogwild"] = Choice(STRATEGIES["hogwild"], lambda world: HogwildOptions(piece_megabytes=1e-4), True)
     for name, options in PERIODIC.items():
         made[name] = Choice(STRATEGIES[METHODS.get(name, name)], partial(_periodic, name, options))

@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 from starling.registry import Registry
 from starling.strategies.adpsgd import ADPSGD
 from starling.strategies.allreduce import ALLREDUCE
+from starling.strategies.async_local import AEASGD, ASYNC_DILOCO
 from starling.strategies.base import NoOptions, Strategy, SyncGroups
 from starling.strategies.delay_by_one import DELAY_BY_ONE
 from starling.strategies.delayed import DELAYED
@@ -21,6 +22,7 @@ __all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy",
 _OWN = (
     *(ALLREDUCE, DELAY_BY_ONE, DPSGD, ADPSGD, HADPSGD, PARAMETER_SERVER, HOGWILD, DELAYED),
     *(LOCAL_SGD, BMUF, SLOWMO, DILOCO, STREAMING_DILOCO),
+    *(ASYNC_DILOCO, AEASGD),
 )
 STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _OWN}
 """Starling's own strategies by name."""
