@@ -34,6 +34,7 @@ ALONE = [
     ("parameter-server", {}),
     ("parameter-server", {"update": "summed", "sum": 1}),
     ("parameter-server", {"update": "hybrid"}),
+    ("async-diloco", {}),
     ("hogwild", {}),
 ]
 SERVED: dict[str, dict[str, Any]] = {
@@ -49,6 +50,8 @@ SERVED: dict[str, dict[str, Any]] = {
         "options": {"staleness_bound": 1, "shards": 2},
         "steps": {"0": 4, "1": 40},
     },
+    "async-diloco": {"strategy": "async-diloco", "options": {"every": 3, "shards": 2}, "steps": {"0": 4, "1": 40}},
+    "aeasgd": {"strategy": "aeasgd", "options": {"every": 2}},
     "hogwild": {"strategy": "hogwild"},
     "hogwild-uneven": {"strategy": "hogwild", "steps": {"0": 0, "1": 30}, "asks": 1},
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -17,8 +16,7 @@ from starling.strategies.parameter_server import PARAMETER_SERVER, Remote
 from starling.strategies.server import Server, ServerOptions
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+    from torch import Tensor, nn, optim
 
 
 class AsyncLocalOptions(Config):
@@ -55,9 +53,11 @@ class AsyncLocalOptions(Config):
     def server(self, me: Learner) -> Server | None:
         """The server that a learner runs, if it does."""
         piece = self.served().kept(me)
-        return None if piece is None else Server(me, piece, self.served(), partial(self._optimizer, me.world))
+        if piece is None:
+            return None
+        return Server(me, piece, self.served(), lambda parameters: self._optimizer(me.world, parameters))
 
-    def _optimizer(self, world: int, parameters: list[nn.Parameter]) -> Optimizer:
+    def _optimizer(self, world: int, parameters: list[nn.Parameter]) -> optim.Optimizer:
         from starling.strategies.delayed_nesterov import DelayedNesterov
 
         return DelayedNesterov(parameters, self.rate, self.momentum, self.pushes(world), self.spread)
@@ -139,7 +139,9 @@ async def _pull_together(me: Learner, centre: Centre) -> None:
                 await centre.push(difference)
             centre.count_step()
     if centre.has_steps:
-        await centre.push(centre.r * (await centre.pull() - me.weights))
+        difference = centre.r * (await centre.pull() - me.weights)
+        me.apply(difference)
+        await centre.push(difference)
     me.replace(await centre.leave())
 
 
@@ -254,4 +256,6 @@ def _strategy(name: str, summary: str, options: type[AsyncLocalOptions]) -> Stra
 ASYNC_DILOCO = _strategy(
     "async-diloco", "step alone, agree with a server every few steps; no learner waits", AsyncLocalOptions
 )
-AEASGD = _strategy("aeasgd", "step alone, drawn to a server's weights and these to them; no learner waits", AeasgdOptions)
+AEASGD = _strategy(
+    "aeasgd", "step alone, drawn to a server's weights and these to them; no learner waits", AeasgdOptions
+)

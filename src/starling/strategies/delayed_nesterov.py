@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 
-class DelayedNesterov(Optimizer):
+class DelayedNesterov(torch.optim.Optimizer):
     """Equation, for a push D, which takes the place of a gradient, with N = `delay` and c = `spread`::
 
         B <- B + D

@@ -550,7 +550,9 @@ class LoopLearner(Learner):
     def _contribution(self) -> tuple[int, Tensor]:
         """The number of steps made, and this learner's contribution `[P + B]` to the consensus mean."""
         contribution = self.replica.contribution()
-        if self._strategy.is_served and self._world > 1:  # the servers hold the model: each learner contributes only its shards
+        if (
+            self._strategy.is_served and self._world > 1
+        ):  # the servers hold the model: each learner contributes only its shards
             contribution[: len(self.replica.weights)] = 0.0
         for shard in self._shards.held:
             contribution[shard.piece] = shard.copy() * (self._world if self._strategy.is_served else 1)
