@@ -118,6 +118,9 @@ PERIODIC: dict[str, dict[str, Any]] = {
     "diloco": {"every": 3},
     "streaming-diloco": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1},
     "streaming-diloco-int4": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1, "compression": "int4"},
+    "easgd": {"every": 2},
+    "sparta": {"share": 0.2},
+    "sparseloco": {"every": 3, "compression": {"top_k": 0.2, "bits": 2}},
 }
 """The strategies that agree every few steps, with options that the contract's short runs can show."""
 METHODS = {"post-local-sgd": "local-sgd", "streaming-diloco-int4": "streaming-diloco"}
@@ -125,8 +128,9 @@ METHODS = {"post-local-sgd": "local-sgd", "streaming-diloco-int4": "streaming-di
 
 def _periodic(name: str, options: dict[str, Any], world: int) -> Config:
     """With one learner, constants that make an agreement with oneself no change."""
-    alone = {"rate": 1.0, "momentum": 0.0, "overlap": 0, "blend": 0.0, "optimizer_state": "local"} if world == 1 else {}
-    return STRATEGIES[METHODS.get(name, name)].options(**options | alone)
+    alone: dict[str, Any] = {"rate": 1.0, "momentum": 0.0, "overlap": 0, "blend": 0.0, "optimizer_state": "local"}
+    chosen = options | (alone | {"elastic": False} if world == 1 else {})
+    return STRATEGIES[METHODS.get(name, name)].options.model_validate(chosen)
 
 
 def _hadpsgd(world: int) -> HierarchicalOptions:

@@ -17,7 +17,7 @@ from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
 from starling.strategies import STRATEGIES
 from starling.strategies.compression import Compression, TopK
-from starling.strategies.encoding import BLOCK, Bfloat16, Encoding, Integers, Largest, PartOfMean
+from starling.strategies.encoding import BLOCK, Bfloat16, CoarseLargest, Encoding, Integers, Largest, PartOfMean
 from starling.strategies.mixing import Encoder, MixingOptions
 from starling.topology import find_topology
 from starling.training.faults import NotFinite
@@ -32,6 +32,7 @@ ENCODINGS: dict[str, tuple[Encoding, Compression]] = {
     "int8": (Integers(8), "int8"),
     "int4": (Integers(4), "int4"),
     "top_k": (Largest(0.1), TopK(top_k=0.1)),
+    "top_k_bits": (CoarseLargest(0.1), TopK(top_k=0.1, bits=2)),
 }
 every_encoding = pytest.mark.parametrize("name", ENCODINGS)
 LEARNERS, STEPS = 3, 36
@@ -51,6 +52,7 @@ def test_an_encoded_vector_has_the_bytes_of_the_formula_and_is_decoded_anywhere_
     encoded = encoding.encode(vector)
     blocks, kept = -(-size // BLOCK), max(1, round(0.1 * size))
     expected = {"bfloat16": 2 * size, "int8": size + 4 * blocks, "int4": -(-size // 2) + 4 * blocks, "top_k": 8 * kept}
+    expected["top_k_bits"] = 4 + 2 * kept + -(-kept // 4)
     assert len(encoded) == encoding.num_bytes(size) == expected[name]
     elsewhere = torch.cat([torch.zeros(3, dtype=torch.uint8), encoded])[3:]
     assert torch.equal(encoding.decode(elsewhere, size), encoding.decode(encoded, size))

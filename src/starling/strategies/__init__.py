@@ -14,7 +14,7 @@ from starling.strategies.delayed import DELAYED
 from starling.strategies.dpsgd import DPSGD
 from starling.strategies.hadpsgd import HADPSGD
 from starling.strategies.hogwild import HOGWILD
-from starling.strategies.local import BMUF, DILOCO, LOCAL_SGD, SLOWMO, STREAMING_DILOCO
+from starling.strategies.local import BMUF, DILOCO, EASGD, LOCAL_SGD, SLOWMO, SPARSELOCO, SPARTA, STREAMING_DILOCO
 from starling.strategies.parameter_server import PARAMETER_SERVER
 
 __all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy", "strategy_names"]
@@ -22,6 +22,7 @@ __all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy",
 _OWN = (
     *(ALLREDUCE, DELAY_BY_ONE, DPSGD, ADPSGD, HADPSGD, PARAMETER_SERVER, HOGWILD, DELAYED),
     *(LOCAL_SGD, BMUF, SLOWMO, DILOCO, STREAMING_DILOCO),
+    *(SPARSELOCO, EASGD, SPARTA),
     *(ASYNC_DILOCO, AEASGD),
 )
 STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _OWN}
