@@ -98,7 +98,7 @@ async def local(me: Learner, options: LocalOptions) -> None:
         arXiv 1910.00643.
         Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105.
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv 2501.18512.
-        Zhang et al. 2015, arXiv 1412.6651 (EASGD); Beton et al. 2025, "SPARTA" (code: exo gym); Sarfi et al. 2025,
+        Zhang et al. 2015, arXiv 1412.6651 (EASGD); the code of exo's gym (SPARTA); Sarfi et al. 2025,
         "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706.
     """
     period = Period(me, options)
