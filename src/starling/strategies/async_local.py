@@ -250,6 +250,7 @@ def _strategy(name: str, summary: str, options: type[AsyncLocalOptions]) -> Stra
         survivors=_survivors,
         is_served=True,
         family="async-local",
+        kind="periodic",
     )
 
 

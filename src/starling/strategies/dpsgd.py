@@ -47,4 +47,6 @@ async def dpsgd(me: Learner, options: DpsgdOptions) -> None:
         k += 1
 
 
-DPSGD = Strategy("dpsgd", "average with neighbours at each step", dpsgd, options=DpsgdOptions, check=check_mixing)
+DPSGD = Strategy(
+    "dpsgd", "average with neighbours at each step", dpsgd, options=DpsgdOptions, check=check_mixing, kind="gossip"
+)

@@ -363,7 +363,9 @@ class SparseLoCoOptions(LocalOptions):
 
 
 def _strategy(name: str, summary: str, options: type[LocalOptions]) -> Strategy:
-    return Strategy(name, summary, local, options=options, check=_check, keeps_state=True, family="local")
+    return Strategy(
+        name, summary, local, options=options, check=_check, keeps_state=True, family="local", kind="periodic"
+    )
 
 
 LOCAL_SGD = _strategy("local-sgd", "step alone, average all weights every few steps", LocalOptions)

@@ -200,5 +200,6 @@ PARAMETER_SERVER = Strategy(
     survivors=_survivors,
     averages_gradients=lambda options: options.update == "hybrid",
     is_served=True,
+    kind="server",
     steps_itself=False,
 )

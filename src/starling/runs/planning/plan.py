@@ -151,7 +151,8 @@ def plan(
         cluster: What the machines' network is, where it is not the one that was measured: a file or a mapping with the
             keys of a recipe's `cluster` section. What it leaves out is as measured.
         learners: Numbers of learners.
-        strategies: Names, or mappings with `name` and options; None: all that run on several machines.
+        strategies: Names, or mappings with `name` and options; None: all that run on several machines, but for the
+            periodic ones.
         price: Of one device for an hour, in your currency.
         budget: Of the run; None: the job's, or one epoch where there is only a profile.
         stragglers: Slowness to assume; None: the job's, or none.
@@ -174,8 +175,18 @@ def plan(
         raise ConfigError(f"price: {price} is below 0; give that of one device for an hour")
     budget = budget or (own.budget if own else Budget(epochs=1))
     stragglers = stragglers or (own.stragglers if own else Stragglers())
-    chosen = list(strategies) if strategies is not None else [name for name in STRATEGIES if name not in NOT_PLANNED]
-    return _Planner(costs, read_cluster(cluster), stragglers, budget, price, say).plan(learners, chosen, own, crossings)
+    planner = _Planner(costs, read_cluster(cluster), stragglers, budget, price, say)
+    if strategies is None:
+        strategies = [
+            name
+            for name, each in STRATEGIES.items()
+            if (name not in NOT_PLANNED and each.kind != "periodic") or (own is not None and own.strategy is each)
+        ]
+        planner.notes.append(
+            "the periodic strategies are left out unless they are named: the longer their periods, the faster they "
+            "are, and what an epoch is then worth this does not know"
+        )
+    return planner.plan(learners, list(strategies), own, crossings)
 
 
 def recommend(rows: Sequence[Row]) -> tuple[Row, Row | None]:
