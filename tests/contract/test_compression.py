@@ -23,7 +23,7 @@ from starling.topology import find_topology
 from starling.training.faults import NotFinite
 from starling.training.job import EpochReport, Job, Silence
 from tests.contract.cases import adamw, sgd
-from tests.contract.oracle import allreduce_of_encoded, choco, gradient_of_regression, local, mean_of_encoded
+from tests.contract.oracle import allreduce_of_encoded, choco, gradient_of_regression, local, mean_of_encoded, rounded
 from tests.contract.problems import TinyRegression
 from tests.contract.test_contract import flat
 
@@ -66,6 +66,23 @@ def test_no_number_changes_by_more_than_half_a_step_of_its_block(bits: int, leve
     largest = vector.abs().view(4, BLOCK).amax(dim=1, keepdim=True)
     assert bool((change <= 0.5000001 * largest / levels).all())
     assert bool((change.max(dim=1).values > 0.4 * largest[:, 0] / levels).all())  # else the bound shows nothing
+
+
+def test_of_every_4096_numbers_the_largest_are_sent_in_2_bits() -> None:
+    """Two whole blocks of unlike size and a rest, each beside the rule for one; zeros stay zeros."""
+    vector, encoding, rule = normal(2 * 4096 + 100), CoarseLargest(0.01), TopK(top_k=0.01, bits=2)
+    vector[4096:8192] *= 1000.0
+    vector[8195:] = 0.0  # three numbers are left, and one of them is sent
+    decoded = encoding.decode(encoding.encode(vector), len(vector))
+    assert encoding.num_bytes(len(vector)) == 2 * (2 * 41 + 11 + 4) + 2 + 1 + 4
+    for block in (slice(0, 4096), slice(4096, 8192), slice(8192, None)):
+        expected = rounded(vector[block].double().numpy(), rule)
+        np.testing.assert_allclose(decoded[block].numpy(), expected, rtol=1e-6, atol=1e-6)
+    sparse = torch.zeros(300)
+    sparse[[7, 200]] = torch.tensor([3.0, -1.2])
+    assert torch.equal(
+        CoarseLargest(0.1).decode(CoarseLargest(0.1).encode(sparse), 300).nonzero()[:, 0], torch.tensor([7, 200])
+    )
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])

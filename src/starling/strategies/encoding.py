@@ -137,8 +137,8 @@ class CoarseLargest(Encoding):
     def decode(self, encoded: Tensor, size: int) -> Tensor:
         decoded, start = [], 0
         for rows, width, k in self._parts(size):
-            sizes = (4 * rows, 2 * k * rows, -(-k // 4) * rows)
-            scales, places, packed = encoded[start : start + sum(sizes)].clone().split(sizes)
+            sizes = [4 * rows, 2 * k * rows, -(-k // 4) * rows]
+            scales, places, packed = torch.split(encoded[start : start + sum(sizes)].clone(), sizes)
             codes = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=1).view(rows, -1)[:, :k].float()
             values = (1.0 + 2.0 * (codes % 2)) * (1.0 - 2.0 * (codes >= 2)) * scales.view(torch.float32)[:, None]
             where = places.clone().view(torch.int16).view(rows, k).long()
