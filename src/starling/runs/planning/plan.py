@@ -33,6 +33,10 @@ TIE = 0.05
 """Strategies within this share of the fastest count as equally fast: the least stale of them is chosen."""
 NOT_PLANNED = ("hogwild", "delayed")
 """Strategies that are left out unless they are asked for: one needs a single machine, one is for studies."""
+NO_PERIODIC = (
+    "the periodic strategies are left out unless they are named: the longer their periods, the faster they are, and "
+    "what an epoch is then worth this does not know"
+)
 SLOWEST, BANDWIDTHS = (1.5, 4.0, 10.0, 100.0), (10.0, 100.0, 1000.0)
 """How far crossing points are looked for: a learner that many times slower; links that many times slower or faster."""
 Say = Callable[[str], None]
@@ -177,16 +181,17 @@ def plan(
     stragglers = stragglers or (own.stragglers if own else Stragglers())
     planner = _Planner(costs, read_cluster(cluster), stragglers, budget, price, say)
     if strategies is None:
-        strategies = [
-            name
-            for name, each in STRATEGIES.items()
-            if (name not in NOT_PLANNED and each.kind != "periodic") or (own is not None and own.strategy is each)
-        ]
-        planner.notes.append(
-            "the periodic strategies are left out unless they are named: the longer their periods, the faster they "
-            "are, and what an epoch is then worth this does not know"
-        )
-    return planner.plan(learners, list(strategies), own, crossings)
+        planner.notes.append(NO_PERIODIC)
+    return planner.plan(learners, _usual(own) if strategies is None else list(strategies), own, crossings)
+
+
+def _usual(own: Job | None) -> list[str]:
+    """The strategies to plan if none is named: that of the job is among them."""
+    return [
+        name
+        for name, each in STRATEGIES.items()
+        if (name not in NOT_PLANNED and each.kind != "periodic") or (own is not None and own.strategy is each)
+    ]
 
 
 def recommend(rows: Sequence[Row]) -> tuple[Row, Row | None]:
