@@ -51,11 +51,21 @@ def test_the_version_is_told() -> None:
 
 
 def test_strategies_are_listed_with_a_line_each() -> None:
-    """By name, with what they do."""
+    """By family and name, with what they do."""
     result = CliRunner().invoke(app, ["strategies"])
-    lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == [*STRATEGIES, "auto"]
-    assert all(len(line.split()) > 3 for line in lines)
+    listed: dict[str, list[str]] = {}
+    heading = ""
+    for line in result.stdout.splitlines():
+        if line.startswith("  "):
+            assert len(line.split()) > 3
+            listed[heading].append(line.split()[0])
+        else:
+            heading = line
+            listed[heading] = []
+    assert listed.pop("chosen by measuring") == ["auto"]
+    assert listed == {kind: [name for name in STRATEGIES if STRATEGIES[name].kind == kind] for kind in listed}
+    assert sorted(name for names in listed.values() for name in names) == sorted(STRATEGIES)
+    assert {"all-reduce", "gossip", "periodic", "server", "shared memory"} <= set(listed)
 
 
 def test_help_does_not_load_torch() -> None:

@@ -67,6 +67,11 @@ TIMELINES = {
         {"every": 4, "fragments": 2, "overlap": 1},
         "halves of the weights are averaged in turn, beneath the next gradient",
     ),
+    "async-diloco": Waits(
+        "async-diloco",
+        {"every": 3, "servers": "own"},
+        "each learner pushes what it has moved, and a slow one soon makes fewer steps for that; none waits",
+    ),
     "delayed": Waits(
         "delayed",
         {"delay": 2},

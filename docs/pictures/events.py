@@ -170,8 +170,8 @@ class Watch:
         self._when(handle, ended)
         return handle
 
-    def _keep(self, piece: slice) -> Any:
-        shard = self._asked["keep"](piece)
+    def _keep(self, piece: slice, make_optimizer: Any = None) -> Any:
+        shard = self._asked["keep"](piece, make_optimizer)
         self._watch_shard(shard, whose=lambda count: sorted(self._arrived.popleft() for _ in range(count)))
         return shard
 
@@ -198,7 +198,8 @@ class Watch:
                 for of, when in zip(whose(len(read_at)), read_at, strict=True):
                     self._events.staleness[of] = max(self._events.staleness.get(of, 0), shard.num_steps - when)
 
-            self._when(handle, ended)
+            if not self._me.course.job.strategy.steps_itself:  # else the learner's own step tells
+                self._when(handle, ended)
             return handle
 
         shard.read, shard.step = watched_read, watched_step

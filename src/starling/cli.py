@@ -471,16 +471,18 @@ def export(
 
 @app.command(epilog="Example: [bold]starling strategies[/bold]")
 def strategies(debug: Debug = False) -> None:
-    """List the strategies by which learners can agree, those of installed packages included."""
+    """List the strategies by which learners can agree, by family, those of installed packages included."""
     with _errors(debug):
         from starling.runs.recipe.auto import AUTO_STRATEGY
         from starling.strategies import find_strategy, strategy_names
 
-        summaries = {name: find_strategy(name).summary for name in strategy_names()}
-        summaries[AUTO_STRATEGY.name] = AUTO_STRATEGY.summary
-        width = max(map(len, summaries))
-        for name, summary in summaries.items():
-            typer.echo(f"{name:{width}}  {summary}")
+        found = {name: find_strategy(name) for name in strategy_names()} | {AUTO_STRATEGY.name: AUTO_STRATEGY}
+        width = max(map(len, found))
+        for kind in dict.fromkeys(strategy.kind for strategy in found.values()):
+            typer.echo(kind)
+            for name, strategy in found.items():
+                if strategy.kind == kind:
+                    typer.echo(f"  {name:{width}}  {strategy.summary}")
 
 
 @shipped.callback(invoke_without_command=True)

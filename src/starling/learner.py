@@ -8,12 +8,15 @@ and in simulated time on the `virtual` engine.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 T = TypeVar("T")
@@ -265,8 +268,12 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def keep(self, piece: slice) -> Shard:
-        """Keep a piece of the model for all learners, initialised with this learner's weights."""
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
+        """Keep a piece of the model for all learners, initialised with this learner's weights.
+
+        Its optimizer is one like the learner's own, with the learning rates of the schedule; or that which
+        `make_optimizer` makes of the piece's parameters, with constant rates.
+        """
 
     @abstractmethod
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:

@@ -112,6 +112,10 @@ def _served(shards: int = 1, servers: str = "beside", **options: Any) -> Choice:
     return Choice(STRATEGIES["parameter-server"], fitting, counts_whole=options.get("update") != "hybrid")
 
 
+def _served_periodically(name: str, world: int, shards: int = 1, **options: Any) -> Config:
+    return STRATEGIES[name].options(shards=min(shards, world), **options)
+
+
 PERIODIC: dict[str, dict[str, Any]] = {
     "local-sgd": {"every": 3},
     "post-local-sgd": {"every": 4, "warm_up": 3, "optimizer_state": "averaged"},
@@ -121,6 +125,9 @@ PERIODIC: dict[str, dict[str, Any]] = {
     "noloco": {"every": 3},
     "streaming-diloco": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1},
     "streaming-diloco-int4": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1, "compression": "int4"},
+    "easgd": {"every": 2},
+    "sparta": {"share": 0.2},
+    "sparseloco": {"every": 3, "compression": {"top_k": 0.2, "bits": 2}},
 }
 """The strategies that agree every few steps, with options that the contract's short runs can show."""
 METHODS = {"post-local-sgd": "local-sgd", "streaming-diloco-int4": "streaming-diloco"}
@@ -128,8 +135,9 @@ METHODS = {"post-local-sgd": "local-sgd", "streaming-diloco-int4": "streaming-di
 
 def _periodic(name: str, options: dict[str, Any], world: int) -> Config:
     """With one learner, constants that make an agreement with oneself no change."""
-    alone = {"rate": 1.0, "momentum": 0.0, "overlap": 0, "blend": 0.0, "optimizer_state": "local"} if world == 1 else {}
-    return STRATEGIES[METHODS.get(name, name)].options(**options | alone)
+    alone: dict[str, Any] = {"rate": 1.0, "momentum": 0.0, "overlap": 0, "blend": 0.0, "optimizer_state": "local"}
+    chosen = options | (alone | {"elastic": False} if world == 1 else {})
+    return STRATEGIES[METHODS.get(name, name)].options.model_validate(chosen)
 
 
 def _hadpsgd(world: int) -> HierarchicalOptions:
@@ -163,6 +171,11 @@ def choices() -> dict[str, Choice]:
     made["server-synchronous"] = _served(update="synchronous", shards=2)
     made["server-bounded-own"] = _served(staleness_bound=1, servers="own")
     made["server-hybrid-own"] = _served(update="hybrid", servers="own")
+    as_whole = {"rate": 1.0, "momentum": 0.0, "delay": 1, "every": 3, "shards": 2}
+    made["server-async-diloco"] = Choice(
+        STRATEGIES["async-diloco"], lambda world: _served_periodically("async-diloco", world, **as_whole), True
+    )
+    made["server-aeasgd"] = Choice(STRATEGIES["aeasgd"], lambda world: _served_periodically("aeasgd", world, every=2))
     made["hogwild"] = Choice(STRATEGIES["hogwild"], lambda world: HogwildOptions(piece_megabytes=1e-4), True)
     for name, options in PERIODIC.items():
         made[name] = Choice(STRATEGIES[METHODS.get(name, name)], partial(_periodic, name, options))

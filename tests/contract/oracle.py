@@ -35,6 +35,10 @@ def allreduce(start: Vector, gradient: Gradient, learning_rate: float, learners:
 def rounded(vector: Vector, compression: Compression) -> Vector:
     """What the receivers of an encoded vector decode; at most 256 numbers."""
     largest = np.abs(vector).max()
+    if isinstance(compression, TopK) and compression.bits == 2:
+        largest = rounded(vector, TopK(top_k=compression.top_k))
+        scale = np.abs(vector).max() / 3
+        return np.sign(largest) * scale * np.where(np.abs(largest) > 2 * scale, 3, 1)
     if isinstance(compression, TopK):
         kept = np.argsort(-np.abs(vector), kind="stable")[: max(1, round(compression.top_k * len(vector)))]
         return np.where(np.isin(np.arange(len(vector)), kept), vector, 0.0)
@@ -280,14 +284,18 @@ def local(
     overlap: int = 0,
     blend: float = 0.0,
     optimizer_state: str = "local",
+    elastic: bool = False,
+    share: float = 1.0,
     compression: Any = "none",
     among: str = "all",
     pull: float | None = None,
+    feedback: float = 1.0,
 ) -> Oracle:
     """X <- X - a G(X), and every H steps D = theta - X 1 / L, v <- beta v + D, theta and X as the options say.
 
     Plain SGD has no state, so that what becomes of the state does not matter. With a compression, D is the mean of
-    theta - X that travels encoded.
+    theta - X that travels encoded. Elastic: X <- X + (eta / L) (theta - X), both as they were tau steps ago. With a
+    share, k random rows of X take their mean.
     """
     if among == "pairs":
         return noloco(every, rate, momentum or 0.0, rate if pull is None else pull, warm_up)
@@ -302,17 +310,30 @@ def local(
         begun = [every * (number + 1) // len(pieces) for number in range(len(pieces))]
         sent: dict[int, Vector] = {}
         residuals = np.zeros_like(weights)
+        apart: dict[int, Matrix] = {}
 
         def send(number: int) -> None:
             piece = pieces[number]
             moved = theta[piece, None] - weights[piece]
-            sent[number] = mean_of_encoded(moved, residuals[piece], compression)
+            residuals[piece] *= feedback
+            apart[number], sent[number] = moved, mean_of_encoded(moved, residuals[piece], compression)
 
-        def agree(number: int, alpha: float) -> None:
+        def average_a_share(steps: int) -> None:
+            generator = torch.Generator().manual_seed(11 * 1_000_003 + steps)
+            k = max(1, round(share * len(start)))
+            for number, chance in enumerate(torch.rand(k, generator=generator, dtype=torch.float64).tolist()):
+                first, last = (each * len(start) // k for each in (number, number + 1))
+                weights[first + int(chance * (last - first))] = weights[first + int(chance * (last - first))].mean()
+
+        def agree(number: int, alpha: float | None) -> None:
             piece, a = pieces[number], learning_rate if divided_by_rate else 1.0
             difference = sent.pop(number) / a
             v[piece] = beta * v[piece] + difference
             theta[piece] -= rate * a * (difference + beta * v[piece] if nesterov else v[piece])
+            if elastic and alpha is not None:
+                weights[piece] += rate / learners * apart[number]
+                return
+            alpha = alpha or 0.0
             weights[piece] = alpha * weights[piece] + (1 - alpha) * theta[piece, None]
 
         for k in range(rounds):
@@ -326,19 +347,22 @@ def local(
             weights -= learning_rate * gradients
             steps = k + 1 - warm_up
             for number in list(sent):
-                if (steps - begun[number]) % every == overlap:
+                if (steps - begun[number]) % every == overlap % every:
                     agree(number, blend)
             for number, first in enumerate(begun):
-                if steps >= first and (steps - first) % every == 0:
+                if steps >= first and (steps - first) % every == 0 and share < 1.0:
+                    average_a_share(k + 1)
+                elif steps >= first and (steps - first) % every == 0:
                     send(number)
                     if overlap == 0:
                         agree(number, blend)
         for number in list(sent):
             agree(number, blend)
-        if rounds > warm_up and (len(pieces) > 1 or overlap or (rounds - warm_up) % every):
+        is_partial = len(pieces) > 1 or overlap or elastic or share < 1.0
+        if rounds > warm_up and (is_partial or (rounds - warm_up) % every):
             for number in range(len(pieces)):
                 send(number)
-                agree(number, 0.0)
+                agree(number, None)
         return weights
 
     return run

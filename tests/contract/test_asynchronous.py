@@ -64,6 +64,11 @@ def test_gradients_and_mixing_at_once_lose_no_update(
     if strategy == "hogwild" and engine == "on_processes":
         assert ((weights >= expected - 1e-6) & (weights <= 0.5 * expected)).all()
         return
+    if strategy == "server-aeasgd":  # the model is what learners have drawn to them
+        assert ((weights >= -LEARNING_RATE * 60) & (weights < -LEARNING_RATE)).all()
+        return
+    if strategy == "sparseloco":  # which of equal numbers are sent is left open, but not how many
+        weights, expected = weights.sort().values, expected.sort().values
     tolerance = 2**-8 if "bfloat16" in strategy else 1e-6
     if "int8" in strategy:  # weights are rounded once more for each neighbour, when its change is added
         tolerance = 1e-5

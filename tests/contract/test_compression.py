@@ -17,13 +17,13 @@ from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
 from starling.strategies import STRATEGIES
 from starling.strategies.compression import Compression, TopK
-from starling.strategies.encoding import BLOCK, Bfloat16, Encoding, Integers, Largest, PartOfMean
+from starling.strategies.encoding import BLOCK, Bfloat16, CoarseLargest, Encoding, Integers, Largest, PartOfMean
 from starling.strategies.mixing import Encoder, MixingOptions
 from starling.topology import find_topology
 from starling.training.faults import NotFinite
 from starling.training.job import EpochReport, Job, Silence
 from tests.contract.cases import adamw, sgd
-from tests.contract.oracle import allreduce_of_encoded, choco, gradient_of_regression, local, mean_of_encoded
+from tests.contract.oracle import allreduce_of_encoded, choco, gradient_of_regression, local, mean_of_encoded, rounded
 from tests.contract.problems import TinyRegression
 from tests.contract.test_contract import flat
 
@@ -32,6 +32,7 @@ ENCODINGS: dict[str, tuple[Encoding, Compression]] = {
     "int8": (Integers(8), "int8"),
     "int4": (Integers(4), "int4"),
     "top_k": (Largest(0.1), TopK(top_k=0.1)),
+    "top_k_bits": (CoarseLargest(0.1), TopK(top_k=0.1, bits=2)),
 }
 every_encoding = pytest.mark.parametrize("name", ENCODINGS)
 LEARNERS, STEPS = 3, 36
@@ -51,6 +52,7 @@ def test_an_encoded_vector_has_the_bytes_of_the_formula_and_is_decoded_anywhere_
     encoded = encoding.encode(vector)
     blocks, kept = -(-size // BLOCK), max(1, round(0.1 * size))
     expected = {"bfloat16": 2 * size, "int8": size + 4 * blocks, "int4": -(-size // 2) + 4 * blocks, "top_k": 8 * kept}
+    expected["top_k_bits"] = 4 + 2 * kept + -(-kept // 4)
     assert len(encoded) == encoding.num_bytes(size) == expected[name]
     elsewhere = torch.cat([torch.zeros(3, dtype=torch.uint8), encoded])[3:]
     assert torch.equal(encoding.decode(elsewhere, size), encoding.decode(encoded, size))
@@ -64,6 +66,23 @@ def test_no_number_changes_by_more_than_half_a_step_of_its_block(bits: int, leve
     largest = vector.abs().view(4, BLOCK).amax(dim=1, keepdim=True)
     assert bool((change <= 0.5000001 * largest / levels).all())
     assert bool((change.max(dim=1).values > 0.4 * largest[:, 0] / levels).all())  # else the bound shows nothing
+
+
+def test_of_every_4096_numbers_the_largest_are_sent_in_2_bits() -> None:
+    """Two whole blocks of unlike size and a rest, each beside the rule for one; zeros stay zeros."""
+    vector, encoding, rule = normal(2 * 4096 + 100), CoarseLargest(0.01), TopK(top_k=0.01, bits=2)
+    vector[4096:8192] *= 1000.0
+    vector[8195:] = 0.0  # three numbers are left, and one of them is sent
+    decoded = encoding.decode(encoding.encode(vector), len(vector))
+    assert encoding.num_bytes(len(vector)) == 2 * (2 * 41 + 11 + 4) + 2 + 1 + 4
+    for block in (slice(0, 4096), slice(4096, 8192), slice(8192, None)):
+        expected = rounded(vector[block].double().numpy(), rule)
+        np.testing.assert_allclose(decoded[block].numpy(), expected, rtol=1e-6, atol=1e-6)
+    sparse = torch.zeros(300)
+    sparse[[7, 200]] = torch.tensor([3.0, -1.2])
+    assert torch.equal(
+        CoarseLargest(0.1).decode(CoarseLargest(0.1).encode(sparse), 300).nonzero()[:, 0], torch.tensor([7, 200])
+    )
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])

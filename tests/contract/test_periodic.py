@@ -1,5 +1,6 @@
 """What strategies keep that agree every few steps: special cases, and other texts of their equations."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,12 @@ from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError
+from starling.learner import Learner
 from starling.strategies import STRATEGIES
+from starling.strategies.local import EasgdOptions, LocalOptions, SpartaOptions
+from starling.strategies.local import local as local_text
 from starling.training.job import EpochReport, Job, Silence
+from starling.workload import Ticket
 from tests.contract.cases import MakeOptimizer, adamw, sgd
 from tests.contract.oracle import Vector, columns, gradient_of_regression, local
 from tests.contract.problems import TinyRegression
@@ -190,7 +195,7 @@ def test_a_pair_sends_its_weights_and_theta_only_if_it_must(options: dict[str, f
             {"every": 8, "fragments": 4, "overlap": 3},
             "still be averaged after 3 steps when the next one begins, 2 steps",
         ),
-        ({"among": "pairs"}, "leave out fragments, overlap, compression"),
+        ({"among": "pairs"}, r"take the result; leave out fragments"),
         ({"pull": 0.5}, "only for `among: pairs`"),
     ],
 )
@@ -199,3 +204,114 @@ def test_options_that_cannot_work_are_refused(options: dict[str, int], message: 
     strategy = STRATEGIES["streaming-diloco"]
     with pytest.raises(ConfigError, match=message):
         strategy.validate(strategy.options(**{"overlap": 0} | options), 2)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_easgd_is_the_papers_recursion(overlap: int) -> None:
+    """x' = x - a g(x) - r (x - c), c' = c + r sum (x - c), from the same x and c with tau = 1; with tau = 0 the step
+    comes first. So learners and centre together move by the gradients alone."""
+    gradient, r = gradient_of_regression(), 0.9 / LEARNERS
+    c = flat(TinyRegression().make_model()).double().numpy()
+    start, moved = (LEARNERS + 1) * c, np.zeros_like(c)
+    x = np.tile(c[:, None], (1, LEARNERS))
+    for k in range(STEPS // LEARNERS):
+        step = -0.1 * columns(x, gradient, k)
+        moved += step.sum(axis=1)
+        at = x if overlap else x + step
+        x, c = x + step - r * (at - c[:, None]), c + r * (at - c[:, None]).sum(axis=1)
+        np.testing.assert_allclose(x.sum(axis=1) + c, start + moved, rtol=0.0, atol=1e-12)
+    for _ in range(1 + overlap):  # what is under way at the end, and the agreement that ends the run
+        at, pull = x, r * (x - c[:, None])
+        x, c = at - pull, c + pull.sum(axis=1)
+    found = trained("easgd", every=1, overlap=overlap)
+    np.testing.assert_allclose(found.numpy(), c, rtol=0.0, atol=2e-6)
+
+
+def test_easgd_without_elasticity_is_learners_alone() -> None:
+    """r near 0: each learner's weights are those of its own mini-batches, to the bit, until all take the centre."""
+    before: dict[int, Tensor] = {}
+
+    async def watched(me: Learner, chosen: LocalOptions) -> None:
+        step = me.step
+
+        def noted(gradient: Tensor, read_at: int | None = None) -> None:
+            step(gradient, read_at)
+            before[me.rank] = me.weights.clone()
+
+        me.step = noted  # type: ignore[method-assign]
+        await local_text(me, chosen)
+
+    strategy = replace(STRATEGIES["easgd"], run=watched)
+    options = EasgdOptions(every=2, rate=1e-30)
+    VirtualEngine(Job(TinyRegression(), strategy, Budget(steps=STEPS), PLAIN, options=options, seed=11), LEARNERS).run()
+    for rank, weights in before.items():
+        network = TinyRegression().make_model()
+        optimizer = PLAIN(list(network.parameters()))
+        for number in range(rank, STEPS, LEARNERS):
+            (points,) = TinyRegression().load(Ticket(number // 12, number % 12, number))
+            optimizer.zero_grad()
+            TinyRegression().loss(network, points).backward()
+            optimizer.step()
+        assert torch.equal(weights, flat(network))
+
+
+def test_sparta_with_all_weights_is_local_sgd_after_every_step() -> None:
+    """And a small share moves learners together, with the bytes of that share."""
+    assert torch.equal(trained("sparta", share=1.0), trained("local-sgd", every=1))
+    strategy, sent = STRATEGIES["sparta"], Sent()
+    job = Job(TinyRegression(), strategy, Budget(steps=STEPS), PLAIN, options=SpartaOptions(share=0.1), seed=11)
+    VirtualEngine(job, LEARNERS, observer=sent).run()
+    rounds, k, size = STEPS // LEARNERS, 3, 29
+    expected = 2 * (LEARNERS - 1) * 4 * (rounds * k + size) / LEARNERS
+    assert all(abs(each - expected) <= rounds + 1 for each in sent.by_rank.values())
+
+
+def test_every_weight_agrees_sooner_or_later() -> None:
+    """Places differ from step to step; each step has k of them, and none is left out for long."""
+    seen = torch.zeros(29)
+
+    async def watched(me: Learner, chosen: LocalOptions) -> None:
+        take = me.replace
+
+        def noted(weights: Tensor, piece: slice | None = None) -> None:
+            if me.rank == 0 and piece is None:
+                seen.add_((weights != me.weights).float())
+            take(weights, piece)
+
+        me.replace = noted  # type: ignore[method-assign]
+        await local_text(me, chosen)
+
+    strategy = replace(STRATEGIES["sparta"], run=watched)
+    job = Job(TinyRegression(), strategy, Budget(steps=120), PLAIN, options=SpartaOptions(share=0.25), seed=11)
+    VirtualEngine(job, 2).run()
+    assert int(seen.sum()) == 60 * 7 and float(seen.min()) > 0
+
+
+def test_sparseloco_without_loss_is_local_sgd() -> None:
+    """Nothing encoded, and no momentum. And an error that is fed back in part is forgotten in part."""
+    assert torch.equal(trained("sparseloco", every=4, compression="none"), trained("local-sgd", every=4))
+    chosen = {"every": 2, "compression": {"top_k": 0.1, "bits": 2}}
+    strategy = STRATEGIES["sparseloco"]
+    for feedback in (0.0, 0.5, 1.0):
+        options = strategy.options.model_validate(chosen | {"feedback": feedback})
+        job = Job(TinyRegression(), strategy, Budget(steps=STEPS), PLAIN, options=options, seed=11)
+        found = VirtualEngine(job, LEARNERS).run().states[0].weights.double().numpy()
+        start = flat(TinyRegression().make_model()).double().numpy()
+        expected = local(**options.model_dump())(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
+        np.testing.assert_allclose(found, expected.mean(axis=1), rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sparta", {"momentum": 0.9}, "the weights that agree take their mean; leave out rate, momentum"),
+        ("sparta", {"compression": "int8"}, "elastic and compression, or share"),
+        ("easgd", {"blend": 0.5}, "learners keep weights of their own already; leave out one of both"),
+        ("diloco", {"compression": {"low_rank": 1}, "feedback": 0.5}, "low_rank feeds back all of its error"),
+    ],
+)
+def test_combinations_that_mean_nothing_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    """With what to leave out."""
+    strategy = STRATEGIES[name]
+    with pytest.raises(ConfigError, match=message):
+        strategy.validate(strategy.options.model_validate(options), 2)

@@ -22,6 +22,7 @@ from starling.runs.planning.fits import fit_compute, fit_link, gradient_times
 from starling.runs.planning.plan import Row, plan, read_cluster, recommend
 from starling.runs.planning.predict import Arm, Machines, bisect, simulate
 from starling.runs.profiling.profile import profile
+from starling.strategies import NoOptions
 from starling.training.stragglers import Stragglers
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "published-hours.md"
@@ -272,6 +273,34 @@ def test_what_does_not_fit_a_number_of_learners_is_left_out_with_a_note() -> Non
     found = plan(profile=measured_profile(), learners=[3], strategies=["allreduce", "hadpsgd"], crossings=False)
     assert [row.strategy for row in found.rows] == ["allreduce"]
     assert any(note.startswith("hadpsgd with 3 learners is left out") for note in found.notes)
+
+
+def test_periodic_strategies_are_planned_over_whole_periods_and_only_if_named() -> None:
+    """Bytes are those of one mean, or of one push, in H steps, however long H is; a warm-up does not count."""
+    found = plan(profile=measured_profile(), learners=[4], crossings=False)
+    assert not {"local-sgd", "diloco", "async-diloco"} & {row.strategy for row in found.rows}
+    assert any("periodic strategies are left out unless they are named" in note for note in found.notes)
+    mean = 2 * 3 / 4 * 4 * MEGABYTE
+    assert simulate(arm("diloco", every=70), 4, machines()).bytes_sent == pytest.approx(mean / 70)
+    assert simulate(arm("bmuf"), 4, machines()).bytes_sent == pytest.approx(mean / 50)
+    assert simulate(arm("dpsgd", mean_every=30), 4, machines()).bytes_sent == pytest.approx(
+        (29 * 2 * 4 * MEGABYTE + mean) / 30
+    )
+    served = simulate(arm("async-diloco", every=25, servers="own"), 5, machines())
+    assert served.bytes_sent == pytest.approx(2 * 4 * MEGABYTE / 25, rel=1e-3)
+
+
+async def _looks(me: starling.Learner) -> None:
+    while me.claim():
+        me.step(await me.gradient(me.weights))
+        float(me.weights[0])
+
+
+def test_a_strategy_that_looks_at_numbers_cannot_be_planned() -> None:
+    """And the message says what can be done."""
+    looking = Arm(starling.Strategy("looking", "only in tests", _looks), NoOptions())
+    with pytest.raises(ConfigError, match=r"strategy looking: cannot be planned.*simulate it with `starling simulate`"):
+        simulate(looking, 2, machines())
 
 
 def test_a_cluster_s_file_changes_only_what_it_says() -> None:

@@ -7,13 +7,24 @@ from typing import Any, TypeGuard
 from starling.registry import Registry
 from starling.strategies.adpsgd import ADPSGD
 from starling.strategies.allreduce import ALLREDUCE
+from starling.strategies.async_local import AEASGD, ASYNC_DILOCO
 from starling.strategies.base import NoOptions, Strategy, SyncGroups
 from starling.strategies.delay_by_one import DELAY_BY_ONE
 from starling.strategies.delayed import DELAYED
 from starling.strategies.dpsgd import DPSGD
 from starling.strategies.hadpsgd import HADPSGD
 from starling.strategies.hogwild import HOGWILD
-from starling.strategies.local import BMUF, DILOCO, LOCAL_SGD, NOLOCO, SLOWMO, STREAMING_DILOCO
+from starling.strategies.local import (
+    BMUF,
+    DILOCO,
+    EASGD,
+    LOCAL_SGD,
+    NOLOCO,
+    SLOWMO,
+    SPARSELOCO,
+    SPARTA,
+    STREAMING_DILOCO,
+)
 from starling.strategies.parameter_server import PARAMETER_SERVER
 from starling.strategies.sgp import SGP
 
@@ -22,7 +33,8 @@ __all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy",
 _OWN = (
     *(ALLREDUCE, DELAY_BY_ONE, DPSGD, ADPSGD, HADPSGD, PARAMETER_SERVER, HOGWILD, DELAYED),
     *(LOCAL_SGD, BMUF, SLOWMO, DILOCO, STREAMING_DILOCO),
-    *(NOLOCO, SGP),
+    *(NOLOCO, SPARSELOCO, EASGD, SPARTA),
+    *(ASYNC_DILOCO, AEASGD, SGP),
 )
 STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _OWN}
 """Starling's own strategies by name."""

@@ -74,4 +74,5 @@ ADPSGD = Strategy(
     one_learner,
     AsynchronousOptions,
     check=check_mixing,
+    kind="gossip",
 )

@@ -47,4 +47,5 @@ ALLREDUCE = Strategy(
     options=AllReduceOptions,
     has_one_model=True,
     averages_gradients=lambda options: True,
+    kind="all-reduce",
 )

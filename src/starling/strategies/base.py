@@ -93,6 +93,8 @@ class Strategy:
     """Whether it keeps a common `Learner.strategy_state`."""
     family: str = ""
     """The strategies that share a text and a page; empty: the strategy's own name."""
+    kind: str = "others"
+    """The heading under which `starling strategies` lists it, such as `gossip`."""
     steps_itself: bool = True
     """Whether each gradient of a learner becomes a step of its own optimizer, in the order of its claims."""
 

@@ -22,6 +22,11 @@ class TopK(Config):
 
     top_k: float = Field(gt=0.0, le=0.25)
     """The fraction of the numbers that are sent, 8 bytes each."""
+    bits: Literal[2] | None = None
+    """2: send each number in 2 bits and its place in 2 bytes, from every 4096 numbers their largest."""
+
+    def __str__(self) -> str:
+        return f"{{top_k: {self.top_k:g}{'' if self.bits is None else f', bits: {self.bits}'}}}"
 
 
 class LowRank(Config):
@@ -44,10 +49,10 @@ def is_compressed(options: Config) -> bool:
 
 def find_encoding(compression: Encoded) -> Encoding | None:
     """The encoding that an option names; None: numbers travel as they are."""
-    from starling.strategies.encoding import Bfloat16, Integers, Largest
+    from starling.strategies.encoding import Bfloat16, CoarseLargest, Integers, Largest
 
     if isinstance(compression, TopK):
-        return Largest(compression.top_k)
+        return (Largest if compression.bits is None else CoarseLargest)(compression.top_k)
     return {"none": None, "bfloat16": Bfloat16(), "int8": Integers(8), "int4": Integers(4)}[compression]
 
 
@@ -71,9 +76,11 @@ class Means:
     `PartOfMean` and `Factors` have the equations. The residual `[P]` is part of a learner's checkpoint. It changes when
     a mean is awaited, so that a mean that was under way when a checkpoint was saved can begin again with the same bits.
     A mean that is not finite leaves it as it was, because its mini-batch is left out. A single learner encodes nothing.
+    `feedback` is the share of the residual that is added to the next message, of an encoding.
     """
 
-    def __init__(self, me: Learner, compression: Compression) -> None:
+    def __init__(self, me: Learner, compression: Compression, feedback: float = 1.0) -> None:
+        self._feedback = feedback
         self._me, self.are_encoded = me, compression != "none" and me.world > 1
         self._encoding: Encoding | None = None
         self._factors: Factors | None = None
@@ -96,7 +103,7 @@ class Means:
             return self._factors.mean(of, self._residual)
         if self._encoding is None:
             return self._me.mean(of)
-        return _UnderWay(self._me, self._encoding, of, self._residual[piece or slice(None)])
+        return _UnderWay(self._me, self._encoding, of, self._residual[piece or slice(None)], self._feedback)
 
     def forget(self) -> None:
         """Set the residual to 0, because something else is averaged from now on."""
@@ -184,8 +191,10 @@ class Factors:
 class _UnderWay:
     """An encoded mean that has begun; when it is awaited, the residual changes."""
 
-    def __init__(self, me: Learner, encoding: Encoding, of: Tensor | Handle[Tensor], residual: Tensor) -> None:
-        self._me, self._encoding, self._residual = me, encoding, residual
+    def __init__(
+        self, me: Learner, encoding: Encoding, of: Tensor | Handle[Tensor], residual: Tensor, feedback: float
+    ) -> None:
+        self._me, self._encoding, self._residual, self._feedback = me, encoding, residual, feedback
         self._work = of if isinstance(of, Handle) else self._begin(of)
 
     def __await__(self) -> Generator[Handle[Any], None, Tensor]:
@@ -194,7 +203,8 @@ class _UnderWay:
     def _begin(self, vector: Tensor) -> tuple[PartOfMean, Handle[Tensor]]:
         from starling.strategies.encoding import PartOfMean
 
-        part = PartOfMean(self._encoding, vector, self._residual, self._me.rank, self._me.world)
+        residual = self._residual if self._feedback == 1.0 else self._feedback * self._residual
+        part = PartOfMean(self._encoding, vector, residual, self._me.rank, self._me.world)
         return part, self._me.encoded_mean(part)
 
     async def _finish(self) -> Tensor:

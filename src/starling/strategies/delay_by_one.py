@@ -32,4 +32,6 @@ async def delay_by_one(me: Learner) -> None:
         me.step(gradient)
 
 
-DELAY_BY_ONE = Strategy("delay-by-one", "average weights during the computation, one step late", delay_by_one)
+DELAY_BY_ONE = Strategy(
+    "delay-by-one", "average weights during the computation, one step late", delay_by_one, kind="all-reduce"
+)

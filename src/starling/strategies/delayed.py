@@ -63,4 +63,5 @@ DELAYED = Strategy(
     options=DelayOptions,
     has_one_model=True,
     averages_gradients=lambda options: True,
+    kind="all-reduce",
 )

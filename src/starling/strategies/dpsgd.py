@@ -187,4 +187,6 @@ def _check(options: DpsgdOptions, world: int) -> None:
             )
 
 
-DPSGD = Strategy("dpsgd", "average with neighbours at each step", dpsgd, options=DpsgdOptions, check=_check)
+DPSGD = Strategy(
+    "dpsgd", "average with neighbours at each step", dpsgd, options=DpsgdOptions, check=_check, kind="gossip"
+)

@@ -114,4 +114,5 @@ HADPSGD = Strategy(
     check=_check,
     survivors=_whole_super_learners,
     averages_gradients=lambda options: options.per_node > 1,
+    kind="gossip",
 )

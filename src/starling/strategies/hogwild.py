@@ -58,5 +58,11 @@ async def hogwild(me: Learner, options: HogwildOptions) -> None:
 
 
 HOGWILD = Strategy(
-    "hogwild", "change one shared model without a lock", hogwild, one_learner, HogwildOptions, steps_itself=False
+    "hogwild",
+    "change one shared model without a lock",
+    hogwild,
+    one_learner,
+    HogwildOptions,
+    kind="shared memory",
+    steps_itself=False,
 )

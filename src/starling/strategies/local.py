@@ -12,7 +12,7 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Handle, Learner, LoopEnded
 from starling.strategies.base import Strategy
-from starling.strategies.compression import Compression, LowRank, Means
+from starling.strategies.compression import Compression, LowRank, Means, TopK
 from starling.topology import pairs
 
 if TYPE_CHECKING:
@@ -42,6 +42,10 @@ class LocalOptions(Config):
     """tau, the steps that a learner makes while a fragment is being averaged."""
     blend: float = Field(default=0.0, ge=0.0, lt=1.0)
     """alpha, the share of its own weights that a learner keeps at an agreement."""
+    elastic: bool = False
+    """Whether learners keep weights of their own, which theta draws closer by eta / L of the difference."""
+    share: float = Field(default=1.0, gt=0.0, le=1.0)
+    """The share of the weights that agree at an agreement, chosen at random each time."""
     compression: Compression = "none"
     """How theta - x_l is encoded for sending, or a gradient while warming up; errors are fed back."""
     among: Literal["all", "pairs"] = "all"
@@ -49,6 +53,8 @@ class LocalOptions(Config):
     pull: float | None = Field(default=None, ge=0.0)
     """gamma, among pairs: how far theta goes towards the pair's mean of theta; None: eta, for which half of the bytes
     are enough."""
+    feedback: float = Field(default=1.0, ge=0.0, le=1.0)
+    """The share of an encoding's error that is added to the next message."""
 
 
 async def local(me: Learner, options: LocalOptions) -> None:
@@ -78,6 +84,11 @@ async def local(me: Learner, options: LocalOptions) -> None:
     - NoLoCo (`noloco`): random pairs agree, so that learners have a theta and a v of their own. With means of a pair,
       D = theta_l - mean(x) + (gamma / eta - 1) (theta_l - mean(theta)), which is, with m = -eta v, the paper's
       m <- beta m + eta mean(x - theta) + gamma (mean(theta) - theta_l), theta_l <- theta_l + m.
+    - EASGD (`easgd`): instead of taking theta, x_l <- x_l + r (theta - x_l) with r = eta / L, and theta moves by eta D,
+      which is the sum of what learners move. Both are from theta and x_l one step before (tau = 1).
+    - SPARTA (`sparta`): at every step a random share of the weights agrees, and takes its mean.
+    - SparseLoCo (`sparseloco`): learners send the largest numbers of theta - x_l + 0.95 e_l in 2 bits. The error e_l,
+      kept by `feedback`, takes the place of the outer momentum.
 
     With `compression`, learners send theta - x_l encoded, and D is the mean of what is decoded.
 
@@ -99,6 +110,8 @@ async def local(me: Learner, options: LocalOptions) -> None:
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv 2501.18512.
         Kolehmainen et al. 2025, "NoLoCo: No-all-reduce Low Communication Training Method for Large Models",
         arXiv 2506.10911.
+        Zhang et al. 2015, arXiv 1412.6651 (EASGD); the code of exo's gym (SPARTA); Sarfi et al. 2025,
+        "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706.
     """
     period = Period(me, options)
     with suppress(LoopEnded):
@@ -117,11 +130,12 @@ class Period:
 
         self._me, self._options = me, options
         momentum = 1.0 - 1.0 / me.world if options.momentum is None else options.momentum
-        self._means = Means(me, options.compression)
+        self._means = Means(me, options.compression, options.feedback)
         self._momentum = momentum
         self._pairs = Pairs(me, options) if options.among == "pairs" else None
         needs_theta = self._means.are_encoded or (self._pairs is not None and self._pairs.needs_theta)
-        self._is_mean = options.rate == 1.0 and momentum == 0.0 and not needs_theta
+        is_taken = options.rate == 1.0 and momentum == 0.0 and not options.elastic
+        self._is_mean = is_taken and not needs_theta
         largest = -(-len(me.weights) // options.fragments)
         self._fragments = list(me.pieces(largest))
         self._states = [] if options.optimizer_state == "local" else list(me.pieces(largest, True))[self._num :]
@@ -161,10 +175,14 @@ class Period:
                 self._theta.copy_(self._me.weights)
                 self._means.forget()
             return
-        if any(since == self._options.overlap > 0 for _, since in self._since()):
+        overlap = self._options.overlap
+        if overlap and any(since == overlap % self._options.every for _, since in self._since()):
             await self._merge()
         for fragment, since in self._since():
             if since == 0:
+                if self._options.share < 1.0:
+                    await self._average_a_share()
+                    continue
                 self._under_way = fragment, self._start(self._to_send(fragment), fragment)
                 if self._options.overlap == 0:
                     await self._merge()
@@ -175,11 +193,13 @@ class Period:
         """Agree on all weights, unless that has just been done."""
         if self._under_way is not None:
             await self._merge()
-        if self._num == 1 and self._options.overlap == 0 and self._local_steps % self._options.every == 0:
+        options = self._options
+        is_partial = self._num > 1 or options.overlap > 0 or options.elastic or options.share < 1.0
+        if not is_partial and self._local_steps % options.every == 0:
             return
         if self._local_steps > 0:
             for fragment in self._fragments:
-                self._agree(fragment, await self._start(self._mine(fragment), fragment), blend=0.0)
+                self._agree(fragment, await self._start(self._mine(fragment), fragment), is_last=True)
 
     def _since(self) -> Iterator[tuple[slice, int]]:
         """The fragments whose averaging has begun at least once, with the steps since it last did."""
@@ -215,14 +235,42 @@ class Period:
     async def _merge(self) -> None:
         if self._under_way is not None:
             (fragment, mean), self._under_way = self._under_way, None
-            self._agree(fragment, await mean, self._options.blend)
+            self._agree(fragment, await mean)
 
-    def _agree(self, fragment: slice, mean: Tensor, blend: float) -> None:
-        """Make a step of the outer optimizer, and take its result."""
+    def _agree(self, fragment: slice, mean: Tensor, is_last: bool = False) -> None:
+        """Make a step of the outer optimizer, and take its result, or as much of it as the options say."""
+        blend = 0.0 if is_last else self._options.blend
+        drawn = self._drawn(fragment) if self._options.elastic and not is_last else None
         theta = mean if self._is_mean else self._outer_step(self._theta[fragment], self._v[fragment], mean)
+        if drawn is not None:
+            self._me.apply(drawn, fragment)
+            return
         if blend:
             theta = blend * self._me.snapshot(fragment) + (1.0 - blend) * theta
         self._me.replace(theta, fragment)
+
+    def _drawn(self, fragment: slice) -> Tensor:
+        """By how much theta draws this learner's weights, from both as they were when the mean began."""
+        sent = self._sent[fragment] if self._options.overlap else self._mine(fragment)
+        apart = sent if self._means.are_encoded else self._theta[fragment] - sent
+        return self._options.rate / self._me.world * apart
+
+    async def _average_a_share(self) -> None:
+        """Average one random weight of each of k equal parts of the weights, the same on all learners."""
+        import torch
+
+        size, me = len(self._me.weights), self._me
+        k = max(1, round(self._options.share * size))
+        if me.weights.device.type == "meta":
+            await me.mean(me.weights.new_empty(k))
+            me.replace(me.weights)
+            return
+        generator = torch.Generator().manual_seed((me.seed * 1_000_003 + int(self._steps)) % 2**63)
+        bounds = torch.arange(k + 1) * size // k
+        places = bounds[:-1] + (torch.rand(k, generator=generator, dtype=torch.float64) * bounds.diff()).long()
+        places = places.to(me.weights.device)
+        mean = await me.mean(me.weights[places])
+        me.replace(me.snapshot().index_copy_(0, places, mean))
 
     def _outer_step(self, theta: Tensor, v: Tensor, mean: Tensor) -> Tensor:
         """Change `theta` and `v`, both `[n]`, in place; returns `theta`."""
@@ -273,16 +321,29 @@ def _check(options: LocalOptions, world: int) -> None:
         or options.overlap
         or options.compression != "none"
         or options.optimizer_state == "averaged"
+        or options.elastic
+        or options.share < 1.0
     ):
         raise ConfigError(
-            "strategy.among: pairs exchange all weights at once, as float32; leave out fragments, overlap, compression "
-            "and optimizer_state: averaged"
+            "strategy.among: pairs exchange all weights at once, as float32, and take the result; leave out fragments, "
+            "overlap, compression, elastic, share and optimizer_state: averaged"
         )
     if options.fragments > options.every:
         raise ConfigError(
             f"strategy.fragments: {options.fragments} fragments cannot agree in turn within {options.every} steps; "
             "set at most `every`"
         )
+    if options.share < 1.0 and not _takes_means(options):
+        raise ConfigError(
+            "strategy.share: the weights that agree take their mean; leave out rate, momentum, fragments, overlap, "
+            "blend, elastic and compression, or share"
+        )
+    if options.elastic and options.blend:
+        raise ConfigError(
+            "strategy.blend: with elastic, learners keep weights of their own already; leave out one of both"
+        )
+    if options.feedback < 1.0 and isinstance(options.compression, LowRank):
+        raise ConfigError("strategy.feedback: low_rank feeds back all of its error; leave out feedback")
     if isinstance(options.compression, LowRank) and (options.fragments > 1 or options.overlap):
         raise ConfigError(
             "strategy.compression: low_rank sends factors of whole matrices, in two means; leave out fragments and "
@@ -293,6 +354,12 @@ def _check(options: LocalOptions, world: int) -> None:
             f"strategy.overlap: a fragment would still be averaged after {options.overlap} steps when the next one "
             f"begins, {options.every // options.fragments} steps later; set at most that"
         )
+
+
+def _takes_means(options: LocalOptions) -> bool:
+    """Whether an agreement about some weights is their mean and nothing else."""
+    fields = ("rate", "momentum", "fragments", "overlap", "blend", "elastic", "compression")
+    return all(getattr(options, name) == LocalOptions.model_fields[name].default for name in fields)
 
 
 class BmufOptions(LocalOptions):
@@ -339,8 +406,34 @@ class NoLoCoOptions(LocalOptions):
     among: Literal["all", "pairs"] = "pairs"
 
 
+class EasgdOptions(LocalOptions):
+    """The options of `easgd`."""
+
+    every: int = Field(default=10, ge=1)
+    rate: float = Field(default=0.9, gt=0.0)
+    overlap: int = Field(default=1, ge=0)
+    elastic: bool = True
+
+
+class SpartaOptions(LocalOptions):
+    """The options of `sparta`."""
+
+    every: int = Field(default=1, ge=1)
+    share: float = Field(default=0.005, gt=0.0, le=1.0)
+
+
+class SparseLoCoOptions(LocalOptions):
+    """The options of `sparseloco`."""
+
+    every: int = Field(default=30, ge=1)
+    compression: Compression = TopK(top_k=0.02, bits=2)
+    feedback: float = Field(default=0.95, ge=0.0, le=1.0)
+
+
 def _strategy(name: str, summary: str, options: type[LocalOptions]) -> Strategy:
-    return Strategy(name, summary, local, options=options, check=_check, keeps_state=True, family="local")
+    return Strategy(
+        name, summary, local, options=options, check=_check, keeps_state=True, family="local", kind="periodic"
+    )
 
 
 LOCAL_SGD = _strategy("local-sgd", "step alone, average all weights every few steps", LocalOptions)
@@ -351,3 +444,8 @@ STREAMING_DILOCO = _strategy(
     "streaming-diloco", "as diloco, one fragment of the weights after another, in the background", StreamingOptions
 )
 NOLOCO = _strategy("noloco", "step alone, follow the mean of a random pair with an outer momentum", NoLoCoOptions)
+EASGD = _strategy("easgd", "step alone, drawn to a common centre and this to all, every few steps", EasgdOptions)
+SPARTA = _strategy("sparta", "step alone, average a random share of the weights at each step", SpartaOptions)
+SPARSELOCO = _strategy(
+    "sparseloco", "as diloco, sending a few of the numbers in 2 bits, with errors for a momentum", SparseLoCoOptions
+)

@@ -51,11 +51,7 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
         (`scale_by_staleness`). `staleness.py` has those of the corrections.
         The names `synchronous`, `hybrid` and `asynchronous` come from the parameter server of Deep Speech.
     """
-    num_weights, shards = len(me.weights), options.shards
-    if shards > num_weights:
-        raise ConfigError(f"strategy.shards: {shards} servers cannot share the model's {num_weights} parameters")
-    pieces = [slice(num_weights * s // shards, num_weights * (s + 1) // shards) for s in range(shards)]
-    kept = next((piece for s, piece in enumerate(pieces) if options.server(s, me.world) == me.rank), None)
+    kept, pieces = options.kept(me), options.pieces(len(me.weights))
     if me.rank not in options.workers(me.world):
         if kept is not None:
             await Server(me, kept, options).serve()
@@ -105,14 +101,17 @@ async def _pull(servers: Sequence[Remote], options: ServerOptions) -> None:
 class Remote:
     """A worker's connection to one server."""
 
-    def __init__(self, me: Learner, rank: int, piece: slice) -> None:
+    def __init__(self, me: Learner, rank: int, piece: slice, age_numbers: int = 1) -> None:
         import torch
 
-        self._me, self._rank, self._piece = me, rank, piece
+        self.piece = piece
+        self._me, self._rank = me, rank
         self.age = 0.0
         """The number of the server's steps that are in this worker's weights."""
+        self.most_finished = 0.0
+        """The largest number of mini-batches that a worker had reported then, if the server tells it."""
         self._num_finished = 0.0
-        self._like_age = torch.zeros(1, dtype=torch.float64)
+        self._like_age = torch.zeros(age_numbers, dtype=torch.float64)
         self._like_weights = torch.empty(piece.stop - piece.start, dtype=me.weights.dtype)  # host memory, as sent
         self._arriving: tuple[Handle[Tensor], Handle[Tensor]] | None = None
         self._sending: list[Handle[None]] = []
@@ -125,20 +124,28 @@ class Remote:
 
     async def arrive(self) -> None:
         """Wait for the requested weights, if any, and overwrite this worker's weights with them."""
-        if self._arriving is not None:
-            age, weights = self._arriving
-            self._arriving, self.age = None, float(await age)
-            self._me.replace(await weights, self._piece)
+        if (weights := await self.weights()) is not None:
+            self._me.replace(weights, self.piece)
 
-    def push(self, gradient: Tensor | None, age: float) -> None:
+    async def weights(self) -> Tensor | None:
+        """Wait for the requested weights `[n]`; None: none were requested."""
+        if self._arriving is None:
+            return None
+        age, weights = self._arriving
+        self._arriving, (self.age, *rest) = None, (await age).tolist()
+        self.most_finished = rest[0] if rest else 0.0
+        return await weights
+
+    def push(self, gradient: Tensor | None, age: float, num_batches: int = 1) -> None:
         """Start sending the server its piece of a gradient `[P]`, which must not change before `settle` returns.
 
-        `age` is that of the weights at which the gradient was taken. `gradient` is None if it was not finite.
+        `age` is that of the weights at which the gradient was taken. `gradient` is None if it was not finite, and
+        otherwise comes from so many mini-batches.
         """
-        self._num_finished += 1
+        self._num_finished += num_batches
         self._report(math.nan if gradient is None else age)
         if gradient is not None:
-            self._sending.append(self._me.send(self._rank, gradient[self._piece], GRADIENT))
+            self._sending.append(self._me.send(self._rank, gradient[self.piece], GRADIENT))
 
     def leave(self) -> None:
         """Report that this worker sends no more gradients, and request the final weights."""
@@ -193,5 +200,6 @@ PARAMETER_SERVER = Strategy(
     survivors=_survivors,
     averages_gradients=lambda options: options.update == "hybrid",
     is_served=True,
+    kind="server",
     steps_itself=False,
 )

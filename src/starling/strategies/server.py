@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from starling.configuration import Config
+from starling.errors import ConfigError
 from starling.learner import Handle, Learner
 from starling.strategies.server_rules import Asynchronous, Hybrid, Rule, Summed, Synchronous
 from starling.strategies.staleness import Staleness, correction
@@ -30,8 +31,11 @@ from starling.strategies.staleness import Staleness, correction
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from starling.learner import MakeOptimizer
+
 REPORT, GRADIENT, AGE, WEIGHTS = range(4)
-"""The tags of the four kinds of messages. An age `[1]` is the number of steps in the weights."""
+"""The tags of the four kinds of messages. An age `[1]` is the number of steps in the weights; `[2]`: and the largest
+number of mini-batches that a worker has reported."""
 
 
 class ServerOptions(Config):
@@ -87,6 +91,18 @@ class ServerOptions(Config):
         """The learner that is the server of a shard."""
         return world - self.shards + shard if self.servers == "own" else shard
 
+    def pieces(self, num_weights: int) -> list[slice]:
+        """The piece of the weights of each server. ConfigError if there are more servers than weights."""
+        shards = self.shards
+        if shards > num_weights:
+            raise ConfigError(f"strategy.shards: {shards} servers cannot share the model's {num_weights} parameters")
+        return [slice(num_weights * s // shards, num_weights * (s + 1) // shards) for s in range(shards)]
+
+    def kept(self, me: Learner) -> slice | None:
+        """The piece that a learner keeps as a server; None: it is no server."""
+        pieces = self.pieces(len(me.weights))
+        return next((piece for s, piece in enumerate(pieces) if self.server(s, me.world) == me.rank), None)
+
     def rule(self, num_workers: int) -> Rule:
         """A new `Rule`, as named by `update`."""
         if self.update == "synchronous":
@@ -139,14 +155,20 @@ class Push:
 
 
 class Server:
-    """The server of one model shard. It handles messages one at a time, in one coroutine."""
+    """The server of one model shard. It handles messages one at a time, in one coroutine.
 
-    def __init__(self, me: Learner, piece: slice, options: ServerOptions) -> None:
+    With `make_optimizer` it tells workers the largest number of mini-batches, too; what they push is then no gradient.
+    """
+
+    def __init__(
+        self, me: Learner, piece: slice, options: ServerOptions, make_optimizer: MakeOptimizer | None = None
+    ) -> None:
         workers = options.workers(me.world)
         self._me, self._options = me, options
         self._rule = options.rule(len(workers))
         self._correction = correction(options.staleness)
-        self._shard = me.keep(piece)
+        self._shard = me.keep(piece, make_optimizer)
+        self._most = None if make_optimizer is None else 0.0  # the largest number of mini-batches reported
         self._announced: dict[int, Report] = {}  # by worker; the gradient is on its way
         self._waiting: list[Push] = []
         self._finished: dict[int, float] = dict.fromkeys(workers, 0.0)  # `num_finished` of each worker's last report
@@ -195,6 +217,8 @@ class Server:
     async def _record(self, worker: int, report: Report) -> None:
         """Record that a worker has finished a mini-batch, or leaves; make a step if one is due."""
         self._finished[worker] = report.num_finished
+        if self._most is not None and not report.is_last:
+            self._most = max(self._most, report.num_finished)
         if report.is_last:
             self._rule.leave(worker)
             is_due = self._have_all_left  # the remaining gradients, though too few for the rule
@@ -243,8 +267,9 @@ class Server:
         self._asking.remove(worker)
         import torch
 
-        age = torch.tensor([self._shard.num_steps], dtype=torch.float64)
+        told = [self._shard.num_steps] if self._most is None else [self._shard.num_steps, self._most]
+        age = torch.tensor(told, dtype=torch.float64)
         weights = await self._shard.read()
         if self._correction is not None:
-            self._correction.gave(worker, float(age), weights)
+            self._correction.gave(worker, float(age[0]), weights)
         return [self._me.send(worker, age, AGE), self._me.send(worker, weights, WEIGHTS)]

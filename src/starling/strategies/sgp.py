@@ -147,5 +147,10 @@ def _check(options: PushSumOptions, world: int) -> None:
 
 
 SGP = Strategy(
-    "sgp", "average with neighbours on a directed graph at each step", sgp, options=PushSumOptions, check=_check
+    "sgp",
+    "average with neighbours on a directed graph at each step",
+    sgp,
+    options=PushSumOptions,
+    check=_check,
+    kind="gossip",
 )

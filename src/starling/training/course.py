@@ -122,7 +122,7 @@ class Course:
         factor, portion = step_metadata.tolist()
         if not self._is_worker:  # a server learns the progress of the run only from step metadata
             self._pass_barriers(int(portion))
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        for group, peak in zip(optimizer.param_groups if peaks else (), peaks, strict=True):
             group["lr"] = peak * factor * scale
 
     def step(self, gradient: Tensor, read_at: int | None = None) -> None:

@@ -17,12 +17,14 @@ from starling.training.job import Statistics
 from starling.training.replica import Replica
 
 T = TypeVar("T")
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 STEP_PASSES = 7
 """Memory passes of an Adam step, each of the shard's size: read the gradient; read and write weights and both
 moments."""
 
 SetRates = Callable[[Optimizer, Sequence[float], Tensor, float], None]
-"""Sets the learning rates of a shard's optimizer, from its peak rates, the step metadata and a scale."""
+"""Sets the learning rates of a shard's optimizer, from its peak rates, the step metadata and a scale. Without peak
+rates they are constant."""
 
 
 class StartOnMemory(Protocol):
@@ -59,12 +61,12 @@ class Shards:
                 f"learner {self.rank} cannot keep weights {piece.start} to {piece.stop} of {size}; use fewer shards"
             )
 
-    def keep(self, piece: slice) -> Shard:
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         """Hold a piece of the model for all learners, initialised from the checkpoint or this learner's weights."""
         self.check(piece)
         saved = self._saved.get((piece.start, piece.stop))
         memory = host_copy(self.replica.weights[piece] if saved is None else saved.weights)
-        return self._hold(HeldShard(self, piece, memory, torch.zeros(1, dtype=torch.int64), 0))
+        return self._hold(HeldShard(self, piece, memory, torch.zeros(1, dtype=torch.int64), 0, make_optimizer))
 
     def share(self, pieces: Sequence[slice], weights: Tensor, counts: Tensor) -> Sequence[Shard]:
         """Hold `pieces` of `weights` `[P]`, which all learners share; `counts` `[pieces, L]` counts their steps."""
@@ -97,14 +99,25 @@ class HeldShard(Shard):
     those of this learner. Each learner has its own optimizer, so shared memory needs no common lock.
     """
 
-    def __init__(self, owner: Shards, piece: slice, weights: Tensor, counts: Tensor, place: int) -> None:
+    def __init__(
+        self,
+        owner: Shards,
+        piece: slice,
+        weights: Tensor,
+        counts: Tensor,
+        place: int,
+        make_optimizer: MakeOptimizer | None = None,
+    ) -> None:
         self.weights = weights
         self._owner, self._piece = owner, piece
         self._counts, self._place = counts, place
         parts = _parts(owner.replica.parameters, piece, weights)
         self._parts = list(parts.values())
-        self.optimizer = owner.replica.optimizer_of_piece(parts)
-        self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if make_optimizer is None or not parts:  # there are none in a simulation of time alone
+            self.optimizer = owner.replica.optimizer_of_piece(parts)
+            self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
+        else:
+            self.optimizer, self._peaks = make_optimizer(self._parts), []
         self._lock = threading.Lock()  # the learner's background steps while checkpoints copy
 
     @property

@@ -39,7 +39,7 @@ from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingErr
 from starling.learner import EncodedMean, Handle, Learner, LoopEnded, Shard
 from starling.strategies import Strategy
 from starling.training.checks import check_group
-from starling.training.shards import Shards
+from starling.training.shards import MakeOptimizer, Shards
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ class LoopLearner(Learner):
     ) -> Tensor:
         return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
 
-    def keep(self, piece: slice) -> Shard:
-        return self._shards.keep(piece)
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
+        return self._shards.keep(piece, make_optimizer)
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
         for piece in pieces:
@@ -553,7 +553,9 @@ class LoopLearner(Learner):
     def _contribution(self) -> tuple[int, Tensor]:
         """The number of steps made, and this learner's contribution `[P + B]` to the consensus mean."""
         contribution = self.replica.contribution()
-        if self._strategy.is_served:  # the servers hold the model: each learner contributes only its shards
+        if (
+            self._strategy.is_served and self._world > 1
+        ):  # the servers hold the model: each learner contributes only its shards
             contribution[: len(self.replica.weights)] = 0.0
         for shard in self._shards.held:
             contribution[shard.piece] = shard.copy() * (self._world if self._strategy.is_served else 1)
@@ -656,8 +658,9 @@ class LoopLearner(Learner):
 
 def _set_rates(optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
     """Set the learning rates of a shard's optimizer to those of the loop that sent the gradient."""
-    for group, rate in zip(optimizer.param_groups, step_metadata.tolist(), strict=True):
-        group["lr"] = rate * scale
+    if peaks:
+        for group, rate in zip(optimizer.param_groups, step_metadata.tolist(), strict=True):
+            group["lr"] = rate * scale
 
 
 def _unscale(scaler: GradScaler, optimizer: Optimizer, learner: str) -> None:

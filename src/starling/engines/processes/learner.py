@@ -38,6 +38,7 @@ from starling.training.job import Job, Observer, Statistics
 from starling.training.loading import Loader
 from starling.training.membership import Membership, MembershipChanged, MembershipFeed
 from starling.training.replica import Replica
+from starling.training.shards import MakeOptimizer
 from starling.training.stragglers import Stragglers
 from starling.training.succession import Life
 from starling.training.tickets import SyncGroupTickets
@@ -270,9 +271,9 @@ class ProcessLearner(Learner):
     ) -> Tensor:
         return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
 
-    def keep(self, piece: slice) -> Shard:
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         self._refuse_in_island("keeps a model shard")
-        return self.course.shards.keep(piece)
+        return self.course.shards.keep(piece, make_optimizer)
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
         self._refuse_in_island("shares a model in memory")

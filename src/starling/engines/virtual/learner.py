@@ -24,6 +24,7 @@ from starling.training.faults import Fault, Kill, Pause
 from starling.training.job import Job, Named, Observer, Spent, Statistics
 from starling.training.pace import Pace
 from starling.training.replica import Replica
+from starling.training.shards import MakeOptimizer
 from starling.training.tickets import SyncGroupTickets
 from starling.workload import Position
 
@@ -207,8 +208,8 @@ class VirtualLearner(Learner):
     ) -> Tensor:
         return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
 
-    def keep(self, piece: slice) -> Shard:
-        return self.course.shards.keep(piece)
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
+        return self.course.shards.keep(piece, make_optimizer)
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
         for piece in pieces:

@@ -33,6 +33,10 @@ TIE = 0.05
 """Strategies within this share of the fastest count as equally fast: the least stale of them is chosen."""
 NOT_PLANNED = ("hogwild", "delayed")
 """Strategies that are left out unless they are asked for: one needs a single machine, one is for studies."""
+NO_PERIODIC = (
+    "the periodic strategies are left out unless they are named: the longer their periods, the faster they are, and "
+    "what an epoch is then worth this does not know"
+)
 SLOWEST, BANDWIDTHS = (1.5, 4.0, 10.0, 100.0), (10.0, 100.0, 1000.0)
 """How far crossing points are looked for: a learner that many times slower; links that many times slower or faster."""
 Say = Callable[[str], None]
@@ -151,7 +155,8 @@ def plan(
         cluster: What the machines' network is, where it is not the one that was measured: a file or a mapping with the
             keys of a recipe's `cluster` section. What it leaves out is as measured.
         learners: Numbers of learners.
-        strategies: Names, or mappings with `name` and options; None: all that run on several machines.
+        strategies: Names, or mappings with `name` and options; None: all that run on several machines, but for the
+            periodic ones.
         price: Of one device for an hour, in your currency.
         budget: Of the run; None: the job's, or one epoch where there is only a profile.
         stragglers: Slowness to assume; None: the job's, or none.
@@ -174,8 +179,19 @@ def plan(
         raise ConfigError(f"price: {price} is below 0; give that of one device for an hour")
     budget = budget or (own.budget if own else Budget(epochs=1))
     stragglers = stragglers or (own.stragglers if own else Stragglers())
-    chosen = list(strategies) if strategies is not None else [name for name in STRATEGIES if name not in NOT_PLANNED]
-    return _Planner(costs, read_cluster(cluster), stragglers, budget, price, say).plan(learners, chosen, own, crossings)
+    planner = _Planner(costs, read_cluster(cluster), stragglers, budget, price, say)
+    if strategies is None:
+        planner.notes.append(NO_PERIODIC)
+    return planner.plan(learners, _usual(own) if strategies is None else list(strategies), own, crossings)
+
+
+def _usual(own: Job | None) -> list[str]:
+    """The strategies to plan if none is named: that of the job is among them."""
+    return [
+        name
+        for name, each in STRATEGIES.items()
+        if (name not in NOT_PLANNED and each.kind != "periodic") or (own is not None and own.strategy is each)
+    ]
 
 
 def recommend(rows: Sequence[Row]) -> tuple[Row, Row | None]:

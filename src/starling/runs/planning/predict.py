@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel, NodeModel
 from starling.engines.virtual.timing import TimingOutcome, simulate_timing
+from starling.errors import ConfigError
 from starling.runs.planning.costs import Costs, Seconds
 from starling.strategies import Strategy
 from starling.strategies.compression import is_compressed
@@ -140,9 +141,12 @@ def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds:
     """The steady speed of a strategy: what the second half of a simulation took.
 
     The beginning of a run, and its end, where learners wait for the last of them, are in both simulations, that of the
-    first half and that of the whole, and cancel out. `rounds` is how many gradients each learner makes in a half.
+    first half and that of the whole, and cancel out. `rounds` is how many gradients each learner makes in a half, or
+    a few more: a strategy that does something every H steps is simulated for whole periods. A warm-up is left out.
     """
     each = rounds or max(FEWEST_ROUNDS, min(MOST_ROUNDS, GRADIENTS // learners))
+    if period := getattr(arm.options, "every", None) or getattr(arm.options, "mean_every", None):
+        each = -(-each // period) * period
     half, whole = (_run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))
     num_gradients = whole.num_gradients - half.num_gradients
     spent = [learner.spent for learner in whole.learners if learner.num_gradients]
@@ -183,10 +187,20 @@ def _waiting(spent: Spent) -> Seconds:
 
 def _run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int) -> TimingOutcome:
     num_bytes, cluster = machines.costs.job.model_bytes // 4 * 4, machines.cluster(arm, learners)
-    stragglers = machines.stragglers
-    return simulate_timing(
-        arm.strategy, arm.options, learners, cluster, num_bytes, steps, seed=seed, stragglers=stragglers
-    )
+    stragglers, options = machines.stragglers, arm.options
+    if getattr(options, "warm_up", 0):
+        options = options.model_copy(update={"warm_up": 0})
+    try:
+        return simulate_timing(
+            arm.strategy, options, learners, cluster, num_bytes, steps, seed=seed, stragglers=stragglers
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"strategy {arm.name}: cannot be planned, because it looks at the values of weights, which a simulation of "
+            "time alone does not have; leave it out, or simulate it with `starling simulate`"
+        ) from error
 
 
 def bisect(holds: Callable[[float], bool], low: float, high: float, tolerance: float = 0.03) -> float:

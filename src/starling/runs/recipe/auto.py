@@ -49,5 +49,6 @@ AUTO_STRATEGY = Strategy(
     _unchosen,
     options=AutoOptions,
     averages_gradients=_may_average_gradients,
+    kind="chosen by measuring",
 )
 """A placeholder, for the checks that are made before the choice."""

@@ -1,0 +1,262 @@
+"""Periodic averaging without lockstep: learners step alone, and a server keeps the model that they agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from starling.configuration import Config
+from starling.errors import ConfigError
+from starling.learner import Learner, LoopEnded
+from starling.strategies.base import Strategy, one_learner
+from starling.strategies.parameter_server import PARAMETER_SERVER, Remote
+from starling.strategies.server import Server, ServerOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn, optim
+
+
+class AsyncLocalOptions(Config):
+    """The options of the strategies whose learners agree with a server every H steps."""
+
+    every: int = Field(default=100, ge=1)
+    """H, the steps of the fastest learner from one push to the next."""
+    by_speed: bool = True
+    """Whether H of each learner is in proportion to its speed; otherwise all make as many steps."""
+    rate: float = Field(default=0.1, gt=0.0)
+    """eta, the rate of the server's optimizer."""
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """beta, the momentum of the server's optimizer."""
+    delay: int | None = Field(default=None, ge=1)
+    """N, the pushes from one change of the momentum to the next; None: the number of workers."""
+    spread: float = Field(default=0.0, ge=0.0, le=1.0)
+    """c, the share of the momentum's step that each push makes, at most 1/N; the rest is made with each N-th push."""
+    elasticity: float | None = Field(default=None, ge=0.0, le=1.0)
+    """L r: learners and server draw each other closer by r of their difference; None: learners take theta."""
+    shards: int = Field(default=1, ge=1)
+    """The number of servers. Each keeps one shard of theta in host memory."""
+    servers: Literal["beside", "own"] = "beside"
+    """Where servers run: `beside`, in the first workers' processes; `own`, as the last learners, which compute no
+    gradients."""
+
+    def served(self) -> ServerOptions:
+        """How many servers there are, and where; what arrives is used at once."""
+        return ServerOptions(shards=self.shards, servers=self.servers)
+
+    def pushes(self, world: int) -> int:
+        """N, with its default."""
+        return self.delay or max(1, len(self.served().workers(world)))
+
+    def server(self, me: Learner) -> Server | None:
+        """The server that a learner runs, if it does."""
+        piece = self.served().kept(me)
+        if piece is None:
+            return None
+        return Server(me, piece, self.served(), lambda parameters: self._optimizer(me.world, parameters))
+
+    def _optimizer(self, world: int, parameters: list[nn.Parameter]) -> optim.Optimizer:
+        from starling.strategies.delayed_nesterov import DelayedNesterov
+
+        return DelayedNesterov(parameters, self.rate, self.momentum, self.pushes(world), self.spread)
+
+
+async def async_local(me: Learner, options: AsyncLocalOptions) -> None:
+    """Each learner steps alone, and every H steps agrees with a server that keeps theta. No learner waits for another.
+
+    Equation, for every learner l of L, with theta_l the theta that it pulled last::
+
+        each step:             x_l <- x_l - a g_l(x_l)
+        after every H-th step: push D = theta_l - x_l,  theta_l <- theta,  x_l <- theta
+        server, at push t:     B <- B + D
+                               theta <- theta - eta (c beta m + D / N)
+        at each N-th push:     m <- beta m + B / N,  B <- 0
+                               theta <- theta - eta ((1 - c N + c) beta m + D / N)
+
+    with a the step size of the local optimizer, whose own state stays with each learner. This is the server with
+    delayed Nesterov momentum (`async-diloco`): the momentum takes N pushes at once, because momentum multiplies what is
+    stale in each of them. With `by_speed` H of a learner is H n_l / max_j n_j, n_l being the steps it has made.
+
+    With `elasticity` learners keep weights of their own (`aeasgd`), and every H steps, with r = elasticity / L::
+
+        D = r (theta - x_l),  x_l <- x_l - a g_l(x_l) + D,  push D
+        server:  theta <- theta - D
+
+    theta is pulled while the gradient is computed. At the end all learners push once more and take theta. A single
+    learner has no server, and its steps are all there is.
+
+    Args:
+        me: The learner that runs this coroutine: a worker, a server, or both.
+        options: How often learners push, what the server makes of it, and where the servers run.
+
+    References:
+        Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135.
+        Zhang, Choromanska & LeCun 2015, "Deep learning with Elastic Averaging SGD", arXiv 1412.6651.
+    """
+    if me.world == 1:
+        await _alone(me)
+        return
+    if (server := options.server(me)) is not None:
+        if me.rank not in options.served().workers(me.world):
+            await server.serve()
+            return
+        me.background(server.serve())
+    await (_agree if options.elasticity is None else _pull_together)(me, Centre(me, options))
+
+
+async def _alone(me: Learner) -> None:
+    while me.claim():
+        me.step(await me.gradient(me.weights))
+
+
+async def _agree(me: Learner, centre: Centre) -> None:
+    me.replace(await centre.pull())
+    with suppress(LoopEnded):
+        while me.claim():
+            me.step(await me.gradient(me.weights))
+            centre.count_step()
+            if centre.is_due:
+                await centre.push(centre.theta - me.weights)
+                me.replace(await centre.pull())
+    if centre.has_steps:
+        await centre.push(centre.theta - me.weights)
+    me.replace(await centre.leave())
+
+
+async def _pull_together(me: Learner, centre: Centre) -> None:
+    with suppress(LoopEnded):
+        while me.claim():
+            is_due = centre.is_due
+            if is_due:
+                centre.ask()
+            gradient = await me.gradient(me.weights)
+            difference = centre.r * (await centre.answer() - me.weights) if is_due else None
+            me.step(gradient)
+            if difference is not None:
+                me.apply(difference)
+                await centre.push(difference)
+            centre.count_step()
+    if centre.has_steps:
+        difference = centre.r * (await centre.pull() - me.weights)
+        me.apply(difference)
+        await centre.push(difference)
+    me.replace(await centre.leave())
+
+
+class Centre:
+    """A worker's connection to the servers, which keep theta."""
+
+    def __init__(self, me: Learner, options: AsyncLocalOptions) -> None:
+        served = options.served()
+        pieces = served.pieces(len(me.weights))
+        self._servers = [Remote(me, served.server(s, me.world), piece, 2) for s, piece in enumerate(pieces)]
+        self.theta = me.weights.new_empty(len(me.weights))
+        """theta as it was pulled last, `[P]`."""
+        self.r = (options.elasticity or 0.0) / len(served.workers(me.world))
+        self._options = options
+        self._period, self._num_steps, self._num_pushed = options.every, 0, 0
+
+    def count_step(self) -> None:
+        """Count a step of this worker."""
+        self._num_steps += 1
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether it has made steps since the last push."""
+        return self._num_steps > self._num_pushed
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the period is over."""
+        return self._num_steps - self._num_pushed >= self._period
+
+    def ask(self) -> None:
+        """Request theta; `answer` waits for it."""
+        for server in self._servers:
+            server.pull()
+
+    async def answer(self) -> Tensor:
+        """Wait for theta `[P]`, if it was requested."""
+        for server in self._servers:
+            if (weights := await server.weights()) is not None:
+                self.theta[server.piece] = weights.to(self.theta.device)
+        for server in self._servers:
+            await server.settle()
+        most, every = self._servers[0].most_finished, self._options.every
+        if self._options.by_speed and min(most, self._num_pushed) > 0:
+            self._period = min(every, max(1, round(every * self._num_pushed / most)))
+        return self.theta
+
+    async def pull(self) -> Tensor:
+        """Request theta `[P]`, and wait for it."""
+        self.ask()
+        return await self.answer()
+
+    async def push(self, difference: Tensor) -> None:
+        """Send the servers a difference `[P]`, which begins the next period."""
+        num_batches, self._num_pushed = self._num_steps - self._num_pushed, self._num_steps
+        for server in self._servers:
+            server.push(difference, server.age, num_batches)
+        for server in self._servers:
+            await server.settle()
+
+    async def leave(self) -> Tensor:
+        """Report that this worker pushes no more; the final theta `[P]`, once all workers have left."""
+        for server in self._servers:
+            server.leave()
+        await self.answer()
+        return await self.pull()
+
+
+class AeasgdOptions(AsyncLocalOptions):
+    """The options of `aeasgd`."""
+
+    every: int = Field(default=10, ge=1)
+    by_speed: bool = False
+    rate: float = Field(default=1.0, gt=0.0)
+    momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
+    delay: int | None = Field(default=1, ge=1)
+    elasticity: float | None = Field(default=0.9, ge=0.0, le=1.0)
+
+
+def _check(options: AsyncLocalOptions, world: int) -> None:
+    PARAMETER_SERVER.validate(options.served(), world)
+    if options.spread * options.pushes(world) > 1.0:
+        raise ConfigError(
+            f"strategy.spread: {options.spread:g} of the momentum's step with each of {options.pushes(world)} pushes "
+            f"is more than one step; set at most {1.0 / options.pushes(world):g}"
+        )
+
+
+def _survivors(options: AsyncLocalOptions, world: int, lost: Collection[int]) -> Sequence[int]:
+    return PARAMETER_SERVER.survivors(options.served(), world, lost)
+
+
+def _num_workers(options: AsyncLocalOptions, world: int) -> int:
+    return PARAMETER_SERVER.num_workers(options.served(), world)
+
+
+def _strategy(name: str, summary: str, options: type[AsyncLocalOptions]) -> Strategy:
+    return Strategy(
+        name,
+        summary,
+        async_local,
+        one_learner,
+        options,
+        num_workers=_num_workers,
+        check=_check,
+        survivors=_survivors,
+        is_served=True,
+        family="async-local",
+        kind="periodic",
+    )
+
+
+ASYNC_DILOCO = _strategy(
+    "async-diloco", "step alone, agree with a server every few steps; no learner waits", AsyncLocalOptions
+)
+AEASGD = _strategy(
+    "aeasgd", "step alone, drawn to a server's weights and these to them; no learner waits", AeasgdOptions
+)

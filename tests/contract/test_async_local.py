@@ -1,0 +1,225 @@
+"""Learners that step alone and agree with a server: lists of events in NumPy, special cases, speeds, bytes."""
+
+import heapq
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from starling.budget import Budget
+from starling.engines.virtual.cluster import Cluster, ComputeModel
+from starling.engines.virtual.engine import VirtualEngine
+from starling.engines.virtual.timing import TimingOutcome, simulate_timing
+from starling.errors import ConfigError
+from starling.learner import Learner
+from starling.strategies import STRATEGIES
+from starling.strategies.async_local import AeasgdOptions, AsyncLocalOptions, async_local
+from starling.strategies.delayed_nesterov import DelayedNesterov
+from starling.strategies.server import ServerOptions
+from starling.training.job import Job
+from starling.training.stragglers import Stragglers
+from tests.contract.cases import sgd
+from tests.contract.oracle import Vector, gradient_of_regression
+from tests.contract.problems import ConstantGradient, TinyRegression
+from tests.contract.test_contract import flat
+from tests.contract.test_servers import AT_ONCE, INSTANT, model, run
+
+SECONDS = (1.0, 2.3, 3.7)
+"""Of a gradient of each worker."""
+SLOW = Stragglers(slow={rank: each for rank, each in enumerate(SECONDS) if each > 1.0})
+CLUSTER = Cluster(compute=ComputeModel(seconds=1.0), link=AT_ONCE, memory=INSTANT)
+STEPS, RATE = 34, 0.1
+OPTIONS: dict[str, type[AsyncLocalOptions]] = {"async-diloco": AsyncLocalOptions, "aeasgd": AeasgdOptions}
+
+
+def server(theta: Vector, rate: float, momentum: float, delay: int, spread: float) -> Generator[Vector, Vector]:
+    """Yields theta, and is sent what a worker pushes: the paper's recursion."""
+    m: Vector = np.zeros(len(theta))
+    total: Vector = np.zeros(len(theta))
+    for push in range(1, 10_000):
+        difference = yield theta
+        total = total + difference
+        share = spread
+        if push % delay == 0:
+            m, total, share = momentum * m + total / delay, np.zeros_like(total), 1 - spread * delay + spread
+        theta = theta - rate * (share * momentum * m + difference / delay)
+
+
+def events(every: int, elasticity: float | None, **constants: Any) -> Vector:
+    """theta at the end: workers finish gradients one after the other, and messages take no time."""
+    gradient, start = gradient_of_regression(), flat(TinyRegression().make_model()).double().numpy()
+    centre = server(start, **constants)
+    theta, claimed, r = next(centre), len(SECONDS), (elasticity or 0.0) / len(SECONDS)
+    x, pulled, since = [start] * len(SECONDS), [start] * len(SECONDS), [0] * len(SECONDS)
+    under_way = [(seconds, worker, worker) for worker, seconds in enumerate(SECONDS)]
+    while under_way:
+        now, worker, ticket = heapq.heappop(under_way)
+        moved = -RATE * gradient(x[worker], ticket)
+        if elasticity is not None and since[worker] >= every:
+            difference = r * (pulled[worker] - x[worker])
+            theta, moved, since[worker] = centre.send(difference), moved + difference, 0
+        x[worker], since[worker] = x[worker] + moved, since[worker] + 1
+        is_last = claimed == STEPS
+        if elasticity is None and (since[worker] >= every or is_last):
+            theta = centre.send(pulled[worker] - x[worker])
+            x[worker], pulled[worker], since[worker] = theta, theta, 0
+        elif elasticity is not None and is_last and since[worker]:
+            theta = centre.send(r * (theta - x[worker]))
+        if elasticity is not None:  # it is asked for theta when the next gradient begins
+            pulled[worker] = theta
+        if not is_last:
+            heapq.heappush(under_way, (now + SECONDS[worker], worker, claimed))
+            claimed += 1
+    return theta
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("async-diloco", {"every": 3, "rate": 0.4}),
+        ("async-diloco", {"every": 2, "delay": 4, "spread": 0.2, "rate": 0.3, "shards": 2}),
+        ("async-diloco", {"every": 1, "delay": 1, "momentum": 0.5, "rate": 0.5}),
+        ("aeasgd", {"every": 1}),
+        ("aeasgd", {"every": 3, "elasticity": 0.6, "momentum": 0.3, "delay": 2, "servers": "own"}),
+    ],
+    ids=str,
+)
+def test_the_servers_model_follows_its_events(name: str, options: dict[str, Any]) -> None:
+    """Workers of unlike speed; every option of the equation has a value of its own somewhere."""
+    chosen = OPTIONS[name](by_speed=False, **options)
+    learners = len(SECONDS) + (chosen.servers == "own")
+    outcome = run(name, chosen, learners, CLUSTER, sgd(RATE), stragglers=SLOW, budget=Budget(steps=STEPS))
+    constants = {key: getattr(chosen, key) for key in ("rate", "momentum", "spread")} | {"delay": chosen.pushes(3)}
+    expected = events(chosen.every, chosen.elasticity, **constants)
+    np.testing.assert_allclose(model(outcome).double().numpy(), expected, rtol=0.0, atol=2e-6)
+    workers = [state.weights for state in outcome.states if state.is_worker]
+    assert all(torch.equal(each, workers[0]) for each in workers)
+
+
+def test_a_momentum_that_waits_for_one_push_is_nesterovs() -> None:
+    """Beside torch's own, with pushes for gradients."""
+    mine, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 50)) for _ in range(2))
+    optimizers = [
+        DelayedNesterov([mine], rate=0.3, momentum=0.9, delay=1, spread=0.0),
+        torch.optim.SGD([theirs], lr=0.3, momentum=0.9, nesterov=True),
+    ]
+    for seed in range(9):
+        for each, optimizer in zip((mine, theirs), optimizers, strict=True):
+            each.grad = torch.randn(50, generator=torch.Generator().manual_seed(seed))
+            optimizer.step()
+    torch.testing.assert_close(mine, theirs, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_one_worker_without_momentum_and_with_rate_1_is_sgd_on_a_server(every: int) -> None:
+    """To rounding, because it pushes what it has moved."""
+    alone = AsyncLocalOptions(every=every, momentum=0.0, rate=1.0, servers="own")
+    found = model(run("async-diloco", alone, 2, optimizer=sgd(RATE)))
+    expected = model(run("parameter-server", ServerOptions(servers="own"), 2, optimizer=sgd(RATE)))
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+
+
+def before_the_end(elasticity: float, learners: int = 3) -> tuple[Tensor, Tensor]:
+    """Learners' weights `[L, P]` before all take theta at the end, and theta, under gradients that are all 1."""
+    before, theta = {}, {}
+
+    async def watched(me: Learner, options: AsyncLocalOptions) -> None:
+        take = me.replace
+
+        def noted(weights: Tensor, piece: slice | None = None) -> None:
+            before[me.rank], theta[me.rank] = me.weights.clone(), weights.clone()
+            take(weights, piece)
+
+        me.replace = noted  # type: ignore[method-assign]
+        await async_local(me, options)
+
+    strategy = replace(STRATEGIES["aeasgd"], run=watched)
+    options = AeasgdOptions(every=2, elasticity=elasticity)
+    job = Job(ConstantGradient(7), strategy, Budget(steps=STEPS), sgd(0.25), options=options, stragglers=SLOW, seed=11)
+    VirtualEngine(job, learners, CLUSTER).run()
+    return torch.stack([before[rank] for rank in range(learners)]), theta[0]
+
+
+def test_what_learners_and_centre_give_each_other_adds_up_to_nothing() -> None:
+    """AEASGD's sum rule: learners and centre together have moved by the gradients. And r = 0 is lone learners."""
+    weights, theta = before_the_end(0.9)
+    assert float(theta.max()) < -0.25
+    torch.testing.assert_close(weights.sum(dim=0) + theta, torch.full((7,), -0.25 * STEPS), rtol=0.0, atol=1e-5)
+    weights, theta = before_the_end(0.0)
+    assert torch.equal(theta, torch.zeros(7)) and torch.equal(weights.sum(dim=0), torch.full((7,), -0.25 * STEPS))
+    assert float(weights[0, 0]) < float(weights[1, 0]) < float(weights[2, 0])  # each as far as it is fast
+
+
+def timing(name: str, slow: float, **options: Any) -> TimingOutcome:
+    """Four workers, the first of them slow, with a server of their own where the strategy has one."""
+    strategy = STRATEGIES[name]
+    chosen = strategy.options.model_validate({"every": 6} | options)
+    return simulate_timing(
+        *(strategy, chosen, 4 + ("servers" in options), CLUSTER, 4_000, 240), stragglers=Stragglers(slow={0: slow})
+    )
+
+
+@pytest.mark.parametrize("name", ["async-diloco", "aeasgd"])
+def test_a_slow_learner_does_not_slow_the_others(name: str) -> None:
+    """Three learners and a tenth make 240 gradients of 1 s in 77 s; in step all go at the pace of the slow one."""
+    found = timing(name, 10.0, servers="own")
+    assert found.seconds <= 240 / 3.1 + 10.0
+    assert timing("local-sgd", 10.0).seconds == pytest.approx(600.0, rel=0.01)
+    counts = [learner.num_gradients for learner in found.learners[:4]]
+    assert counts[0] <= 9 and min(counts[1:]) >= 76
+    assert all(learner.spent.waiting_for_peers < 1e-3 for learner in found.learners[1:4])
+
+
+def test_steps_between_pushes_are_in_proportion_to_speed() -> None:
+    """A learner a third as fast makes a third of the steps for each push, once speeds are known: its first period has
+    all H. Bytes are those of the page's formula."""
+    found = timing("async-diloco", 3.0, servers="own")
+    report, weights, age = 32, 4_000, 16
+    pushes = []
+    for learner in found.learners[:4]:
+        pushed, rest = divmod(learner.averaging.bytes_sent - 3 * report, weights + 2 * report)
+        assert rest in (0, weights + report)  # the last push, after which it leaves instead of asking
+        pushes.append(pushed)
+    by_worker = [learner.num_gradients / each for learner, each in zip(found.learners, pushes, strict=False)]
+    assert by_worker[1:] == pytest.approx([6.0] * 3, rel=0.1)
+    assert 2.0 <= by_worker[0] <= 2.7
+    assert found.learners[4].averaging.bytes_sent == (sum(pushes) + 2 * 4) * (weights + age)
+    equal = timing("async-diloco", 3.0, servers="own", by_speed=False).learners[0]
+    assert equal.num_gradients / ((equal.averaging.bytes_sent - 3 * report) // (weights + 2 * report)) > 4.5
+
+
+def test_the_servers_momentum_is_part_of_a_checkpoint() -> None:
+    """One worker in step with its server: a run of 12 + 12 steps has the bits of one of 24."""
+
+    def job(steps: int) -> Job:
+        options = AsyncLocalOptions(every=3, servers="own", delay=2, rate=0.5)
+        return Job(
+            TinyRegression(), STRATEGIES["async-diloco"], Budget(steps=steps), sgd(RATE), options=options, seed=1
+        )
+
+    whole = VirtualEngine(job(24), 2).run()
+    half = VirtualEngine(job(12), 2).run().states
+    assert torch.equal(model(VirtualEngine(job(24), 2, start=half).run()), model(whole))
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "message"),
+    [
+        (
+            {"spread": 0.5},
+            3,
+            "0.5 of the momentum's step with each of 3 pushes is more than one step; set at most 0.33",
+        ),
+        ({"shards": 3}, 2, "3 servers, but only 2 learners"),
+        ({"servers": "own"}, 1, "none of the 1 learners is a worker"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], world: int, message: str) -> None:
+    """With what to set instead."""
+    with pytest.raises(ConfigError, match=message):
+        STRATEGIES["async-diloco"].validate(AsyncLocalOptions(**options), world)
