@@ -312,6 +312,6 @@ def test_json_of_a_learner_holds_no_tensors(tmp_path: Path) -> None:
     folder = save_all(tmp_path, 1, Ticket(1, 0, 8))
     scalars = json.loads((folder / "learner-0.json").read_text())
     tensors = load_file(folder / "learner-0.safetensors")
-    strategy = {"strategy.steps", f"strategy.{OWN_PREFIX}sent"}
+    strategy = {"strategy.steps", f"strategy.{OWN_PREFIX}sent", f"strategy.{MEMBERSHIP_PREFIX}copy"}
     assert set(tensors) == {"weights", "buffer.mean", "buffer.count", "optimizer.state.0.momentum_buffer", *strategy}
     assert decode_state(scalars["optimizer"], tensors)["param_groups"][0]["momentum"] == 0.9

@@ -168,7 +168,7 @@ def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path, mon
     """The states and the model are at least what is needed; a file system that does not know its size is tried."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=40))
-    with pytest.raises(CheckpointError, match=r"step-00000008: disk full: needs 80 bytes, 40 free; make room"):
+    with pytest.raises(CheckpointError, match=r"step-00000008: disk full: needs 92 bytes, 40 free; make room"):
         writer(tmp_path).save(state(0, 1, OLD))
     assert not (tmp_path / "checkpoints").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(total=0, free=0))
