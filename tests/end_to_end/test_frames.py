@@ -48,7 +48,7 @@ def test_a_resumed_run_ends_in_the_same_bits_and_keeps_its_alignment(recipe: str
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert kept == {path.name: path.read_bytes() for path in (tmp_path / "exp" / "stopped" / "frames").iterdir()}
-    assert kept.keys() == {"features.bin", "states.npy", "ends.npy", "utterances.npy"}
+    assert kept.keys() == {"features.bin", "states.npy", "ends.npy", "utterances.npy", "speeds.npy"}
     audited = starling(tmp_path, "audit", "exp/stopped")
     assert "sub-sequences exactly once" in audited.stdout, audited.stderr
     changed = starling(tmp_path, *resumed, "name=changed", "budget.epochs=5", "states.number=20")
