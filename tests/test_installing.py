@@ -27,8 +27,17 @@ RECIPES = (
     STUDIES
     | BASES
     | {
-        *("demo", "demo_frames", "fsdd", "fsdd_dnn", "fsdd_frames", "fsdd_frames_dev", "fsdd_left_out"),
-        *("fsdd_speakers", "ibm_frames", "reader", "reader_children", "speechocean", "spelling"),
+        *("demo", "demo_frames", "fsdd", "fsdd_dnn", "fsdd_frames", "fsdd_frames_dev"),
+        *(
+            "fsdd_left_out",
+            "fsdd_left_out_frames",
+            "fsdd_speakers",
+            "ibm_frames",
+            "reader",
+            "reader_children",
+            "speechocean",
+            "spelling",
+        ),
     }
 )
 RECIPES |= {"librispeech100", "mini_librispeech", "common_voice", "mls", "peoples_speech", "gigaspeech"}  # corpora
