@@ -26,6 +26,7 @@ from starling.runs.transcribe import transcribe
 from starling.speech.batches import Batch
 from starling.speech.losses import ctc_loss, speech_loss
 from starling.speech.models import ModelConfig, build_model, count_parameters
+from starling.strategies.compression import TopK
 from starling.training.job import Job
 from starling.workload import Ticket, Workload
 from tests.contract.cases import CHOICES, adam
@@ -89,14 +90,16 @@ class Noise(Workload[Batch]):
     ],
 )
 def test_every_model_trains_under_every_strategy(name: str, strategy: str) -> None:
-    """Two virtual learners, six mini-batches: the flat weights of all move, and stay finite."""
+    """Two virtual learners, six mini-batches: the flat weights of all move, and stay finite; those that are sent, where
+    only the largest changes are."""
     choice = EVERY[strategy]
+    is_sparse = isinstance(getattr(choice.options(2), "compression", None), TopK)
     job = Job(Noise(config_of(name)), choice.strategy, Budget(epochs=1), adam(1e-3), options=choice.options(2))
     before = torch.cat([each.detach().flatten() for each in job.workload.make_model().parameters()])
     for state in VirtualEngine(job, 2).run().states:
         assert state.weights.shape == before.shape
         assert bool(state.weights.isfinite().all())
-        assert (state.weights != before).float().mean() > 0.5
+        assert (state.weights != before).float().mean() > (0.1 if is_sparse else 0.5)
 
 
 @pytest.mark.parametrize("name", MODELS)

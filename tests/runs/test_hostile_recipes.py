@@ -14,7 +14,11 @@ from starling.errors import ConfigError
 from starling.runs.recipe.file import parse_yaml, read_recipe
 from starling.runs.recipe.recipe import load_recipe
 
-RECIPES = [path.read_bytes() for path in sorted((Path(__file__).parents[2] / "recipes").glob("[df]*.yaml"))]
+RECIPES = [
+    text
+    for path in sorted((Path(__file__).parents[2] / "recipes").glob("[df]*.yaml"))
+    if b"\nbase:" not in (text := path.read_bytes())  # a copy elsewhere would be refused for the missing base alone
+]
 PIECES = [
     *(
         b"!!python/object/apply:os.system [x]",
