@@ -136,7 +136,7 @@ def test_a_lost_node_s_learner_comes_back_on_a_new_node_and_everything_is_seen_o
     join(run.experiment, 1, answers.append)
     assert answers[0].startswith("joined as learner 2; 3 learners train now")
     status = run.wait_until(lambda status: num_training(status) == 3)
-    assert [new.node_id[:8] in each.node for each in status.learners] == [False, True, True]
+    assert sum(new.node_id[:8] in each.node for each in status.learners) == 2  # either of the first two was lost
     text = shown(run.experiment)
     assert all(each.node in text for each in status.learners) and "gone" not in text
     run.end()

@@ -80,7 +80,6 @@ async def local(me: Learner, options: LocalOptions) -> None:
     - Streaming DiLoCo (`streaming-diloco`): P fragments of the weights agree in turn. Each is averaged while the next
       tau steps are made: D is theta less the mean of the weights tau steps ago. Fragments are consecutive numbers
       here, and layers in the paper.
-
     - NoLoCo (`noloco`): random pairs agree, so that learners have a theta and a v of their own. With means of a pair,
       D = theta_l - mean(x) + (gamma / eta - 1) (theta_l - mean(theta)), which is, with m = -eta v, the paper's
       m <- beta m + eta mean(x - theta) + gamma (mean(theta) - theta_l), theta_l <- theta_l + m.
@@ -90,28 +89,23 @@ async def local(me: Learner, options: LocalOptions) -> None:
     - SparseLoCo (`sparseloco`): learners send the largest numbers of theta - x_l + 0.95 e_l in 2 bits. The error e_l,
       kept by `feedback`, takes the place of the outer momentum.
 
-    With `compression`, learners send theta - x_l encoded, and D is the mean of what is decoded.
-
-    The last period ends with the budget, and with an agreement about all weights, with alpha = 0. Among pairs learners
-    differ after it.
+    With `compression`, learners send theta - x_l encoded, and D is the mean of what is decoded. The last period ends
+    with the budget, and with an agreement about all weights, with alpha = 0; among pairs learners differ after it.
 
     Args:
         me: The learner that runs this coroutine.
         options: How often learners agree, and how.
 
     References:
-        McMahan et al. 2017, arXiv 1602.05629, and Stich 2019, arXiv 1805.09767 (Local SGD); Lin et al. 2020, "Don't Use
-        Large Mini-Batches, Use Local SGD", arXiv 1808.07217 (post-local SGD).
+        McMahan et al. 2017, arXiv 1602.05629; Stich 2019, arXiv 1805.09767 (Local SGD); Lin et al. 2020, arXiv
+        1808.07217 (post-local SGD).
         Chen & Huo 2016, "Scalable training of deep learning machines by incremental block training with intra-block
         parallel optimization and blockwise model-update filtering", ICASSP (BMUF).
-        Wang et al. 2020, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum",
-        arXiv 1910.00643.
+        Wang et al. 2020, arXiv 1910.00643 (SlowMo).
         Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105.
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv 2501.18512.
-        Kolehmainen et al. 2025, "NoLoCo: No-all-reduce Low Communication Training Method for Large Models",
-        arXiv 2506.10911.
-        Zhang et al. 2015, arXiv 1412.6651 (EASGD); the code of exo's gym (SPARTA); Sarfi et al. 2025,
-        "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706.
+        Kolehmainen et al. 2025, arXiv 2506.10911 (NoLoCo); Zhang et al. 2015, arXiv 1412.6651 (EASGD); the code of
+        exo's gym (SPARTA); Sarfi et al. 2025, arXiv 2508.15706 (SparseLoCo).
     """
     period = Period(me, options)
     with suppress(LoopEnded):
