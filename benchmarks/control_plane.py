@@ -136,7 +136,8 @@ def measured(world: int, folder: Path) -> Figures:
     own.mkdir(parents=True)
     command = [sys.executable, "-m", "benchmarks.control_plane", str(world), str(own)]
     # torch looks up the host name of each of its connections, and a slow name service would be measured with them
-    environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"}
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # it is forked
+    environment = {**os.environ, **one_thread, "RES_OPTIONS": "timeout:1 attempts:1"}
     said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
     if said.returncode:
         raise RuntimeError(f"{world} learners ended with exit code {said.returncode}:\n{said.stderr[-4000:]}")

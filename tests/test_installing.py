@@ -175,7 +175,9 @@ def test_an_unknown_recipe_is_answered_with_the_known_ones(tmp_path: Path) -> No
     """And the nearest of them."""
     result = CliRunner().invoke(app, ["recipes", "copy", "dem", str(tmp_path)])
     assert result.exit_code == 2
-    assert "recipe 'dem' is unknown; did you mean 'demo'? known are common_voice, communication, demo, " in result.stderr
+    assert (
+        "recipe 'dem' is unknown; did you mean 'demo'? known are common_voice, communication, demo, " in result.stderr
+    )
 
 
 def test_a_file_goes_before_a_recipe_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
