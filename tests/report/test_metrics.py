@@ -194,6 +194,11 @@ def test_a_run_without_the_extra_is_refused_before_it_starts(monkeypatch: pytest
         starling.train(make_job(tmp_path / "slow"), 2, exp=tmp_path, launch={"metrics_port": 0})
 
 
+def has_learned(found: Scrape) -> bool:
+    """Whether learner 0 has said its loss, and that it has taken a step: the two come at different times."""
+    return "0" in found.get("starling_loss", {}) and found["starling_steps_total"].get("0", 0.0) > 0.0
+
+
 def test_a_run_of_real_learners_can_be_scraped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One of two dies on purpose: its death, and the steps of both, are in a scrape; after the run, nothing listens."""
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # learners would import pytest
@@ -212,7 +217,7 @@ def test_a_run_of_real_learners_can_be_scraped(monkeypatch: pytest.MonkeyPatch, 
         if port == 0 and "/metrics" in (text := said.getvalue()):
             port = int(text.split("http://127.0.0.1:")[1].split("/")[0])
         found = scraped(port) if port else {}
-        if found and found["starling_deaths_total"][""] and "0" in found.get("starling_loss", {}):
+        if found and found["starling_deaths_total"][""] and has_learned(found):
             break
         time.sleep(0.1)
     assert found, said.getvalue()
