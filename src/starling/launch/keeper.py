@@ -20,7 +20,7 @@ from pathlib import Path
 
 from starling.errors import ProtocolError
 from starling.launch.door import knock
-from starling.launch.link import OWN_DEVICE
+from starling.launch.link import NODE_CPUS, OWN_DEVICE
 from starling.launch.process import LocalProcess, Program, end_loaders, loopback_interface, scratch_folder, start
 from starling.timeouts import READ, TERMINATION
 
@@ -90,6 +90,7 @@ class Keeper:
             "MASTER_PORT": errand.store,
             "GLOO_SOCKET_IFNAME": interface_of(address),
             OWN_DEVICE: int(errand.has_device),
+            NODE_CPUS: max(1, int(num_cpus)),
         }
         program = replace(errand.program, token=token, command=(sys.executable, *errand.program.command[1:]))
         with line:

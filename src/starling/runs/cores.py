@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from starling.launch.link import NODE_CPUS
+
 if TYPE_CHECKING:
     from starling.runs.recipe.run import RunConfig
 
@@ -15,5 +17,6 @@ def use_threads(run: "RunConfig", learners_here: int) -> None:
 
 
 def cores_here() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The number of cores that this process may use: on a Ray cluster, at most the node's CPUs."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, int(os.environ.get(NODE_CPUS, cores)))
