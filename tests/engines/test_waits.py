@@ -89,6 +89,29 @@ def test_what_a_background_waits_for_explains_who_waits_for_it() -> None:
     assert (first.what, first.is_behind) == ("data", False)
 
 
+def test_a_background_that_still_waits_for_a_vanished_machine_is_no_wait_of_the_next_membership() -> None:
+    """Nor are ranks of one membership names of another."""
+    waits = Waits(Clock())
+    waits.among(0, [0, 1, 2])
+    is_in, may_go = threading.Event(), threading.Event()
+
+    def average() -> None:
+        with waits.waiting("receiving from learner 2", [2]):
+            is_in.set()
+            may_go.wait(10.0)
+
+    background = threading.Thread(target=average, name=f"{BACKGROUND}-0")
+    background.start()
+    assert is_in.wait(10.0)
+    with waits.waiting("the next membership"):
+        waits.among(0, [0, 1])
+        left = waits.longest()
+    may_go.set()
+    background.join()
+    assert left is not None and left.what == "the next membership"
+    assert waits.longest() is None
+
+
 def test_time_in_which_the_process_stood_still_is_no_wait() -> None:
     """Who was stopped did not wait for the others: they waited for it."""
     clock = Clock()

@@ -74,8 +74,14 @@ class Waits:
         self._cycles: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
 
     def among(self, rank: int, names: Sequence[int]) -> None:
-        """Set the membership: this learner is `rank` among learners with these names."""
+        """Set the membership: this learner is `rank` among learners with these names.
+
+        What other threads wait for is forgotten. It is a wait of the former membership, in which a background may still
+        wait, without effect, for a machine that has vanished.
+        """
         self._own_rank, self._names = rank, names
+        own = threading.get_ident()
+        self.open = {thread: wait for thread, wait in list(self.open.items()) if thread == own}
 
     def waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> "_Waiting":
         """A context in which this thread waits; yields the `Wait`."""
