@@ -394,7 +394,7 @@ def test_the_demo_survives_a_lost_node_and_gets_another_one(cluster: RayCluster,
     assert run.returncode == 0, text
     assert 0.3 < killed_at / load(latest(experiment)).manifest.position.num_done < 0.7
     assert "was lost with its actor on node" in text and "has joined; 4 learners train now" in text
-    rates = [float(rate) for rate in re.findall(r"WER\D+([\d.]+) ?%", text)]
+    rates = [float(rate) for rate in re.findall(r"%WER ([\d.]+) ", text)]
     assert rates and rates[-1] <= 10.0, text
     audit = subprocess.run([starling_command, "audit", "exp/demo"], cwd=tmp_path, capture_output=True, text=True)
     assert audit.returncode == 0, audit.stdout + audit.stderr

@@ -81,7 +81,9 @@ class Waits:
         """
         self._own_rank, self._names = rank, names
         own = threading.get_ident()
-        self.open = {thread: wait for thread, wait in list(self.open.items()) if thread == own}
+        for thread in list(self.open):
+            if thread != own:
+                self.open.pop(thread, None)
 
     def waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> "_Waiting":
         """A context in which this thread waits; yields the `Wait`."""
