@@ -1,7 +1,6 @@
 """`starling.train` trains anybody's model and data on real processes, with what a recipe's run has."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 
 from starling.checkpoint.reader import latest, load
 from starling.runs.experiment.seen import read_seen
+from tests.warm_start import WarmProgram
 
 SCRIPT = """
 import sys
@@ -53,10 +53,9 @@ def run(folder: Path, text: str, *arguments: str, **environment: str) -> "subpro
     """What a script of somebody's own does."""
     script = folder / "quadrants.py"
     script.write_text(text, encoding="utf-8")
-    command = [sys.executable, str(script), *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=200
-    )
+    with WarmProgram([str(script), *arguments], folder, **environment) as program:
+        said = program.output.read()
+        return subprocess.CompletedProcess(arguments, program.wait(timeout=200), said, said)
 
 
 def accuracy(done: "subprocess.CompletedProcess[str]") -> float:
