@@ -15,6 +15,8 @@ from starling.engines.virtual.engine import VirtualEngine
 from tests.contract.cases import CHOICES, EXCHANGES, cases
 from tests.warm_start import run_learners
 
+EXACT = ("sgd", "adam", "accumulated")
+"""What exchanges, and super-learners of two, run to compare their bits."""
 LARGER = ("hadpsgd/", "adpsgd-pairs/", "adpsgd-random/", "server-summed/", "hogwild/")
 """What four processes run, too: two super-learners of two, asynchronous learners with several neighbours or none."""
 ALONE = ("/sgd", "/adam", "/not-finite", "/unused", "/thawed")
@@ -55,15 +57,17 @@ def on_processes(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 def _is_asked_for(name: str, world: int) -> bool:
     """Whether a test asks for this case of so many processes."""
-    choice, _, _ = name.partition("/")
-    if name.endswith("/frozen"):
+    choice, _, variant = name.partition("/")
+    if choice == EXCHANGES.name:
+        return world in (2, 3) and variant in EXACT
+    if variant == "frozen":
         return world == 2
     if world == 1:
         return name.endswith(ALONE)
-    if world == 4 and not name.startswith(LARGER):
-        return False
-    in_step = choice == EXCHANGES.name or choice == "hadpsgd" or CHOICES[choice].is_synchronous
-    return in_step or not name.endswith(IN_STEP)
+    if world == 4:
+        is_exact = choice == "hadpsgd" and variant in EXACT
+        return is_exact or (name.startswith(LARGER) and variant != "still" and not name.endswith(IN_STEP))
+    return CHOICES[choice].is_synchronous or not name.endswith(IN_STEP)
 
 
 @pytest.fixture(scope="session")
