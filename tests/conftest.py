@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,16 +80,18 @@ def ray_head(warm_launches: None) -> "Iterator[RayCluster]":
         signal.signal(signal.SIGTERM, handler)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def warm_launches() -> Iterator[None]:
-    """Ends the process that becomes learners."""
+    """Learners start warm, those of fixtures that several tests share included."""
+    process.Popen = warm_start.start  # type: ignore[assignment, misc]
     yield
+    process.Popen = subprocess.Popen  # type: ignore[misc]
     warm_start.WarmPopen.close()
 
 
 @pytest.fixture(autouse=True)
 def learners_start_warm(request: pytest.FixtureRequest, warm_launches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learners that a test's own process launches need not load torch, unless it is marked `cold`, or `soak`."""
-    if not {"cold", "soak"} & {mark.name for mark in request.node.iter_markers()}:
-        monkeypatch.setattr(process, "Popen", warm_start.start)
+    if {"cold", "soak"} & {mark.name for mark in request.node.iter_markers()}:
+        monkeypatch.setattr(process, "Popen", subprocess.Popen)
     warm_start.WarmPopen.started.clear()

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, ClassVar, Self
 
 import psutil
@@ -57,7 +58,7 @@ _OUT_OF_THE_WAY = 300
 
 
 class WarmPopen:
-    """A Python module or script as a process; what `starling.launch.process` needs of `subprocess.Popen`."""
+    """A Python module, code or script as a process; what `starling.launch.process` needs of `subprocess.Popen`."""
 
     started: ClassVar[list["WarmPopen"]] = []
     """All of this process, the newest last."""
@@ -169,8 +170,8 @@ class WarmPopen:
 
 
 def start(args: Sequence[str], **how: Any) -> "WarmPopen | subprocess.Popen[bytes]":
-    """A program; warm if it is a Python module."""
-    return WarmPopen(args, **how) if args[1] == "-m" else subprocess.Popen(args, **how)
+    """A program; warm if it is a Python module, or Python code that stands in the command."""
+    return WarmPopen(args, **how) if args[1] in ("-m", "-c") else subprocess.Popen(args, **how)
 
 
 def of_a_launcher() -> dict[str, str]:
@@ -359,6 +360,11 @@ def become(asked: dict[str, Any], *files: int) -> None:
 
         warm_start.use_in_this_process()
     first, *arguments = asked["command"]
+    if first == "-c":
+        code, *sys.argv[1:] = arguments
+        sys.modules["__main__"] = program = ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), program.__dict__)  # noqa: S102 - as Python does
+        return
     if first != "-m":
         sys.argv = [first, *arguments]
         runpy.run_path(first, run_name="__main__")
