@@ -42,6 +42,9 @@ class ByFile(LoadScopeScheduling):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The commands of the README come first: they are the longest chain of tests, which only one process can run."""
     items.sort(key=lambda item: item.path.name != "test_documents.py")
+    for item in items:
+        if item.path.parent.name == "contract":
+            item.add_marker(pytest.mark.timeout(1200))  # the first of them runs the cases of all
 
 
 @pytest.fixture(scope="session")

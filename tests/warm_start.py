@@ -265,11 +265,11 @@ def start_learners(command: Sequence[str], world: int, folder: Path) -> Iterator
             Learners(processes, folder, port).kill()
 
 
-def run_learners(command: Sequence[str], world: int, folder: Path) -> None:
-    """Run `command` as so many learners without a launcher; all of them must end well."""
+def run_learners(command: Sequence[str], world: int, folder: Path, within: float = 280.0) -> None:
+    """Run `command` as so many learners without a launcher; all of them must end well, `within` so many seconds."""
     with start_learners(command, world, folder) as started:
         for rank in range(world):
-            code, said = started.end(rank, within=280.0)
+            code, said = started.end(rank, within)
             assert code == 0, said
 
 

@@ -25,6 +25,8 @@ IN_STEP = ("/sgd", "/adam", "/accumulated", "/same-data", "/not-finite", "/unuse
 """What only strategies run whose result does not depend on speeds."""
 MEMBERS = {3: (0, 1, 2), 2: (3, 4), 4: (0, 1, 2, 3), 1: (4,)}
 """Which processes run the cases of so many learners, in this order."""
+WITHIN = 1100.0
+"""Seconds that all cases on processes may take: two minutes on two idle cores, many more on busy ones."""
 Runner = Callable[[str, int], list[Tensor]]
 """From a case's name and the number of learners to their final weights `[P]`, by rank."""
 
@@ -44,7 +46,7 @@ def on_processes(tmp_path_factory: pytest.TempPathFactory) -> Runner:
         folder = tmp_path_factory.mktemp("processes")
         runs = [(name, members) for world, members in MEMBERS.items() for name in cases() if _is_asked_for(name, world)]
         command = [sys.executable, "-m", "tests.contract.learner_process", json.dumps(runs), str(folder)]
-        run_learners(command, 1 + max(max(members) for members in MEMBERS.values()), folder)
+        run_learners(command, 1 + max(max(members) for members in MEMBERS.values()), folder, WITHIN)
         return {
             (name, len(members)): [
                 load_file(folder / f"{number}-{rank}.safetensors")["weights"] for rank in range(len(members))
