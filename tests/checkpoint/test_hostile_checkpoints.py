@@ -65,7 +65,7 @@ def test_mutations_are_the_same_checkpoint_or_checkpoint_errors(whole: Path, tmp
     ends: Counter[str] = Counter()
     for number in range(250 if resigned else 500):
         damage = damaged(whole, folder, FILES[number % len(FILES)], FILES, random)
-        began = time.process_time()
+        began = time.thread_time()
         try:
             if resigned and damage.victim.name != "manifest.json":
                 signed(folder)
@@ -77,7 +77,7 @@ def test_mutations_are_the_same_checkpoint_or_checkpoint_errors(whole: Path, tmp
             ends["refused"] += 1
         except (ValueError, FileNotFoundError):  # the forger's own, who needs a manifest to begin with
             assert resigned and "manifest.json" in (damage.victim.name, damage.other.name) and damage.is_moved
-        assert time.process_time() - began < 1.0
+        assert time.thread_time() - began < 1.0
     assert ends["refused"] > 100 and ends["read"] > (25 if resigned else 0)
 
 

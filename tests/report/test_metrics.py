@@ -212,7 +212,8 @@ def test_a_run_of_real_learners_can_be_scraped(monkeypatch: pytest.MonkeyPatch, 
         if port == 0 and "/metrics" in (text := said.getvalue()):
             port = int(text.split("http://127.0.0.1:")[1].split("/")[0])
         found = scraped(port) if port else {}
-        if found and found["starling_deaths_total"][""] and "0" in found.get("starling_loss", {}):
+        steps = found.get("starling_steps_total", {}).get("0", 0.0)
+        if found and found["starling_deaths_total"][""] and "0" in found.get("starling_loss", {}) and steps:
             break
         time.sleep(0.1)
     assert found, said.getvalue()

@@ -91,14 +91,14 @@ def test_500_mutated_recipes_are_recipes_or_config_errors(tmp_path: Path) -> Non
     ends: Counter[str] = Counter()
     for number in range(500):
         path.write_bytes(_mutated(RECIPES[number % len(RECIPES)], random))
-        began = time.process_time()
+        began = time.thread_time()
         try:
             load_recipe(path)
             ends["accepted"] += 1
         except ConfigError as error:
             assert str(tmp_path) in str(error)
             ends["refused"] += 1
-        assert time.process_time() - began < 1.0, path.read_bytes()
+        assert time.thread_time() - began < 1.0, path.read_bytes()
     assert ends["accepted"] > 10 and ends["refused"] > 300
 
 
@@ -143,10 +143,10 @@ def test_what_is_made_to_do_harm_is_refused(
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     Path("r.yaml").write_text(text, encoding="utf-8")
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(ConfigError, match=problem):
         load_recipe(tmp_path / "r.yaml")
-    assert time.process_time() - began < 1.0
+    assert time.thread_time() - began < 1.0
     assert not Path("ran").exists()
 
 

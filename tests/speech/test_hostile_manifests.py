@@ -95,13 +95,13 @@ def test_mutated_manifests_are_read_or_data_errors(tmp_path: Path, number: int) 
     ends: Counter[str] = Counter()
     for _ in range(200):
         file.write_bytes(_mutated(whole, random))
-        began = time.process_time()
+        began = time.thread_time()
         try:
             _read(settings)
             ends["read"] += 1
         except DataError:
             ends["refused"] += 1
-        assert time.process_time() - began < 1.0
+        assert time.thread_time() - began < 1.0
     assert ends["refused"] > 50
 
 

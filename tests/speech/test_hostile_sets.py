@@ -78,7 +78,7 @@ def test_mutations_are_the_same_set_or_data_errors(whole: Path, tmp_path: Path, 
     ends: Counter[str] = Counter()
     for number in range(250 if is_forged else 500):
         damage = damaged(whole, folder, names[number % len(names)], names, random)
-        began = time.process_time()
+        began = time.thread_time()
         try:
             if is_forged and all((folder / name).exists() for name in names):
                 signed(folder)
@@ -88,7 +88,7 @@ def test_mutations_are_the_same_set_or_data_errors(whole: Path, tmp_path: Path, 
         except DataError as error:
             assert str(folder) in str(error)
             ends["refused"] += 1
-        assert time.process_time() - began < 1.0
+        assert time.thread_time() - began < 1.0
     assert ends["refused"] > 100 and ends["read"] > 10
 
 
@@ -292,12 +292,12 @@ def test_a_mutated_shar_folder_is_read_or_refused(shar: Path) -> None:
         else:
             content = mutated(content, random, header=130)
         victim.write_bytes(content)
-        began = time.process_time()
+        began = time.thread_time()
         try:
             _read_shar(shar)
             ends["read"] += 1
         except DataError:
             ends["refused"] += 1
-        assert time.process_time() - began < 1.0
+        assert time.thread_time() - began < 1.0
         victim.write_bytes(whole[victim])
     assert ends["refused"] > 100 and len(_read_shar(shar)) == 2
