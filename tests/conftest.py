@@ -86,9 +86,9 @@ def ray_head(warm_launches: None) -> "Iterator[RayCluster]":
 @pytest.fixture(scope="session", autouse=True)
 def warm_launches() -> Iterator[None]:
     """Learners start warm, those of fixtures that several tests share included."""
-    process.Popen = warm_start.start  # type: ignore[assignment, misc]
-    yield
-    process.Popen = subprocess.Popen  # type: ignore[misc]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "Popen", warm_start.start)
+        yield
     warm_start.WarmPopen.close()
 
 

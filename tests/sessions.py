@@ -14,6 +14,8 @@ from tests.warm_start import WarmPopen, of_a_launcher
 
 _TIME_TO_END = 5.0
 """Seconds that processes have to notice the end of the one they serve, as multiprocessing's resource tracker does."""
+_WARM = ("train", "simulate", "evaluate")
+"""Commands of Starling that load torch. Others run as they are installed."""
 
 
 def run_to_end(
@@ -21,11 +23,11 @@ def run_to_end(
 ) -> tuple[int, str, list[psutil.Process]]:
     """Run a program in a session of its own: exit code, what it said, and the processes that it left, now killed.
 
-    `starling train` and its learners start warm.
+    `starling train`, with its learners, and the other commands of `_WARM` start warm.
     """
     with (folder / "said").open("w+", encoding="utf-8") as said:
         process: subprocess.Popen[bytes] | WarmPopen
-        if list(command[:2]) == ["starling", "train"]:
+        if command[0] == "starling" and command[1] in _WARM:
             warm = {**(os.environ if env is None else env), **of_a_launcher()}
             arguments = [sys.executable, "-m", *map(str, command)]
             process = WarmPopen(arguments, env=warm, stdout=said.buffer, cwd=folder)
