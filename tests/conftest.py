@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,9 @@ class ByFile(LoadScopeScheduling):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The commands of the README come first: they are the longest chain of tests, which only one process can run."""
     items.sort(key=lambda item: item.path.name != "test_documents.py")
+    for item in items:
+        if item.path.parent.name == "contract":
+            item.add_marker(pytest.mark.timeout(1200))  # the first of them runs the cases of all
 
 
 @pytest.fixture(scope="session")
@@ -79,16 +83,18 @@ def ray_head(warm_launches: None) -> "Iterator[RayCluster]":
         signal.signal(signal.SIGTERM, handler)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def warm_launches() -> Iterator[None]:
-    """Ends the process that becomes learners."""
-    yield
+    """Learners start warm, those of fixtures that several tests share included."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "Popen", warm_start.start)
+        yield
     warm_start.WarmPopen.close()
 
 
 @pytest.fixture(autouse=True)
 def learners_start_warm(request: pytest.FixtureRequest, warm_launches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learners that a test's own process launches need not load torch, unless it is marked `cold`, or `soak`."""
-    if not {"cold", "soak"} & {mark.name for mark in request.node.iter_markers()}:
-        monkeypatch.setattr(process, "Popen", warm_start.start)
+    if {"cold", "soak"} & {mark.name for mark in request.node.iter_markers()}:
+        monkeypatch.setattr(process, "Popen", subprocess.Popen)
     warm_start.WarmPopen.started.clear()

@@ -139,6 +139,7 @@ def test_the_two_make_commands_are_what_ci_runs() -> None:
 def test_every_command_of_the_documents_runs(page: str, command: str, workplace: Path) -> None:
     """In the documents' order, in one folder, with the installed `starling` and what `make demo` leaves.
 
+    Trainings start warm; tests/end_to_end/test_train.py has a cold one.
     CI runs `make demo`, the same recipe with its whole corpus.
     """
     code, said, left = run_to_end(shlex.split(command), workplace, environment())

@@ -56,7 +56,7 @@ def test_the_workers_measure_steps_rounds_and_models(tmp_path: Path) -> None:
     (alone, in_step, asynchronous), first_step = launched(cases, tmp_path, world=2)
     assert alone.distance > 0.0 and alone.rounds_per_gradient == 0.0
     assert in_step.distance == 0.0 and in_step.rounds_per_gradient == 1.0
-    assert 0.0 < asynchronous.ms_per_gradient < 150.0
+    assert 0.0 < asynchronous.ms_per_gradient < 250.0  # in step, it would be 300 at least
     assert first_step > 0.0
     assert list(tmp_path.iterdir()) == []
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from starling.errors import ConfigError
 from tests.contract.cases import sgd
 from tests.contract.oracle import columns, gradient_of_regression
 from tests.contract.problems import TinyRegression
+from tests.warm_start import WarmProgram
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "write-your-own-strategy.md").read_text(encoding="utf-8")
@@ -92,11 +92,12 @@ def test_one_learner_and_no_learning_keep_what_the_page_says(local_sgd: ModuleTy
 def test_two_real_processes_follow_the_pages_equation(folder: Path) -> None:
     """The page's own command, and an oracle that makes both learners' steps in one loop."""
     (command,) = [line for line in COMMANDS if line.startswith("torchrun ")]
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stderr
-    said = dict(re.findall(r"learner (\d) of 2: (\[[^]]*\])", run.stdout))  # both may write at once
+    words = ["-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
+    environment = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "OMP_NUM_THREADS": "1"}
+    with WarmProgram(words, folder, **environment) as run:
+        printed = run.output.read()
+        assert run.wait(100.0) == 0, printed
+    said = dict(re.findall(r"learner (\d) of 2: (\[[^]]*\])", printed))  # both may write at once
     assert said.keys() == {"0", "1"}
     assert said["0"] == said["1"]
     torch.testing.assert_close(torch.tensor(json.loads(said["0"])), _both_learners_in_one_loop(), rtol=0.0, atol=1e-6)

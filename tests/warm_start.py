@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import runpy
+import secrets
 import select
 import shutil
 import signal
@@ -22,17 +23,22 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from types import ModuleType
+from typing import IO, Any, ClassVar, Self
 
 import psutil
 
 ADDRESS = "STARLING_WARM_START"
-"""Environment variable: the Unix socket of the process that becomes learners, for processes of Ray."""
+"""Environment variable: the Unix socket of the process that becomes learners, for processes of Ray and launchers."""
+_STARTED = "STARLING_WARM_STARTED"
+"""Environment variable: the file to which a launcher of its own process adds the processes of its learners."""
 MODULES = (
     "torch._dynamo",  # what the first optimizer of a process loads
     "torch.utils.tensorboard",
     "starling.cli",
     "starling.runs.learner_process",
+    "starling.runs.train",
+    "starling.runs.train_job",
     "starling.launch.coordinator",
     "tests.contract.learner_process",
     "tests.contract.machines_process",
@@ -52,7 +58,7 @@ _OUT_OF_THE_WAY = 300
 
 
 class WarmPopen:
-    """A Python module as a process; what `starling.launch.process` needs of `subprocess.Popen`."""
+    """A Python module, code or script as a process; what `starling.launch.process` needs of `subprocess.Popen`."""
 
     started: ClassVar[list["WarmPopen"]] = []
     """All of this process, the newest last."""
@@ -73,17 +79,20 @@ class WarmPopen:
         start_new_session: bool = True,
         cwd: Path | None = None,
     ) -> None:
-        assert (args[0], args[1], stdin, stderr) == (sys.executable, "-m", subprocess.DEVNULL, subprocess.STDOUT)
+        assert (args[0], stdin, stderr) == (sys.executable, subprocess.DEVNULL, subprocess.STDOUT)
         assert start_new_session
-        self.args, self.returncode, self.rank = args, None, int(env["RANK"])
+        self.args, self.returncode, self.rank = args, None, int(env.get("RANK", -1))
         self._report, theirs = socket.socketpair()
         self._unread = b""
-        asked = {"command": args[2:], "env": dict(env), "folder": str(cwd or Path.cwd()), "numbers": list(pass_fds)}
+        asked = {"command": args[1:], "env": dict(env), "folder": str(cwd or Path.cwd()), "numbers": list(pass_fds)}
         with theirs:
             files = [theirs.fileno(), stdout.fileno(), *pass_fds]
             socket.send_fds(self._to_server(), [json.dumps(asked).encode()], files)
         self.keeper, self.pid = int(self._word()), int(self._word())
         self.started.append(self)
+        if _STARTED in os.environ:
+            with Path(os.environ[_STARTED]).open("a", encoding="utf-8") as file:
+                file.write(f"{self.pid}\n")
 
     returncode: int | None
 
@@ -161,8 +170,39 @@ class WarmPopen:
 
 
 def start(args: Sequence[str], **how: Any) -> "WarmPopen | subprocess.Popen[bytes]":
-    """A program; warm if it is a Python module."""
-    return WarmPopen(args, **how) if args[1] == "-m" else subprocess.Popen(args, **how)
+    """A program; warm if it is a Python module, or Python code that stands in the command."""
+    return WarmPopen(args, **how) if args[1] in ("-m", "-c") else subprocess.Popen(args, **how)
+
+
+def of_a_launcher() -> dict[str, str]:
+    """The environment variables of a process of `WarmPopen` whose learners are to be warm, too."""
+    address = WarmPopen.open()
+    return {ADDRESS: str(address), _STARTED: str(address.parent / f"started-{secrets.token_hex(8)}")}
+
+
+class WarmProgram(WarmPopen):
+    """A launcher in a process of its own, as `python -m MODULE ...` or `python SCRIPT ...` in a folder, warm as its
+    learners; what it says is `output`. As a context, it is ended at the end."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path, **environment: str) -> None:
+        env = {**os.environ, **of_a_launcher(), **environment}
+        self._pids = Path(env[_STARTED])
+        reading, writing = os.pipe()
+        self.output = os.fdopen(reading, encoding="utf-8")
+        with os.fdopen(writing, "wb") as theirs:
+            super().__init__([sys.executable, *arguments], env=env, stdout=theirs, cwd=folder)
+
+    def learners(self) -> list[psutil.Process]:
+        """The processes of the learners that it has started, in the order of their starts."""
+        return [psutil.Process(int(pid)) for pid in self._pids.read_text(encoding="utf-8").split()]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *of: object) -> None:
+        self.kill()
+        self.wait()
+        self.output.close()
 
 
 def use_in_this_process() -> None:
@@ -225,11 +265,11 @@ def start_learners(command: Sequence[str], world: int, folder: Path) -> Iterator
             Learners(processes, folder, port).kill()
 
 
-def run_learners(command: Sequence[str], world: int, folder: Path) -> None:
-    """Run `command` as so many learners without a launcher; all of them must end well."""
+def run_learners(command: Sequence[str], world: int, folder: Path, within: float = 280.0) -> None:
+    """Run `command` as so many learners without a launcher; all of them must end well, `within` so many seconds."""
     with start_learners(command, world, folder) as started:
         for rank in range(world):
-            code, said = started.end(rank, within=280.0)
+            code, said = started.end(rank, within)
             assert code == 0, said
 
 
@@ -315,8 +355,21 @@ def become(asked: dict[str, Any], *files: int) -> None:
     os.chdir(asked["folder"])
     sys.path[0] = asked["folder"]
     tempfile.tempdir = None
-    module, *arguments = asked["command"]
-    sys.argv[1:] = arguments
+    if _STARTED in os.environ:
+        from tests import warm_start  # not as the program that this process was
+
+        warm_start.use_in_this_process()
+    first, *arguments = asked["command"]
+    if first == "-c":
+        code, *sys.argv[1:] = arguments
+        sys.modules["__main__"] = program = ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), program.__dict__)  # noqa: S102 - as Python does
+        return
+    if first != "-m":
+        sys.argv = [first, *arguments]
+        runpy.run_path(first, run_name="__main__")
+        return
+    module, *sys.argv[1:] = arguments
     sys.modules.pop(module, None)  # it runs afresh, as the program
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -251,6 +251,7 @@ NUM_FROZEN = 24
 """Weights of the first layer, which come first."""
 
 
+@cache
 def cases() -> dict[str, Case]:
     """Every registered strategy in every way that the contract asks about."""
     made = {}

@@ -1,6 +1,7 @@
 """Small training problems with known answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -9,6 +10,14 @@ from torch import Tensor, nn
 
 from starling.chance import derive_seed
 from starling.workload import Ticket, Unit, Workload
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Models made in this context have the same weights. (`torch.manual_seed` takes milliseconds.)"""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(7)
+        yield
 
 
 @dataclass(frozen=True)
@@ -39,8 +48,7 @@ class TinyRegression(Workload[Points]):
         self.dropout = dropout
 
     def make_model(self) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(7)
+        with seeded():
             return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(4, 1))
 
     def num_batches(self, epoch: int) -> int:
@@ -96,8 +104,7 @@ class SkippingLayers(TinyRegression):
     """Each micro-batch leaves out some layers."""
 
     def make_model(self) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(7)
+        with seeded():
             return _Skipping()
 
     def loss(self, model: nn.Module, examples: Points) -> Tensor:
@@ -109,8 +116,7 @@ class Normalised(TinyRegression):
     """With batch normalisation, whose buffers follow what was computed."""
 
     def make_model(self) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(7)
+        with seeded():
             return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
 
 

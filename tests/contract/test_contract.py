@@ -1,5 +1,7 @@
 """What every registered strategy must keep on both engines."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -39,7 +41,15 @@ def test_one_learner_is_plain_sgd_to_the_bit(
     strategy: str, engine: str, variant: str, request: pytest.FixtureRequest
 ) -> None:
     """With nobody to agree with, every strategy is the plain PyTorch loop."""
-    case = cases()[f"{strategy}/{variant}"]
+    run: Runner = request.getfixturevalue(engine)
+    (weights,) = run(f"{strategy}/{variant}", 1)
+    assert torch.equal(weights, in_the_plain_loop(variant))
+
+
+@cache
+def in_the_plain_loop(variant: str) -> Tensor:
+    """The last weights of a case with one learner, which is the same under all strategies."""
+    case = cases()[f"allreduce/{variant}"]
     job = case.job(1)
     model = job.workload.make_model()
     optimizer = job.make_optimizer(list(model.parameters()))
@@ -50,9 +60,7 @@ def test_one_learner_is_plain_sgd_to_the_bit(
         optimizer.zero_grad()
         job.workload.loss(model, points).backward()
         optimizer.step()
-    run: Runner = request.getfixturevalue(engine)
-    (weights,) = run(f"{strategy}/{variant}", 1)
-    assert torch.equal(weights, flat(model))
+    return flat(model)
 
 
 @every_engine
@@ -61,7 +69,15 @@ def test_a_parameter_without_a_gradient_is_left_alone_as_in_the_plain_loop(
     strategy: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
     """Layers that a mini-batch leaves out have `grad` None, so that AdamW's decay does not move them. To the bit."""
-    case = cases()[f"{strategy}/unused"]
+    run: Runner = request.getfixturevalue(engine)
+    (weights,) = run(f"{strategy}/unused", 1)
+    assert torch.equal(weights, without_some_layers())
+
+
+@cache
+def without_some_layers() -> Tensor:
+    """The last weights of the plain loop whose mini-batches leave out layers."""
+    case = cases()["allreduce/unused"]
     job = case.job(1)
     model = job.workload.make_model()
     optimizer = job.make_optimizer(list(model.parameters()))
@@ -73,9 +89,7 @@ def test_a_parameter_without_a_gradient_is_left_alone_as_in_the_plain_loop(
         num_unused.append(sum(parameter.grad is None for parameter in model.parameters()))
         optimizer.step()
     assert 0 in num_unused and max(num_unused) > 0  # else this shows nothing
-    run: Runner = request.getfixturevalue(engine)
-    (weights,) = run(f"{strategy}/unused", 1)
-    assert torch.equal(weights, flat(model))
+    return flat(model)
 
 
 @every_engine
@@ -84,7 +98,15 @@ def test_thawing_is_the_plain_loop_that_freezes_until_then(
     strategy: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
     """Without gradient, decay or state of AdamW for half of the budget; then as if the layer were new. To the bit."""
-    case = cases()[f"{strategy}/thawed"]
+    run: Runner = request.getfixturevalue(engine)
+    (weights,) = run(f"{strategy}/thawed", 1)
+    assert torch.equal(weights, frozen_until_the_middle())
+
+
+@cache
+def frozen_until_the_middle() -> Tensor:
+    """The last weights of the plain loop that freezes the first layer for half of its steps."""
+    case = cases()["allreduce/thawed"]
     job = case.job(1)
     model = job.workload.make_model()
     optimizer = job.make_optimizer(list(model.parameters()))
@@ -97,9 +119,7 @@ def test_thawing_is_the_plain_loop_that_freezes_until_then(
         optimizer.step()
         is_frozen = torch.equal(torch.cat([each.flatten() for each in model[0].parameters()]), start[:NUM_FROZEN])
         assert is_frozen == (step < case.steps / 2)
-    run: Runner = request.getfixturevalue(engine)
-    (weights,) = run(f"{strategy}/thawed", 1)
-    assert torch.equal(weights, torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 @every_engine
@@ -121,7 +141,15 @@ def test_a_gradient_that_is_not_finite_is_a_mini_batch_that_the_plain_loop_leave
     strategy: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
     """Under AdamW, whose decay and momentum would move the weights by themselves."""
-    case = cases()[f"{strategy}/not-finite"]
+    run: Runner = request.getfixturevalue(engine)
+    (weights,) = run(f"{strategy}/not-finite", 1)
+    assert torch.equal(weights, without_those_left_out())
+
+
+@cache
+def without_those_left_out() -> Tensor:
+    """The last weights of the plain loop without the mini-batches whose gradient is not finite."""
+    case = cases()["allreduce/not-finite"]
     job = case.job(1)
     model = job.workload.make_model()
     optimizer = job.make_optimizer(list(model.parameters()))
@@ -131,9 +159,7 @@ def test_a_gradient_that_is_not_finite_is_a_mini_batch_that_the_plain_loop_leave
         optimizer.zero_grad()
         job.workload.loss(model, points).backward()
         optimizer.step()
-    run: Runner = request.getfixturevalue(engine)
-    (weights,) = run(f"{strategy}/not-finite", 1)
-    assert torch.equal(weights, flat(model))
+    return flat(model)
 
 
 @every_engine

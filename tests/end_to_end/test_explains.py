@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,19 +12,18 @@ from starling.checkpoint.reader import latest, load
 from starling.runs.experiment.seen import read_seen
 from starling.runs.status import read_status
 from tests.end_to_end.test_train import Tree, starling, written
+from tests.warm_start import WarmProgram
 
 
-def begin(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+def begin(folder: Path, *arguments: str) -> WarmProgram:
     """A run whose lines are read while it trains."""
-    command = [sys.executable, "-m", "starling", "train", *arguments]
-    return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    return WarmProgram(["-m", "starling", "train", *arguments], folder)
 
 
-def read_until(run: "subprocess.Popen[str]", pattern: str) -> str:
+def read_until(run: WarmProgram, pattern: str) -> str:
     """The first line in which a pattern occurs; an error with all lines if there is none."""
-    assert run.stderr is not None
     said = []
-    for line in run.stderr:
+    for line in run.output:
         said.append(line)
         if re.search(pattern, line):
             return line
@@ -39,10 +36,9 @@ def test_a_stalled_run_says_for_which_learner_and_what_that_one_did_last(tree: T
     recipe = written(tree, tmp_path)
     choice = ("learners=3", "strategy=allreduce", "budget.epochs=null", "budget.steps=90", "engine.explain_seconds=1")
     with begin(tmp_path, recipe, *choice, "faults=[{pause: 1, seconds: 8, at_step: 20}]") as run:
-        assert run.stderr is not None
         line = read_until(run, r"have waited .*not sent a heartbeat for")
         shown = starling(tmp_path, "status", "exp/songs")
-        rest = run.stderr.read()
+        rest = run.output.read()
         assert run.wait(timeout=100) == 0, rest
     assert re.search(
         r"have waited \d+\.\d s in the mean of a gradient .* for learner 1: learner 1 has not sent a heartbeat for "
@@ -103,7 +99,7 @@ def test_a_launcher_that_was_killed_is_seen_to_be_gone(tree: Tree, tmp_path: Pat
     recipe = written(tree, tmp_path)
     with begin(tmp_path, recipe, "learners=1", "budget.epochs=100000") as run:
         read_until(run, "^saved")
-        learners = psutil.Process(run.pid).children()
+        learners = run.learners()
         run.kill()
         run.wait()
         shown = starling(tmp_path, "status", "exp/songs")

@@ -3,7 +3,6 @@
 import gzip
 import io
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,7 @@ def test_a_run_that_fails_writes_no_value_of_the_environment(tree: Tree, songs: 
         "faults": [{"nan": 0, "at_step": step} for step in range(1, 12)],
     }
     (tmp_path / "songs.yaml").write_text(yaml.safe_dump(tree))
-    command = [sys.executable, "-m", "starling", "train", "songs.yaml", "--debug"]
-    code, said, left = run_to_end(command, tmp_path, {**os.environ, **SECRETS})
+    code, said, left = run_to_end(["starling", "train", "songs.yaml", "--debug"], tmp_path, {**os.environ, **SECRETS})
     assert code != 0 and not left
     assert "Traceback" in said and "NonFiniteError" in said
     files = _files(tmp_path) | _files(songs.parent)

@@ -2,11 +2,8 @@
 
 import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from rich.console import Console
@@ -14,6 +11,7 @@ from rich.console import Console
 from starling.checkpoint.reader import latest, load
 from starling.runs.audit import audit
 from tests.end_to_end.test_train import Tree, starling, written
+from tests.warm_start import WarmProgram
 
 
 @pytest.fixture
@@ -46,17 +44,16 @@ def audited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def lose_one_of_three(command: list[str], folder: Path) -> tuple[int, str]:
     """Kill a learner after three checkpoints: the exit code, and what was said afterwards; no learner is left."""
-    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as run:
-        assert run.stderr is not None
+    with WarmProgram(command, folder) as run:
         said = []
-        for line in run.stderr:
+        for line in run.output:
             said.append(line)
             if sum(each.startswith("saved") for each in said) == 3:
                 break
-        learners = psutil.Process(run.pid).children()
+        learners = run.learners()
         assert len(learners) == 3, "".join(said)
         learners[1].kill()
-        message, code = run.stderr.read(), run.wait(timeout=100)
+        message, code = run.output.read(), run.wait(timeout=100)
     assert not any(learner.is_running() for learner in learners)
     return code, message
 
@@ -68,7 +65,7 @@ def test_a_run_that_continues_with_fewer_learners_sees_everything_once(
     """Three asynchronous learners, one of them killed inside an epoch; two synchronous ones take over from the newest
     checkpoint, and what the dead one had not done is given out again."""
     command = [
-        sys.executable, "-m", "starling", "train", digits, "learners=3", "strategy=adpsgd", "budget.epochs=100000",
+        "-m", "starling", "train", digits, "learners=3", "strategy=adpsgd", "budget.epochs=100000",
         "checkpoints.every=4", "on_loss=stop",
     ]  # fmt: skip
     code, message = lose_one_of_three(command, tmp_path)
@@ -94,7 +91,7 @@ def test_survivors_see_what_a_killed_learner_had_begun(
 ) -> None:
     """Two of three continue to the end of the budget; one of the three saw each utterance of each epoch, once."""
     command = [
-        sys.executable, "-m", "starling", "train", digits, "learners=3", f"strategy={strategy}", "budget.epochs=16",
+        "-m", "starling", "train", digits, "learners=3", f"strategy={strategy}", "budget.epochs=16",
         "checkpoints.every=20",
     ]  # fmt: skip
     code, message = lose_one_of_three(command, tmp_path)

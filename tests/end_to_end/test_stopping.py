@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from starling.checkpoint.reader import latest, load
 from tests.end_to_end.test_seen import audited
 from tests.end_to_end.test_train import Tree, starling, written
+from tests.warm_start import WarmProgram
 
 EPOCHS = 12
 
@@ -22,19 +23,16 @@ EPOCHS = 12
 def stopped(folder: Path, number: int, *arguments: str) -> tuple[int, str]:
     """Train, and send the launcher a signal after the first checkpoint: the exit code, and what it said then; no
     learner is left."""
-    command = [sys.executable, "-m", "starling", "train", *arguments]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        assert run.stderr is not None
-        assert run.stdout is not None
+    with WarmProgram(["-m", "starling", "train", *arguments], folder) as run:
         said = []
-        for line in run.stderr:
+        for line in run.output:
             said.append(line)
             if line.startswith("saved"):
                 break
-        learners = psutil.Process(run.pid).children()
+        learners = run.learners()
         os.kill(run.pid, number)
-        message, code = run.stderr.read(), run.wait(timeout=60)
-        assert "%WER" not in run.stdout.read()  # it ends without scoring
+        message, code = run.output.read(), run.wait(timeout=60)
+        assert "%WER" not in message  # it ends without scoring
     assert learners, "".join(said)
     assert not any(learner.is_running() for learner in learners)
     return code, message
@@ -139,14 +137,12 @@ def test_learners_of_torchrun_save_and_end_when_it_is_asked_to_stop(
 def test_a_simulation_that_is_stopped_leaves_nothing_half_written(tree: Tree, tmp_path: Path) -> None:
     """SIGTERM ends it with 143 and one message; a checkpoint is whole or not there."""
     recipe = written(tree, tmp_path)
-    command = [sys.executable, "-m", "starling", "simulate", recipe, "budget.epochs=100000"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        assert run.stderr is not None
-        for line in run.stderr:
+    with WarmProgram(["-m", "starling", "simulate", recipe, "budget.epochs=100000"], tmp_path) as run:
+        for line in run.output:
             if "epoch 1 ended" in line:
                 break
         os.kill(run.pid, signal.SIGTERM)
-        message = run.stderr.read()
+        message = run.output.read()
         assert run.wait(timeout=60) == 143, message
     assert re.search(r"error: stopped by SIGTERM; a simulation saves only at its end", message), message
     assert "Traceback" not in message

@@ -1,10 +1,8 @@
 """`starling.train` trains anybody's model and data on real processes, with what a recipe's run has."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from starling.checkpoint.reader import latest, load
 from starling.runs.experiment.seen import read_seen
+from tests.warm_start import WarmProgram
 
 SCRIPT = """
 import sys
@@ -53,10 +52,14 @@ def run(folder: Path, text: str, *arguments: str, **environment: str) -> "subpro
     """What a script of somebody's own does."""
     script = folder / "quadrants.py"
     script.write_text(text, encoding="utf-8")
-    command = [sys.executable, str(script), *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=200
-    )
+    return ended(WarmProgram([str(script), *arguments], folder, **environment))
+
+
+def ended(program: WarmProgram) -> "subprocess.CompletedProcess[str]":
+    """A program at its end; its errors are among what it says."""
+    with program:
+        said = program.output.read()
+        return subprocess.CompletedProcess(program.args, program.wait(timeout=200), said, said)
 
 
 def accuracy(done: "subprocess.CompletedProcess[str]") -> float:
@@ -118,7 +121,6 @@ def test_a_resume_with_another_model_is_refused_by_name(tmp_path: Path) -> None:
 def test_under_torchrun_every_process_makes_the_same_call(tmp_path: Path) -> None:
     """Its learners are those that torchrun started."""
     (tmp_path / "quadrants.py").write_text(SCRIPT + TRAIN, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "quadrants.py"]
-    done = subprocess.run([*command, "7", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert accuracy(done) > 0.7
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "quadrants.py", "7", "3"]
+    assert accuracy(ended(WarmProgram(command, tmp_path))) > 0.7
     assert load(latest(tmp_path / "exp" / "quadrants")).manifest.world == 2

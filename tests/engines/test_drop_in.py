@@ -52,6 +52,7 @@ SERVED: dict[str, dict[str, Any]] = {
     },
     "async-diloco": {"strategy": "async-diloco", "options": {"every": 3, "shards": 2}, "steps": {"0": 4, "1": 40}},
     "aeasgd": {"strategy": "aeasgd", "options": {"every": 2}},
+    "aeasgd-uneven": {"strategy": "aeasgd", "options": {"every": 2}, "steps": {"0": 2, "1": 30}},
     "hogwild": {"strategy": "hogwild"},
     "hogwild-uneven": {"strategy": "hogwild", "steps": {"0": 0, "1": 30}, "asks": 1},
 }

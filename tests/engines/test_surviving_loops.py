@@ -116,7 +116,7 @@ def loops(case: dict[str, Any], world: int, folder: Path, is_warm: bool = True) 
 
 def assert_nothing_is_left(port: int) -> None:
     """Neither a process that has the port on its command line or in its environment, nor anything that listens."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + WITHIN
     while left := [each for each in psutil.process_iter() if _belongs(each, port)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

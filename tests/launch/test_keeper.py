@@ -90,7 +90,7 @@ def test_a_node_is_let_in_with_the_run_s_token_only() -> None:
     """And a node does not talk to a launcher that does not know the token, for that may be anything."""
     with door() as (port, admitted):
         knock(LOOPBACK, port, TOKEN, "first", "node-7").close()
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while not admitted and time.monotonic() < deadline:
             time.sleep(0.01)
         assert [(name, node) for name, node, _ in admitted] == [("first", "node-7")]
@@ -135,6 +135,7 @@ def test_a_node_that_cannot_reach_the_launcher_says_so(tmp_path: Path) -> None:
     assert why.startswith(f"node node-7 cannot reach the launcher at {LOOPBACK}:1")
 
 
+@pytest.mark.cold  # the learner is found as a child of this process
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_learner_on_a_node_ends_when_its_launcher_is_gone(is_stopped: bool, tmp_path: Path) -> None:
     """Within seconds, also if a signal has stopped it; its temporary files are removed."""

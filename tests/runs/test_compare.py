@@ -171,6 +171,7 @@ def _wait_until_gone(group: int) -> None:
     deadline = time.monotonic() + 20.0
     while time.monotonic() < deadline:
         os.killpg(group, 0)  # raises ProcessLookupError once none is in it
+        time.sleep(0.01)
 
 
 def test_an_error_in_a_cell_names_it_and_what_is_kept(compared: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +201,7 @@ def test_a_process_that_dies_is_an_error_that_names_its_cell(compared: Tree, tmp
 
 def _kill_children() -> None:
     while not (children := multiprocessing.active_children()):
-        pass
+        time.sleep(0.01)  # this thread shares an interpreter with the one that starts them
     for child in children:
         child.kill()
 

@@ -504,11 +504,11 @@ def test_mutated_audio_never_hangs_and_raises_nothing_but_data_errors(tmp_path: 
         for position in random.integers(0, min(len(spoilt), 200), random.integers(0, 8)):
             spoilt[position] = random.integers(256)
         path.write_bytes(spoilt)
-        began = time.monotonic()
+        began = time.thread_time()
         try:
             samples, rate = read_audio(path)
             assert len(samples) <= 3600 * rate
         except DataError:
             refused += 1
-        assert time.monotonic() - began < 1
+        assert time.thread_time() - began < 1
     assert refused > 0

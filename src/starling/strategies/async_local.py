@@ -139,6 +139,7 @@ async def _pull_together(me: Learner, centre: Centre) -> None:
                 await centre.push(difference)
             centre.count_step()
     if centre.has_steps:
+        await centre.answer()  # a loop may end between a request and its answer, which is older than the next one
         difference = centre.r * (await centre.pull() - me.weights)
         me.apply(difference)
         await centre.push(difference)

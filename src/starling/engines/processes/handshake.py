@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -54,6 +55,7 @@ class Handshake:
     torch: str = ""
 
     @staticmethod
+    @cache
     def of_versions() -> dict[str, str]:
         """The versions of the packages that must be the same."""
         return {"starling": version("starling-asr"), "torch": str(torch.__version__)}
