@@ -195,8 +195,9 @@ def test_a_run_without_the_extra_is_refused_before_it_starts(monkeypatch: pytest
 
 
 def has_learned(found: Scrape) -> bool:
-    """Whether learner 0 has said its loss, and that it has taken a step: the two come at different times."""
-    return "0" in found.get("starling_loss", {}) and found["starling_steps_total"].get("0", 0.0) > 0.0
+    """Whether learner 0 has said its loss, and that it has taken a step: these come at different times."""
+    names = ("starling_loss", "starling_steps_total", "starling_samples_total")
+    return all(found.get(name, {}).get("0", 0.0) > 0.0 for name in names)
 
 
 def test_a_run_of_real_learners_can_be_scraped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
