@@ -1,6 +1,6 @@
 """Short training runs, by name, so that a test and the learner processes it starts build the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -200,6 +200,7 @@ class Case:
     stragglers: Stragglers = field(default_factory=Stragglers)
     faults: tuple[Fault, ...] = ()
     weighting: Weighting = "batches"
+    batch_shares: Mapping[int, int] = field(default_factory=dict)
     freeze: tuple[Freeze, ...] = ()
 
     def job(self, world: int) -> Job:
@@ -214,6 +215,7 @@ class Case:
             stragglers=self.stragglers,
             faults=self.faults,
             weighting=self.weighting,
+            batch_shares=self.batch_shares,
             freeze=self.freeze,
             seed=11,
         )
@@ -251,6 +253,10 @@ NUM_FROZEN = 24
 """Weights of the first layer, which come first."""
 
 
+SHARED = ("allreduce", "delay-by-one", "dpsgd-ring", "local-sgd")
+"""What both engines run with batch shares."""
+
+
 def cases() -> dict[str, Case]:
     """Every registered strategy in every way that the contract asks about."""
     made = {}
@@ -272,4 +278,6 @@ def cases() -> dict[str, Case]:
         made[f"{name}/not-finite"] = Case(choice, plain, adamw(0.01), faults=NOT_FINITE)
     for name in ("allreduce", "server-hybrid"):
         made[f"{name}/weighted"] = Case(CHOICES[name], uneven, sgd(0.1), weighting="utterances")
+    for name in SHARED:
+        made[f"{name}/shares"] = Case(CHOICES[name], plain, sgd(0.1), batch_shares={0: 2})
     return made

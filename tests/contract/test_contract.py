@@ -12,7 +12,7 @@ from starling.topology import complete, find_topology
 from starling.training.flat import trainable
 from starling.training.job import Job
 from starling.workload import Ticket
-from tests.contract.cases import CHOICES, NOT_FINITE, NUM_FROZEN, PERIODIC, cases, sgd
+from tests.contract.cases import CHOICES, NOT_FINITE, NUM_FROZEN, PERIODIC, SHARED, cases, sgd
 from tests.contract.conftest import Runner
 from tests.contract.oracle import SYNCHRONOUS, gradient_of_regression
 from tests.contract.problems import NoisyQuadratic, TinyRegression
@@ -186,6 +186,18 @@ def test_learners_that_weigh_their_mini_batches_agree_on_both_engines(
     virtual = torch.stack(on_virtual(f"{strategy}/weighted", learners))
     real = torch.stack(on_processes(f"{strategy}/weighted", learners))
     torch.testing.assert_close(real, virtual, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("learners", [2, 3])
+@pytest.mark.parametrize("strategy", SHARED)
+def test_batch_shares_give_the_same_on_both_engines(
+    strategy: str, learners: int, on_virtual: Runner, on_processes: Runner
+) -> None:
+    """The first learner takes two mini-batches a step. Its gradient also travels while backward runs, under DDP."""
+    virtual = torch.stack(on_virtual(f"{strategy}/shares", learners))
+    real = torch.stack(on_processes(f"{strategy}/shares", learners))
+    torch.testing.assert_close(real, virtual, rtol=0.0, atol=1e-6)
+    assert not torch.allclose(virtual[0], on_virtual(f"{strategy}/sgd", learners)[0], atol=1e-4)
 
 
 SUMMED_BY_A_BACKEND = {"allreduce", "delayed", "post-local-sgd", "streaming-diloco"}

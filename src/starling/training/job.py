@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -56,6 +56,9 @@ class Job:
     weighting: Weighting = "batches"
     """How mini-batches are weighted when learners average gradients: equally, or in proportion to their planned size.
     The latter raises ConfigError if the strategy averages no gradients."""
+    batch_shares: Mapping[int, int] = field(default_factory=dict)
+    """By learner, of how many mini-batches it computes the gradient of each step, such as {0: 2}; 1 unless given. Every
+    mini-batch counts alike. For strategies under which all learners step together."""
     freeze: tuple[Freeze, ...] = ()
     """Parameters that are frozen until they are thawed. Freeze those that never are in the workload's `make_model`."""
     island: Island = NO_ISLANDS
@@ -83,8 +86,14 @@ class Job:
                 )
 
     def validate(self, world: int) -> None:
-        """Raise ConfigError if the strategy's options do not fit `world` learners."""
+        """Raise ConfigError if the strategy's options, or the batch shares, do not fit `world` learners."""
         self.strategy.validate(self.options, world)
+        if problem := shares_problem(self.batch_shares, self.strategy, self.options, world, self.island):
+            raise ConfigError(problem)
+
+    def shares_of(self, members: Sequence[int]) -> tuple[int, ...]:
+        """The batch shares of the learners with these names, in their order; empty: one mini-batch each."""
+        return tuple(self.batch_shares.get(name, 1) for name in members) if self.batch_shares else ()
 
     def sync_group_size(self, world: int) -> int:
         """How many of `world` learners claim mini-batches together."""
@@ -99,6 +108,25 @@ class Job:
         all `world` learners."""
         strategy = self.strategy.between if isinstance(self.strategy, IslandStrategy) else self.strategy
         return strategy.sync_groups(self.options, world // self.island.size)
+
+
+def shares_problem(
+    shares: Mapping[int, int], strategy: Strategy, options: Config, world: int, island: Island = NO_ISLANDS
+) -> str | None:
+    """Why `world` learners cannot have these batch shares; None if they can."""
+    if not shares:
+        return None
+    if min(shares.values()) < 1:
+        return f"batch_shares: {min(shares.values())} is no number of mini-batches; give each learner at least 1"
+    if island.size > 1:
+        return "batch_shares: the ranks of an island compute one gradient together; leave out one of both"
+    groups = strategy.sync_groups(options, world)
+    if (groups.num_workers, groups.size) != (world, world):
+        return (
+            f"batch_shares: only where all learners step together; under {strategy.name}, a fast learner already takes "
+            "more mini-batches than a slow one, or serves others: leave out batch_shares"
+        )
+    return None
 
 
 @dataclass

@@ -69,6 +69,8 @@ class Plan:
     ranks give theirs to those with the same shard. None: each learner continues from its own."""
     takers: tuple[int, ...] = ()
     """The ranks that copy the state of `source`."""
+    shares: tuple[int, ...] = ()
+    """The job's batch shares, by rank; empty: one mini-batch for each learner."""
 
     def encode(self) -> str:
         """The plan as JSON."""
@@ -80,8 +82,8 @@ class Plan:
         read: dict[str, Any] = json.loads(text)
         position = read.pop("position")
         outstanding = tuple(Ticket(**each) for each in position["outstanding"])
-        takers = tuple(read.pop("takers"))
-        return cls(position=Position(Ticket(**position["next_ticket"]), outstanding), takers=takers, **read)
+        ranks = {key: tuple(read.pop(key)) for key in ("takers", "shares")}
+        return cls(position=Position(Ticket(**position["next_ticket"]), outstanding), **ranks, **read)
 
     def state(self, rank: int, own: LearnerState | None) -> LearnerState:
         """The state with which learner `rank` begins. If it has none, it later receives its weights from `source`."""
@@ -119,9 +121,16 @@ def next_membership(job: Job, before: Membership, change: Membership, is_ordered
     return replace(change, members=members)
 
 
-def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callable[[], Collection[int]]) -> Plan:
+def plan_after(
+    before: Plan,
+    members: Sequence[Past],
+    job: Job,
+    all_done: Callable[[], Collection[int]],
+    names: Sequence[int] = (),
+) -> Plan:
     """The plan of a membership from its members' pasts, by rank. `before` is the plan of the last membership in which
-    any of them trained; `all_done` returns the tickets that were done in it."""
+    any of them trained; `all_done` returns the tickets that were done in it. The members' `names` say which batch
+    shares they have."""
     size = job.island.size
     models = [_past_of_island(members[first : first + size]) for first in range(0, len(members), size)]
     if all(each.membership is None for each in models) and any(each.membership is not None for each in members):
@@ -135,7 +144,7 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callab
     )
     if job.strategy.has_one_model:
         # all learners are one sync group
-        tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world)
+        tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world, before.shares)
         position = tickets.position(models[newest].num_done)
         current = [each.membership == last and each.num_done == models[newest].num_done for each in models]
     else:
@@ -149,6 +158,7 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callab
         minutes=max(each.minutes for each in members),
         source=newest * size if takers or job.strategy.has_common_state(job.options) else None,
         takers=takers,
+        shares=job.shares_of(names),
     )
 
 

@@ -238,7 +238,8 @@ class _Member:
         if membership.number == 0:
             state = self.life.state
             position = state.position if state else Position()
-            plan = Plan(len(membership.members), position, state.minutes if state else 0.0)
+            shares = self.job.shares_of(membership.members)
+            plan = Plan(len(membership.members), position, state.minutes if state else 0.0, shares=shares)
             write_first_plan(store, rank, plan)
             self.changes.begin(membership, position, rank == 0)
             return plan
@@ -353,7 +354,7 @@ def agree_on_plan(
         raise PeerLost(LOST_BEFORE_TRAINING)
     if rank == int(planner):
         members = _pasts(store.multi_get([f"{_PAST}/{other}" for other in range(world)]))
-        plan = _plan_after(root, members, job)
+        plan = _plan_after(root, membership, members, job)
         on_plan(plan)
         store.set(_PLAN, plan.encode())
         return plan
@@ -374,11 +375,11 @@ def _planner(pasts: list[bytes]) -> str:
         return ""
 
 
-def _plan_after(root: Store, members: Sequence[Past], job: Job) -> Plan:
+def _plan_after(root: Store, membership: Membership, members: Sequence[Past], job: Job) -> Plan:
     last = max(each.membership for each in members if each.membership is not None)
     store = PrefixStore(Membership(last, ()).key, root)
     before = Plan.decode(store.get(_PLAN))
-    return plan_after(before, members, job, lambda: noted(store, before.world, before.position))
+    return plan_after(before, members, job, lambda: noted(store, before.world, before.position), membership.members)
 
 
 def share_state(state: LearnerState, source: int) -> LearnerState:
