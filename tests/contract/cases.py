@@ -18,6 +18,7 @@ from starling.strategies.delayed import DelayOptions
 from starling.strategies.dpsgd import DpsgdOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.hogwild import HogwildOptions
+from starling.strategies.local import LocalOptions
 from starling.strategies.server import ServerOptions
 from starling.strategies.sgp import PushSumOptions
 from starling.topology import PATTERNS
@@ -195,6 +196,7 @@ class Case:
     workload: Callable[[int], Workload[Points]]
     optimizer: MakeOptimizer
     steps: int = 24
+    minutes: float | None = None
     clip_norm: float | None = None
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
     stragglers: Stragglers = field(default_factory=Stragglers)
@@ -208,7 +210,7 @@ class Case:
             workload=self.workload(world),
             strategy=self.choice.strategy,
             options=self.choice.options(world),
-            budget=Budget(steps=self.steps),
+            budget=Budget(steps=self.steps, minutes=self.minutes),
             make_optimizer=self.optimizer,
             schedule=self.schedule,
             clip_norm=self.clip_norm,
@@ -253,7 +255,7 @@ NUM_FROZEN = 24
 """Weights of the first layer, which come first."""
 
 
-SHARED = ("allreduce", "delay-by-one", "dpsgd-ring", "local-sgd")
+SHARED = ("allreduce", "delay-by-one", "dpsgd-ring", "post-local-sgd")
 """What both engines run with batch shares."""
 
 
@@ -278,6 +280,9 @@ def cases() -> dict[str, Case]:
         made[f"{name}/not-finite"] = Case(choice, plain, adamw(0.01), faults=NOT_FINITE)
     for name in ("allreduce", "server-hybrid"):
         made[f"{name}/weighted"] = Case(CHOICES[name], uneven, sgd(0.1), weighting="utterances")
+    rare = Choice(STRATEGIES["local-sgd"], lambda world: LocalOptions(every=12))
+    one_slow = Stragglers(slow={1: 30.0})
+    made["local-sgd/by-the-clock"] = Case(rare, plain, sgd(0.1), 10**6, minutes=0.01, stragglers=one_slow)
     for name in SHARED:
-        made[f"{name}/shares"] = Case(CHOICES[name], plain, sgd(0.1), batch_shares={0: 2})
+        made[f"{name}/shares"] = Case(CHOICES[name], plain, adam(0.01), batch_shares={0: 2})
     return made

@@ -193,11 +193,19 @@ def test_learners_that_weigh_their_mini_batches_agree_on_both_engines(
 def test_batch_shares_give_the_same_on_both_engines(
     strategy: str, learners: int, on_virtual: Runner, on_processes: Runner
 ) -> None:
-    """The first learner takes two mini-batches a step. Its gradient also travels while backward runs, under DDP."""
+    """The first learner takes two mini-batches a step. Also where DDP reduces while backward runs, for a while too."""
     virtual = torch.stack(on_virtual(f"{strategy}/shares", learners))
     real = torch.stack(on_processes(f"{strategy}/shares", learners))
     torch.testing.assert_close(real, virtual, rtol=0.0, atol=1e-6)
-    assert not torch.allclose(virtual[0], on_virtual(f"{strategy}/sgd", learners)[0], atol=1e-4)
+    assert not torch.allclose(virtual[0], on_virtual(f"{strategy}/adam", learners)[0], atol=1e-4)
+
+
+def test_learners_several_claims_apart_agree_when_the_time_is_up(on_processes: Runner) -> None:
+    """Until they agree on weights, a fast learner is up to H claims ahead of a slow one, which still learns what time it
+    was at each claim of the first."""
+    first, second = on_processes("local-sgd/by-the-clock", 2)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, flat(TinyRegression().make_model()))
 
 
 SUMMED_BY_A_BACKEND = {"allreduce", "delayed", "post-local-sgd", "streaming-diloco"}

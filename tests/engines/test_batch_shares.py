@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from starling.budget import Budget
+from starling.budget import Budget, Schedule
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError
@@ -18,6 +18,7 @@ from starling.training.faults import Fault, Join, Kill
 from starling.training.flat import trainable
 from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.training.stragglers import Stragglers
+from starling.training.succession import Past, Plan, plan_after
 from starling.workload import Position, Ticket, Weighting
 from tests.contract.cases import CHOICES, SHARED, cases, sgd
 from tests.contract.oracle import SYNCHRONOUS, Gradient, Vector, gradient_of_regression
@@ -54,6 +55,28 @@ def test_a_strategy_follows_its_equation_with_each_mini_batch_counting_alike(str
     states = VirtualEngine(job, LEARNERS, UNEQUAL).run().states
     measured = torch.stack([state.weights for state in states], dim=1).double().numpy()
     np.testing.assert_allclose(measured, expected, rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "dpsgd-ring", "sgp", "delay-by-one"])
+def test_steps_of_ones_own_gradient_count_as_their_mini_batches_whatever_the_optimizer(strategy: str) -> None:
+    """From common weights, the mean of the models moves by the mean over all mini-batches of what Adam makes of each
+    learner's gradient: Adam ignores its scale."""
+    job = replace(cases()[f"{strategy}/adam"].job(LEARNERS), batch_shares=BY_NAME, budget=Budget(steps=1))
+    job = replace(job, schedule=Schedule(decay="constant"))
+    workload, moved, first = job.workload, [], 0
+    start = flat(workload.make_model())
+    for share in SHARES:
+        model = workload.make_model()
+        optimizer = job.make_optimizer(list(model.parameters()))
+        points = [workload.load(Ticket(0, place, place))[0] for place in range(first, first + share)]
+        first += share
+        torch.stack([workload.loss(model, each) for each in points]).mean().backward()
+        optimizer.step()
+        moved.append(flat(model) - start)
+    expected = start + sum(share * each for share, each in zip(SHARES, moved, strict=True)) / sum(SHARES)
+    states = VirtualEngine(job, LEARNERS, UNEQUAL).run().states
+    found = torch.stack([state.weights for state in states]).mean(dim=0)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize("weighting", ["batches", "utterances", "frames"])
@@ -180,6 +203,15 @@ def test_a_run_resumes_with_other_shares(strategy: str) -> None:
     assert sorted(report.ticket.step for report in later.seen[0]) == list(range(12, 24))
     assert by_learner(later.seen[0]) == {0: 3, 1: 6, 2: 3}
     assert resumed.states[0].position.next_ticket.step == 24
+
+
+def test_a_plan_tells_the_shares_of_its_membership() -> None:
+    """A learner that has missed a membership, as a joiner has, must know how many tickets its portions had."""
+    before = Plan(3, Position(), 0.0, shares=SHARES)
+    job = Job(TinyRegression(), STRATEGIES["allreduce"], Budget(steps=99), sgd(0.1), batch_shares=BY_NAME)
+    after = plan_after(before, [Past(0, 4), Past(0, 5)], job, lambda: (), names=(0, 2))
+    assert (after.position.num_done, after.takers, after.shares) == (5 * sum(SHARES), (0,), (2, 3))
+    assert Plan.decode(after.encode()) == after
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd-ring", "hogwild", "hadpsgd", "server-asynchronous"])

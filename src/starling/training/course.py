@@ -80,12 +80,16 @@ class Course:
         self.barriers = Barriers(tickets, job.checkpoint_every)
         self.num_done = 0  # claims of this learner
         self.gradient_version = 0  # the version of the weights at which the newest gradient is taken
+        self.is_averaged = False  # whether a mean of the newest gradient has begun
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
         self.shards = Shards(rank, replica, statistics, self._set_rates, start_on_memory, start.shards if start else ())
         sync_groups = job.sync_groups(world)
         self._is_worker = rank < sync_groups.num_workers
         self._sync_group = sync_groups.of(rank)
         self._rank, self._world = rank, world
+        shares, member = tickets.shares, rank - self._sync_group.start
+        self._weight = len(shares) * shares[member] / tickets.portion_size
+        self._averages_gradients = job.strategy.averages_gradients(job.options)
         self._life, self._replica, self._observer, self._statistics = life, replica, observer, statistics
         self._batches, self._clock = batches, clock
         self._buffers, self._suffer, self._consensus_distance = buffers, suffer, consensus_distance
@@ -131,9 +135,18 @@ class Course:
         replica = self._replica
         when = self.gradient_version if read_at is None else read_at
         self._statistics.averaging.staleness[replica.version - when] += 1
-        self._count_not_finite(replica.step(gradient, self._factor))
+        rate = self._factor
+        if self._weight != 1.0 and self._is_own(gradient):
+            gradient, rate = gradient / self._weight, rate * self._weight
+        self._count_not_finite(replica.step(gradient, rate))
         if self.job.strategy.steps_itself:
             self._finish_ticket()
+
+    def _is_own(self, gradient: Tensor) -> bool:
+        """Whether this is the newest gradient of this learner, and of no other. With batch shares, it is then the step
+        that counts as much as its mini-batches: an optimizer such as Adam takes no notice of a gradient's scale."""
+        is_mean = self._averages_gradients or self.is_averaged
+        return not is_mean and gradient.data_ptr() == self._replica.gradients.data_ptr()
 
     def clip(self, gradient: Tensor) -> Tensor | None:
         """See `Learner.clip`."""

@@ -19,6 +19,9 @@ from starling.training.loading import Loaded, Loader, Lookahead
 from starling.training.tickets import SyncGroupTickets
 from starling.workload import Ticket
 
+KEPT_TIMES = 1 << 16
+"""Claims of a sync group whose time stays in the store: learners that agree every H steps are up to H claims apart."""
+
 
 class ProcessBatches:
     """The `BatchSource` of a learner process. With `notes` it records in the store which tickets are done."""
@@ -78,7 +81,7 @@ class ProcessBatches:
         key = f"clock/{self._sync_group.start}/{{}}".format
         if self._member == 0:
             self._store.set(key(claim), repr(self._now()))
-            self._store.delete_key(key(claim - 2))
+            self._store.delete_key(key(claim - KEPT_TIMES))
         return float(self._value_of_first(key(claim), "agreeing on the time"))
 
     def reach(self, portion: int) -> None:

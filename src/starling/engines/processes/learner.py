@@ -229,7 +229,7 @@ class ProcessLearner(Learner):
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         course, version = self.course, self.replica.version
         claimed = course.claimed()
-        course.gradient_version = version
+        course.gradient_version, course.is_averaged = version, False
         is_mine = at is self.replica.weights
         if not is_mine:
             self._elsewhere = self._elsewhere or self._flat.twin()
@@ -284,6 +284,7 @@ class ProcessLearner(Learner):
         return ProcessHandle(lambda: shards.share(pieces, *self.communicator.share(len(pieces))))
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
+        self.course.is_averaged |= isinstance(of, Handle)
         return self.communicator.mean(of, group)
 
     def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:

@@ -160,6 +160,7 @@ class VirtualLearner(Learner):
         begun = self._surroundings.computation.gradient(self, at)
         is_mine = at is self.weights  # what `at` is otherwise need not be kept
         version = self.course.gradient_version = self.replica.version
+        self.course.is_averaged = False
         times = self.life.times
         seconds = sum(times.draw() for _ in self.course.claimed())
         self.statistics.averaging.bytes_sent += times.communication_bytes
@@ -228,6 +229,8 @@ class VirtualLearner(Learner):
         check_group(self._rank, group, chosen, self._surroundings.world)
         if isinstance(of, Tensor):
             check_mean(self._rank, of, self.weights)
+        else:
+            self.course.is_averaged = True
         if isinstance(of, VirtualGradient) and not of.event.processed:
             of.given_away = partial(given_away, self._rank)
         number = self._num_means[self.activity] = self._num_means.get(self.activity, -1) + 1
