@@ -201,8 +201,8 @@ def test_batch_shares_give_the_same_on_both_engines(
 
 
 def test_learners_several_claims_apart_agree_when_the_time_is_up(on_processes: Runner) -> None:
-    """Until they agree on weights, a fast learner is up to H claims ahead of a slow one, which still learns what time it
-    was at each claim of the first."""
+    """Until they agree on weights, a fast learner is up to H claims ahead of a slow one, which still gets the time of
+    each claim."""
     first, second = on_processes("local-sgd/by-the-clock", 2)
     assert torch.equal(first, second)
     assert not torch.equal(first, flat(TinyRegression().make_model()))
