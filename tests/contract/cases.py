@@ -1,6 +1,6 @@
 """Short training runs, by name, so that a test and the learner processes it starts build the same."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from starling.strategies.local import LocalOptions
 from starling.strategies.server import ServerOptions
 from starling.strategies.sgp import PushSumOptions
 from starling.topology import PATTERNS
+from starling.training.batch_shares import BatchShares
 from starling.training.faults import Fault, NotFinite
 from starling.training.freezing import Freeze, Until
 from starling.training.job import Job
@@ -202,7 +203,7 @@ class Case:
     stragglers: Stragglers = field(default_factory=Stragglers)
     faults: tuple[Fault, ...] = ()
     weighting: Weighting = "batches"
-    batch_shares: Mapping[int, int] = field(default_factory=dict)
+    batch_shares: BatchShares = field(default_factory=dict)
     freeze: tuple[Freeze, ...] = ()
 
     def job(self, world: int) -> Job:
@@ -283,6 +284,10 @@ def cases() -> dict[str, Case]:
     rare = Choice(STRATEGIES["local-sgd"], lambda world: LocalOptions(every=12))
     one_slow = Stragglers(slow={1: 30.0})
     made["local-sgd/by-the-clock"] = Case(rare, plain, sgd(0.1), 10**6, minutes=0.01, stragglers=one_slow)
+    one_slow = Stragglers(slow={1: 60.0})  # so that whatever else the machine does, shares are the largest
+    made["allreduce/measured-shares"] = Case(
+        CHOICES["allreduce"], plain, sgd(0.1), 34, stragglers=one_slow, batch_shares="auto"
+    )
     for name in SHARED:
         made[f"{name}/shares"] = Case(CHOICES[name], plain, adam(0.01), batch_shares={0: 2})
     return made

@@ -200,6 +200,15 @@ def test_batch_shares_give_the_same_on_both_engines(
     assert not torch.allclose(virtual[0], on_virtual(f"{strategy}/adam", learners)[0], atol=1e-4)
 
 
+def test_measured_batch_shares_are_those_of_the_speeds_on_both_engines(
+    on_virtual: Runner, on_processes: Runner
+) -> None:
+    """Learner 1 is 60 times slower, so that the other has the largest share, 16; only then is a step that of
+    17 mini-batches."""
+    virtual = torch.stack(on_virtual("allreduce/measured-shares", 2))
+    torch.testing.assert_close(torch.stack(on_processes("allreduce/measured-shares", 2)), virtual, rtol=0.0, atol=1e-6)
+
+
 def test_learners_several_claims_apart_agree_when_the_time_is_up(on_processes: Runner) -> None:
     """Until they agree on weights, a fast learner is up to H claims ahead of a slow one, which still gets the time of
     each claim."""

@@ -14,6 +14,7 @@ from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import Island
+from starling.training.batch_shares import measured_seconds, shares_for
 from starling.training.faults import Fault, Join, Kill
 from starling.training.flat import trainable
 from starling.training.job import EpochReport, Job, Silence, StepReport
@@ -22,7 +23,7 @@ from starling.training.succession import Past, Plan, plan_after
 from starling.workload import Position, Ticket, Weighting
 from tests.contract.cases import CHOICES, SHARED, cases, sgd
 from tests.contract.oracle import SYNCHRONOUS, Gradient, Vector, gradient_of_regression
-from tests.contract.problems import TinyRegression, Uneven
+from tests.contract.problems import Normalised, TinyRegression, Uneven
 from tests.engines.test_virtual_faults import UNEQUAL, Record, check
 
 LEARNERS, SHARES = 3, (2, 1, 3)
@@ -203,6 +204,60 @@ def test_a_run_resumes_with_other_shares(strategy: str) -> None:
     assert sorted(report.ticket.step for report in later.seen[0]) == list(range(12, 24))
     assert by_learner(later.seen[0]) == {0: 3, 1: 6, 2: 3}
     assert resumed.states[0].position.next_ticket.step == 24
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shares"),
+    [
+        ((0.1, 0.1, 0.1), (1, 1, 1)),
+        ((0.1, 0.108, 0.1), (1, 1, 1)),
+        ((0.1, 0.2), (2, 1)),
+        ((0.104, 0.2), (2, 1)),
+        ((0.1, 0.15), (3, 2)),
+        ((0.1, 0.1, 0.1, 1.0), (11, 11, 11, 1)),
+        ((0.01, 1.0), (16, 1)),
+        ((0.2,), (1,)),
+    ],
+)
+def test_measured_shares_are_small_whole_numbers_in_the_ratio_of_the_speeds(
+    seconds: tuple[float, ...], shares: tuple[int, ...]
+) -> None:
+    """Speeds that hardly differ give equal shares, so that what is left of chance in a measurement changes nothing."""
+    assert shares_for(seconds) == shares
+
+
+@pytest.mark.parametrize("strategy", SHARED)
+def test_a_simulation_measures_shares_which_a_death_and_a_return_leave_alone(strategy: str) -> None:
+    """They are those of the speeds that it simulates: with learner 2 at half speed, as if they were given."""
+    choice, results = CHOICES[strategy], []
+    for shares in ("auto", {0: 2, 1: 2}):
+        record = Record()
+        job = Job(
+            TinyRegression(),
+            choice.strategy,
+            Budget(steps=90),
+            sgd(0.1),
+            options=choice.options(3),
+            stragglers=Stragglers(slow={2: 2.0}),
+            faults=(Kill(kill=1, at_step=4), Join(join=1, at_seconds=3.0)),
+            batch_shares=shares,
+        )
+        outcome = VirtualEngine(job, 3, UNEQUAL, record, changes=record).run()
+        check(outcome, record, 90)
+        assert record.members[-1] == (0, 2, 1)
+        results.append(outcome.event_hash)
+    assert results[0] == results[1]
+
+
+def test_a_measurement_leaves_the_model_and_the_random_numbers_alone() -> None:
+    """What a run computes must not depend on whether speeds were measured."""
+    workload = Normalised()
+    model = workload.make_model()
+    before, random = {name: each.clone() for name, each in model.state_dict().items()}, torch.get_rng_state()
+    assert measured_seconds(workload, model, torch.device("cpu")) > 0.0
+    assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
 
 
 def test_a_plan_tells_the_shares_of_its_membership() -> None:

@@ -102,7 +102,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
             f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so that some have none: "
             f"lower {size}, or use fewer learners"
         )
-    step_size = recipe.sync_group_size + sum(share - 1 for share in recipe.batch_shares.values())
+    shares = () if recipe.batch_shares == "auto" else recipe.batch_shares.values()
+    step_size = recipe.sync_group_size + sum(share - 1 for share in shares)
     if batches < step_size:
         say(
             f"warning: an epoch has {batches} mini-batches, and the {recipe.sync_group_size} learners that step "

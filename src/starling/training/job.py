@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.strategies import Strategy, SyncGroups, find_strategy
 from starling.strategies.islands import NO_ISLANDS, Island, IslandStrategy, between_islands
+from starling.training.batch_shares import BatchShares, shares_problem
 from starling.training.faults import Fault
 from starling.training.freezing import Freeze
 from starling.training.stragglers import Stragglers
@@ -56,9 +57,10 @@ class Job:
     weighting: Weighting = "batches"
     """How mini-batches are weighted when learners average gradients: equally, or in proportion to their planned size.
     The latter raises ConfigError if the strategy averages no gradients."""
-    batch_shares: Mapping[int, int] = field(default_factory=dict)
-    """By learner, of how many mini-batches it computes the gradient of each step, such as {0: 2}; 1 unless given. Every
-    mini-batch counts alike. For strategies under which all learners step together."""
+    batch_shares: BatchShares = field(default_factory=dict)
+    """By learner, of how many mini-batches it computes the gradient of each step, such as {0: 2}; 1 unless given. auto:
+    as many as its speed allows, measured when the run begins. Every mini-batch counts alike. For strategies under which
+    all learners step together."""
     freeze: tuple[Freeze, ...] = ()
     """Parameters that are frozen until they are thawed. Freeze those that never are in the workload's `make_model`."""
     island: Island = NO_ISLANDS
@@ -91,10 +93,6 @@ class Job:
         if problem := shares_problem(self.batch_shares, self.strategy, self.options, world, self.island):
             raise ConfigError(problem)
 
-    def shares_of(self, members: Sequence[int]) -> tuple[int, ...]:
-        """The batch shares of the learners with these names, in their order; empty: one mini-batch each."""
-        return tuple(self.batch_shares.get(name, 1) for name in members) if self.batch_shares else ()
-
     def sync_group_size(self, world: int) -> int:
         """How many of `world` learners claim mini-batches together."""
         return self.strategy.sync_group_size(self.options, world)
@@ -108,25 +106,6 @@ class Job:
         all `world` learners."""
         strategy = self.strategy.between if isinstance(self.strategy, IslandStrategy) else self.strategy
         return strategy.sync_groups(self.options, world // self.island.size)
-
-
-def shares_problem(
-    shares: Mapping[int, int], strategy: Strategy, options: Config, world: int, island: Island = NO_ISLANDS
-) -> str | None:
-    """Why `world` learners cannot have these batch shares; None if they can."""
-    if not shares:
-        return None
-    if min(shares.values()) < 1:
-        return f"batch_shares: {min(shares.values())} is no number of mini-batches; give each learner at least 1"
-    if island.size > 1:
-        return "batch_shares: the ranks of an island compute one gradient together; leave out one of both"
-    groups = strategy.sync_groups(options, world)
-    if (groups.num_workers, groups.size) != (world, world):
-        return (
-            f"batch_shares: only where all learners step together; under {strategy.name}, a fast learner already takes "
-            "more mini-batches than a slow one, or serves others: leave out batch_shares"
-        )
-    return None
 
 
 @dataclass

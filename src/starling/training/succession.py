@@ -9,6 +9,7 @@ import torch
 
 from starling.checkpoint.state import LearnerState, beyond_membership
 from starling.errors import ConfigError, PeerLost
+from starling.training.batch_shares import shares_for
 from starling.training.faults import FaultsOf
 from starling.training.job import Job, Tally
 from starling.training.membership import Membership
@@ -70,7 +71,17 @@ class Plan:
     takers: tuple[int, ...] = ()
     """The ranks that copy the state of `source`."""
     shares: tuple[int, ...] = ()
-    """The job's batch shares, by rank; empty: one mini-batch for each learner."""
+    """The batch shares, by rank; empty: one mini-batch for each learner."""
+    measured: tuple[tuple[int, int], ...] = ()
+    """The name and the batch share of each learner whose speed was measured when the run began."""
+
+    def with_shares(self, job: Job, names: Sequence[int], seconds: Sequence[float] | None = None) -> "Plan":
+        """The plan with the batch shares of the learners with these names, by rank. `seconds` are what a mini-batch of
+        each takes, where they have been measured."""
+        measured = self.measured if seconds is None else tuple(zip(names, shares_for(seconds), strict=True))
+        given = dict(measured) if job.batch_shares == "auto" else job.batch_shares
+        shares = tuple(given.get(name, 1) for name in names) if given else ()
+        return replace(self, shares=shares, measured=measured)
 
     def encode(self) -> str:
         """The plan as JSON."""
@@ -83,7 +94,10 @@ class Plan:
         position = read.pop("position")
         outstanding = tuple(Ticket(**each) for each in position["outstanding"])
         ranks = {key: tuple(read.pop(key)) for key in ("takers", "shares")}
-        return cls(position=Position(Ticket(**position["next_ticket"]), outstanding), **ranks, **read)
+        measured = tuple((name, share) for name, share in read.pop("measured"))
+        return cls(
+            position=Position(Ticket(**position["next_ticket"]), outstanding), measured=measured, **ranks, **read
+        )
 
     def state(self, rank: int, own: LearnerState | None) -> LearnerState:
         """The state with which learner `rank` begins. If it has none, it later receives its weights from `source`."""
@@ -152,14 +166,15 @@ def plan_after(
         newest = first_with_a_state(models)
         current = [each.membership is not None for each in models]
     takers = tuple(rank for rank in range(len(members)) if not current[rank // size])
-    return Plan(
+    plan = Plan(
         world=len(members),
         position=position,
         minutes=max(each.minutes for each in members),
         source=newest * size if takers or job.strategy.has_common_state(job.options) else None,
         takers=takers,
-        shares=job.shares_of(names),
+        measured=before.measured,
     )
+    return plan.with_shares(job, names)
 
 
 def _past_of_island(ranks: Sequence[Past]) -> Past:

@@ -66,6 +66,7 @@ class ProcessLearner(Learner):
         loader: Loader,
         feed: MembershipFeed,
         membership: Membership,
+        shares: Sequence[int],
         waits: Waits,
         save_requests: SaveRequests | None = None,
         look_around: Callable[[], None] = do_nothing,
@@ -90,7 +91,6 @@ class ProcessLearner(Learner):
             place.store, place.rank, place.world, save_requests, self._add_barrier, timeout_seconds, waits
         )
         position, size = start.position if start else Position(), job.sync_group_size(place.world)
-        shares = job.shares_of(membership.members)
         tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares)
         self._batches = self._make_batches(tickets, loader)
         self.course = Course(

@@ -109,7 +109,8 @@ class VirtualEngine:
             self._lives.begin(rank).state = start[rank] if start else None
         position, minutes = (start[0].position, start[0].minutes) if start else (Position(), 0.0)
         first, plan = Membership(0, tuple(range(world))), Plan(world, position, minutes)
-        plan = replace(plan, shares=job.shares_of(first.members))
+        seconds = [cluster.compute.seconds * job.stragglers.slow.get(name, 1.0) for name in first.members]
+        plan = plan.with_shares(job, first.members, seconds if job.batch_shares == "auto" else None)
         self._current = self._begin(first, plan, list(start) if start else [None] * world)
 
     def run(self) -> Outcome:

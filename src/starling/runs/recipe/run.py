@@ -14,9 +14,9 @@ from starling.runs.recipe.file import Tree
 from starling.runs.recipe.problems import describe
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands
+from starling.training.batch_shares import BatchShares, shares_problem
 from starling.training.faults import Fault, Join
 from starling.training.faults import problems as faults_problems
-from starling.training.job import shares_problem
 from starling.training.stragglers import Stragglers
 
 Learners = Annotated[int, Field(ge=1, le=4096)]
@@ -139,9 +139,11 @@ class RunConfig(Config):
     island: Island = NO_ISLANDS
     """Learners that hold one model in shards, because it does not fit into the memory of one: {sharded: 2}. The
     strategy then holds between islands."""
-    batch_shares: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """By learner, of how many mini-batches it computes the gradient of each step, such as {0: 2}; 1 unless given. For
-    learners of unequal speed that step together."""
+    batch_shares: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] | Literal["auto"] = Field(
+        default_factory=dict
+    )
+    """By learner, of how many mini-batches it computes the gradient of each step, such as {0: 2}; 1 unless given. auto:
+    as many as its speed allows, measured when the run begins. For learners of unequal speed that step together."""
     budget: Budget
     """When the run ends: after so many epochs, steps or minutes, whichever comes first."""
     engine: EngineConfig = EngineConfig()
@@ -257,13 +259,13 @@ def _share_problems(tree: Tree, learners: int | None) -> list[str]:
     if not section or learners is None:
         return []
     try:
-        shares = TypeAdapter(dict[int, int]).validate_python(section)
+        shares = TypeAdapter[BatchShares](BatchShares).validate_python(section)
         choice = StrategyChoice.model_validate(tree.get("strategy") or DEFAULT_STRATEGY)
         if choice.is_auto:
             return ["batch_shares: strategy auto chooses for learners with equal shares; name a strategy"]
         strangers = [
             f"batch_shares.{name}: there is no learner {name} among {learners}; the last is learner {learners - 1}"
-            for name in shares
+            for name in (() if shares == "auto" else shares)
             if name >= learners
         ]
         problem = shares_problem(shares, choice.strategy, choice.options, learners, _island(tree))
