@@ -25,7 +25,7 @@ from starling.training.replica import Replica
 from starling.training.shards import Shards, StartOnMemory
 from starling.training.succession import Life, Past
 from starling.training.tickets import Barriers, SyncGroupTickets
-from starling.workload import Examples, Position, Ticket
+from starling.workload import Examples, Position, Ticket, Unit
 
 
 class BatchSource(Protocol):
@@ -349,16 +349,16 @@ class Course:
         unit, member, shares = self.job.weighting, self._rank - self._sync_group.start, self.tickets.shares
         sizes = [(1.0,) * share for share in shares]
         if unit != "batches" and self.tickets.portion_size > 1:
-            planned = [self._sizes_of(other) for other in range(len(shares))]
+            planned = [self._sizes_of(other, unit) for other in range(len(shares))]
             sizes = planned if any(map(any, planned)) else sizes
         return sizes[member], len(sizes) * sum(sizes[member]) / sum(map(sum, sizes))
 
-    def _sizes_of(self, member: int) -> tuple[float, ...]:
+    def _sizes_of(self, member: int, unit: Unit) -> tuple[float, ...]:
         """The planned sizes of a member's mini-batches in this portion, which are of that member's part of the data."""
         workload = self.job.workload
         part = (self._sync_group.start + member) % workload.num_parts
         tickets = (replace(ticket, part=part) for ticket in self.tickets.tickets(self._portion, member))
-        return tuple(workload.planned_size(ticket, self.job.weighting) for ticket in tickets)
+        return tuple(workload.planned_size(ticket, unit) for ticket in tickets)
 
     def report_step(self, loss: float) -> None:
         """Report the claimed mini-batches and their loss."""

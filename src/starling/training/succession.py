@@ -93,11 +93,10 @@ class Plan:
         read: dict[str, Any] = json.loads(text)
         position = read.pop("position")
         outstanding = tuple(Ticket(**each) for each in position["outstanding"])
-        ranks = {key: tuple(read.pop(key)) for key in ("takers", "shares")}
+        takers, shares = tuple(read.pop("takers")), tuple(read.pop("shares"))
         measured = tuple((name, share) for name, share in read.pop("measured"))
-        return cls(
-            position=Position(Ticket(**position["next_ticket"]), outstanding), measured=measured, **ranks, **read
-        )
+        start = Position(Ticket(**position["next_ticket"]), outstanding)
+        return cls(position=start, takers=takers, shares=shares, measured=measured, **read)
 
     def state(self, rank: int, own: LearnerState | None) -> LearnerState:
         """The state with which learner `rank` begins. If it has none, it later receives its weights from `source`."""
