@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 
-.PHONY: setup demo test lint check soak bench bench-peers gpu docs wheel smoke clean
+.PHONY: setup demo test lint check soak bench bench-peers test-peers gpu docs wheel smoke clean
 
 setup: $(VENV)/ready
 
@@ -54,6 +54,10 @@ smoke: wheel
 
 bench-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m benchmarks.peers --output bench-peers.json
+
+# The arithmetic of our strategies against that of the same methods in other libraries.
+test-peers: $(PEERS)/ready
+	$(PEERS)/bin/python -m pytest tests/test_torchft.py
 
 # An environment that sees all of .venv, torch included, and has Starling's peers beside it.
 $(PEERS)/ready: benchmarks/peers-requirements.txt $(VENV)/ready

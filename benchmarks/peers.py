@@ -37,7 +37,13 @@ SIZES = {"small": SMALL, "large": LARGE}
 TITLES = {"small": "13 k parameters", "large": "4 M parameters"}
 SPEEDS = {"equal": 0.0, "slow": 0.1}
 """What the last worker sleeps before each gradient."""
-RIVALS = {"allreduce": "ddp", "dpsgd": "decent_dp", "dpsgd_pairs": "decent_dp"}
+RIVALS = {
+    "allreduce": "ddp",
+    "dpsgd": "decent_dp",
+    "dpsgd_pairs": "decent_dp",
+    "local_sgd": "torchft_local_sgd",
+    "diloco": "torchft_diloco",
+}
 """By the column of ours that must keep up with it. Decent-DP's ring exchanges with one neighbour a step, as our pairs
 do; our ring exchanges with both."""
 LEAST_RATIO, LONGEST_START = 0.97, 2.7

@@ -22,6 +22,8 @@ from benchmarks.tuned_ddp import BUCKET_MEGABYTES, tuned_ddp
 TIMEOUT = timedelta(seconds=60)
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 LOCAL_STEPS = 10
+OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
+"""Of DiLoCo."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,20 @@ def torchft_local_sgd(worker: Worker) -> Generator[Loop, None, None]:
 
 
 @contextmanager
+def torchft_diloco(worker: Worker) -> Generator[Loop, None, None]:
+    """torchft's DiLoCo: after every tenth step, an outer Nesterov optimizer takes the mean pseudo-gradient."""
+    from torchft.local_sgd import DiLoCo
+
+    optimizer = sgd(list(worker.model.parameters()))
+    outer = torch.optim.SGD(worker.model.parameters(), lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
+    with (
+        _torchft_manager(worker, optimizer, use_async_quorum=False) as manager,
+        DiLoCo(manager, [worker.model], optimizer, outer, sync_every=LOCAL_STEPS, **worker.options),
+    ):
+        yield Loop(worker.model, optimizer.zero_grad, optimizer.step)
+
+
+@contextmanager
 def _default_group(worker: Worker) -> Generator[None, None, None]:
     dist.init_process_group("gloo", store=worker.store, rank=worker.rank, world_size=worker.world, timeout=TIMEOUT)
     try:
@@ -183,6 +199,7 @@ def _torchft_manager(worker: Worker, optimizer: torch.optim.Optimizer, **options
         lighthouse_addr=worker.store.get("lighthouse").decode(),
         replica_id=str(worker.rank),
         hostname="127.0.0.1",
+        init_sync=False,  # models begin equal; else the first exchange would throw away what all but one have learned
         **options,
     )
     try:
@@ -204,11 +221,18 @@ COLUMNS = {
     "dpsgd": Column("dpsgd ring", ours("dpsgd", pattern="ring"), rounds_per_gradient=1.0),
     "dpsgd_pairs": Column("dpsgd pairs", ours("dpsgd", pattern="pairs"), rounds_per_gradient=1.0),
     "delay_by_one": Column("delay-by-one", ours("delay-by-one"), rounds_per_gradient=1.0),
+    "local_sgd": Column("local-sgd", ours("local-sgd", every=LOCAL_STEPS), rounds_per_gradient=1.0 / LOCAL_STEPS),
+    "diloco": Column(
+        "diloco",
+        ours("diloco", every=LOCAL_STEPS, rate=OUTER_RATE, momentum=OUTER_MOMENTUM),
+        rounds_per_gradient=1.0 / LOCAL_STEPS,
+    ),
     "adpsgd": Column("adpsgd", ours("adpsgd"), in_step=False),
     "hogwild": Column("hogwild", ours("hogwild"), in_step=False, averages=False),
     "decent_dp": Column("Decent-DP ring", decent_dp, rounds_per_gradient=1.0),
     "torchft_ddp": Column("torchft DDP", torchft_ddp, rounds_per_gradient=1.0),
     "torchft_local_sgd": Column("torchft LocalSGD", torchft_local_sgd, rounds_per_gradient=1.0 / LOCAL_STEPS),
+    "torchft_diloco": Column("torchft DiLoCo", torchft_diloco, rounds_per_gradient=1.0 / LOCAL_STEPS),
 }
 """By the name that `--only` knows them by."""
 

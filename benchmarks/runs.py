@@ -56,6 +56,8 @@ class Run:
     """Each gradient takes longer by a random share of its time, exponentially distributed with this mean."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The strategy's."""
+    batch_shares: Mapping[str, int] = field(default_factory=dict)
+    """By rank, as JSON has it."""
     bytes_per_second: float | None = None
     """Emulates a link of this speed where no real one can be throttled."""
 
@@ -80,6 +82,7 @@ class Run:
             make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
             schedule=Schedule(decay="constant"),
             stragglers=self.stragglers,
+            batch_shares={int(rank): share for rank, share in self.batch_shares.items()},
         )
 
     @property

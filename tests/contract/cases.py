@@ -18,9 +18,11 @@ from starling.strategies.delayed import DelayOptions
 from starling.strategies.dpsgd import DpsgdOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.hogwild import HogwildOptions
+from starling.strategies.local import LocalOptions
 from starling.strategies.server import ServerOptions
 from starling.strategies.sgp import PushSumOptions
 from starling.topology import PATTERNS
+from starling.training.batch_shares import BatchShares
 from starling.training.faults import Fault, NotFinite
 from starling.training.freezing import Freeze, Until
 from starling.training.job import Job
@@ -195,11 +197,13 @@ class Case:
     workload: Callable[[int], Workload[Points]]
     optimizer: MakeOptimizer
     steps: int = 24
+    minutes: float | None = None
     clip_norm: float | None = None
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
     stragglers: Stragglers = field(default_factory=Stragglers)
     faults: tuple[Fault, ...] = ()
     weighting: Weighting = "batches"
+    batch_shares: BatchShares = field(default_factory=dict)
     freeze: tuple[Freeze, ...] = ()
 
     def job(self, world: int) -> Job:
@@ -207,13 +211,14 @@ class Case:
             workload=self.workload(world),
             strategy=self.choice.strategy,
             options=self.choice.options(world),
-            budget=Budget(steps=self.steps),
+            budget=Budget(steps=self.steps, minutes=self.minutes),
             make_optimizer=self.optimizer,
             schedule=self.schedule,
             clip_norm=self.clip_norm,
             stragglers=self.stragglers,
             faults=self.faults,
             weighting=self.weighting,
+            batch_shares=self.batch_shares,
             freeze=self.freeze,
             seed=11,
         )
@@ -251,6 +256,10 @@ NUM_FROZEN = 24
 """Weights of the first layer, which come first."""
 
 
+SHARED = ("allreduce", "delay-by-one", "dpsgd-ring", "post-local-sgd")
+"""What both engines run with batch shares."""
+
+
 @cache
 def cases() -> dict[str, Case]:
     """Every registered strategy in every way that the contract asks about."""
@@ -273,4 +282,13 @@ def cases() -> dict[str, Case]:
         made[f"{name}/not-finite"] = Case(choice, plain, adamw(0.01), faults=NOT_FINITE)
     for name in ("allreduce", "server-hybrid"):
         made[f"{name}/weighted"] = Case(CHOICES[name], uneven, sgd(0.1), weighting="utterances")
+    rare = Choice(STRATEGIES["local-sgd"], lambda world: LocalOptions(every=12))
+    one_slow = Stragglers(slow={1: 30.0})
+    made["local-sgd/by-the-clock"] = Case(rare, plain, sgd(0.1), 10**6, minutes=0.01, stragglers=one_slow)
+    one_slow = Stragglers(slow={1: 60.0})  # so that whatever else the machine does, shares are the largest
+    made["allreduce/measured-shares"] = Case(
+        CHOICES["allreduce"], plain, sgd(0.1), 34, stragglers=one_slow, batch_shares="auto"
+    )
+    for name in SHARED:
+        made[f"{name}/shares"] = Case(CHOICES[name], plain, adam(0.01), batch_shares={0: 2})
     return made

@@ -14,7 +14,7 @@ from starling.topology import complete, find_topology
 from starling.training.flat import trainable
 from starling.training.job import Job
 from starling.workload import Ticket
-from tests.contract.cases import CHOICES, NOT_FINITE, NUM_FROZEN, PERIODIC, cases, sgd
+from tests.contract.cases import CHOICES, NOT_FINITE, NUM_FROZEN, PERIODIC, SHARED, cases, sgd
 from tests.contract.conftest import Runner
 from tests.contract.oracle import SYNCHRONOUS, gradient_of_regression
 from tests.contract.problems import NoisyQuadratic, TinyRegression
@@ -212,6 +212,35 @@ def test_learners_that_weigh_their_mini_batches_agree_on_both_engines(
     virtual = torch.stack(on_virtual(f"{strategy}/weighted", learners))
     real = torch.stack(on_processes(f"{strategy}/weighted", learners))
     torch.testing.assert_close(real, virtual, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("learners", [2, 3])
+@pytest.mark.parametrize("strategy", SHARED)
+def test_batch_shares_give_the_same_on_both_engines(
+    strategy: str, learners: int, on_virtual: Runner, on_processes: Runner
+) -> None:
+    """The first learner takes two mini-batches a step. Also where DDP reduces while backward runs, for a while too."""
+    virtual = torch.stack(on_virtual(f"{strategy}/shares", learners))
+    real = torch.stack(on_processes(f"{strategy}/shares", learners))
+    torch.testing.assert_close(real, virtual, rtol=0.0, atol=1e-6)
+    assert not torch.allclose(virtual[0], on_virtual(f"{strategy}/adam", learners)[0], atol=1e-4)
+
+
+def test_measured_batch_shares_are_those_of_the_speeds_on_both_engines(
+    on_virtual: Runner, on_processes: Runner
+) -> None:
+    """Learner 1 is 60 times slower, so that the other has the largest share, 16; only then is a step that of
+    17 mini-batches."""
+    virtual = torch.stack(on_virtual("allreduce/measured-shares", 2))
+    torch.testing.assert_close(torch.stack(on_processes("allreduce/measured-shares", 2)), virtual, rtol=0.0, atol=1e-6)
+
+
+def test_learners_several_claims_apart_agree_when_the_time_is_up(on_processes: Runner) -> None:
+    """Until they agree on weights, a fast learner is up to H claims ahead of a slow one, which still gets the time of
+    each claim."""
+    first, second = on_processes("local-sgd/by-the-clock", 2)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, flat(TinyRegression().make_model()))
 
 
 SUMMED_BY_A_BACKEND = {"allreduce", "delayed", "post-local-sgd", "streaming-diloco"}

@@ -83,6 +83,26 @@ def test_a_job_survives_a_killed_learner_sees_everything_once_and_resumes_with_o
     assert seen == Counter(range(7 * 60))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd"])
+def test_with_batch_shares_a_job_survives_a_killed_learner_and_resumes_with_others(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Each mini-batch counts once, and learner 0 keeps its two of each step, before the death and after the resume."""
+    script = (SCRIPT + TRAIN).replace("adpsgd", strategy).replace("faults=", "batch_shares={0: 2},\n    faults=")
+    first = run(tmp_path, script, "3", "5", "kill")
+    assert accuracy(first) > 0.8
+    assert "learner 1 was killed by SIGKILL" in first.stderr
+    assert accuracy(run(tmp_path, script, "2", "7", "resume")) > 0.8
+    experiment = tmp_path / "exp" / "quadrants"
+    position = load(latest(experiment)).manifest.position
+    sights = list(read_seen(experiment / "seen", position))
+    assert Counter(sight.ticket.step for sight in sights) == Counter(range(position.num_done))
+    assert 7 * 60 <= position.num_done < 7 * 60 + 3
+    of_learner = Counter(sight.learner for sight in sights)
+    assert of_learner[0] == pytest.approx(2 * (of_learner[1] + of_learner[2]), abs=30)  # 10 steps had a third learner
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

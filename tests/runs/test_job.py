@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from starling.errors import ConfigError
 from starling.runs.job import ModelWriter, loading_processes, make_job
 from starling.runs.recipe.recipe import check_recipe
 from starling.runs.setup import set_up_and_claim
@@ -22,6 +23,22 @@ def test_stragglers_of_the_recipe_are_those_of_the_job(tree: Tree) -> None:
     job = make_job(recipe, set_up_and_claim(recipe, lambda line: None))
     assert job.stragglers == recipe.stragglers
     assert job.stragglers.slow == {1: 10.0}
+
+
+def test_batch_shares_of_the_recipe_are_those_of_the_job_and_wrong_ones_are_listed(tree: Tree) -> None:
+    """By learner, as for stragglers."""
+    tree |= {"learners": 2, "strategy": "local-sgd", "batch_shares": {0: 3}}
+    recipe = check_recipe(tree, "r.yaml")
+    assert make_job(recipe, set_up_and_claim(recipe, lambda line: None)).batch_shares == {0: 3}
+    for changes, message in (
+        ({"batch_shares": {2: 3}}, r"batch_shares.2: there is no learner 2 among 2; the last is learner 1"),
+        ({"batch_shares": {0: 0}}, r"batch_shares.0"),
+        ({"strategy": "adpsgd"}, r"batch_shares: only where all learners step together; under adpsgd"),
+        ({"strategy": "auto"}, r"batch_shares: strategy auto chooses for learners with equal shares"),
+        ({"island": {"sharded": 2}}, r"batch_shares: the ranks of an island"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_recipe(tree | changes, "r.yaml")
 
 
 def test_the_weighting_of_the_recipe_is_that_of_the_job(tree: Tree) -> None:

@@ -54,6 +54,7 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
         faults=recipe.faults,
         checkpoint_every=recipe.checkpoints.every,
         weighting=recipe.batches.weighting,
+        batch_shares=recipe.batch_shares,
         freeze=tuple(each for each in recipe.freeze if each.until is not None),
         seed=recipe.seed,
     )

@@ -102,10 +102,13 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
             f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so that some have none: "
             f"lower {size}, or use fewer learners"
         )
-    if batches < recipe.sync_group_size:
+    shares = () if recipe.batch_shares == "auto" else recipe.batch_shares.values()
+    step_size = recipe.sync_group_size + sum(share - 1 for share in shares)
+    if batches < step_size:
         say(
-            f"warning: an epoch has {batches} mini-batches for {recipe.sync_group_size} learners that step together: "
-            f"one step takes mini-batches of several epochs: lower {size}, or use fewer learners"
+            f"warning: an epoch has {batches} mini-batches, and the {recipe.sync_group_size} learners that step "
+            f"together take {step_size} at once: one step takes mini-batches of several epochs: lower {size}, or use "
+            "fewer learners"
         )
 
 

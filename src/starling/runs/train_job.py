@@ -162,6 +162,7 @@ def _settings(
         "learners": learners,
         "strategy": strategy or {"name": job.strategy.name, **job.options.model_dump(mode="json")},
         "island": job.island,
+        "batch_shares": job.batch_shares,
         "budget": job.budget,
         "engine": engine or EngineConfig(),
         "launch": launch,

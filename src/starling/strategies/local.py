@@ -267,13 +267,16 @@ class Period:
         me.replace(me.snapshot().index_copy_(0, places, mean))
 
     def _outer_step(self, theta: Tensor, v: Tensor, mean: Tensor) -> Tensor:
-        """Change `theta` and `v`, both `[n]`, in place; returns `theta`."""
+        """Change `theta` and `v`, both `[n]`, in place; returns `theta`. Of a large model, each vector that it makes on
+        the way costs as much as several operations."""
         options, beta = self._options, self._momentum
         a = float(self._me.step_metadata[0]) if options.divided_by_rate else 1.0
-        moved = mean if self._means.are_encoded else theta - mean
-        difference = moved / a if a else 0.0 * mean  # without a rate, nothing has moved
+        difference = mean if self._means.are_encoded else theta - mean
+        if a != 1.0:
+            difference = difference / a if a else 0.0 * mean  # without a rate, nothing has moved
         v.mul_(beta).add_(difference)
-        return theta.sub_(options.rate * a * (difference + beta * v if options.nesterov else v))
+        step = (beta * v).add_(difference).mul_(options.rate * a) if options.nesterov else options.rate * a * v
+        return theta.sub_(step)
 
     async def _agree_on_states(self) -> None:
         """Average, or zero, what the learners' optimizers keep for each weight."""

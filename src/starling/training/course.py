@@ -25,14 +25,15 @@ from starling.training.replica import Replica
 from starling.training.shards import Shards, StartOnMemory
 from starling.training.succession import Life, Past
 from starling.training.tickets import Barriers, SyncGroupTickets
-from starling.workload import Examples, Position, Ticket
+from starling.workload import Examples, Position, Ticket, Unit
 
 
 class BatchSource(Protocol):
     """The source of one learner's mini-batches. Claims are numbered from 0."""
 
-    def next(self, claim: int) -> Loaded | None:
-        """The next ticket of this learner with its mini-batch; None once the budget in steps or epochs is spent."""
+    def next(self, claim: int) -> Sequence[Loaded] | None:
+        """The tickets of this learner in its next portion with their mini-batches; None once the budget in steps or
+        epochs is spent."""
 
     def agreed_seconds(self, claim: int) -> float:
         """The time of a claim on the engine's clock, the same for all learners of the sync group."""
@@ -77,24 +78,28 @@ class Course:
         job.validate(world)
         self.job, self.tickets = job, tickets
         self.barriers = Barriers(tickets, job.checkpoint_every)
-        self.num_done = 0  # mini-batches of this learner
+        self.num_done = 0  # claims of this learner
         self.gradient_version = 0  # the version of the weights at which the newest gradient is taken
+        self.is_averaged = False  # whether a mean of the newest gradient has begun
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
         self.shards = Shards(rank, replica, statistics, self._set_rates, start_on_memory, start.shards if start else ())
         sync_groups = job.sync_groups(world)
         self._is_worker = rank < sync_groups.num_workers
         self._sync_group = sync_groups.of(rank)
         self._rank, self._world = rank, world
+        shares, member = tickets.shares, rank - self._sync_group.start
+        self._weight = len(shares) * shares[member] / tickets.portion_size
+        self._averages_gradients = job.strategy.averages_gradients(job.options)
         self._life, self._replica, self._observer, self._statistics = life, replica, observer, statistics
         self._batches, self._clock = batches, clock
         self._buffers, self._suffer, self._consensus_distance = buffers, suffer, consensus_distance
         self._shard_of_island = shard_of_island
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient
+        self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
         self._num_not_finite = self._num_not_finite_in_a_row = 0
-        self._open: deque[Ticket] = deque()  # claimed and not done
-        self._ticket: Ticket | None = None
-        self._batch: Sequence[Examples] = ()
+        self._open: deque[Sequence[Loaded]] = deque()  # claimed and not done
+        self._claimed: Sequence[Loaded] = ()
         self._epochs = self._fraction = self._factor = 0.0
         self._portion = 0
         self._epoch_steps, self._epoch_begin = 0, 0.0
@@ -130,9 +135,18 @@ class Course:
         replica = self._replica
         when = self.gradient_version if read_at is None else read_at
         self._statistics.averaging.staleness[replica.version - when] += 1
-        self._count_not_finite(replica.step(gradient, self._factor))
+        rate = self._factor
+        if self._weight != 1.0 and self._is_own(gradient):
+            gradient, rate = gradient / self._weight, rate * self._weight
+        self._count_not_finite(replica.step(gradient, rate))
         if self.job.strategy.steps_itself:
             self._finish_ticket()
+
+    def _is_own(self, gradient: Tensor) -> bool:
+        """Whether this is the newest gradient of this learner, and of no other. With batch shares, it is then the step
+        that counts as much as its mini-batches: an optimizer such as Adam takes no notice of a gradient's scale."""
+        is_mean = self._averages_gradients or self.is_averaged
+        return not is_mean and gradient.data_ptr() == self._replica.gradients.data_ptr()
 
     def clip(self, gradient: Tensor) -> Tensor | None:
         """See `Learner.clip`."""
@@ -145,7 +159,7 @@ class Course:
         self._num_not_finite_in_a_row = 0 if is_finite else self._num_not_finite_in_a_row + 1
         self._num_not_finite += not is_finite
         if self._num_not_finite_in_a_row == self.job.most_not_finite:
-            ticket, _ = self.claimed()
+            ticket, _ = self.claimed()[0]
             number = f"mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1}"
             what = f"the gradient of {number} is not finite"
             if not math.isfinite(self._loss):
@@ -158,7 +172,8 @@ class Course:
     def _finish_ticket(self) -> None:
         if self._open:
             self.num_done += 1
-            self._batches.done(self._open.popleft())
+            for ticket, _ in self._open.popleft():
+                self._batches.done(ticket)
 
     def claim(self) -> bool:
         """See `Learner.claim`."""
@@ -177,10 +192,10 @@ class Course:
             self._over_at, self._spent_when_over = self._clock(), self._statistics.spent
             self._statistics.spent = Spent()  # time after the last claim is not training time
             return False
-        ticket, _ = self._ticket, self._batch = loaded
-        self._open.append(ticket)
+        self._claimed = loaded
+        self._open.append(loaded)
         self._statistics.num_claimed += 1
-        self._portion = self.tickets.number_of(ticket)
+        self._portion = self.tickets.number_of(loaded[0][0])
         self._pass_barriers(self._portion)
         self._epoch_steps += 1
         progress = self.tickets.progress(self._portion, minutes)
@@ -189,11 +204,15 @@ class Course:
         self._factor = self.job.schedule.at(progress, self.job.budget, following)
         return True
 
-    def claimed(self) -> tuple[Ticket, Sequence[Examples]]:
-        """The claimed ticket and its mini-batch."""
-        if self._ticket is None:
+    def claimed(self) -> Sequence[Loaded]:
+        """The claimed tickets and their mini-batches: one unless learners have batch shares."""
+        if not self._claimed:
             raise ProtocolError(f"learner {self._rank} asked for a gradient before it claimed a mini-batch")
-        return self._ticket, self._batch
+        return self._claimed
+
+    def claimed_batches(self) -> list[Sequence[Examples]]:
+        """The mini-batches of the claimed tickets."""
+        return [batch for _, batch in self.claimed()]
 
     def leave(self, membership: int) -> None:
         """Membership number `membership` has ended: save in the learner's `Life` what it needs in the next one."""
@@ -284,13 +303,14 @@ class Course:
 
     def gradient_task(self) -> GradientTask:
         """What the gradient of the claimed mini-batch depends on; injected faults are carried out."""
-        ticket, _ = self.claimed()
+        tickets = tuple(ticket for ticket, _ in self.claimed())
         faults = list(self._life.faults.next())
         for fault in faults:
             if not isinstance(fault, NotFinite):
                 self._suffer(fault)
         is_spoilt = any(isinstance(each, NotFinite) for each in faults)
-        return GradientTask(ticket, self._factor_in_sync_group(), is_spoilt, self._frozen())
+        sizes, factor = self._sizes_and_factor()
+        return GradientTask(tickets, sizes, factor, is_spoilt, self._frozen())
 
     def compute_gradient(
         self,
@@ -300,16 +320,16 @@ class Course:
         must_reach_all: bool = False,
         num_passes: Callable[[int], int] = lambda num_parts: num_parts,
     ) -> float:
-        """Compute the claimed mini-batch's gradient in `flat.gradients`, and return its loss; see
+        """Compute the gradient of the claimed mini-batches in `flat.gradients`, and return its loss; see
         `starling.training.gradient`."""
-        task, (_, batch) = self.gradient_task(), self.claimed()
-        computed = compute_gradient(self.job, task, batch, model, flat, before_last, must_reach_all, num_passes)
+        task, batches = self.gradient_task(), self.claimed_batches()
+        computed = compute_gradient(self.job, task, batches, model, flat, before_last, must_reach_all, num_passes)
         self.computed(computed)
         return computed.loss
 
     def computed(self, computed: Computed) -> None:
         """Note what a gradient of this learner has left."""
-        self.unused = computed.unused
+        self.unused, self._losses = computed.unused, computed.losses
         self._replica.sometimes_unused |= computed.unused
 
     def _frozen(self) -> tuple[Freeze, ...]:
@@ -320,28 +340,35 @@ class Course:
             if each.until is not None and not each.until.is_over(self._epochs, self._fraction)
         )
 
-    def _factor_in_sync_group(self) -> float:
-        """The factor for this learner's gradient that makes the sync group's plain mean the weighted mean.
+    def _sizes_and_factor(self) -> tuple[tuple[float, ...], float]:
+        """How much each claimed mini-batch counts in this learner's gradient, and the factor for this gradient that
+        makes the sync group's plain mean the weighted mean over all mini-batches of the portion.
 
         No communication is needed: every member knows the others' tickets, and their sizes from the plan.
         """
-        unit, group = self.job.weighting, self._sync_group
-        if unit == "batches" or len(group) == 1:
-            return 1.0
-        tickets = [self._ticket_of(self._portion, member) for member in range(len(group))]
-        sizes = [self.job.workload.planned_size(ticket, unit) for ticket in tickets]
-        whole = sum(sizes)
-        return len(sizes) * sizes[self._rank - group.start] / whole if whole else 1.0
+        unit, member, shares = self.job.weighting, self._rank - self._sync_group.start, self.tickets.shares
+        sizes = [(1.0,) * share for share in shares]
+        if unit != "batches" and self.tickets.portion_size > 1:
+            planned = [self._sizes_of(other, unit) for other in range(len(shares))]
+            sizes = planned if any(map(any, planned)) else sizes
+        return sizes[member], len(sizes) * sum(sizes[member]) / sum(map(sum, sizes))
 
-    def _ticket_of(self, portion: int, member: int) -> Ticket:
-        """The ticket of a member of this sync group, with that member's part of the data."""
-        part = (self._sync_group.start + member) % self.job.workload.num_parts
-        return replace(self.tickets.ticket(portion, member), part=part)
+    def _sizes_of(self, member: int, unit: Unit) -> tuple[float, ...]:
+        """The planned sizes of a member's mini-batches in this portion, which are of that member's part of the data."""
+        workload = self.job.workload
+        part = (self._sync_group.start + member) % workload.num_parts
+        tickets = (replace(ticket, part=part) for ticket in self.tickets.tickets(self._portion, member))
+        return tuple(workload.planned_size(ticket, unit) for ticket in tickets)
 
     def report_step(self, loss: float) -> None:
-        """Report the claimed mini-batch and its loss."""
-        ticket, batch = self.claimed()
+        """Report the claimed mini-batches and their loss."""
         self._loss = loss
+        claimed = self.claimed()
+        losses = self._losses or (loss,) * len(claimed)
+        for (ticket, batch), own in zip(claimed, losses, strict=True):
+            self._report(ticket, batch, own)
+
+    def _report(self, ticket: Ticket, batch: Sequence[Examples], loss: float) -> None:
         self._observer.on_step(
             StepReport(
                 rank=self._rank,

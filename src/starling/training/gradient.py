@@ -18,9 +18,11 @@ from starling.workload import Examples, Ticket
 
 @dataclass(frozen=True)
 class GradientTask:
-    """What a gradient depends on besides weights, buffers and the mini-batch of its ticket."""
+    """What a gradient depends on besides weights, buffers and the mini-batches of its tickets."""
 
-    ticket: Ticket
+    tickets: tuple[Ticket, ...]
+    sizes: tuple[float, ...] = (1.0,)
+    """How much the mini-batch of each ticket counts in the gradient."""
     factor: float = 1.0
     """What the gradient is multiplied by: see the job's weighting."""
     is_spoilt: bool = False
@@ -35,30 +37,35 @@ class Computed(NamedTuple):
     loss: float
     unused: frozenset[int] = frozenset()
     """The numbers of the parameters that had no gradient."""
+    losses: tuple[float, ...] = ()
+    """The loss of each ticket's mini-batch, where there are several."""
 
 
 def compute_gradient(
     job: Job,
     task: GradientTask,
-    batch: Sequence[Examples],
+    batches: Sequence[Sequence[Examples]],
     model: nn.Module,
     flat: Model,
     before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
     must_reach_all: bool = False,
     num_passes: Callable[[int], int] = lambda num_parts: num_parts,
 ) -> Computed:
-    """Compute the gradient of a mini-batch in `flat.gradients`.
+    """Compute the gradient of the mini-batches of a task's tickets in `flat.gradients`.
 
     Loss and gradient are weighted means over all micro-batches; those of weight 0 are not computed. Parameters without
     a gradient get NO_GRADIENT. All micro-batches except the last are computed inside `before_last()`. With
     `must_reach_all` the last backward reaches every parameter, because DDP waits for all of them. `num_passes` returns
     how many passes to make for so many micro-batches: the last one is repeated with a weight of 0 if need be.
     """
-    device, ticket = flat.weights.device, task.ticket
+    device = flat.weights.device
     flat.gradients.zero_()
-    weights = [job.workload.weight(examples) for examples in batch]
+    batch = [examples for each in batches for examples in each]
+    places = [(number, place) for number, each in enumerate(batches) for place in range(len(each))]
+    weights = _weights(job, task, batches)
     parts = [place for place, weight in enumerate(weights) if weight > 0.0] or [0]
     shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
+    summed, counted = [0.0] * len(batches), [0.0] * len(batches)
     total, whole = 0.0, math.nan if task.is_spoilt else sum(shares)
     num_more = num_passes(len(parts)) - len(parts)
     parts, shares = parts + parts[-1:] * num_more, shares + [0.0] * num_more
@@ -67,7 +74,9 @@ def compute_gradient(
     unused: frozenset[int] = frozenset()
     for number, (place, share) in enumerate(zip(parts, shares, strict=True), start=1):
         is_last = number == len(parts)
-        _seed(device, derive_seed(job.seed, "gradient", ticket.epoch, ticket.index, place))
+        of, place_in_batch = places[place]
+        ticket = task.tickets[of]
+        _seed(device, derive_seed(job.seed, "gradient", ticket.epoch, ticket.index, place_in_batch))
         with nullcontext() if is_last else before_last():
             with _without_gradients(flat, task.frozen):
                 with torch.autocast(device.type, torch.bfloat16) if job.autocast else nullcontext():
@@ -77,8 +86,22 @@ def compute_gradient(
             used |= reached
             if is_last:
                 unused = _leave_out_unused(flat, used, reached, must_reach_all)
-        total += share * float(loss.detach()) if share else 0.0
-    return Computed(total / whole, unused)
+        if share:
+            found = share * float(loss.detach())
+            total += found
+            summed[of] += found
+            counted[of] += share
+    each_own = [sum_of / count if count else 0.0 for sum_of, count in zip(summed, counted, strict=True)]
+    return Computed(total / whole, unused, tuple(each_own) if len(batches) > 1 and not task.is_spoilt else ())
+
+
+def _weights(job: Job, task: GradientTask, batches: Sequence[Sequence[Examples]]) -> list[float]:
+    """How much each micro-batch counts: as many terms as it has, in a mini-batch that counts as its size."""
+    own = [[job.workload.weight(examples) for examples in batch] for batch in batches]
+    if len(own) == 1:
+        return own[0]
+    own = [each if any(each) else [1.0, *each[1:]] for each in own]
+    return [size * weight / sum(each) for size, each in zip(task.sizes, own, strict=True) for weight in each]
 
 
 @contextmanager

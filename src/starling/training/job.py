@@ -15,6 +15,7 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.strategies import Strategy, SyncGroups, find_strategy
 from starling.strategies.islands import NO_ISLANDS, Island, IslandStrategy, between_islands
+from starling.training.batch_shares import BatchShares, shares_problem
 from starling.training.faults import Fault
 from starling.training.freezing import Freeze
 from starling.training.stragglers import Stragglers
@@ -56,6 +57,10 @@ class Job:
     weighting: Weighting = "batches"
     """How mini-batches are weighted when learners average gradients: equally, or in proportion to their planned size.
     The latter raises ConfigError if the strategy averages no gradients."""
+    batch_shares: BatchShares = field(default_factory=dict)
+    """By learner, of how many mini-batches it computes the gradient of each step, such as {0: 2}; 1 unless given. auto:
+    as many as its speed allows, measured when the run begins. Every mini-batch counts alike. For strategies under which
+    all learners step together."""
     freeze: tuple[Freeze, ...] = ()
     """Parameters that are frozen until they are thawed. Freeze those that never are in the workload's `make_model`."""
     island: Island = NO_ISLANDS
@@ -83,8 +88,10 @@ class Job:
                 )
 
     def validate(self, world: int) -> None:
-        """Raise ConfigError if the strategy's options do not fit `world` learners."""
+        """Raise ConfigError if the strategy's options, or the batch shares, do not fit `world` learners."""
         self.strategy.validate(self.options, world)
+        if problem := shares_problem(self.batch_shares, self.strategy, self.options, world, self.island):
+            raise ConfigError(problem)
 
     def sync_group_size(self, world: int) -> int:
         """How many of `world` learners claim mini-batches together."""

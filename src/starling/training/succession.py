@@ -9,6 +9,7 @@ import torch
 
 from starling.checkpoint.state import LearnerState, beyond_membership
 from starling.errors import ConfigError, PeerLost
+from starling.training.batch_shares import shares_for
 from starling.training.faults import FaultsOf
 from starling.training.job import Job, Tally
 from starling.training.membership import Membership
@@ -69,6 +70,18 @@ class Plan:
     ranks give theirs to those with the same shard. None: each learner continues from its own."""
     takers: tuple[int, ...] = ()
     """The ranks that copy the state of `source`."""
+    shares: tuple[int, ...] = ()
+    """The batch shares, by rank; empty: one mini-batch for each learner."""
+    measured: tuple[tuple[int, int], ...] = ()
+    """The name and the batch share of each learner whose speed was measured when the run began."""
+
+    def with_shares(self, job: Job, names: Sequence[int], seconds: Sequence[float] | None = None) -> "Plan":
+        """The plan with the batch shares of the learners with these names, by rank. `seconds` are what a mini-batch of
+        each takes, where they have been measured."""
+        measured = self.measured if seconds is None else tuple(zip(names, shares_for(seconds), strict=True))
+        given = dict(measured) if job.batch_shares == "auto" else job.batch_shares
+        shares = tuple(given.get(name, 1) for name in names) if given else ()
+        return replace(self, shares=shares, measured=measured)
 
     def encode(self) -> str:
         """The plan as JSON."""
@@ -80,8 +93,10 @@ class Plan:
         read: dict[str, Any] = json.loads(text)
         position = read.pop("position")
         outstanding = tuple(Ticket(**each) for each in position["outstanding"])
-        takers = tuple(read.pop("takers"))
-        return cls(position=Position(Ticket(**position["next_ticket"]), outstanding), takers=takers, **read)
+        takers, shares = tuple(read.pop("takers")), tuple(read.pop("shares"))
+        measured = tuple((name, share) for name, share in read.pop("measured"))
+        start = Position(Ticket(**position["next_ticket"]), outstanding)
+        return cls(position=start, takers=takers, shares=shares, measured=measured, **read)
 
     def state(self, rank: int, own: LearnerState | None) -> LearnerState:
         """The state with which learner `rank` begins. If it has none, it later receives its weights from `source`."""
@@ -119,9 +134,16 @@ def next_membership(job: Job, before: Membership, change: Membership, is_ordered
     return replace(change, members=members)
 
 
-def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callable[[], Collection[int]]) -> Plan:
+def plan_after(
+    before: Plan,
+    members: Sequence[Past],
+    job: Job,
+    all_done: Callable[[], Collection[int]],
+    names: Sequence[int] = (),
+) -> Plan:
     """The plan of a membership from its members' pasts, by rank. `before` is the plan of the last membership in which
-    any of them trained; `all_done` returns the tickets that were done in it."""
+    any of them trained; `all_done` returns the tickets that were done in it. The members' `names` say which batch
+    shares they have."""
     size = job.island.size
     models = [_past_of_island(members[first : first + size]) for first in range(0, len(members), size)]
     if all(each.membership is None for each in models) and any(each.membership is not None for each in members):
@@ -135,7 +157,7 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callab
     )
     if job.strategy.has_one_model:
         # all learners are one sync group
-        tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world)
+        tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world, before.shares)
         position = tickets.position(models[newest].num_done)
         current = [each.membership == last and each.num_done == models[newest].num_done for each in models]
     else:
@@ -143,13 +165,15 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callab
         newest = first_with_a_state(models)
         current = [each.membership is not None for each in models]
     takers = tuple(rank for rank in range(len(members)) if not current[rank // size])
-    return Plan(
+    plan = Plan(
         world=len(members),
         position=position,
         minutes=max(each.minutes for each in members),
         source=newest * size if takers or job.strategy.has_common_state(job.options) else None,
         takers=takers,
+        measured=before.measured,
     )
+    return plan.with_shares(job, names)
 
 
 def _past_of_island(ranks: Sequence[Past]) -> Past:

@@ -1,14 +1,15 @@
 """Which learner computes which mini-batch: the sequence of tickets, limited by the budget.
 
 The tickets of a run form one sequence: first those that an earlier run left outstanding, then the others in the order
-of the epochs. Sync groups claim portions: consecutive tickets, one for each learner of the group, even across the end
-of an epoch. Under a synchronous strategy all learners form one sync group; under an asynchronous one each learner is
-its own.
+of the epochs. Sync groups claim portions: consecutive tickets, one for each learner of the group, or as many as its
+batch share, even across the end of an epoch. Under a synchronous strategy all learners form one sync group; under an
+asynchronous one each learner is its own.
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from starling.budget import Budget, Progress
@@ -117,17 +118,28 @@ class DoneTickets(Set[int]):
 
 
 class SyncGroupTickets:
-    """The tickets of a run in portions, one ticket for each learner of a sync group.
+    """The tickets of a run in portions, for each learner of a sync group as many as its share: one unless given.
 
     The budget in steps and epochs is checked before each portion, so that a sync group ends together without
     communication, after a whole portion. A budget in minutes is checked elsewhere, on the engine's clock.
     """
 
-    def __init__(self, workload: Workload[Any], start: Position, budget: Budget, sync_group_size: int) -> None:
+    def __init__(
+        self,
+        workload: Workload[Any],
+        start: Position,
+        budget: Budget,
+        sync_group_size: int,
+        shares: Sequence[int] = (),
+    ) -> None:
         self.sequence = TicketSequence(workload, start.next_ticket)
+        self.shares = tuple(shares) or (1,) * sync_group_size
+        """The tickets of each member of the sync group in a portion."""
         self._start = start
         self._budget = budget
-        self._group_size = sync_group_size
+        self._members = [range(*each) for each in pairwise(accumulate(self.shares, initial=0))]
+        self.portion_size = sum(self.shares)
+        """The tickets of a portion."""
         self._places = {ticket.step: place for place, ticket in enumerate(start.outstanding)}
         self._end: int | None = None
 
@@ -135,9 +147,19 @@ class SyncGroupTickets:
         """End the run before portion `number`, as if the budget were spent there. May be called by any thread."""
         self._end = number
 
+    def places(self, member: int) -> range:
+        """The places of a member's tickets in each portion."""
+        return self._members[member]
+
+    def tickets(self, number: int, member: int) -> tuple[Ticket, ...]:
+        """The tickets of a `member` (its index in the sync group) in portion `number`."""
+        return tuple(self._ticket_at(number * self.portion_size + place) for place in self.places(member))
+
     def ticket(self, number: int, member: int = 0) -> Ticket:
-        """The ticket of a `member` (its index in the sync group) in portion `number`."""
-        place = number * self._group_size + member
+        """The first ticket of a `member` in portion `number`."""
+        return self._ticket_at(number * self.portion_size + self.places(member).start)
+
+    def _ticket_at(self, place: int) -> Ticket:
         outstanding = self._start.outstanding
         if place < len(outstanding):
             return outstanding[place]
@@ -146,13 +168,14 @@ class SyncGroupTickets:
     def number_of(self, ticket: Ticket) -> int:
         """The portion that contains a ticket."""
         place = self._places.get(ticket.step, ticket.step - self._start.next_ticket.step + len(self._start.outstanding))
-        return place // self._group_size
+        return place // self.portion_size
 
     def position(self, number: int, undone: Iterable[int] = ()) -> Position:
         """The position of the run when the portions below `number` are done, except for `undone` ones."""
-        num_given = number * self._group_size
+        num_given = number * self.portion_size
         outstanding = self._start.outstanding
-        returned = [self.ticket(each, member) for each in sorted(undone) for member in range(self._group_size)]
+        first_places = [each * self.portion_size for each in sorted(undone)]
+        returned = [self._ticket_at(first + place) for first in first_places for place in range(self.portion_size)]
         return Position(
             self.sequence[self._start.next_ticket.step + max(0, num_given - len(outstanding))],
             tuple(sorted((*returned, *outstanding[num_given:]), key=lambda ticket: ticket.step)),
@@ -160,7 +183,7 @@ class SyncGroupTickets:
 
     def num_before(self, number: int) -> int:
         """The number of done mini-batches when exactly the portions below `number` are done."""
-        return self._start.num_done + number * self._group_size
+        return self._start.num_done + number * self.portion_size
 
     def progress(self, number: int, minutes: float) -> Progress:
         """The progress of the run when exactly the portions below `number` have been claimed."""
@@ -186,7 +209,7 @@ class SyncGroupTickets:
             if self.is_beyond(number):
                 return
             for member in members:
-                yield self.ticket(number, member)
+                yield from self.tickets(number, member)
 
     def handed_out(self, num_drawn: int) -> int:
         """How many of the first `num_drawn` portions are within the budget."""

@@ -3,9 +3,9 @@ processes prepare mini-batches ahead."""
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 
 from starling.engines.processes.checkpoint_barrier import AGREEING, CheckpointBarrier
 from starling.engines.processes.communicator import Communicator
@@ -18,6 +18,9 @@ from starling.training.job import Job, Statistics
 from starling.training.loading import Loaded, Loader, Lookahead
 from starling.training.tickets import SyncGroupTickets
 from starling.workload import Ticket
+
+KEPT_TIMES = 1 << 16
+"""Claims of a sync group whose time stays in the store: learners that agree every H steps are up to H claims apart."""
 
 
 class ProcessBatches:
@@ -56,20 +59,20 @@ class ProcessBatches:
         self._loader, self._lookahead = loader, Lookahead(is_counted)
         self._batches = loader.load(self._drawn(), self._num_ahead)
 
-    def next(self, claim: int) -> Loaded | None:
+    def next(self, claim: int) -> Sequence[Loaded] | None:
         begin = self._now()
         with self._waits.waiting("data"):
-            loaded = next(self._batches, None)
+            loaded = list(islice(self._batches, self._tickets.shares[self._member]))
         now = self._now()
         self._statistics.spent.waiting_for_data += now - begin
         if self._resumed_at is not None:
             spent = self._budget.fraction(self._tickets.progress(self._newest_drawn, minutes=0.0))
             self._lookahead.began(self._draws.drawn_at, begin - self._resumed_at, spent)
         self._resumed_at = now
-        if loaded is not None:
-            self._drawn_ahead.discard(self._tickets.number_of(loaded[0]))
+        if loaded:
+            self._drawn_ahead.discard(self._tickets.number_of(loaded[0][0]))
             self._draw_ahead(now)
-        return loaded
+        return loaded or None
 
     def agreed_seconds(self, claim: int) -> float:
         """The clock of the sync group's first learner, through the store."""
@@ -78,7 +81,7 @@ class ProcessBatches:
         key = f"clock/{self._sync_group.start}/{{}}".format
         if self._member == 0:
             self._store.set(key(claim), repr(self._now()))
-            self._store.delete_key(key(claim - 2))
+            self._store.delete_key(key(claim - KEPT_TIMES))
         return float(self._value_of_first(key(claim), "agreeing on the time"))
 
     def reach(self, portion: int) -> None:
@@ -117,7 +120,8 @@ class ProcessBatches:
                 return
             self._drawn_ahead.add(number)
             self._newest_drawn = number
-            yield replace(self._tickets.ticket(number, self._member), part=self._part)
+            for ticket in self._tickets.tickets(number, self._member):
+                yield replace(ticket, part=self._part)
 
     def _numbers(self) -> Iterator[int]:
         """Draw portions for this sync group: their numbers."""

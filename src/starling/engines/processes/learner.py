@@ -66,6 +66,7 @@ class ProcessLearner(Learner):
         loader: Loader,
         feed: MembershipFeed,
         membership: Membership,
+        shares: Sequence[int],
         waits: Waits,
         save_requests: SaveRequests | None = None,
         look_around: Callable[[], None] = do_nothing,
@@ -90,7 +91,7 @@ class ProcessLearner(Learner):
             place.store, place.rank, place.world, save_requests, self._add_barrier, timeout_seconds, waits
         )
         position, size = start.position if start else Position(), job.sync_group_size(place.world)
-        tickets = SyncGroupTickets(job.workload, position, job.budget, size)
+        tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares)
         self._batches = self._make_batches(tickets, loader)
         self.course = Course(
             job,
@@ -227,8 +228,8 @@ class ProcessLearner(Learner):
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         course, version = self.course, self.replica.version
-        ticket = course.claimed()[0]
-        course.gradient_version = version
+        claimed = course.claimed()
+        course.gradient_version, course.is_averaged = version, False
         is_mine = at is self.replica.weights
         if not is_mine:
             self._elsewhere = self._elsewhere or self._flat.twin()
@@ -237,7 +238,7 @@ class ProcessLearner(Learner):
         def result(reduced: bool) -> Tensor:
             if is_mine and self.replica.version != version:
                 raise changed_beneath(self._place.rank)
-            if course.claimed()[0] is not ticket:
+            if course.claimed() is not claimed:
                 raise ProtocolError(f"learner {self._place.rank} claimed again before it awaited its gradient")
             return self._compute(self._flat if is_mine or self._elsewhere is None else self._elsewhere, reduced)
 
@@ -283,6 +284,7 @@ class ProcessLearner(Learner):
         return ProcessHandle(lambda: shards.share(pieces, *self.communicator.share(len(pieces))))
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
+        self.course.is_averaged |= isinstance(of, Handle)
         return self.communicator.mean(of, group)
 
     def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
@@ -356,9 +358,9 @@ class ProcessLearner(Learner):
             )
         if course.unused and isinstance(flat, ShardedModel):
             raise ConfigError(
-                f"learner {self._place.rank}: parameter {flat.name_of(min(course.unused))} took no part in mini-batch "
-                f"{course.claimed()[0].step}, but an island needs a gradient of every parameter from every mini-batch; "
-                "use it in each, freeze it, or leave out island"
+                f"learner {self._place.rank}: parameter {flat.name_of(min(course.unused))} took no part in "
+                f"mini-batch {course.claimed()[0][0].step}, but an island needs a gradient of every parameter from "
+                "every mini-batch; use it in each, freeze it, or leave out island"
             )
         return loss
 

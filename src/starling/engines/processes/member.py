@@ -26,7 +26,15 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.engines.processes.done_notes import noted
-from starling.engines.processes.handshake import Handshake, await_keys, check_alike, gather, part, shake_hands
+from starling.engines.processes.handshake import (
+    Handshake,
+    await_keys,
+    check_alike,
+    gather,
+    in_one_list,
+    part,
+    shake_hands,
+)
 from starling.engines.processes.island import IslandGroup, ShardedModel, check_island
 from starling.engines.processes.learner import ProcessLearner
 from starling.engines.processes.place import Place
@@ -34,6 +42,7 @@ from starling.engines.processes.process_group import process_group
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import end_with_threads
 from starling.errors import PeerLost, StarlingError
+from starling.training.batch_shares import measured_seconds
 from starling.training.flat import FlatModel, Model, trainable
 from starling.training.job import Job, Named, Observer
 from starling.training.loading import Loader
@@ -216,7 +225,9 @@ class _Member:
                     start = self.life.state if is_first else self._start(rank, plan)
                     if is_first and start is not None and isinstance(flat, ShardedModel):
                         start = flat.own_part(start)  # a checkpoint may hold the whole model
-                    learner = self.learner = self._make_learner(place, flat, island, start, membership, look_around)
+                    learner = self.learner = self._make_learner(
+                        place, flat, island, start, membership, plan.shares, look_around
+                    )
                 connections.note()
                 self.feed.enter(membership)
 
@@ -239,6 +250,7 @@ class _Member:
             state = self.life.state
             position = state.position if state else Position()
             plan = Plan(len(membership.members), position, state.minutes if state else 0.0)
+            plan = plan.with_shares(self.job, membership.members, self._speeds(membership, rank, store, look_around))
             write_first_plan(store, rank, plan)
             self.changes.begin(membership, position, rank == 0)
             return plan
@@ -262,6 +274,21 @@ class _Member:
         if not told:
             self.changes.begin(membership, plan.position, False)
         return plan
+
+    def _speeds(self, membership: Membership, rank: int, store: Store, look_around: LookAround) -> list[float] | None:
+        """What a mini-batch of each learner takes, in seconds, if batch shares depend on it. All measure at once, since
+        those that share a machine also compute at once."""
+        job, world, flat = self.job, len(membership.members), self.flat
+        if job.batch_shares != "auto" or flat is None:
+            return None
+        job.validate(world)
+        seconds = measured_seconds(job.workload, flat.model, self.device)
+        own = json.dumps(seconds * job.stragglers.slow.get(self.feed.name, 1.0))
+        what = "measuring the speed of each learner"
+        found = gather(
+            store, rank, world, "speed", own, in_one_list, self.timeout_seconds, look_around, what, self.waits
+        )
+        return [float(each) for each in json.loads(found)]
 
     def _start(self, rank: int, plan: Plan) -> LearnerState:
         """The state with which this learner begins a later membership."""
@@ -288,6 +315,7 @@ class _Member:
         island: IslandGroup | None,
         start: LearnerState | None,
         membership: Membership,
+        shares: Sequence[int],
         look_around: LookAround,
     ) -> ProcessLearner:
         return ProcessLearner(
@@ -301,6 +329,7 @@ class _Member:
             self.loader,
             self.feed,
             membership,
+            shares,
             self.waits,
             self.save_requests,
             look_around,
@@ -353,7 +382,7 @@ def agree_on_plan(
         raise PeerLost(LOST_BEFORE_TRAINING)
     if rank == int(planner):
         members = _pasts(store.multi_get([f"{_PAST}/{other}" for other in range(world)]))
-        plan = _plan_after(root, members, job)
+        plan = _plan_after(root, membership, members, job)
         on_plan(plan)
         store.set(_PLAN, plan.encode())
         return plan
@@ -374,11 +403,11 @@ def _planner(pasts: list[bytes]) -> str:
         return ""
 
 
-def _plan_after(root: Store, members: Sequence[Past], job: Job) -> Plan:
+def _plan_after(root: Store, membership: Membership, members: Sequence[Past], job: Job) -> Plan:
     last = max(each.membership for each in members if each.membership is not None)
     store = PrefixStore(Membership(last, ()).key, root)
     before = Plan.decode(store.get(_PLAN))
-    return plan_after(before, members, job, lambda: noted(store, before.world, before.position))
+    return plan_after(before, members, job, lambda: noted(store, before.world, before.position), membership.members)
 
 
 def share_state(state: LearnerState, source: int) -> LearnerState:

@@ -1,6 +1,6 @@
 """The mini-batches of the learners of a virtual membership, and what its sync groups agree on at each claim."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Generic, TypeVar
@@ -45,7 +45,8 @@ class MembershipBatches:
         self.clock = clock
         self._workload = job.workload
         self._num_drawn = 0  # portions that all sync groups together have drawn
-        self._tickets = SyncGroupTickets(job.workload, plan.position, job.budget, size)
+        self.shares = plan.shares
+        self._tickets = SyncGroupTickets(job.workload, plan.position, job.budget, size, plan.shares)
         self._batches = loader.load(self._tickets.take(count(), members=range(size)))
         self._loaded: dict[int, Loaded] = {}
 
@@ -78,12 +79,14 @@ class VirtualBatches:
         self._shared, self._tickets = shared, tickets
         self._group, self._member, self._part = sync_group.start, rank - sync_group.start, part
 
-    def next(self, claim: int) -> Loaded | None:
+    def next(self, claim: int) -> Sequence[Loaded] | None:
         number = self._shared.draws.of(self._group, claim, self._shared.next_number)
         if self._tickets.is_beyond(number):
             return None
-        ticket = self._tickets.ticket(number, self._member)
-        return self._shared.load(ticket if ticket.part == self._part else replace(ticket, part=self._part))
+        return [
+            self._shared.load(ticket if ticket.part == self._part else replace(ticket, part=self._part))
+            for ticket in self._tickets.tickets(number, self._member)
+        ]
 
     def agreed_seconds(self, claim: int) -> float:
         """The time at which the first member of the sync group made the claim."""

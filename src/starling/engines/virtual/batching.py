@@ -76,6 +76,8 @@ class BatchedGradients:
             return "parameters are thawed during the run"
         if self._job.weighting != "batches":
             return f"mini-batches are weighted by {self._job.weighting}"
+        if self._job.batch_shares:
+            return "learners have batch shares"
         return None
 
     def new_replica(self) -> Replica:
@@ -92,7 +94,7 @@ class BatchedGradients:
         return self._single.named(buffers)
 
     def gradient(self, learner: Computing, at: Tensor) -> Loss:
-        _, batch = learner.course.claimed()
+        batch = learner.course.claimed()[0][1]
         if self.problem is not None or len(batch) != 1:
             return self._single.gradient(learner, at)
         if id(learner) in self._begun:  # its gradient before was not awaited

@@ -109,6 +109,8 @@ class VirtualEngine:
             self._lives.begin(rank).state = start[rank] if start else None
         position, minutes = (start[0].position, start[0].minutes) if start else (Position(), 0.0)
         first, plan = Membership(0, tuple(range(world))), Plan(world, position, minutes)
+        seconds = [cluster.compute.seconds * job.stragglers.slow.get(name, 1.0) for name in first.members]
+        plan = plan.with_shares(job, first.members, seconds if job.batch_shares == "auto" else None)
         self._current = self._begin(first, plan, list(start) if start else [None] * world)
 
     def run(self) -> Outcome:
@@ -177,7 +179,7 @@ class VirtualEngine:
         for name in set(living) - set(following.members):
             self._lives.by_name[name].death = "left with its super-learner"
         pasts = [self._lives.by_name[name].past for name in following.members]
-        plan = plan_after(before.plan, pasts, self._job, lambda: before.batches.done)
+        plan = plan_after(before.plan, pasts, self._job, lambda: before.batches.done, following.members)
         self._current = self._begin(following, plan, self._starts(following, plan))
         self._changes.begin(following, plan.position, True)
 

@@ -42,7 +42,7 @@ class _Begun:
     learner: Computing
     at: Tensor
     task: GradientTask
-    batch: Sequence[Any]
+    batches: Sequence[Sequence[Any]]
     place: _Place | None = None
     loss: float | None = None
 
@@ -94,8 +94,8 @@ class HostProcesses:
         before = self._begun.get(id(learner))
         if before is not None:  # it was not awaited
             self._wait_for(before)
-        _, batch = learner.course.claimed()
-        begun = self._begun[id(learner)] = _Begun(learner, at, learner.course.gradient_task(), batch)
+        task, batches = learner.course.gradient_task(), learner.course.claimed_batches()
+        begun = self._begun[id(learner)] = _Begun(learner, at, task, batches)
         self._receive(timeout=0.0)
         self._hand_out()
 
@@ -120,7 +120,7 @@ class HostProcesses:
                 self._computing[begun.place] = begun
                 buffers = [None if buffer is None else buffer.clone() for buffer in begun.learner.buffers]
                 with suppress(OSError):  # the process has died, which `_receive` reports
-                    begun.place.line.send((begun.place.slot, begun.task, begun.batch, buffers))
+                    begun.place.line.send((begun.place.slot, begun.task, begun.batches, buffers))
 
     def _wait_for(self, begun: _Begun) -> None:
         """Receive gradients until one is there."""
@@ -160,14 +160,14 @@ def _serve(line: Connection, job: Job, memory: Tensor) -> None:
     models: list[FlatModel] = []
     with suppress(EOFError, OSError):
         while True:
-            slot, task, batch, buffers = line.recv()
+            slot, task, batches, buffers = line.recv()
             try:
                 models = models or [FlatModel(job.workload.make_model(), memory.device)]
                 flat = models[0]
                 flat.use_weights(memory[slot, 0])
                 flat.use_gradients(memory[slot, 1])
                 flat.use_buffers(buffers)
-                computed: Computed | Exception = compute_gradient(job, task, batch, flat.model, flat)
+                computed: Computed | Exception = compute_gradient(job, task, batches, flat.model, flat)
                 buffers = flat.own_buffers()
             except Exception as error:
                 computed = error

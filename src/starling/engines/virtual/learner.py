@@ -94,7 +94,11 @@ class VirtualLearner(Learner):
         self._kept_up: tuple[float, simpy.Event] | None = None
         self._pause = 0.0  # seconds that injected pauses add to the gradient under way
         tickets = SyncGroupTickets(
-            job.workload, start.position if start else Position(), job.budget, job.sync_group_size(world)
+            job.workload,
+            start.position if start else Position(),
+            job.budget,
+            job.sync_group_size(world),
+            surroundings.batches.shares,
         )
         part = life.name % job.workload.num_parts
         self.course = Course(
@@ -147,7 +151,8 @@ class VirtualLearner(Learner):
         self._surroundings.check()
         claimed, step = self.course.claim(), -1
         if claimed:
-            step = self.course.claimed()[0].step - (self._rank - self._sync_group.start) + len(self._sync_group)
+            first, tickets = self.course.claimed()[0][0], self.course.tickets
+            step = first.step - tickets.places(self._rank - self._sync_group.start).start + tickets.portion_size
         self._record("claim", struct.pack("<q", step))
         return claimed
 
@@ -155,7 +160,9 @@ class VirtualLearner(Learner):
         begun = self._surroundings.computation.gradient(self, at)
         is_mine = at is self.weights  # what `at` is otherwise need not be kept
         version = self.course.gradient_version = self.replica.version
-        seconds, times = self.life.times.draw(), self.life.times
+        self.course.is_averaged = False
+        times = self.life.times
+        seconds = sum(times.draw() for _ in self.course.claimed())
         self.statistics.averaging.bytes_sent += times.communication_bytes
         seconds += self.life.delays.after(seconds) + self._pause
         self._pause = 0.0
@@ -222,6 +229,8 @@ class VirtualLearner(Learner):
         check_group(self._rank, group, chosen, self._surroundings.world)
         if isinstance(of, Tensor):
             check_mean(self._rank, of, self.weights)
+        else:
+            self.course.is_averaged = True
         if isinstance(of, VirtualGradient) and not of.event.processed:
             of.given_away = partial(given_away, self._rank)
         number = self._num_means[self.activity] = self._num_means.get(self.activity, -1) + 1

@@ -84,7 +84,7 @@ def profile(
             f"gradients: {gradients} is too few for a distribution; measure at least 2, preferably {GRADIENTS}"
         )
     facts = facts or facts_of(job, counts_flops=True)
-    bare = replace(job, stragglers=Stragglers(), faults=(), checkpoint_every=None, weighting="batches")
+    bare = replace(job, stragglers=Stragglers(), faults=(), checkpoint_every=None, weighting="batches", batch_shares={})
     say("one learner: gradients")
     (alone,) = _run(bare, 1, {"name": MEASURE}, gradients + WARM_UP, engine)
     say("two learners: exchanges and means")

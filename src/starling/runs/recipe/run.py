@@ -14,6 +14,7 @@ from starling.runs.recipe.file import Tree
 from starling.runs.recipe.problems import describe
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands
+from starling.training.batch_shares import BatchShares, shares_problem
 from starling.training.faults import Fault, Join
 from starling.training.faults import problems as faults_problems
 from starling.training.stragglers import Stragglers
@@ -138,6 +139,11 @@ class RunConfig(Config):
     island: Island = NO_ISLANDS
     """Learners that hold one model in shards, because it does not fit into the memory of one: {sharded: 2}. The
     strategy then holds between islands."""
+    batch_shares: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] | Literal["auto"] = Field(
+        default_factory=dict
+    )
+    """By learner, of how many mini-batches it computes the gradient of each step, such as {0: 2}; 1 unless given. auto:
+    as many as its speed allows, measured when the run begins. For learners of unequal speed that step together."""
     budget: Budget
     """When the run ends: after so many epochs, steps or minutes, whichever comes first."""
     engine: EngineConfig = EngineConfig()
@@ -210,6 +216,7 @@ def check_run(kind: type[RunT], tree: Tree, where: str, problems: Sequence[str] 
     found = strategy_problems(tree.get("strategy"), learners, _island(tree))
     found += problems
     found += _straggler_problems(tree.get("stragglers"), learners)
+    found += _share_problems(tree, learners)
     found += _fault_problems(tree.get("faults"), learners)
     try:
         run = kind.model_validate(tree)
@@ -244,6 +251,27 @@ def _straggler_problems(section: Any, learners: int | None) -> list[str]:
     except ValidationError:
         return []  # validation of the tree reports it
     return [] if learners is None else list(stragglers.problems(learners))
+
+
+def _share_problems(tree: Tree, learners: int | None) -> list[str]:
+    """Describe batch shares that the run's learners or its strategy cannot have."""
+    section = tree.get("batch_shares")
+    if not section or learners is None:
+        return []
+    try:
+        shares = TypeAdapter[BatchShares](BatchShares).validate_python(section)
+        choice = StrategyChoice.model_validate(tree.get("strategy") or DEFAULT_STRATEGY)
+        if choice.is_auto:
+            return ["batch_shares: strategy auto chooses for learners with equal shares; name a strategy"]
+        strangers = [
+            f"batch_shares.{name}: there is no learner {name} among {learners}; the last is learner {learners - 1}"
+            for name in (() if shares == "auto" else shares)
+            if name >= learners
+        ]
+        problem = shares_problem(shares, choice.strategy, choice.options, learners, _island(tree))
+    except (ConfigError, ValidationError):
+        return []  # other checks report it
+    return [*strangers, *([problem] if problem else [])]
 
 
 def _fault_problems(section: Any, learners: int | None) -> list[str]:

@@ -1,0 +1,54 @@
+"""Starling's `local-sgd` and `diloco` against torchft's. `make test-peers` runs it; elsewhere torchft is absent."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.perceptron import perceptron
+from benchmarks.runs import read_weights
+from benchmarks.starting import Program, run_side_by_side
+from starling.launch.launcher import loopback_store
+from starling.launch.process import loopback_interface
+from tests.torchft_process import WIDTHS
+
+pytest.importorskip("torchft")
+WORLD = 2
+PAIRS = {"local_sgd": "torchft_local_sgd", "diloco": "torchft_diloco"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the models of two workers after three outer steps under each column."""
+    folder = tmp_path_factory.mktemp("trained")
+    columns = ",".join([*PAIRS, *PAIRS.values()])
+    with loopback_store() as port:
+        place = {
+            "WORLD_SIZE": WORLD,
+            "LOCAL_WORLD_SIZE": WORLD,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "GLOO_SOCKET_IFNAME": loopback_interface(),
+        }
+        program = [sys.executable, "-m", "tests.torchft_process", columns, str(folder)]
+        programs = [Program(program, {**place, "RANK": rank, "LOCAL_RANK": rank}) for rank in range(WORLD)]
+        run_side_by_side(programs, folder, limit=120.0)
+    return folder
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS.items())
+def test_three_outer_steps_are_those_of_torchft(trained: Path, ours: str, theirs: str) -> None:
+    """The same data, inner SGD with momentum and outer optimizer give the same weights to 1e-6; they have moved."""
+    begin = torch.nn.utils.parameters_to_vector(perceptron(WIDTHS).parameters()).detach()
+    for rank in range(WORLD):
+        expected = read_weights(trained / f"{theirs}-{rank}.bin")
+        assert (expected - begin).abs().max() > 1e-2
+        torch.testing.assert_close(read_weights(trained / f"{ours}-{rank}.bin"), expected, rtol=0.0, atol=1e-6)
+
+
+def test_diloco_is_not_local_sgd(trained: Path) -> None:
+    """The outer optimizer makes a difference that the comparison would see."""
+    local, diloco = (read_weights(trained / f"{column}-0.bin") for column in PAIRS)
+    assert (local - diloco).abs().max() > 1e-3
