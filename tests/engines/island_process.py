@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.optim import Optimizer
 
 from benchmarks.islands import bytes_of_tensors
@@ -27,6 +29,7 @@ from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
 from starling.launch.rendezvous import find_place
 from starling.speech.models.blstm import BidirectionalLayer, reversal
+from starling.speech.models.tensor_plan import CutDropout
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island
 from starling.training.faults import Fault, NotFinite
@@ -123,6 +126,57 @@ class Counting(Uneven):
         return model(torch.ones(1, 1)).sum()
 
 
+class _Planned(nn.Module):
+    """An inner layer by units, with dropout inside and outside, an output layer whose rows do not divide by two, and
+    what is not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 7), nn.LayerNorm(7)
+        self.widening, self.narrowing, self.output = nn.Linear(7, 12), nn.Linear(12, 7), nn.Linear(7, 9)
+        self.wide_dropout, self.dropout = nn.Dropout(0.2), nn.Dropout(0.2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(self.first(inputs))
+        wide = self.wide_dropout(torch.tanh(self.widening(hidden)))
+        found: Tensor = self.output(hidden + self.dropout(self.narrowing(wide))).log_softmax(1)
+        return found
+
+    def tensor_plan(self) -> dict[str, Any]:
+        return {
+            "widening": ColwiseParallel(),
+            "wide_dropout": CutDropout(),
+            "narrowing": RowwiseParallel(),
+            "out*": ColwiseParallel(output_layouts=Replicate()),
+        }
+
+
+class Planned(Uneven):
+    """A model that can be cut, with cross-entropy."""
+
+    def make_model(self) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return _Planned()
+
+    def loss(self, model: nn.Module, examples: Points) -> Tensor:
+        return nn.functional.nll_loss(model(examples.inputs), (4.0 + 2.0 * examples.targets).clamp(0, 8).long())
+
+
+class PlannedCounting(Counting):
+    """Every gradient is 1, of what is cut and of what is not."""
+
+    def make_model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(1, 5, bias=False), nn.Linear(1, 5, bias=False))
+        for each in model.parameters():
+            nn.init.zeros_(each)
+        model.tensor_plan = {"1": ColwiseParallel(output_layouts=Replicate())}
+        return model
+
+    def loss(self, model: nn.Module, examples: Points) -> Tensor:
+        return sum(each(torch.ones(1, 1)).sum() for each in model.children())
+
+
 class _Skipping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -168,6 +222,7 @@ class Case:
     workload: type[Uneven] = Uneven
     steps: int = 24
     size: int = 2
+    is_tensor: bool = False
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = adamw
     options: dict[str, Any] = field(default_factory=dict)
     clip: float | None = 0.5
@@ -182,7 +237,7 @@ class Case:
             workload=self.workload(),
             strategy=strategy,
             options=strategy.options.model_validate(self.options),
-            island=Island(sharded=self.size),
+            island=Island(tensor=self.size) if self.is_tensor else Island(sharded=self.size),
             budget=Budget(steps=self.steps),
             make_optimizer=self.optimizer,
             clip_norm=self.clip,
@@ -216,6 +271,7 @@ CASES = {
     "saved whole": Case(size=1, steps=12, saves="half whole"),
     "resumed from whole": Case(resumes="half whole"),
     "skipping": Case(workload=Skipping),
+    "tensor": Case(workload=Planned, steps=12, is_tensor=True),
 }
 
 
@@ -245,7 +301,9 @@ def main(runs: list[tuple[str, list[int]]], folder: Path) -> None:
         rank, world, case = members.index(place.rank), len(members), CASES[name]
         own = Place(rank, world, rank, world, PrefixStore(f"case{number}", place.store))
         start = (
-            load(next((folder / case.resumes).glob("step-*"))).start(rank, world, case.size) if case.resumes else None
+            load(next((folder / case.resumes).glob("step-*"))).start(rank, world, case.size, case.is_tensor)
+            if case.resumes
+            else None
         )
         before, measuring = bytes_of_tensors(), Measuring()
         told: dict[str, Any] = {}

@@ -89,7 +89,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     recogniser.save(folder.initial)
     freeze(recogniser.model, recipe.freeze)
     workload = load_workload(recipe, folder)
-    _check_share(len(workload.plan.utterances), recipe.sync_group_size)
+    num_at_once = recipe.sync_group_size // recipe.island.learners_per_batch
+    _check_share(len(workload.plan.utterances), num_at_once)
     for line in describe_shares(recipe, workload.plan.speech_set, workload.plan.utterances):
         say(line)
     if change := schedule_change(recipe, workload):
@@ -102,7 +103,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
             f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so that some have none: "
             f"lower {size}, or use fewer learners"
         )
-    if batches < recipe.sync_group_size:
+    if batches < num_at_once:
         say(
             f"warning: an epoch has {batches} mini-batches for {recipe.sync_group_size} learners that step together: "
             f"one step takes mini-batches of several epochs: lower {size}, or use fewer learners"

@@ -85,6 +85,7 @@ class Course:
         self._is_worker = rank < sync_groups.num_workers
         self._sync_group = sync_groups.of(rank)
         self._rank, self._world = rank, world
+        self._is_reporting = rank % job.island.learners_per_batch == 0  # for all that compute its mini-batches
         self._life, self._replica, self._observer, self._statistics = life, replica, observer, statistics
         self._batches, self._clock = batches, clock
         self._buffers, self._suffer, self._consensus_distance = buffers, suffer, consensus_distance
@@ -182,7 +183,7 @@ class Course:
         self._statistics.num_claimed += 1
         self._portion = self.tickets.number_of(ticket)
         self._pass_barriers(self._portion)
-        self._epoch_steps += 1
+        self._epoch_steps += self._is_reporting
         progress = self.tickets.progress(self._portion, minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
         following = self.tickets.progress(self._portion + 1, minutes)
@@ -335,13 +336,15 @@ class Course:
 
     def _ticket_of(self, portion: int, member: int) -> Ticket:
         """The ticket of a member of this sync group, with that member's part of the data."""
-        part = (self._sync_group.start + member) % self.job.workload.num_parts
+        part = (self._sync_group.start + member) // self.job.island.learners_per_batch % self.job.workload.num_parts
         return replace(self.tickets.ticket(portion, member), part=part)
 
     def report_step(self, loss: float) -> None:
         """Report the claimed mini-batch and its loss."""
         ticket, batch = self.claimed()
         self._loss = loss
+        if not self._is_reporting:
+            return
         self._observer.on_step(
             StepReport(
                 rank=self._rank,

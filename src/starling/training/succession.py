@@ -135,7 +135,9 @@ def plan_after(before: Plan, members: Sequence[Past], job: Job, all_done: Callab
     )
     if job.strategy.has_one_model:
         # all learners are one sync group
-        tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world)
+        tickets = SyncGroupTickets(
+            job.workload, before.position, job.budget, before.world, job.island.learners_per_batch
+        )
         position = tickets.position(models[newest].num_done)
         current = [each.membership == last and each.num_done == models[newest].num_done for each in models]
     else:

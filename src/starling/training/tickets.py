@@ -117,17 +117,26 @@ class DoneTickets(Set[int]):
 
 
 class SyncGroupTickets:
-    """The tickets of a run in portions, one ticket for each learner of a sync group.
+    """The tickets of a run in portions, one ticket for each learner of a sync group, or for each so many of them that
+    compute a mini-batch together.
 
     The budget in steps and epochs is checked before each portion, so that a sync group ends together without
     communication, after a whole portion. A budget in minutes is checked elsewhere, on the engine's clock.
     """
 
-    def __init__(self, workload: Workload[Any], start: Position, budget: Budget, sync_group_size: int) -> None:
+    def __init__(
+        self,
+        workload: Workload[Any],
+        start: Position,
+        budget: Budget,
+        sync_group_size: int,
+        learners_per_ticket: int = 1,
+    ) -> None:
         self.sequence = TicketSequence(workload, start.next_ticket)
         self._start = start
         self._budget = budget
-        self._group_size = sync_group_size
+        self._size = sync_group_size // learners_per_ticket  # the number of tickets in a portion
+        self._learners_per_ticket = learners_per_ticket
         self._places = {ticket.step: place for place, ticket in enumerate(start.outstanding)}
         self._end: int | None = None
 
@@ -137,7 +146,9 @@ class SyncGroupTickets:
 
     def ticket(self, number: int, member: int = 0) -> Ticket:
         """The ticket of a `member` (its index in the sync group) in portion `number`."""
-        place = number * self._group_size + member
+        return self._ticket(number * self._size + member // self._learners_per_ticket)
+
+    def _ticket(self, place: int) -> Ticket:
         outstanding = self._start.outstanding
         if place < len(outstanding):
             return outstanding[place]
@@ -146,13 +157,13 @@ class SyncGroupTickets:
     def number_of(self, ticket: Ticket) -> int:
         """The portion that contains a ticket."""
         place = self._places.get(ticket.step, ticket.step - self._start.next_ticket.step + len(self._start.outstanding))
-        return place // self._group_size
+        return place // self._size
 
     def position(self, number: int, undone: Iterable[int] = ()) -> Position:
         """The position of the run when the portions below `number` are done, except for `undone` ones."""
-        num_given = number * self._group_size
+        num_given = number * self._size
         outstanding = self._start.outstanding
-        returned = [self.ticket(each, member) for each in sorted(undone) for member in range(self._group_size)]
+        returned = [self._ticket(each * self._size + place) for each in sorted(undone) for place in range(self._size)]
         return Position(
             self.sequence[self._start.next_ticket.step + max(0, num_given - len(outstanding))],
             tuple(sorted((*returned, *outstanding[num_given:]), key=lambda ticket: ticket.step)),
@@ -160,7 +171,7 @@ class SyncGroupTickets:
 
     def num_before(self, number: int) -> int:
         """The number of done mini-batches when exactly the portions below `number` are done."""
-        return self._start.num_done + number * self._group_size
+        return self._start.num_done + number * self._size
 
     def progress(self, number: int, minutes: float) -> Progress:
         """The progress of the run when exactly the portions below `number` have been claimed."""
