@@ -272,6 +272,26 @@ CASES = {
     "resumed from whole": Case(resumes="half whole"),
     "skipping": Case(workload=Skipping),
     "tensor": Case(workload=Planned, steps=12, is_tensor=True),
+    "tensor of three": Case(workload=Planned, steps=12, size=3, is_tensor=True),
+    "tensor not finite": Case(workload=Planned, steps=12, is_tensor=True, faults=(NotFinite(nan=1, at_step=3),)),
+    "tensor allreduce": Case(workload=Planned, is_tensor=True),
+    "tensor dpsgd": Case("dpsgd", Planned, is_tensor=True, optimizer=sgd(0.1), clip=None),
+    "tensor diloco": Case("diloco", Planned, is_tensor=True, optimizer=sgd(0.1), options={"every": 2}),
+    "tensor adpsgd": Case(
+        "adpsgd",
+        PlannedCounting,
+        steps=40,
+        is_tensor=True,
+        optimizer=sgd(0.5),
+        options={"pattern": "pairs"},
+        clip=None,
+    ),
+    "tensor saved": Case(workload=Planned, steps=12, is_tensor=True, saves="half tensor"),
+    "tensor resumed": Case(workload=Planned, is_tensor=True, resumes="half tensor"),
+    "tensor resumed as four": Case(workload=Planned, size=4, is_tensor=True, resumes="half tensor"),
+    "tensor resumed sharded": Case(workload=Planned, resumes="half tensor"),
+    "sharded saved": Case(workload=Planned, steps=12, saves="half sharded"),
+    "sharded resumed as tensor": Case(workload=Planned, is_tensor=True, resumes="half sharded"),
 }
 
 
@@ -314,6 +334,7 @@ def main(runs: list[tuple[str, list[int]]], folder: Path) -> None:
             told["error"] = f"{type(error).__name__}: {error}"
         else:
             weights = state.weights.clone()
+            told["dims"] = state.shard_of_island.cut.dims if state.shard_of_island else ()
             if case.saves:
                 save(folder / case.saves, state, own.store)
         told |= {"memory": measuring.memory - before, "sent": measuring.sent, "rounds": measuring.rounds}
