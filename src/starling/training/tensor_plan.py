@@ -43,7 +43,7 @@ def modules_of(model: nn.Module, key: str) -> list[nn.Module]:
     return [
         module
         for name, module in model.named_modules()
-        if len(parts := name.split(".")) == len(wanted) and all(map(fnmatch, parts, wanted))
+        if bool(name) == bool(key) and len(parts := name.split(".")) == len(wanted) and all(map(fnmatch, parts, wanted))
     ]
 
 
