@@ -169,7 +169,7 @@ def test_timing_alone_takes_the_same_time() -> None:
 
 
 def test_timing_alone_knows_no_tensor_islands() -> None:
-    with pytest.raises(ConfigError, match="simulate a job, or choose island.sharded"):
+    with pytest.raises(ConfigError, match=r"simulate a job, or choose island\.sharded"):
         simulate_timing(find_strategy("allreduce"), None, 4, CLUSTER, 400, 24, island=Island(tensor=2))
 
 

@@ -1,7 +1,8 @@
 """The program of a learner process in the tests of joining: `joining_process.py MODE HURRY`.
 
 A mode is a strategy, and what goes wrong with joiners, or with those of odd ids alone: `adpsgd`, `adpsgd/alien`,
-`hadpsgd/half-shot`. `adpsgd+sharded` and `adpsgd+tensor` are those of islands of two. Mini-batches take their time until there is a file HURRY.
+`hadpsgd/half-shot`. `adpsgd+sharded` and `adpsgd+tensor` are those of islands of two. Mini-batches take their time
+until there is a file HURRY.
 """
 
 import os

@@ -65,7 +65,9 @@ def test_a_model_says_how_it_is_cut() -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    with pytest.raises(ConfigError, match="Sequential does not say which layers can be cut; give it a method tensor_plan"):
+    with pytest.raises(
+        ConfigError, match="Sequential does not say which layers can be cut; give it a method tensor_plan"
+    ):
         tensor_plan(model)
     model.tensor_plan = {"2": ColwiseParallel()}
     with pytest.raises(ConfigError, match="tensor_plan names 2, which Sequential does not have"):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Cut:
-    """How `size` ranks divide a model: each parameter along one dimension into equal parts, the last of which are padded
-    with zeros. So all ranks have a vector `[P']` of the same size, slightly more than P / size."""
+    """How `size` ranks divide a model: each parameter along one dimension into equal parts, the last of which are
+    padded with zeros. So all ranks have a vector `[P']` of the same size, slightly more than P / size."""
 
     size: int
     shapes: tuple[tuple[int, ...], ...]
@@ -58,11 +58,9 @@ class Cut:
         return torch.cat(found)
 
     def part_of_optimizer(self, whole: dict[str, Any], member: int, order: Sequence[int]) -> dict[str, Any]:
-        """The `state_dict` of one rank's optimizer, from that of the whole model's, whose parameters are in the order of
-        the numbers `order`."""
-        return _with_state(
-            whole, lambda place, value: part_of(value, self.size, member, self._dims[order[place[0]]])
-        )
+        """The `state_dict` of one rank's optimizer, from that of the whole model's, whose parameters are in the order
+        of the numbers `order`."""
+        return _with_state(whole, lambda place, value: part_of(value, self.size, member, self._dims[order[place[0]]]))
 
     def whole_of_optimizer(self, parts: Sequence[dict[str, Any]], order: Sequence[int]) -> dict[str, Any]:
         """The `state_dict` of the whole model's optimizer from those of all ranks' optimizers, whose parameters are in

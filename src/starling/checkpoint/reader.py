@@ -89,11 +89,11 @@ class Checkpoint:
         )
 
     def start(self, rank: int, world: int, island: int = 1, is_tensor: bool = False) -> LearnerState:
-        """The state from which learner `rank` of `world` resumes, with islands of `island` ranks, which divide the model
-        by tensor parallelism or by rows.
+        """The state from which learner `rank` of `world` resumes, with islands of `island` ranks, which divide the
+        model by rows or, if `is_tensor`, by its plan of tensor parallelism.
 
-        With as many learners in islands of the same size and kind as before, each resumes from its own state. Otherwise all
-        resume from the consensus weights, and learner r takes the optimizer state of former learner r modulo their
+        With as many learners in islands of the same size and kind as before, each resumes from its own state. Otherwise
+        all resume from the consensus weights, and learner r takes the optimizer state of former learner r modulo their
         number; or the ranks of island i take that of former island i modulo their number. With islands the state is
         then that of a whole model. In all cases the state includes all saved model shards, so that any learner can keep
         any of them, and the longest training time of all learners. Raises CheckpointError if the checkpoint has no

@@ -72,8 +72,9 @@ def between_islands(strategy: Strategy, island: Island) -> Strategy:
                 "another strategy, such as allreduce or adpsgd, or leave out island"
             )
         if world % size:
+            kind = "tensor" if island.tensor > 1 else "sharded"
             raise ConfigError(
-                f"island.{'tensor' if island.tensor > 1 else 'sharded'}: {world} learners cannot be divided into islands of {size}; choose a multiple of "
+                f"island.{kind}: {world} learners cannot be divided into islands of {size}; choose a multiple of "
                 f"{size} learners"
             )
         between.validate(options, world // size)

@@ -175,8 +175,8 @@ class IslandModel:
         if state.shard_of_island is not None:
             if state.shard_of_island.cut != cut:
                 raise CheckpointError(
-                    f"island: the checkpoint has another model, or one that was cut in another way, than {member + 1} of "
-                    f"{cut.size} now; resume with the model that was trained"
+                    f"island: rank {member} of {cut.size}: the checkpoint has another model, or one that was cut in "
+                    "another way; resume with the model that was trained, and its tensor_plan"
                 )
             return state
         order = self._order(make_optimizer(self.parameters))

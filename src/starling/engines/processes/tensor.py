@@ -51,8 +51,7 @@ class TensorModel(IslandModel):
         shapes = tuple(tuple(parameter.shape) for parameter in whole.values())
         super().__init__(model, island, whole, Cut(island.size, shapes, tuple(dim or 0 for dim in self._dims)))
         self._spans = [
-            span_of(shape[dim], island.size, island.member)
-            for shape, dim in zip(shapes, self.cut.dims, strict=True)
+            span_of(shape[dim], island.size, island.member) for shape, dim in zip(shapes, self.cut.dims, strict=True)
         ]
         self._like = [torch.empty(shape, device="meta") for shape in self.cut.local_shapes]
         for number, parameter in enumerate(self._computed):
@@ -125,7 +124,9 @@ def _check(name: str, whole: Tensor, dim: int | None, num_uses: int, size: int) 
     if dim is None:
         return
     if num_uses > 1:
-        raise ConfigError(f"island.tensor: {name} is shared by several modules, so that it cannot be cut; leave it whole")
+        raise ConfigError(
+            f"island.tensor: {name} is shared by several modules, so that it cannot be cut; leave it whole"
+        )
     if dim > 0 and whole.shape[dim] % size:
         raise ConfigError(
             f"island.tensor: {name} has {whole.shape[dim]} columns, which cannot be divided by {size}; choose a width "
@@ -159,10 +160,12 @@ class _Counted(dist.ProcessGroup):
     island: IslandGroup
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = self._description = ""
 
-    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> dist.Work:
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], options: Any = None
+    ) -> dist.Work:
         for each in tensors:
             self.island.all_reduce(each, dist.ReduceOp.SUM if options is None else options.reduceOp)
         return _Finished(tensors)

@@ -199,8 +199,8 @@ class Joined(Workload[_Part]):
 
 
 class _EachRank:
-    """Reports each rank of an island, with an equal share of the bytes; and each mini-batch by the rank that computed it,
-    or the first of them."""
+    """Reports each rank of an island, with an equal share of the bytes; and each mini-batch of the rank that computed
+    it, or of the first of them."""
 
     def __init__(self, observer: Observer, workload: Joined, size: int, num_batches: int) -> None:
         self._observer, self._workload, self._size, self._batches = observer, workload, size, num_batches

@@ -23,7 +23,7 @@ class CutDropout(ParallelStyle):
             ones = torch.ones(*units.shape[:-1], size * units.shape[-1], device=units.device, dtype=units.dtype)
             return units * F.dropout(ones, dropout.p).chunk(size, -1)[member]
 
-        module.forward = forward
+        module.forward = forward  # type: ignore[assignment,method-assign]
         return module
 
 
