@@ -163,6 +163,10 @@ class Planned(Uneven):
         return nn.functional.nll_loss(model(examples.inputs), (4.0 + 2.0 * examples.targets).clamp(0, 8).long())
 
 
+class PlannedSized(Planned, Sized):
+    """The sizes of its mini-batches are known before they are loaded."""
+
+
 class PlannedCounting(Counting):
     """Every gradient is 1, of what is cut and of what is not."""
 
@@ -276,6 +280,7 @@ CASES = {
     "tensor not finite": Case(workload=Planned, steps=12, is_tensor=True, faults=(NotFinite(nan=1, at_step=3),)),
     "tensor allreduce": Case(workload=Planned, is_tensor=True),
     "tensor dpsgd": Case("dpsgd", Planned, is_tensor=True, optimizer=sgd(0.1), clip=None),
+    "tensor weighted": Case(workload=PlannedSized, steps=12, is_tensor=True, weighting="utterances"),
     "tensor diloco": Case("diloco", Planned, is_tensor=True, optimizer=sgd(0.1), options={"every": 2}),
     "tensor adpsgd": Case(
         "adpsgd",

@@ -238,6 +238,17 @@ def test_tensor_islands_average_as_learners_with_whole_models(result: Result) ->
         torch.testing.assert_close(own, flat(apart.models[number]), rtol=0.0, atol=1e-6)
 
 
+def test_tensor_islands_weigh_their_mini_batches_by_size(result: Result) -> None:
+    oracle = Oracle("tensor weighted", 1)
+    for first in range(0, CASES["tensor weighted"].steps, 2):
+        sizes = [oracle.workload.planned_size(Ticket(0, step, step), "utterances") for step in (first, first + 1)]
+        gradients = [oracle.gradient(0, [step]) for step in (first, first + 1)]
+        mean = [(sizes[0] * one + sizes[1] * two) / sum(sizes) for one, two in zip(*gradients, strict=True)]
+        oracle.step(0, mean)
+    for found in islands(result, "tensor weighted"):
+        torch.testing.assert_close(found, flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+
+
 def test_a_periodic_strategy_holds_between_tensor_islands(result: Result) -> None:
     expected = [state.weights for state in VirtualEngine(CASES["tensor diloco"].job(), 4).run().states]
     for found, whole in zip(islands(result, "tensor diloco"), expected, strict=True):

@@ -116,7 +116,8 @@ def test_an_island_that_has_lost_a_rank_leaves_whole(strategy: str, tmp_path: Pa
     harm, losses = survive(f"{strategy}/ends", 4, 1, tmp_path)
     assert [loss.learner for loss in losses] == [1]
     assert harm.said[0] == {"left": True}
-    assert 600 <= harm.said[2]["num_done"] < 604
+    budget = 300 if "tensor" in strategy else 600
+    assert budget <= harm.said[2]["num_done"] < budget + 4
     assert harm.said[3] == harm.said[2]
 
 

@@ -126,7 +126,8 @@ def _untrained(
 
 def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: int) -> str:
     """Outputs, mini-batches, and how much the learners take at a time, in words."""
-    learners = "learner" if recipe.num_workers == 1 else "learners"
+    kind = "learner" if recipe.island.learners_per_batch == 1 else "island"
+    learners = kind if recipe.num_workers == 1 else f"{kind}s"
     if states is None or recipe.sequences is None:
         seconds = recipe.batches.max_duration * recipe.batches.accumulate
         return (

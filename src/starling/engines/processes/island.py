@@ -237,6 +237,8 @@ class ShardedModel(IslandModel):
 
 def check_island(island: Island, device: torch.device) -> None:
     """Raise ConfigError if a learner on `device` cannot be a rank of an island."""
+    if island.size > 1 and not hasattr(dist, "all_gather_single"):
+        raise ConfigError(f"island: needs torch 2.13 or later, but this is torch {torch.__version__}; update torch")
     if island.size > 1 and device.type != "cpu":
         raise ConfigError(f"island: computed on the CPU only so far, not on {device.type}; set engine.device: cpu")
 
@@ -259,8 +261,6 @@ def _shard(model: nn.Module, island: IslandGroup) -> list[nn.Module]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ConfigError(f"island: needs torch 2.13 or later, but this is torch {torch.__version__}; update torch")
     mesh = DeviceMesh.from_group(island.group, "cpu", mesh=torch.tensor(list(island.ranks)), mesh_dim_names=("shard",))
     frozen = {each for each in model.parameters() if not each.requires_grad}
     units = [*_blocks(model), model]
