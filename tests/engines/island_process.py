@@ -28,6 +28,7 @@ from starling.engines.processes import island, links
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
 from starling.launch.rendezvous import find_place
+from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.blstm import BidirectionalLayer, reversal
 from starling.speech.models.tensor_plan import CutDropout
 from starling.strategies import find_strategy
@@ -167,6 +168,23 @@ class PlannedSized(Planned, Sized):
     """The sizes of its mini-batches are known before they are loaded."""
 
 
+class Speech(Uneven):
+    """A Conformer with an attention decoder and dropout, which say themselves how they are cut."""
+
+    def make_model(self) -> nn.Module:
+        sizes = {"layers": 1, "width": 16, "heads": 2}
+        decoder = {"kind": "attention", **sizes, "dropout": 0.2}
+        config = {"name": "conformer", "preset": "tiny", **sizes, "feed_forward": 24, "channels": 8, "dropout": 0.2}
+        return build_model(ModelConfig.model_validate({**config, "decoder": decoder}), 20, 11, seed=1)
+
+    def loss(self, model: nn.Module, examples: Points) -> Tensor:
+        features, lengths = torch.randn(2, 40, 20), torch.tensor([40, 32])
+        tokens, token_lengths = torch.tensor([2, 3, 4, 5, 6, 7]), torch.tensor([3, 3])
+        log_probs, lengths, loss = model(features, lengths, tokens, token_lengths)
+        ctc = nn.functional.ctc_loss(log_probs.transpose(0, 1), tokens.view(2, 3), lengths, token_lengths)
+        return ctc + loss / 6
+
+
 class PlannedCounting(Counting):
     """Every gradient is 1, of what is cut and of what is not."""
 
@@ -280,6 +298,7 @@ CASES = {
     "tensor not finite": Case(workload=Planned, steps=12, is_tensor=True, faults=(NotFinite(nan=1, at_step=3),)),
     "tensor allreduce": Case(workload=Planned, is_tensor=True),
     "tensor dpsgd": Case("dpsgd", Planned, is_tensor=True, optimizer=sgd(0.1), clip=None),
+    "tensor speech": Case(workload=Speech, steps=6, is_tensor=True, optimizer=sgd(0.1)),
     "tensor weighted": Case(workload=PlannedSized, steps=12, is_tensor=True, weighting="utterances"),
     "tensor diloco": Case("diloco", Planned, is_tensor=True, optimizer=sgd(0.1), options={"every": 2}),
     "tensor adpsgd": Case(

@@ -23,12 +23,13 @@ from tests.engines.island_process import CASES, Planned
 from tests.warm_start import run_learners, start_learners
 
 PAIRS = ("alone", "large", "saved whole", "resumed from whole")
-TENSOR = ("tensor", "tensor of three", "tensor not finite")
+TENSOR = ("tensor", "tensor speech", "tensor of three", "tensor not finite")
 OTHER_PAIRS = ("recurrent", "tied", "not finite", "weighted")
 RUNS = [
     *((name, [2, 3]) for name in OTHER_PAIRS),
     *((name, [0, 1]) for name in PAIRS),
     ("tensor", [2, 3]),
+    ("tensor speech", [2, 3]),
     ("tensor not finite", [0, 1]),
     ("tensor of three", [0, 1, 2]),
     *((name, [0, 1, 2, 3]) for name in CASES if name not in (*PAIRS, *OTHER_PAIRS, *TENSOR, "skipping")),
@@ -205,7 +206,7 @@ def test_islands_average_between_machines(machines: str, result: Result, tmp_pat
 
 def test_a_tensor_island_steps_as_a_whole_model(result: Result) -> None:
     """With one mini-batch for all its ranks; dropout inside and outside the cut layers is that of the whole model."""
-    for name in ("tensor", "tensor of three"):
+    for name in ("tensor", "tensor speech", "tensor of three"):
         oracle = Oracle(name, 1)
         for step in range(CASES[name].steps):
             oracle.step(0, oracle.gradient(0, [step]))
