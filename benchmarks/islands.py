@@ -1,7 +1,9 @@
-"""The published acoustic model (43 million parameters, 32,000 outputs) in an island of two, beside two whole models.
+"""The published acoustic model (43 million parameters, 32,000 outputs) in islands of two, beside whole models.
 
-`python -m benchmarks.islands [STEPS]` trains it on this machine with two learners that step together, once each with a
-model of its own and once with one model in shards, and prints memory, the time of a step, and how far weights differ.
+`python -m benchmarks.islands [STEPS]` trains it on this machine in four ways: by two learners that step together, each
+with a model of its own; by two with one model in shards, which take as many mini-batches; by one learner; and by two
+with the output layer cut by tensor parallelism, which take as many mini-batches as one. It prints memory, the time of a
+step, and how far the weights of the second differ from those of the first, and of the fourth from those of the third.
 """
 
 import gc
@@ -30,7 +32,15 @@ from starling.training.flat import trainable
 from starling.training.job import Job, Silence, StepReport
 from starling.workload import Ticket, Workload
 
-WORLD, NUM_FEATURES, NUM_OUTPUTS, FRAMES, BATCH = 2, 140, 32_000, 21, 4
+WORLD = 2
+WAYS = {
+    "two whole models": (WORLD, Island()),
+    "an island of two, sharded": (WORLD, Island(sharded=WORLD)),
+    "one whole model": (1, Island()),
+    "an island of two, tensor": (WORLD, Island(tensor=WORLD)),
+}
+"""The number of learners, and how they form islands."""
+NUM_FEATURES, NUM_OUTPUTS, FRAMES, BATCH = 140, 32_000, 21, 4
 
 
 class Published(Workload[FrameBatch]):
@@ -77,49 +87,52 @@ class Measuring(Silence):
             self.memory = bytes_of_tensors()
 
 
-def learn(rank: int, folder: Path, size: int, steps: int) -> None:
-    """One learner of a run with islands of `size`."""
+def learn(rank: int, folder: Path, name: str, steps: int) -> None:
+    """One learner of a run."""
     torch.set_num_threads(1)
-    name = f"island-{size}"
-    place = Place(rank, WORLD, rank, WORLD, FileStore(str(folder / f"{name}.store"), WORLD))
+    world, island = WAYS[name]
+    place = Place(rank, world, rank, world, FileStore(str(folder / f"{name}.store"), world))
     job = Job(
         Published(),
         STRATEGIES["allreduce"],
-        Budget(steps=steps * WORLD),
+        Budget(steps=steps * world // island.learners_per_batch),
         partial(torch.optim.AdamW, lr=1e-3),
-        island=Island(sharded=size),
+        island=island,
     )
     measuring = Measuring()
     state = run_learner(job, place, torch.device("cpu"), name, measuring)
     if not isinstance(state, LearnerState):
         raise SystemExit("the run lost a learner")
-    took = (measuring.times[-1] - measuring.times[2]) / (len(measuring.times) - 3)
-    told = torch.tensor([measuring.memory, took], dtype=torch.float64)
+    told = torch.zeros(2, dtype=torch.float64)
+    if measuring.times:  # not of the second rank of a tensor island, which reports no steps
+        told[0] = measuring.memory
+        told[1] = (measuring.times[-1] - measuring.times[2]) / (len(measuring.times) - 3)
     save_file({"weights": state.weights.clone(), "told": told}, folder / f"{name}-{rank}.safetensors")
 
 
 def main(steps: int) -> None:
-    """Train in both ways, and print what they took."""
-    shapes = tuple(tuple(each.shape) for each in trainable(Published().make_model()))
-    found = {}
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        for size in (1, WORLD):
-            multiprocessing.spawn(learn, (folder, size, steps), nprocs=WORLD)
-            found[size] = [load_file(folder / f"island-{size}-{rank}.safetensors") for rank in range(WORLD)]
-    whole, parts = found[1][0]["weights"], [each["weights"] for each in found[WORLD]]
+    """Train in all ways, and print what they took."""
+    model = trainable(Published().make_model())
+    shapes, begin = tuple(tuple(each.shape) for each in model), torch.cat([each.detach().reshape(-1) for each in model])
     print(
-        f"{len(whole):,} parameters; weights, gradients and AdamW's moments of a whole model: {16 * len(whole):,} bytes"
+        f"{len(begin):,} parameters; weights, gradients and AdamW's moments of a whole model: {16 * len(begin):,} bytes"
     )
-    for size, each in found.items():
-        memory, seconds = (max(float(learner["told"][place]) for learner in each) for place in (0, 1))
-        share = memory / (16 * len(whole))
-        print(
-            f"islands of {size}: {memory:,.0f} bytes of tensors and shared memory ({share:.3f}), {seconds:.2f} s a step"
-        )
-    moved = (whole - torch.cat([each.detach().reshape(-1) for each in trainable(Published().make_model())])).abs().max()
-    apart = (Cut(WORLD, shapes).whole(parts) - whole).abs().max()
-    print(f"after {steps} steps the weights have moved by up to {moved:.3g}, and differ by at most {apart:.2g}")
+    before = begin
+    with TemporaryDirectory() as folder:
+        for name, (world, island) in WAYS.items():
+            multiprocessing.spawn(learn, (Path(folder), name, steps), nprocs=world)
+            found = [load_file(Path(folder) / f"{name}-{rank}.safetensors") for rank in range(world)]
+            memory, seconds = (max(float(each["told"][place]) for each in found) for place in (0, 1))
+            share = memory / (16 * len(begin))
+            print(f"{name}: {memory:,.0f} bytes of tensors and shared memory ({share:.3f}), {seconds:.2f} s a step")
+            weights = found[0]["weights"]
+            if island.size > 1:  # no layer of this model is cut along its columns
+                weights = Cut(world, shapes).whole([each["weights"] for each in found])
+                moved, apart = ((weights - each).abs().max() for each in (begin, before))
+                print(
+                    f"  after {steps} steps: moved by up to {moved:.3g}, differs from the above by at most {apart:.2g}"
+                )
+            before = weights
 
 
 if __name__ == "__main__":

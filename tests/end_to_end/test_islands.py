@@ -33,6 +33,29 @@ def test_a_recipe_trains_in_islands_and_resumes_without(tree: dict[str, Any], tm
     assert len(last.learner(0).weights) == len(first.consensus())
 
 
+@pytest.mark.soak
+def test_a_recipe_trains_in_tensor_islands_and_resumes_sharded(tree: dict[str, Any], tmp_path: Path) -> None:
+    recipe = written(tree, tmp_path)
+    keys = ("learners=4", "island.tensor=2", "strategy=adpsgd", "data.valid=test")
+    run = starling(tmp_path, "train", recipe, *keys, "budget.epochs=2")
+    assert run.returncode == 0, run.stderr
+    assert "%WER" in run.stdout
+    first = load(latest(tmp_path / "exp" / "songs"))
+    model = load_file(first.model_folder / "model.safetensors")
+    assert len(first.consensus()) == sum(each.numel() for each in model.values())
+    assert len(first.learner(0).weights) < 0.52 * len(first.consensus())
+    assert starling(tmp_path, "audit", "exp/songs").returncode == 0
+
+    resumed = starling(tmp_path, "train", recipe, *ISLANDS, "budget.epochs=3", "resume=exp/songs")
+    assert resumed.returncode == 0, resumed.stderr
+    last = load(latest(tmp_path / "exp" / "songs"))
+    assert last.manifest.next_ticket.step > first.manifest.next_ticket.step
+    assert starling(tmp_path, "audit", "exp/songs").returncode == 0
+    simulated = starling(tmp_path, "simulate", recipe, *keys, "budget.epochs=1")
+    assert simulated.returncode == 0, simulated.stderr
+    assert starling(tmp_path, "audit", "exp/songs-virtual").returncode == 0
+
+
 def test_a_recipe_is_simulated_in_islands(tree: dict[str, Any], tmp_path: Path) -> None:
     """With the same keys; every utterance is seen once in each epoch, by the learner that computed it."""
     recipe = written(tree, tmp_path)
@@ -49,7 +72,9 @@ def test_a_recipe_is_simulated_in_islands(tree: dict[str, Any], tmp_path: Path) 
         (["learners=2", "island.sharded=2", "strategy=hogwild"], "hogwild keeps its model outside the learners"),
         (["learners=4", "island.sharded=2", "strategy=parameter-server"], "parameter-server keeps its model outside"),
         (["learners=4", "island.sharded=2", "strategy=auto"], "name one, or leave out island"),
-        (["learners=4", "island.tensor=2"], "island.tensor: .*unknown"),
+        (["learners=4", "island.pipeline=2"], "island.pipeline: .*unknown"),
+        (["learners=4", "island.tensor=2", "island.sharded=2"], "sharded and tensor cannot be combined"),
+        (["learners=3", "island.tensor=2"], "island.tensor: 3 learners cannot be divided into islands of 2"),
         (["learners=4", "island.sharded=0"], "island.sharded"),
         (["learners=4", "island.sharded=2", "strategy={name: hadpsgd, per_node: 4}"], "2 learners cannot be divided"),
         (["learners=8", "island.sharded=2", "strategy={name: dpsgd, pattern: nearest}"], "nearest"),

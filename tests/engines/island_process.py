@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.optim import Optimizer
 
 from benchmarks.islands import bytes_of_tensors
@@ -26,7 +28,9 @@ from starling.engines.processes import island, links
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
 from starling.launch.rendezvous import find_place
+from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.blstm import BidirectionalLayer, reversal
+from starling.speech.models.tensor_plan import CutDropout
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island
 from starling.training.faults import Fault, NotFinite
@@ -123,6 +127,78 @@ class Counting(Uneven):
         return model(torch.ones(1, 1)).sum()
 
 
+class _Planned(nn.Module):
+    """An inner layer by units, with dropout inside and outside, an output layer whose rows do not divide by two, and
+    what is not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 7), nn.LayerNorm(7)
+        self.widening, self.narrowing, self.output = nn.Linear(7, 12), nn.Linear(12, 7), nn.Linear(7, 9)
+        self.wide_dropout, self.dropout = nn.Dropout(0.2), nn.Dropout(0.2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(self.first(inputs))
+        wide = self.wide_dropout(torch.tanh(self.widening(hidden)))
+        found: Tensor = self.output(hidden + self.dropout(self.narrowing(wide))).log_softmax(1)
+        return found
+
+    def tensor_plan(self) -> dict[str, Any]:
+        return {
+            "widening": ColwiseParallel(),
+            "wide_dropout": CutDropout(),
+            "narrowing": RowwiseParallel(),
+            "out*": ColwiseParallel(output_layouts=Replicate()),
+        }
+
+
+class Planned(Uneven):
+    """A model that can be cut, with cross-entropy."""
+
+    def make_model(self) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return _Planned()
+
+    def loss(self, model: nn.Module, examples: Points) -> Tensor:
+        return nn.functional.nll_loss(model(examples.inputs), (4.0 + 2.0 * examples.targets).clamp(0, 8).long())
+
+
+class PlannedSized(Planned, Sized):
+    """The sizes of its mini-batches are known before they are loaded."""
+
+
+class Speech(Uneven):
+    """A Conformer with an attention decoder and dropout, which say themselves how they are cut."""
+
+    def make_model(self) -> nn.Module:
+        sizes = {"layers": 1, "width": 16, "heads": 2}
+        decoder = {"kind": "attention", **sizes, "dropout": 0.2}
+        config = {"name": "conformer", "preset": "tiny", **sizes, "feed_forward": 24, "channels": 8, "dropout": 0.2}
+        return build_model(ModelConfig.model_validate({**config, "decoder": decoder}), 20, 11, seed=1)
+
+    def loss(self, model: nn.Module, examples: Points) -> Tensor:
+        features, lengths = torch.randn(2, 40, 20), torch.tensor([40, 32])
+        tokens, token_lengths = torch.tensor([2, 3, 4, 5, 6, 7]), torch.tensor([3, 3])
+        log_probs, lengths, loss = model(features, lengths, tokens, token_lengths)
+        ctc = nn.functional.ctc_loss(log_probs.transpose(0, 1), tokens.view(2, 3), lengths, token_lengths)
+        return ctc + loss / 6
+
+
+class PlannedCounting(Counting):
+    """Every gradient is 1, of what is cut and of what is not."""
+
+    def make_model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(1, 5, bias=False), nn.Linear(1, 5, bias=False))
+        for each in model.parameters():
+            nn.init.zeros_(each)
+        model.tensor_plan = {"1": ColwiseParallel(output_layouts=Replicate())}
+        return model
+
+    def loss(self, model: nn.Module, examples: Points) -> Tensor:
+        return sum(each(torch.ones(1, 1)).sum() for each in model.children())
+
+
 class _Skipping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -168,6 +244,7 @@ class Case:
     workload: type[Uneven] = Uneven
     steps: int = 24
     size: int = 2
+    is_tensor: bool = False
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = adamw
     options: dict[str, Any] = field(default_factory=dict)
     clip: float | None = 0.5
@@ -182,7 +259,7 @@ class Case:
             workload=self.workload(),
             strategy=strategy,
             options=strategy.options.model_validate(self.options),
-            island=Island(sharded=self.size),
+            island=Island(tensor=self.size) if self.is_tensor else Island(sharded=self.size),
             budget=Budget(steps=self.steps),
             make_optimizer=self.optimizer,
             clip_norm=self.clip,
@@ -216,17 +293,41 @@ CASES = {
     "saved whole": Case(size=1, steps=12, saves="half whole"),
     "resumed from whole": Case(resumes="half whole"),
     "skipping": Case(workload=Skipping),
+    "tensor": Case(workload=Planned, steps=12, is_tensor=True),
+    "tensor of three": Case(workload=Planned, steps=12, size=3, is_tensor=True),
+    "tensor not finite": Case(workload=Planned, steps=12, is_tensor=True, faults=(NotFinite(nan=1, at_step=3),)),
+    "tensor allreduce": Case(workload=Planned, is_tensor=True),
+    "tensor dpsgd": Case("dpsgd", Planned, is_tensor=True, optimizer=sgd(0.1), clip=None),
+    "tensor speech": Case(workload=Speech, steps=6, is_tensor=True, optimizer=sgd(0.1)),
+    "tensor weighted": Case(workload=PlannedSized, steps=12, is_tensor=True, weighting="utterances"),
+    "tensor diloco": Case("diloco", Planned, is_tensor=True, optimizer=sgd(0.1), options={"every": 2}),
+    "tensor adpsgd": Case(
+        "adpsgd",
+        PlannedCounting,
+        steps=40,
+        is_tensor=True,
+        optimizer=sgd(0.5),
+        options={"pattern": "pairs"},
+        clip=None,
+    ),
+    "tensor saved": Case(workload=Planned, steps=12, is_tensor=True, saves="half tensor"),
+    "tensor resumed": Case(workload=Planned, is_tensor=True, resumes="half tensor"),
+    "tensor resumed as four": Case(workload=Planned, size=4, is_tensor=True, resumes="half tensor"),
+    "tensor resumed sharded": Case(workload=Planned, resumes="half tensor"),
+    "sharded saved": Case(workload=Planned, steps=12, saves="half sharded"),
+    "sharded resumed as tensor": Case(workload=Planned, is_tensor=True, resumes="half sharded"),
 }
 
 
 class Measuring(Silence):
-    """Counts memory once the optimizer has a state, and the bytes that this rank has sent."""
+    """Counts memory once the optimizer has a state, if it is asked to, and the bytes that this rank has sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts_memory: bool) -> None:
         self.memory = self.sent = self.rounds = 0
+        self._counts_memory = counts_memory  # which takes longer than a step
 
     def on_step(self, report: StepReport) -> None:
-        if report.ticket.step >= 4:
+        if self._counts_memory and report.ticket.step >= 4:
             gc.collect()
             self.memory = bytes_of_tensors()
 
@@ -245,9 +346,12 @@ def main(runs: list[tuple[str, list[int]]], folder: Path) -> None:
         rank, world, case = members.index(place.rank), len(members), CASES[name]
         own = Place(rank, world, rank, world, PrefixStore(f"case{number}", place.store))
         start = (
-            load(next((folder / case.resumes).glob("step-*"))).start(rank, world, case.size) if case.resumes else None
+            load(next((folder / case.resumes).glob("step-*"))).start(rank, world, case.size, case.is_tensor)
+            if case.resumes
+            else None
         )
-        before, measuring = bytes_of_tensors(), Measuring()
+        measuring = Measuring(counts_memory=case.workload is Large)
+        before = bytes_of_tensors() if case.workload is Large else 0
         told: dict[str, Any] = {}
         weights = torch.empty(0)
         try:
@@ -256,6 +360,7 @@ def main(runs: list[tuple[str, list[int]]], folder: Path) -> None:
             told["error"] = f"{type(error).__name__}: {error}"
         else:
             weights = state.weights.clone()
+            told["dims"] = state.shard_of_island.cut.dims if state.shard_of_island else ()
             if case.saves:
                 save(folder / case.saves, state, own.store)
         told |= {"memory": measuring.memory - before, "sent": measuring.sent, "rounds": measuring.rounds}

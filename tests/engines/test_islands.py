@@ -17,16 +17,22 @@ from starling.checkpoint.reader import load
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import CheckpointError
 from starling.training.flat import trainable
+from starling.training.tensor_plan import traffic_of
 from starling.workload import Ticket
-from tests.engines.island_process import CASES
+from tests.engines.island_process import CASES, Planned
 from tests.warm_start import run_learners, start_learners
 
 PAIRS = ("alone", "large", "saved whole", "resumed from whole")
+TENSOR = ("tensor", "tensor speech", "tensor of three", "tensor not finite")
 OTHER_PAIRS = ("recurrent", "tied", "not finite", "weighted")
 RUNS = [
     *((name, [2, 3]) for name in OTHER_PAIRS),
     *((name, [0, 1]) for name in PAIRS),
-    *((name, [0, 1, 2, 3]) for name in CASES if name not in (*PAIRS, *OTHER_PAIRS, "skipping")),
+    ("tensor", [2, 3]),
+    ("tensor speech", [2, 3]),
+    ("tensor not finite", [0, 1]),
+    ("tensor of three", [0, 1, 2]),
+    *((name, [0, 1, 2, 3]) for name in CASES if name not in (*PAIRS, *OTHER_PAIRS, *TENSOR, "skipping")),
 ]
 Result = Callable[[str], list[tuple[Tensor, dict[str, Any]]]]
 
@@ -61,7 +67,8 @@ def islands(result: Result, name: str) -> list[Tensor]:
     """The whole weights of each island."""
     size, told = CASES[name].size, result(name)
     assert not [each["error"] for _, each in told if "error" in each]
-    cut = Cut(size, tuple(tuple(each.shape) for each in trainable(CASES[name].workload().make_model())))
+    shapes = tuple(tuple(each.shape) for each in trainable(CASES[name].workload().make_model()))
+    cut = Cut(size, shapes, tuple(told[0][1]["dims"]) if CASES[name].is_tensor else ())
     return [cut.whole([part for part, _ in told[first : first + size]]) for first in range(0, len(told), size)]
 
 
@@ -195,6 +202,111 @@ def test_islands_average_between_machines(machines: str, result: Result, tmp_pat
             torch.testing.assert_close(found, weights, rtol=0.0, atol=1e-6)
     steps = sum(load_file(tmp_path / f"adpsgd-{rank}.safetensors")["weights"][0] for rank in (0, 2))
     assert float(steps) == pytest.approx(-0.5 * CASES["adpsgd"].steps / 2, abs=1e-3)
+
+
+def test_a_tensor_island_steps_as_a_whole_model(result: Result) -> None:
+    """With one mini-batch for all its ranks; dropout inside and outside the cut layers is that of the whole model."""
+    for name in ("tensor", "tensor speech", "tensor of three"):
+        oracle = Oracle(name, 1)
+        for step in range(CASES[name].steps):
+            oracle.step(0, oracle.gradient(0, [step]))
+        start = flat(CASES[name].workload().make_model())
+        assert (flat(oracle.models[0]) - start).abs().max() > 0.05
+        (found,) = islands(result, name)
+        torch.testing.assert_close(found, flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+
+
+def test_a_gradient_that_one_rank_finds_not_finite_is_skipped_by_its_tensor_island(result: Result) -> None:
+    oracle = Oracle("tensor not finite", 1)
+    for step in range(CASES["tensor not finite"].steps):
+        if step != 2:  # the third of learner 1
+            oracle.step(0, oracle.gradient(0, [step]))
+    torch.testing.assert_close(islands(result, "tensor not finite")[0], flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+
+
+def test_tensor_islands_average_as_learners_with_whole_models(result: Result) -> None:
+    together, apart = Oracle("tensor allreduce", 1), Oracle("tensor dpsgd", 2)
+    for first in range(0, 24, 2):
+        together.step(0, together.gradient(0, [first, first + 1]))
+        gradients = [apart.gradient(number, [first + number]) for number in range(2)]
+        mean = (flat(apart.models[0]) + flat(apart.models[1])) / 2
+        for number, gradient in enumerate(gradients):
+            apart.put(number, mean)
+            apart.step(number, gradient)
+    for number, found in enumerate(islands(result, "tensor allreduce")):
+        torch.testing.assert_close(found, flat(together.models[0]), rtol=0.0, atol=1e-6)
+        own = islands(result, "tensor dpsgd")[number]
+        torch.testing.assert_close(own, flat(apart.models[number]), rtol=0.0, atol=1e-6)
+
+
+def test_tensor_islands_weigh_their_mini_batches_by_size(result: Result) -> None:
+    oracle = Oracle("tensor weighted", 1)
+    for first in range(0, CASES["tensor weighted"].steps, 2):
+        sizes = [oracle.workload.planned_size(Ticket(0, step, step), "utterances") for step in (first, first + 1)]
+        gradients = [oracle.gradient(0, [step]) for step in (first, first + 1)]
+        mean = [(sizes[0] * one + sizes[1] * two) / sum(sizes) for one, two in zip(*gradients, strict=True)]
+        oracle.step(0, mean)
+    for found in islands(result, "tensor weighted"):
+        torch.testing.assert_close(found, flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+
+
+def test_a_periodic_strategy_holds_between_tensor_islands(result: Result) -> None:
+    expected = [state.weights for state in VirtualEngine(CASES["tensor diloco"].job(), 4).run().states]
+    for found, whole in zip(islands(result, "tensor diloco"), expected, strict=True):
+        torch.testing.assert_close(found, whole, rtol=0.0, atol=1e-6)
+
+
+def test_asynchronous_tensor_islands_lose_no_step(result: Result) -> None:
+    """Each ticket is one step of one island, of what is cut and of what is not."""
+    found = islands(result, "tensor adpsgd")
+    total = torch.full_like(found[0], -0.5 * CASES["tensor adpsgd"].steps)
+    torch.testing.assert_close(sum(found), total, rtol=0.0, atol=1e-3)
+    assert all(told["rounds"] > 0 for _, told in result("tensor adpsgd"))
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ("tensor saved", "tensor resumed"),
+        ("tensor saved", "tensor resumed as four"),
+        ("tensor saved", "tensor resumed sharded"),
+        ("sharded saved", "sharded resumed as tensor"),
+    ],
+)
+def test_a_run_resumes_with_islands_of_another_kind(saved: str, resumed: str, result: Result) -> None:
+    """Two islands of two, then one of four, or of the other kind: weights, moments and step counts are those of a whole
+    model that takes as many mini-batches at a time."""
+    oracle = Oracle(resumed, 1)
+    for name, steps in ((saved, range(12)), (resumed, range(12, 24))):
+        case = CASES[name]
+        num_batches = 4 // case.size if case.is_tensor else 4
+        for first in steps[::num_batches]:
+            oracle.step(0, oracle.gradient(0, list(range(first, first + num_batches))))
+    for found in islands(result, resumed):
+        torch.testing.assert_close(found, flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+
+
+def test_a_checkpoint_of_tensor_islands_has_a_whole_model(folder: Path, result: Result) -> None:
+    (path,) = (folder / "half tensor").glob("step-*")
+    assert torch.equal(load(path).consensus(), islands(result, "tensor saved")[0])
+    assert torch.equal(load_file(path / "model" / "model.safetensors")["weights"], islands(result, "tensor saved")[0])
+    assert load(path).manifest.next_ticket.step == 12
+
+
+def test_bytes_within_a_tensor_island_are_those_of_the_formula(result: Result) -> None:
+    """As the virtual engine counts them, from the sizes of the first mini-batch; others have other sizes, and the 9
+    outputs are padded to 10."""
+    traffic, num_parts = traffic_of(Planned()), 1
+    for told in result("tensor"):
+        per_row = (sum(traffic.gathers) / 9 * 10 + 2 * sum(traffic.reductions)) / 4 / num_parts  # the first has 4 rows
+        rows = sum(4 + (step + each) % 3 for step in range(12) for each in range(1 + step % 3))
+        own = sum(-(-each.shape[0] // 2) * each[0].numel() for each in uncut(Planned().make_model()))
+        assert told[1]["sent"] == pytest.approx(per_row / 2 * rows + 12 * 4 * own, rel=1e-6)
+
+
+def uncut(model: nn.Module) -> list[Tensor]:
+    cut = ("widening.weight", "widening.bias", "narrowing.weight", "output.weight", "output.bias")
+    return [each for name, each in model.named_parameters() if name not in cut]
 
 
 def test_a_rank_takes_its_share_of_memory(result: Result) -> None:

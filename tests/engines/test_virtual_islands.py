@@ -106,6 +106,29 @@ def test_a_gradient_takes_the_time_of_two_gathers_and_a_scatter_more() -> None:
     assert watching.sent == dict.fromkeys(range(4), int(num_gradients) * 3 * 3 * size // 4)
 
 
+def test_a_tensor_island_steps_with_one_mini_batch() -> None:
+    """Its first rank reports it; all send the same."""
+    oracle = Oracle("tensor allreduce", 1)
+    for first in range(0, CASES["tensor allreduce"].steps, 2):
+        oracle.step(0, oracle.gradient(0, [first, first + 1]))
+    found, _, watching = simulated("tensor allreduce")
+    for each in found:
+        torch.testing.assert_close(each, flat(oracle.models[0]), rtol=0.0, atol=1e-6)
+    assert sorted((step, rank) for rank, step, _ in watching.steps) == [(step, 2 * (step % 2)) for step in range(24)]
+    assert len(set(watching.sent.values())) == 1
+
+
+def test_a_gradient_of_a_tensor_island_takes_the_time_of_what_its_cut_layers_send() -> None:
+    """The inner layer's inputs and outputs `[4, 7]` are reduced, outputs `[4, 9]` gathered and their layer's inputs
+    reduced; and the parameters that are not cut are gathered: 5 x 7 and 7, 7 and 7, and 7 of the inner layer's bias."""
+    _, seconds, watching = simulated("tensor", world=2)
+    reduced, gathered = 3 * [4 * 4 * 7], [4 * 4 * 9, 4 * 63]
+    traffic = sum(2 * (1e-3 + each / 2 / 1e6) for each in reduced) + sum(1e-3 + each / 2 / 1e6 for each in gathered)
+    num_gradients = CASES["tensor"].steps
+    assert seconds == pytest.approx(num_gradients * (0.1 + traffic), rel=1e-6)
+    assert watching.sent == dict.fromkeys(range(2), num_gradients * (2 * sum(reduced) + sum(gathered)) // 2)
+
+
 def test_the_parts_of_a_model_travel_between_islands_side_by_side() -> None:
     """Two islands of two average gradients: each rank one half, over a link of its own."""
     size = flat(CASES["allreduce"].workload().make_model()).nbytes
@@ -145,9 +168,15 @@ def test_timing_alone_takes_the_same_time() -> None:
     assert len(outcome.learners) == 4
 
 
+def test_timing_alone_knows_no_tensor_islands() -> None:
+    with pytest.raises(ConfigError, match=r"simulate a job, or choose island\.sharded"):
+        simulate_timing(find_strategy("allreduce"), None, 4, CLUSTER, 400, 24, island=Island(tensor=2))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"workload": UnevenSizes(), "island": Island(tensor=2)}, "does not say which layers can be cut"),
         ({"faults": (Kill(kill=1, at_step=3),)}, "faults are not simulated with islands"),
         ({"cluster": CLUSTER.model_copy(update={"nodes": NodeModel(size=3)})}, "islands of 2 neither fill nodes of 3"),
         (

@@ -1,7 +1,8 @@
 """The program of a learner process in the tests of joining: `joining_process.py MODE HURRY`.
 
 A mode is a strategy, and what goes wrong with joiners, or with those of odd ids alone: `adpsgd`, `adpsgd/alien`,
-`hadpsgd/half-shot`. `adpsgd+island` is one of islands of two. Mini-batches take their time until there is a file HURRY.
+`hadpsgd/half-shot`. `adpsgd+sharded` and `adpsgd+tensor` are those of islands of two. Mini-batches take their time
+until there is a file HURRY.
 """
 
 import os
@@ -24,14 +25,14 @@ from starling.training.job import Job
 from starling.training.membership import Membership, MembershipFeed
 from starling.workload import Ticket
 from tests.contract.cases import sgd
-from tests.contract.problems import Points, TinyRegression
-from tests.launch.learner_process import Reporter
+from tests.contract.problems import Points
+from tests.launch.learner_process import Planned, Reporter
 
 NUM_MINI_BATCHES = 2000
 OPTIONS = {"hadpsgd": {"per_node": 2}, "parameter-server": {"servers": "own"}}
 
 
-class Unhurried(TinyRegression):
+class Unhurried(Planned):
     """Mini-batches that take their time until there is a file."""
 
     def __init__(self, hurry: Path) -> None:
@@ -85,7 +86,7 @@ def main(mode: str, hurry: Path, link: Link | None) -> None:
         options=strategy.options(**OPTIONS.get(name, {})),
         budget=Budget(steps=NUM_MINI_BATCHES),
         make_optimizer=sgd(0.01),
-        island=Island(sharded=2 if island else 1),
+        island=Island(**{island: 2} if island else {}),
     )
     membership = find_membership(place, link)
     if trouble == "stuck":  # ready, and then never seen where they meet

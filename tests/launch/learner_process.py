@@ -1,6 +1,7 @@
 """The program of a learner process in the launcher's tests: `learner_process.py MODE`.
 
-A mode is a strategy, and what goes wrong: `adpsgd`, `delay-by-one/dies`. `adpsgd+island` is one of islands of two.
+A mode is a strategy, and what goes wrong: `adpsgd`, `delay-by-one/dies`. `adpsgd+sharded` and `adpsgd+tensor` are those
+of islands of two.
 """
 
 import os
@@ -9,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
@@ -58,6 +60,22 @@ class Stopping(Reporter):
         super().on_step(report)
 
 
+class Planned(TinyRegression):
+    """Its first layer can be cut."""
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model.tensor_plan = _plan
+        return model
+
+
+def _plan() -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    return {"0": ColwiseParallel(output_layouts=Replicate())}
+
+
 class Failing(TinyRegression):
     """Cannot load mini-batch 21."""
 
@@ -90,14 +108,19 @@ def main(mode: str, link: Link | None) -> None:
     name, _, island = name.partition("+")
     strategy = find_strategy(name)
     job = Job(
-        workload=Failing() if trouble == "failing" else TinyRegression(),
+        workload=Failing() if trouble == "failing" else Planned(),
         strategy=strategy,
         options=strategy.options(**({"per_node": 2} if name == "hadpsgd" else {})),
         budget=Budget(
-            steps={"short": 40, "failing": 40, "ends": 600 if island else 3000, "between": 3000}.get(trouble, 1_000_000)
+            steps={
+                "short": 40,
+                "failing": 40,
+                "ends": 300 if island == "tensor" else 600 if island else 3000,
+                "between": 3000,
+            }.get(trouble, 1_000_000)
         ),
         make_optimizer=sgd(0.01),
-        island=Island(sharded=2 if island else 1),
+        island=Island(**{island: 2} if island else {}),
         num_workers=1 if trouble == "loading" else 0,
     )
     stops = trouble == "stops"

@@ -17,6 +17,8 @@ from starling.strategies.islands import Island, IslandStrategy, between_islands
 from starling.training.checks import ELEMENTWISE, check_elementwise
 from starling.training.job import Job
 from starling.training.succession import Past, Plan, plan_after
+from starling.training.tensor_plan import modules_of, tensor_plan
+from starling.training.tickets import SyncGroupTickets
 from starling.workload import Position
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
@@ -46,6 +48,47 @@ def test_an_island_is_lost_with_one_rank_and_joins_whole() -> None:
         strategy.successors(options, (0, 1, 4, 5), lost=[], joined=[7])
 
 
+def test_the_ranks_of_a_tensor_island_claim_one_mini_batch_together() -> None:
+    adpsgd = job("adpsgd", Island(tensor=2))
+    assert adpsgd.sync_group_size(8) == 2
+    tickets = SyncGroupTickets(adpsgd.workload, Position(), adpsgd.budget, 4, learners_per_ticket=2)
+    assert [tickets.ticket(3, member).step for member in range(4)] == [6, 6, 7, 7]
+    assert tickets.number_of(tickets.ticket(3, 2)) == 3
+    assert tickets.num_before(3) == 6
+    assert [ticket.step for ticket in tickets.position(5, undone=[3]).outstanding] == [6, 7]
+    assert plan([Past(0, 5)] * 4, "allreduce", Island(tensor=2)).position.num_done == 3 * 5
+    with pytest.raises(ConfigError, match="adpsgd with these options averages no gradients"):
+        replace(adpsgd, weighting="utterances")
+
+
+def test_a_model_says_how_it_is_cut() -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    with pytest.raises(
+        ConfigError, match="Sequential does not say which layers can be cut; give it a method tensor_plan"
+    ):
+        tensor_plan(model)
+    model.tensor_plan = {"2": ColwiseParallel()}
+    with pytest.raises(ConfigError, match="tensor_plan names 2, which Sequential does not have"):
+        tensor_plan(model)
+    model.tensor_plan = lambda: {"*": ColwiseParallel()}
+    assert list(tensor_plan(model)) == ["*"]
+    assert modules_of(model, "*") == list(model)
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_uses", "message"),
+    [(0, 2, "is shared by several modules"), (1, 1, "has 3 columns, which cannot be divided by 2")],
+)
+def test_a_parameter_that_cannot_be_cut_is_refused(dim: int, num_uses: int, message: str) -> None:
+    from starling.engines.processes.tensor import _check
+
+    _check("weight", torch.zeros(3, 3), 0, 1, 2)
+    with pytest.raises(ConfigError, match=message):
+        _check("weight", torch.zeros(3, 3), dim, num_uses, 2)
+
+
 def test_a_job_with_islands_can_be_pickled_and_replaced() -> None:
     copied = pickle.loads(pickle.dumps(replace(job("adpsgd"), workload=None, make_optimizer=None)))  # noqa: S301
     assert isinstance(copied.strategy, IslandStrategy)
@@ -55,10 +98,12 @@ def test_a_job_with_islands_can_be_pickled_and_replaced() -> None:
     assert replace(job("adpsgd"), island=Island(sharded=4)).sync_group_size(8) == 4
 
 
+@pytest.mark.parametrize("last", [False, True])
 @given(st.integers(1, 5), st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=4))
-def test_a_model_is_whole_again(size: int, shapes: list[list[int]]) -> None:
-    """Its optimizer's state, too, in whatever order the optimizer has the parameters."""
-    cut = Cut(size, tuple(map(tuple, shapes)))
+def test_a_model_is_whole_again(last: bool, size: int, shapes: list[list[int]]) -> None:
+    """Its optimizer's state, too, in whatever order the optimizer has the parameters; whether it is divided along the
+    first dimension or the last."""
+    cut = Cut(size, tuple(map(tuple, shapes)), tuple(len(shape) - 1 for shape in shapes) if last else ())
     whole = torch.arange(1.0, 1.0 + sum(torch.Size(shape).numel() for shape in shapes))
     parts = [cut.part(whole, member) for member in range(size)]
     assert {len(part) for part in parts} == {cut.local_numbers}
@@ -68,16 +113,16 @@ def test_a_model_is_whole_again(size: int, shapes: list[list[int]]) -> None:
     state = {
         number: {"step": torch.tensor(3.0), "exp_avg": torch.rand(shapes[place])} for number, place in enumerate(order)
     }
-    optimizers = [cut.part_of_optimizer({"state": state, "param_groups": []}, member) for member in range(size)]
+    optimizers = [cut.part_of_optimizer({"state": state, "param_groups": []}, member, order) for member in range(size)]
     found = cut.whole_of_optimizer(optimizers, order)["state"]
     for number, values in state.items():
         assert torch.equal(found[number]["exp_avg"], values["exp_avg"])
         assert found[number]["step"] == 3.0
 
 
-def plan(pasts: list[Past], strategy: str) -> Plan:
+def plan(pasts: list[Past], strategy: str, island: Island = TWO) -> Plan:
     before = Plan(len(pasts) + 2, Position(), 0.0)
-    return plan_after(before, pasts, job(strategy), all_done=lambda: {0, 1, 2})
+    return plan_after(before, pasts, job(strategy, island), all_done=lambda: {0, 1, 2})
 
 
 def test_a_torn_island_copies_a_whole_one() -> None:

@@ -12,17 +12,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Cut:
-    """How `size` ranks divide a model: each parameter along its first dimension into equal parts, the last of which are
+    """How `size` ranks divide a model: each parameter along one dimension into equal parts, the last of which are
     padded with zeros. So all ranks have a vector `[P']` of the same size, slightly more than P / size."""
 
     size: int
     shapes: tuple[tuple[int, ...], ...]
     """The parameters' shapes, in the order of the weights `[P]`."""
+    dims: tuple[int, ...] = ()
+    """The dimension along which each parameter is divided, under tensor parallelism; empty: the first of all."""
+
+    @cached_property
+    def _dims(self) -> tuple[int, ...]:
+        return self.dims or (0,) * len(self.shapes)
 
     @cached_property
     def local_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of one rank's parts, with padding."""
-        return tuple((-(-shape[0] // self.size), *shape[1:]) for shape in self.shapes)
+        return tuple(
+            (*shape[:dim], -(-shape[dim] // self.size), *shape[dim + 1 :])
+            for shape, dim in zip(self.shapes, self._dims, strict=True)
+        )
 
     @property
     def local_numbers(self) -> int:
@@ -32,24 +41,26 @@ class Cut:
     def part(self, whole: Tensor, member: int) -> Tensor:
         """The vector `[P']` of one rank, from that of the whole model `[P]`."""
         parts, start = [], 0
-        for shape in self.shapes:
+        for shape, dim in zip(self.shapes, self._dims, strict=True):
             size = math.prod(shape)
-            parts.append(part_of(whole[start : start + size].view(shape), self.size, member).reshape(-1))
+            parts.append(part_of(whole[start : start + size].view(shape), self.size, member, dim).reshape(-1))
             start += size
         return torch.cat(parts)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """The vector of the whole model `[P]`, from those of all ranks."""
         found, start = [], 0
-        for shape, local in zip(self.shapes, self.local_shapes, strict=True):
+        for shape, local, dim in zip(self.shapes, self.local_shapes, self._dims, strict=True):
             size = math.prod(local)
-            found.append(torch.cat([part[start : start + size] for part in parts])[: math.prod(shape)])
+            padded = torch.cat([part[start : start + size].view(local) for part in parts], dim)
+            found.append(padded.narrow(dim, 0, shape[dim]).reshape(-1))
             start += size
         return torch.cat(found)
 
-    def part_of_optimizer(self, whole: dict[str, Any], member: int) -> dict[str, Any]:
-        """The `state_dict` of one rank's optimizer, from that of the whole model's."""
-        return _with_state(whole, lambda _, value: part_of(value, self.size, member))
+    def part_of_optimizer(self, whole: dict[str, Any], member: int, order: Sequence[int]) -> dict[str, Any]:
+        """The `state_dict` of one rank's optimizer, from that of the whole model's, whose parameters are in the order
+        of the numbers `order`."""
+        return _with_state(whole, lambda place, value: part_of(value, self.size, member, self._dims[order[place[0]]]))
 
     def whole_of_optimizer(self, parts: Sequence[dict[str, Any]], order: Sequence[int]) -> dict[str, Any]:
         """The `state_dict` of the whole model's optimizer from those of all ranks' optimizers, whose parameters are in
@@ -57,8 +68,9 @@ class Cut:
         states = [part["state"] for part in parts]
 
         def joined(place: tuple[int, str], value: Tensor) -> Tensor:
-            number, name = place
-            return torch.cat([state[number][name] for state in states])[: self.shapes[order[number]][0]]
+            (number, name), dim = place, self._dims[order[place[0]]]
+            padded = torch.cat([state[number][name] for state in states], dim)
+            return padded.narrow(dim, 0, self.shapes[order[number]][dim]).contiguous()
 
         return _with_state(parts[0], joined)
 
@@ -74,11 +86,20 @@ class ShardOfIsland:
     """The numbers of the parameters in the order of the optimizer's `state_dict`."""
 
 
-def part_of(whole: Tensor, size: int, member: int) -> Tensor:
-    """Rank `member`'s part of a parameter along its first dimension, padded with zeros."""
-    rows = -(-len(whole) // size)
-    own = whole[member * rows : (member + 1) * rows]
-    return own if len(own) == rows else torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
+def part_of(whole: Tensor, size: int, member: int, dim: int = 0) -> Tensor:
+    """Rank `member`'s part of a parameter along a dimension, padded with zeros."""
+    length = -(-whole.shape[dim] // size)
+    own = whole.narrow(dim, *span_of(whole.shape[dim], size, member))
+    shape = list(own.shape)
+    shape[dim] = length - shape[dim]
+    return own.contiguous() if shape[dim] == 0 else torch.cat([own, own.new_zeros(shape)], dim)
+
+
+def span_of(length: int, size: int, member: int) -> tuple[int, int]:
+    """Where rank `member`'s part of so many rows begins, and how many rows it has."""
+    rows = -(-length // size)
+    start = min(member * rows, length)
+    return start, min(rows, length - start)
 
 
 def _with_state(state_dict: dict[str, Any], change: Callable[[tuple[int, str], Tensor], Tensor]) -> dict[str, Any]:

@@ -88,11 +88,12 @@ class Checkpoint:
             [consensus((self.learner(rank).weights for rank in ranks[member::size]), ()) for member in range(size)]
         )
 
-    def start(self, rank: int, world: int, island: int = 1) -> LearnerState:
-        """The state from which learner `rank` of `world` resumes, with islands of `island` ranks.
+    def start(self, rank: int, world: int, island: int = 1, is_tensor: bool = False) -> LearnerState:
+        """The state from which learner `rank` of `world` resumes, with islands of `island` ranks, which divide the
+        model by rows or, if `is_tensor`, by its plan of tensor parallelism.
 
-        With as many learners in islands of the same size as before, each resumes from its own state. Otherwise all
-        resume from the consensus weights, and learner r takes the optimizer state of former learner r modulo their
+        With as many learners in islands of the same size and kind as before, each resumes from its own state. Otherwise
+        all resume from the consensus weights, and learner r takes the optimizer state of former learner r modulo their
         number; or the ranks of island i take that of former island i modulo their number. With islands the state is
         then that of a whole model. In all cases the state includes all saved model shards, so that any learner can keep
         any of them, and the longest training time of all learners. Raises CheckpointError if the checkpoint has no
@@ -103,7 +104,8 @@ class Checkpoint:
             return self.learner(rank)
         of_before = self.learner(0).shard_of_island
         size = 1 if of_before is None else of_before.cut.size
-        if (world, island) == (before, size) and size > 1:
+        was_tensor = of_before is not None and bool(of_before.cut.dims)
+        if (world, island, is_tensor) == (before, size, was_tensor) and size > 1:
             return replace(self.learner(rank), minutes=self.manifest.minutes)
         if before % size:
             raise CheckpointError(
@@ -169,8 +171,11 @@ def _decode_island(scalars: dict[str, Any], tensors: dict[str, Tensor]) -> Shard
     from starling.checkpoint.cut import Cut, ShardOfIsland
 
     shapes = tuple(tuple(map(int, shape)) for shape in scalars["shapes"])
-    cut, member, order = Cut(int(scalars["size"]), shapes), int(scalars["member"]), tuple(map(int, scalars["order"]))
+    dims = tuple(map(int, scalars.get("dims", ())))
+    cut, member = Cut(int(scalars["size"]), shapes, dims), int(scalars["member"])
+    order = tuple(map(int, scalars["order"]))
     is_valid = 0 <= member < cut.size and sorted(order) == list(range(len(shapes))) and all(shapes)
+    is_valid = is_valid and all(0 <= dim < len(shape) for dim, shape in zip(dims, shapes, strict=bool(dims)))
     if not is_valid or cut.local_numbers != tensors["weights"].numel():
         raise ValueError(f"part {member} of an island of {cut.size}")
     return ShardOfIsland(cut, member, order)

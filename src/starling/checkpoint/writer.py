@@ -183,7 +183,9 @@ def write_learner(folder: Path, state: LearnerState) -> None:
 
 def _encode_island(shard: ShardOfIsland) -> dict[str, Any]:
     """The index of an island's files: which part of the model each of its ranks has saved."""
-    return {"size": shard.cut.size, "shapes": shard.cut.shapes, "member": shard.member, "order": shard.order}
+    cut = shard.cut
+    dims = {"dims": cut.dims} if cut.dims else {}
+    return {"size": cut.size, "shapes": cut.shapes, **dims, "member": shard.member, "order": shard.order}
 
 
 def _encode_shard(shard: ShardState, tensors: dict[str, Tensor]) -> dict[str, Any]:

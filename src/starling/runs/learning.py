@@ -79,7 +79,10 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
     listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
     if link is not None:
         listeners.append(Metered(Messages(tell), world, SEND_EVERY))
-    start = load(run.resume).start(place.rank, place.world, run.island.size) if run.resume and not joins() else None
+    start = None
+    if run.resume and not joins():
+        is_tensor = run.island.tensor > 1
+        start = load(run.resume).start(place.rank, place.world, run.island.size, is_tensor)
     waits = Waits()
     heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), waits, run.engine.explain_seconds)
     try:

@@ -89,7 +89,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     recogniser.save(folder.initial)
     freeze(recogniser.model, recipe.freeze)
     workload = load_workload(recipe, folder)
-    _check_share(len(workload.plan.utterances), recipe.sync_group_size)
+    num_at_once = recipe.sync_group_size // recipe.island.learners_per_batch
+    _check_share(len(workload.plan.utterances), num_at_once)
     for line in describe_shares(recipe, workload.plan.speech_set, workload.plan.utterances):
         say(line)
     if change := schedule_change(recipe, workload):
@@ -103,7 +104,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
             f"lower {size}, or use fewer learners"
         )
     shares = () if recipe.batch_shares == "auto" else recipe.batch_shares.values()
-    step_size = recipe.sync_group_size + sum(share - 1 for share in shares)
+    step_size = num_at_once + sum(share - 1 for share in shares)
     if batches < step_size:
         say(
             f"warning: an epoch has {batches} mini-batches, and the {recipe.sync_group_size} learners that step "
@@ -128,7 +129,8 @@ def _untrained(
 
 def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: int) -> str:
     """Outputs, mini-batches, and how much the learners take at a time, in words."""
-    learners = "learner" if recipe.num_workers == 1 else "learners"
+    kind = "learner" if recipe.island.learners_per_batch == 1 else "island"
+    learners = kind if recipe.num_workers == 1 else f"{kind}s"
     if states is None or recipe.sequences is None:
         seconds = recipe.batches.max_duration * recipe.batches.accumulate
         return (

@@ -1,10 +1,10 @@
-"""Islands: super-learners whose ranks hold one model in shards."""
+"""Islands: super-learners whose ranks hold one model together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from starling.configuration import Config
 from starling.errors import ConfigError
@@ -16,12 +16,26 @@ class Island(Config):
 
     sharded: int = Field(default=1, ge=1, le=64)
     """Learners that together hold one model: each keeps 1/n of its weights, gradients and optimizer state, by torch's
-    `fully_shard`. 1: each learner has a model of its own."""
+    `fully_shard`, and computes mini-batches of its own. 1: each learner has a model of its own."""
+    tensor: int = Field(default=1, ge=1, le=64)
+    """Learners that together compute one mini-batch: the layers in the model's `tensor_plan` are cut into n parts, by
+    torch's tensor parallelism. All keep 1/n of the weights and of the optimizer state. 1: no layer is cut."""
+
+    @model_validator(mode="after")
+    def _one_dimension(self) -> Self:
+        if self.sharded > 1 and self.tensor > 1:
+            raise ValueError("sharded and tensor cannot be combined; leave out one of them")
+        return self
 
     @property
     def size(self) -> int:
         """The number of learners of one island."""
-        return self.sharded
+        return self.sharded * self.tensor
+
+    @property
+    def learners_per_batch(self) -> int:
+        """How many learners compute each mini-batch together: the first of them reports it."""
+        return self.tensor
 
 
 NO_ISLANDS = Island()
@@ -43,7 +57,8 @@ class IslandStrategy(Strategy):
 def between_islands(strategy: Strategy, island: Island) -> Strategy:
     """`strategy` between islands, for engines and recipes, whose learners are the ranks of islands.
 
-    The ranks of an island claim mini-batches together, one each. An island that loses a rank is lost.
+    The ranks of an island claim mini-batches together, one each, or under `tensor` one for all. An island that loses a
+    rank is lost.
     """
     between = strategy.between if isinstance(strategy, IslandStrategy) else strategy
     size = island.size
@@ -57,8 +72,9 @@ def between_islands(strategy: Strategy, island: Island) -> Strategy:
                 "another strategy, such as allreduce or adpsgd, or leave out island"
             )
         if world % size:
+            kind = "tensor" if island.tensor > 1 else "sharded"
             raise ConfigError(
-                f"island.sharded: {world} learners cannot be divided into islands of {size}; choose a multiple of "
+                f"island.{kind}: {world} learners cannot be divided into islands of {size}; choose a multiple of "
                 f"{size} learners"
             )
         between.validate(options, world // size)
@@ -73,6 +89,6 @@ def between_islands(strategy: Strategy, island: Island) -> Strategy:
         "num_workers": lambda options, world: size * between.num_workers(options, max(1, world // size)),
         "check": check,
         "survivors": survivors,
-        "averages_gradients": lambda options: True,
+        "averages_gradients": lambda options: island.sharded > 1 or between.averages_gradients(options),
     }
     return IslandStrategy(**given, between=between, island=island)

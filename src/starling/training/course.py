@@ -87,9 +87,10 @@ class Course:
         self._is_worker = rank < sync_groups.num_workers
         self._sync_group = sync_groups.of(rank)
         self._rank, self._world = rank, world
-        shares, member = tickets.shares, rank - self._sync_group.start
-        self._weight = len(shares) * shares[member] / tickets.portion_size
+        shares = tickets.shares
+        self._weight = len(shares) * shares[rank - self._sync_group.start] / sum(shares)
         self._averages_gradients = job.strategy.averages_gradients(job.options)
+        self._is_reporting = rank % job.island.learners_per_batch == 0  # for all that compute its mini-batches
         self._life, self._replica, self._observer, self._statistics = life, replica, observer, statistics
         self._batches, self._clock = batches, clock
         self._buffers, self._suffer, self._consensus_distance = buffers, suffer, consensus_distance
@@ -197,7 +198,7 @@ class Course:
         self._statistics.num_claimed += 1
         self._portion = self.tickets.number_of(loaded[0][0])
         self._pass_barriers(self._portion)
-        self._epoch_steps += 1
+        self._epoch_steps += self._is_reporting
         progress = self.tickets.progress(self._portion, minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
         following = self.tickets.progress(self._portion + 1, minutes)
@@ -355,8 +356,8 @@ class Course:
 
     def _sizes_of(self, member: int, unit: Unit) -> tuple[float, ...]:
         """The planned sizes of a member's mini-batches in this portion, which are of that member's part of the data."""
-        workload = self.job.workload
-        part = (self._sync_group.start + member) % workload.num_parts
+        workload, per_batch = self.job.workload, self.job.island.learners_per_batch
+        part = (self._sync_group.start + member) // per_batch % workload.num_parts
         tickets = (replace(ticket, part=part) for ticket in self.tickets.tickets(self._portion, member))
         return tuple(workload.planned_size(ticket, unit) for ticket in tickets)
 
@@ -369,6 +370,8 @@ class Course:
             self._report(ticket, batch, own)
 
     def _report(self, ticket: Ticket, batch: Sequence[Examples], loss: float) -> None:
+        if not self._is_reporting:
+            return
         self._observer.on_step(
             StepReport(
                 rank=self._rank,

@@ -157,7 +157,8 @@ def plan_after(
     )
     if job.strategy.has_one_model:
         # all learners are one sync group
-        tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world, before.shares)
+        per_batch = job.island.learners_per_batch
+        tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world, before.shares, per_batch)
         position = tickets.position(models[newest].num_done)
         current = [each.membership == last and each.num_done == models[newest].num_done for each in models]
     else:

@@ -119,6 +119,7 @@ class DoneTickets(Set[int]):
 
 class SyncGroupTickets:
     """The tickets of a run in portions, for each learner of a sync group as many as its share: one unless given.
+    Learners that compute each mini-batch together have the same tickets.
 
     The budget in steps and epochs is checked before each portion, so that a sync group ends together without
     communication, after a whole portion. A budget in minutes is checked elsewhere, on the engine's clock.
@@ -131,14 +132,16 @@ class SyncGroupTickets:
         budget: Budget,
         sync_group_size: int,
         shares: Sequence[int] = (),
+        learners_per_ticket: int = 1,
     ) -> None:
         self.sequence = TicketSequence(workload, start.next_ticket)
         self.shares = tuple(shares) or (1,) * sync_group_size
         """The tickets of each member of the sync group in a portion."""
         self._start = start
         self._budget = budget
-        self._members = [range(*each) for each in pairwise(accumulate(self.shares, initial=0))]
-        self.portion_size = sum(self.shares)
+        groups = [range(*each) for each in pairwise(accumulate(self.shares[::learners_per_ticket], initial=0))]
+        self._members = [groups[member // learners_per_ticket] for member in range(sync_group_size)]
+        self.portion_size = groups[-1].stop
         """The tickets of a portion."""
         self._places = {ticket.step: place for place, ticket in enumerate(start.outstanding)}
         self._end: int | None = None

@@ -1,8 +1,9 @@
-"""One island on processes: its ranks hold one model in shards by torch's FSDP2, and each learner sees its own shard.
+"""One island on processes: its ranks hold one model together, and each learner sees its own part of it.
 
-FSDP2 keeps every parameter as a padded part of its rows. Here these parts are views into one vector `[P']`, so that
-weights, gradients and optimizer are those of any other learner. What FSDP2 gathers and reduces goes through
-`IslandGroup`, so that errors of the backend are told from those of the model, and sums run in rank order.
+With `sharded` this part is a shard of torch's FSDP2; `tensor.py` has tensor parallelism. FSDP2 keeps every parameter as
+a padded part of its rows. Here these parts are views into one vector `[P']`, so that weights, gradients and optimizer
+are those of any other learner. What FSDP2 gathers and reduces goes through `IslandGroup`, so that errors of the backend
+are told from those of the model, and sums run in rank order.
 
 FSDP2 has no public way to place its parts in given memory: `_place` sets two of its attributes, which `_parts` checks.
 """
@@ -10,12 +11,12 @@ FSDP2 has no public way to place its parts in given memory: `_place` sets two of
 import copy
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -28,11 +29,12 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ConnectionFailed, communicating, local_group
 from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import Waits
-from starling.errors import ConfigError
+from starling.errors import CheckpointError, ConfigError
 from starling.strategies.islands import Island
 from starling.training.flat import load_buffers, split, trainable
 from starling.training.freezing import Freeze
 from starling.training.job import Statistics
+from starling.training.shards import MakeOptimizer
 
 GATHERING = "gathering its island's model"
 SMALLEST_UNIT = 1 << 20
@@ -83,6 +85,11 @@ class IslandGroup:
         mean = rank_ordered_mean(theirs.chunk(self.size))
         torch.mul(mean, self.size, out=own) if is_sum else own.copy_(mean)
 
+    def all_reduce(self, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
+        """Set `tensor` to the sum of all ranks' tensors, the same bits on all of them."""
+        with self._communicating(2 * (self.size - 1) * tensor.nbytes // self.size):
+            dist.all_reduce(tensor, operation, group=self.group)
+
     def gathered(self, number: float) -> list[float]:
         """The numbers of all ranks."""
         found = torch.empty(self.size, dtype=torch.float64)
@@ -108,62 +115,37 @@ class IslandGroup:
             self.seconds += time.monotonic() - begin
 
 
-class ShardedModel:
+class IslandModel:
     """One rank's part of a model that its island holds: what `FlatModel` is to a learner with a model of its own.
 
     `weights` and `gradients` `[P']` hold this rank's part of every parameter. `parameters` are views into `weights`
-    with the parts' shapes, for the optimizer. A `twin` is the same model at other weights.
+    with the parts' shapes, for the optimizer. A `twin` is the same model at other weights. `whole` are the parameters
+    of the model before it is cut, by name.
     """
 
-    def __init__(self, model: nn.Module, island: IslandGroup) -> None:
-        self.model, self._island = model, island
-        whole = trainable(model)
-        _check(model, whole)
-        self.cut = Cut(island.size, tuple(tuple(parameter.shape) for parameter in whole))
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._named: list[str] = [names[id(parameter)] for parameter in whole]
-        self.weights = self.cut.part(torch.cat([parameter.detach().reshape(-1) for parameter in whole]), island.member)
-        units = _shard(model, island)
-        parts = _parts(units)
-        self._fsdp = [parts[name] for name in self._named]
+    def __init__(self, model: nn.Module, island: IslandGroup, whole: Mapping[str, Tensor], cut: Cut) -> None:
+        self.model, self.cut, self._island = model, cut, island
+        self._named = list(whole)
+        every = torch.cat([parameter.detach().reshape(-1) for parameter in whole.values()])
+        self.weights = cut.part(every, island.member)
         self._reached: list[int] = []
         self.gradients = torch.zeros_like(self.weights)
-        shapes = [torch.empty(shape, device="meta") for shape in self.cut.local_shapes]
+        shapes = [torch.empty(shape, device="meta") for shape in cut.local_shapes]
         self.gradients_of = list(split(self.gradients, shapes))
         self.parameters = [nn.Parameter(view) for view in split(self.weights, shapes)]
         for parameter, gradient in zip(self.parameters, self.gradients_of, strict=True):
             parameter.grad = gradient
-        for part, view in zip(self._fsdp, self.gradients_of, strict=True):
-            part.sharded_param.grad = part.to_sharded_dtensor(view[: part.sharded_size[0]])
-        self._notice_gradients(units)
-        self.use_weights(self.weights)
 
-    def twin(self) -> "ShardedModel":
+    def twin(self) -> Self:
         """The same model, to be used at other weights."""
         return copy.copy(self)
 
     def use_weights(self, weights: Tensor) -> None:
         """Compute with `weights` `[P']` from now on; nothing is copied."""
-        self.weights = weights
-        _place(self._fsdp, weights, self.cut)
+        raise NotImplementedError
 
-    def _notice_gradients(self, units: Sequence[nn.Module]) -> None:
-        """Record which parameters receive a gradient in this rank's backward. FSDP2 creates the parameters that a
-        backward reaches when their unit is called for the first time."""
-        numbers = {id(part): number for number, part in enumerate(self._fsdp)}
-        for unit in units:
-            within = [part for group in _groups([unit]) for part in group.fsdp_params]
-
-            def look(*_: object, within: list[Any] = within) -> None:
-                while within:
-                    part = within.pop()
-                    note = partial(self._note, numbers[id(part)])
-                    part._unsharded_param.register_post_accumulate_grad_hook(note)
-
-            unit.register_forward_pre_hook(look)
-
-    def _note(self, number: int, _: Tensor) -> None:
-        self._reached.append(number)
+    def prepare(self) -> None:
+        """Called before each gradient."""
 
     def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
         """None: a `Job` with islands thaws nothing."""
@@ -187,40 +169,91 @@ class ShardedModel:
         """Set the model's buffers by name."""
         load_buffers(self.model, buffers)
 
-    def own_part(self, state: LearnerState) -> LearnerState:
+    def own_part(self, state: LearnerState, make_optimizer: MakeOptimizer) -> LearnerState:
         """This rank's part of the state of a whole model; a state that is a part is returned as it is."""
+        cut, member = self.cut, self._island.member
         if state.shard_of_island is not None:
+            if state.shard_of_island.cut != cut:
+                raise CheckpointError(
+                    f"island: rank {member} of {cut.size}: the checkpoint has another model, or one that was cut in "
+                    "another way; resume with the model that was trained, and its tensor_plan"
+                )
             return state
-        member = self._island.member
-        weights, optimizer = self.cut.part(state.weights, member), self.cut.part_of_optimizer(state.optimizer, member)
+        order = self._order(make_optimizer(self.parameters))
         strategy = {
-            name: self.cut.part(each, member) if len(each) == len(state.weights) else each
+            name: cut.part(each, member) if len(each) == len(state.weights) else each
             for name, each in state.strategy.items()
         }
-        return replace(state, weights=weights, optimizer=optimizer, strategy=strategy)
+        optimizer = cut.part_of_optimizer(state.optimizer, member, order)
+        return replace(state, weights=cut.part(state.weights, member), optimizer=optimizer, strategy=strategy)
 
     def shard_of_island(self, optimizer: torch.optim.Optimizer) -> ShardOfIsland:
         """Which part of the model this rank holds."""
+        return ShardOfIsland(self.cut, self._island.member, self._order(optimizer))
+
+    def _order(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+        """The numbers of the parameters in the order of an optimizer."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        order = [numbers[id(each)] for group in optimizer.param_groups for each in group["params"]]
-        return ShardOfIsland(self.cut, self._island.member, tuple(order))
+        return tuple(numbers[id(each)] for group in optimizer.param_groups for each in group["params"])
+
+
+class ShardedModel(IslandModel):
+    """A model in shards by FSDP2."""
+
+    def __init__(self, model: nn.Module, island: IslandGroup) -> None:
+        whole = trainable_by_name(model)
+        cut = Cut(island.size, tuple(tuple(parameter.shape) for parameter in whole.values()))
+        super().__init__(model, island, whole, cut)
+        units = _shard(model, island)
+        parts = _parts(units)
+        self._fsdp = [parts[name] for name in self._named]
+        for part, view in zip(self._fsdp, self.gradients_of, strict=True):
+            part.sharded_param.grad = part.to_sharded_dtensor(view[: part.sharded_size[0]])
+        self._notice_gradients(units)
+        self.use_weights(self.weights)
+
+    def use_weights(self, weights: Tensor) -> None:
+        self.weights = weights
+        _place(self._fsdp, weights, self.cut)
+
+    def _notice_gradients(self, units: Sequence[nn.Module]) -> None:
+        """Record which parameters receive a gradient in this rank's backward. FSDP2 creates the parameters that a
+        backward reaches when their unit is called for the first time."""
+        numbers = {id(part): number for number, part in enumerate(self._fsdp)}
+        for unit in units:
+            within = [part for group in _groups([unit]) for part in group.fsdp_params]
+
+            def look(*_: object, within: list[Any] = within) -> None:
+                while within:
+                    part = within.pop()
+                    note = partial(self._note, numbers[id(part)])
+                    part._unsharded_param.register_post_accumulate_grad_hook(note)
+
+            unit.register_forward_pre_hook(look)
+
+    def _note(self, number: int, _: Tensor) -> None:
+        self._reached.append(number)
 
 
 def check_island(island: Island, device: torch.device) -> None:
     """Raise ConfigError if a learner on `device` cannot be a rank of an island."""
+    if island.size > 1 and not hasattr(dist, "all_gather_single"):
+        raise ConfigError(f"island: needs torch 2.13 or later, but this is torch {torch.__version__}; update torch")
     if island.size > 1 and device.type != "cpu":
         raise ConfigError(f"island: computed on the CPU only so far, not on {device.type}; set engine.device: cpu")
 
 
-def _check(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise ConfigError for a model that cannot be cut."""
+def trainable_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters of a model in the order of its weights. Raises ConfigError if one cannot be cut."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter in parameters:
+    found = {names[id(parameter)]: parameter for parameter in trainable(model)}
+    for name, parameter in found.items():
         if parameter.dim() == 0:
             raise ConfigError(
-                f"island: parameter {names[id(parameter)]} is a single number, which cannot be cut; give it the shape "
+                f"island: parameter {name} is a single number, which cannot be cut; give it the shape "
                 "[1], or leave out island"
             )
+    return found
 
 
 def _shard(model: nn.Module, island: IslandGroup) -> list[nn.Module]:
@@ -228,8 +261,6 @@ def _shard(model: nn.Module, island: IslandGroup) -> list[nn.Module]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ConfigError(f"island: needs torch 2.13 or later, but this is torch {torch.__version__}; update torch")
     mesh = DeviceMesh.from_group(island.group, "cpu", mesh=torch.tensor(list(island.ranks)), mesh_dim_names=("shard",))
     frozen = {each for each in model.parameters() if not each.requires_grad}
     units = [*_blocks(model), model]

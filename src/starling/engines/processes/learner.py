@@ -25,7 +25,7 @@ from starling.engines.processes.communicator import (
 )
 from starling.engines.processes.done_notes import DoneNotes
 from starling.engines.processes.handshake import do_nothing, silent_learners
-from starling.engines.processes.island import GATHERING, IslandGroup, ShardedModel
+from starling.engines.processes.island import GATHERING, IslandGroup, IslandModel
 from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import Waits
 from starling.errors import ConfigError, ProtocolError
@@ -91,7 +91,8 @@ class ProcessLearner(Learner):
             place.store, place.rank, place.world, save_requests, self._add_barrier, timeout_seconds, waits
         )
         position, size = start.position if start else Position(), job.sync_group_size(place.world)
-        tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares)
+        per_batch = job.island.learners_per_batch
+        tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, per_batch)
         self._batches = self._make_batches(tickets, loader)
         self.course = Course(
             job,
@@ -108,7 +109,7 @@ class ProcessLearner(Learner):
             start_on_memory=self.communicator.start_on_memory,
             buffers=lambda: dict(flat.model.named_buffers()),
             suffer=_suffer,
-            shard_of_island=flat.shard_of_island(self.replica.optimizer) if isinstance(flat, ShardedModel) else None,
+            shard_of_island=flat.shard_of_island(self.replica.optimizer) if isinstance(flat, IslandModel) else None,
         )
 
     def _make_replica(self, job: Job, flat: Model) -> Replica:
@@ -146,12 +147,13 @@ class ProcessLearner(Learner):
     def _make_batches(self, tickets: SyncGroupTickets, loader: Loader) -> ProcessBatches:
         # if all learners have the same model, the number of their mini-batches determines which tickets are done
         is_noting = self._feed.is_watched and not self._job.strategy.has_one_model
-        store, rank = self._place.store, self._place.rank
+        store, rank, shared_by = self._place.store, self._place.rank, self._job.island.learners_per_batch
+        name = self._life.name if shared_by == 1 else rank // shared_by
         return ProcessBatches(
             self._job,
             self._place,
             tickets,
-            self._life.name % self._job.workload.num_parts,
+            name % self._job.workload.num_parts,
             loader,
             self.communicator,
             self._barrier,
@@ -349,14 +351,16 @@ class ProcessLearner(Learner):
     def _compute_in_island(self, flat: Model, island: IslandGroup) -> float:
         """Compute this rank's part of the mean gradient of the island's mini-batches; returns the loss of its own.
 
-        All ranks make as many passes as the one with the most micro-batches, since they gather the model together.
+        All ranks make as many passes as the one with the most micro-batches, since they communicate in each.
         """
         course = self.course
         with self.communicator.naming_the_lost(GATHERING), island.telling_failures():
+            if isinstance(flat, IslandModel):
+                flat.prepare()
             loss = course.compute_gradient(
                 flat.model, flat, num_passes=lambda num_parts: int(max(island.gathered(num_parts)))
             )
-        if course.unused and isinstance(flat, ShardedModel):
+        if course.unused and isinstance(flat, IslandModel):
             raise ConfigError(
                 f"learner {self._place.rank}: parameter {flat.name_of(min(course.unused))} took no part in "
                 f"mini-batch {course.claimed()[0][0].step}, but an island needs a gradient of every parameter from "

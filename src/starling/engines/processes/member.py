@@ -35,7 +35,7 @@ from starling.engines.processes.handshake import (
     part,
     shake_hands,
 )
-from starling.engines.processes.island import IslandGroup, ShardedModel, check_island
+from starling.engines.processes.island import IslandGroup, IslandModel, ShardedModel, check_island
 from starling.engines.processes.learner import ProcessLearner
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import process_group
@@ -62,6 +62,7 @@ from starling.training.succession import (
     next_membership,
     plan_after,
 )
+from starling.training.tensor_plan import tensor_plan
 from starling.workload import Position, Ticket
 
 LookAround = Callable[[], None]
@@ -152,6 +153,8 @@ class _Member:
 
     def __post_init__(self) -> None:
         self._model: nn.Module | None = self.job.workload.make_model()  # of the next membership
+        if self.job.island.tensor > 1:
+            tensor_plan(self._model)  # raises before the others wait for this learner
         whole = trainable(self._model)
         self._num_parameters, self._dtype = sum(each.numel() for each in whole), str(whole[0].dtype)
         self.flat = FlatModel(self._model, self.device) if self.job.island.size == 1 else None
@@ -223,8 +226,8 @@ class _Member:
                 ):  # creating the sync groups' process groups blocks, too
                     flat, island = self._make_model(place)
                     start = self.life.state if is_first else self._start(rank, plan)
-                    if is_first and start is not None and isinstance(flat, ShardedModel):
-                        start = flat.own_part(start)  # a checkpoint may hold the whole model
+                    if is_first and start is not None and isinstance(flat, IslandModel):
+                        start = flat.own_part(start, self.job.make_optimizer)  # a checkpoint may hold the whole model
                     learner = self.learner = self._make_learner(
                         place, flat, island, start, membership, plan.shares, look_around
                     )
@@ -306,6 +309,10 @@ class _Member:
             return self.flat, None
         island = IslandGroup(place, self.job.island.size, self.timeout_seconds, self.waits)
         model, self._model = self._model or self.job.workload.make_model(), None
+        if self.job.island.tensor > 1:
+            from starling.engines.processes.tensor import TensorModel
+
+            return TensorModel(model, island, self.timeout_seconds), island
         return ShardedModel(model, island), island
 
     def _make_learner(

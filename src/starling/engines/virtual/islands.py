@@ -2,11 +2,12 @@
 
 Towards the others an island is one learner: its gradient is the mean of n mini-batches, and the n parts of its model
 travel side by side. So it is simulated as one learner with a whole model and n mini-batches at a time, and reported as
-n learners.
+n learners. With tensor parallelism it has one mini-batch at a time.
 
 Its gradient takes as long as that of its slowest rank, and then the time in which the model is gathered twice, for
-forward and for backward, and the gradient is scattered: three times (n - 1) messages of 1/n of the model. That this
-overlaps with computing, as it can on a GPU, is not assumed.
+forward and for backward, and the gradient is scattered: three times (n - 1) messages of 1/n of the model. With tensor
+parallelism it is the time of what the layers that are cut send, as in the first mini-batch, and in which the other
+parameters are gathered. That this overlaps with computing, as it can on a GPU, is not assumed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from starling.errors import ConfigError
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Delays, Stragglers
+from starling.training.tensor_plan import traffic_of
 from starling.training.tickets import TicketSequence
 from starling.workload import Examples, Position, Ticket, Unit, Weighting, Workload
 
@@ -45,8 +47,10 @@ class SimulatedIslands:
                 "them; choose a multiple or a divisor"
             )
         self._size, self._given, self._ranks = size, job, world
+        self._batches = size // job.island.learners_per_batch
         self._links, self._compute = Links(cluster), compute
-        self.workload = Joined(job.workload, size, job.weighting)
+        self._traffic = traffic_of(job.workload) if job.island.tensor > 1 else None
+        self.workload = Joined(job.workload, self._batches, job.weighting)
         schedule, budget = job.schedule, job.schedule.budget
         self.job = replace(
             job,
@@ -56,7 +60,7 @@ class SimulatedIslands:
             schedule=schedule.model_copy(update={"budget": budget and self._fewer_steps(budget)}),
             stragglers=Stragglers(),
             num_workers=0,
-            checkpoint_every=job.checkpoint_every and -(-job.checkpoint_every // size),
+            checkpoint_every=job.checkpoint_every and -(-job.checkpoint_every // self._batches),
         )
         self.world = world // size
         self.cluster = _side_by_side(cluster, size)
@@ -64,23 +68,31 @@ class SimulatedIslands:
     def times(self, name: int, num_bytes: int) -> ComputeTimes:
         """The gradient times of island `name`, whose whole weights have `num_bytes`."""
         job, ranks = self._given, range(name * self._size, (name + 1) * self._size)
-        seconds = (
-            GATHERS_AND_SCATTERS / 2 * self._links.reduce_seconds(ranks, num_bytes)
-        )  # an all-reduce is one of each
+        seconds, num_sent = self._communication(ranks, num_bytes)
         times = [ComputeTimes(self._compute, job.seed, rank) for rank in ranks]
         delays = [Delays(job.stragglers, job.seed, rank) for rank in ranks]
-        return _IslandTimes(times, delays, seconds, GATHERS_AND_SCATTERS * (self._size - 1) * num_bytes)
+        return _IslandTimes(times, delays, seconds, num_sent)
+
+    def _communication(self, ranks: range, num_bytes: int) -> tuple[float, int]:
+        """The seconds of communication within an island for one gradient, and the bytes that all its ranks send."""
+        gathers, reductions = [num_bytes] * GATHERS_AND_SCATTERS, []
+        if self._traffic is not None:
+            gathers, reductions = [self._traffic.whole_bytes, *self._traffic.gathers], list(self._traffic.reductions)
+        # an all-reduce is a scatter and a gather
+        seconds = sum(self._links.reduce_seconds(ranks, each) for each in gathers) / 2
+        seconds += sum(self._links.reduce_seconds(ranks, each) for each in reductions)
+        return seconds, (self._size - 1) * (sum(gathers) + 2 * sum(reductions))
 
     def observer(self, observer: Observer) -> Observer:
         """Reports the ranks of the islands to `observer`."""
-        return _EachRank(observer, self.workload, self._size)
+        return _EachRank(observer, self.workload, self._size, self._batches)
 
     def state(self, state: LearnerState) -> LearnerState:
         """An island's state, at a position in the given job's tickets."""
         return replace(state, world=self._ranks, position=self.workload.position(state.position))
 
     def _fewer_steps(self, budget: Any) -> Any:
-        return budget.model_copy(update={"steps": None if budget.steps is None else -(-budget.steps // self._size)})
+        return budget.model_copy(update={"steps": None if budget.steps is None else -(-budget.steps // self._batches)})
 
 
 def _side_by_side(cluster: Cluster, size: int) -> Cluster:
@@ -187,10 +199,11 @@ class Joined(Workload[_Part]):
 
 
 class _EachRank:
-    """Reports each rank of an island, with its own mini-batch and an equal share of the bytes."""
+    """Reports each rank of an island, with an equal share of the bytes; and each mini-batch of the rank that computed
+    it, or of the first of them."""
 
-    def __init__(self, observer: Observer, workload: Joined, size: int) -> None:
-        self._observer, self._workload, self._size = observer, workload, size
+    def __init__(self, observer: Observer, workload: Joined, size: int, num_batches: int) -> None:
+        self._observer, self._workload, self._size, self._batches = observer, workload, size, num_batches
 
     def on_step(self, report: StepReport) -> None:
         workload = self._workload
@@ -213,7 +226,8 @@ class _EachRank:
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         averaging = replace(report.averaging, bytes_sent=report.averaging.bytes_sent // self._size)
         for member in range(self._size):
-            self._observer.on_epoch(replace(report, rank=report.rank * self._size + member, averaging=averaging), state)
+            rank, num_steps = report.rank * self._size + member, report.num_steps if member < self._batches else 0
+            self._observer.on_epoch(replace(report, rank=rank, num_steps=num_steps, averaging=averaging), state)
 
     def on_barrier(self, state: LearnerState) -> None:
         self._observer.on_barrier(state)

@@ -107,6 +107,11 @@ def simulate_timing(
 
     A strategy that asks for the value of a weight gets torch's error about meta tensors.
     """
+    if island.tensor > 1:
+        raise ConfigError(
+            "island.tensor: what its ranks send depends on the model, which a simulation of times alone does not have; "
+            "simulate a job, or choose island.sharded"
+        )
     if num_bytes <= 0 or num_bytes % BYTES_OF_A_WEIGHT:
         raise ConfigError(
             f"timing: {num_bytes} bytes are no whole number of float32 weights; give {BYTES_OF_A_WEIGHT} bytes for "

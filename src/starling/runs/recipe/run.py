@@ -191,8 +191,8 @@ class RunConfig(Config):
 
     @property
     def num_workers(self) -> int:
-        """How many learners compute gradients."""
-        return self.strategy.num_workers(self.learners, self.island)
+        """How many learners compute gradients, each of its own mini-batches; a tensor island counts as one."""
+        return self.strategy.num_workers(self.learners, self.island) // self.island.learners_per_batch
 
     @property
     def sync_group_size(self) -> int:

@@ -58,6 +58,7 @@ class DecoderBlock(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(width)
         self.widening = nn.Linear(width, 4 * width)
         self.narrowing = nn.Linear(4 * width, width)
+        self.wide_dropout = nn.Dropout(dropout)
         self.dropout = nn.Dropout(dropout)
 
     def split(self, values: torch.Tensor, parts: int) -> torch.Tensor:
@@ -77,7 +78,7 @@ class DecoderBlock(nn.Module):
         (queries,) = self.split(self.queries(self.norm(outputs)), 1)
         attended = F.scaled_dot_product_attention(queries, memory[0], memory[1], visible)
         outputs = outputs + self.dropout(self.outputs(attended.transpose(1, 2).flatten(2)))
-        wide = self.dropout(self.widening(self.feed_forward_norm(outputs)).relu())
+        wide = self.wide_dropout(self.widening(self.feed_forward_norm(outputs)).relu())
         return outputs + self.dropout(self.narrowing(wide)), known
 
 

@@ -62,11 +62,12 @@ class FeedForward(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.widening = nn.Linear(width, feed_forward)
         self.narrowing = nn.Linear(feed_forward, width)
+        self.wide_dropout = nn.Dropout(dropout)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """`[B, T, width]` -> `[B, T, width]`."""
-        wide = self.dropout(F.silu(self.widening(self.norm(frames))))
+        wide = self.wide_dropout(F.silu(self.widening(self.norm(frames))))
         added: torch.Tensor = self.dropout(self.narrowing(wide))
         return added
 

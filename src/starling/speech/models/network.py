@@ -1,7 +1,14 @@
 """What all acoustic models share: an encoder, a layer behind it for CTC, and perhaps a decoder beside that."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class Decoder(nn.Module):
@@ -39,6 +46,12 @@ class Network(nn.Module):
         """Log-probabilities `[B, T', V]` (float32) of CTC, of the encoder's frames."""
         log_probs: torch.Tensor = self.output(frames).float().log_softmax(dim=2)
         return log_probs
+
+    def tensor_plan(self) -> dict[str, ParallelStyle]:
+        """Which layers are cut in `island: {tensor: n}`, by the name of the module."""
+        from starling.speech.models.tensor_plan import plan_of
+
+        return plan_of(self)
 
     def forward(
         self,

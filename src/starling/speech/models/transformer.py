@@ -76,6 +76,7 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(width)
         self.widening = nn.Linear(width, feed_forward)
         self.narrowing = nn.Linear(feed_forward, width)
+        self.wide_dropout = nn.Dropout(dropout)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, frames: torch.Tensor, visible: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
@@ -91,7 +92,7 @@ class Block(nn.Module):
 
     def _widened(self, frames: torch.Tensor) -> torch.Tensor:
         wide = torch.relu(self.widening(self.feed_forward_norm(frames)))
-        added: torch.Tensor = self.dropout(self.narrowing(self.dropout(wide)))
+        added: torch.Tensor = self.dropout(self.narrowing(self.wide_dropout(wide)))
         return frames + added
 
 

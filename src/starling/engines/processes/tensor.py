@@ -1,0 +1,200 @@
+"""An island on processes whose ranks compute one mini-batch together, by torch's tensor parallelism (DTensor).
+
+The layers in the model's plan are cut, and each rank computes its part of them. Everything else is whole on all ranks,
+and all compute it. Each weight nevertheless belongs to one rank: its vector `[P']` has its part of every cut layer, and
+1/n of every other parameter, as with `sharded`. The optimizer steps and the strategy averages this vector. Parameters
+that are not cut are gathered before each gradient. So no strategy, however asynchronous, can let them differ between
+the ranks of an island, and norms, checkpoints and joins are those of `sharded`.
+
+What DTensor communicates passes through `IslandGroup`, by a process group in Python.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from starling.checkpoint.cut import Cut, span_of
+from starling.engines.processes.backend import communicating
+from starling.engines.processes.island import IslandGroup, IslandModel, trainable_by_name
+from starling.errors import ConfigError
+from starling.training.flat import split
+from starling.training.tensor_plan import tensor_plan
+
+BACKEND = "starling-island"
+
+
+class TensorModel(IslandModel):
+    """A model whose layers are cut by its plan."""
+
+    def __init__(self, model: nn.Module, island: IslandGroup, timeout_seconds: float) -> None:
+        whole = trainable_by_name(model)
+        uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        _parallelize(model, island, timeout_seconds)
+        self._computed = [model.get_parameter(name) for name in whole]
+        self._dims = [_dim(parameter) for parameter in self._computed]
+        if all(dim is None for dim in self._dims):
+            raise ConfigError(f"island.tensor: the tensor_plan of {type(model).__name__} cuts no parameter")
+        for (name, parameter), dim in zip(whole.items(), self._dims, strict=True):
+            _check(name, parameter, dim, uses[id(parameter)], island.size)
+        shapes = tuple(tuple(parameter.shape) for parameter in whole.values())
+        super().__init__(model, island, whole, Cut(island.size, shapes, tuple(dim or 0 for dim in self._dims)))
+        self._spans = [
+            span_of(shape[dim], island.size, island.member) for shape, dim in zip(shapes, self.cut.dims, strict=True)
+        ]
+        self._like = [torch.empty(shape, device="meta") for shape in self.cut.local_shapes]
+        for number, parameter in enumerate(self._computed):
+            parameter.register_post_accumulate_grad_hook(partial(self._collect, number))  # type: ignore[no-untyped-call]
+        self.use_weights(self.weights)
+
+    def use_weights(self, weights: Tensor) -> None:
+        self.weights = weights
+        for number, view in enumerate(split(weights, self._like)):
+            dim = self._dims[number]
+            if dim is not None:
+                self._computed[number]._local_tensor = view.narrow(dim, 0, self._spans[number][1])  # type: ignore[attr-defined]
+
+    def prepare(self) -> None:
+        """Gather the parameters that are not cut from the ranks to which their parts belong."""
+        parts = list(split(self.weights, self._like))
+        numbers = [number for number, dim in enumerate(self._dims) if dim is None]
+        if not numbers:
+            return
+        own = torch.cat([parts[number].reshape(-1) for number in numbers])
+        gathered = own.new_empty(self.cut.size, len(own))
+        self._island.all_gather(gathered.view(-1), own)
+        start = 0
+        with torch.no_grad():
+            for number in numbers:
+                stop = start + parts[number].numel()
+                rows = gathered[:, start:stop].reshape(-1, *self.cut.shapes[number][1:])
+                _local(self._computed[number]).copy_(rows[: self.cut.shapes[number][0]])
+                start = stop
+
+    def _collect(self, number: int, parameter: Tensor) -> None:
+        """Add this rank's part of a parameter's gradient to `gradients`."""
+        gradient, parameter.grad = cast(Tensor, parameter.grad), None
+        if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, parameter).placements:
+            gradient = gradient.redistribute(placements=cast(DTensor, parameter).placements)
+        dim, (start, length), own = self._dims[number], self._spans[number], _local(gradient)
+        if dim is None:
+            own = own[start : start + length]
+        self.gradients_of[number].narrow(dim or 0, 0, length).add_(own)
+        self._reached.append(number)
+
+
+def _parallelize(model: nn.Module, island: IslandGroup, timeout_seconds: float) -> None:
+    """Cut the layers in a model's plan."""
+    plan = tensor_plan(model)
+    if not dist.is_backend_available(BACKEND):
+        dist.Backend.register_backend(BACKEND, _Counted, devices="cpu")
+    with communicating():
+        group = dist.new_group(
+            list(island.ranks), timedelta(seconds=timeout_seconds), BACKEND, use_local_synchronization=True
+        )
+    cast(_Counted, group).island = island
+    mesh = DeviceMesh.from_group(group, "cpu", mesh=torch.tensor(list(island.ranks)), mesh_dim_names=("tensor",))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DTensor random operators")  # none are used
+        try:
+            parallelize_module(model, mesh, plan, src_data_rank=None)
+        except (NotImplementedError, TypeError) as error:
+            raise ConfigError(f"island.tensor: the tensor_plan of {type(model).__name__}: {error}") from error
+
+
+def _dim(parameter: Tensor) -> int | None:
+    """The dimension along which a parameter is cut; None: it is whole on all ranks."""
+    placement: Placement | None = parameter.placements[0] if isinstance(parameter, DTensor) else None
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def _check(name: str, whole: Tensor, dim: int | None, num_uses: int, size: int) -> None:
+    """Raise ConfigError for a parameter that cannot be cut like this."""
+    if dim is None:
+        return
+    if num_uses > 1:
+        raise ConfigError(
+            f"island.tensor: {name} is shared by several modules, so that it cannot be cut; leave it whole"
+        )
+    if dim > 0 and whole.shape[dim] % size:
+        raise ConfigError(
+            f"island.tensor: {name} has {whole.shape[dim]} columns, which cannot be divided by {size}; choose a width "
+            f"that is a multiple of {size}, or another size of islands"
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _Finished(dist.Work):
+    """What DTensor waits for: nothing."""
+
+    def __init__(self, result: object) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
+class _Counted(dist.ProcessGroup):
+    """The collectives of DTensor, by an `IslandGroup`: it counts bytes and waits, and tells errors of the backend from
+    those of the model."""
+
+    island: IslandGroup
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._name = self._description = ""
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], options: Any = None
+    ) -> dist.Work:
+        for each in tensors:
+            self.island.all_reduce(each, dist.ReduceOp.SUM if options is None else options.reduceOp)
+        return _Finished(tensors)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
+    ) -> dist.Work:
+        for whole, own in zip(outputs, inputs, strict=True):
+            self.island.all_gather(whole, own)
+        return _Finished(outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
+    ) -> dist.Work:
+        for own, whole in zip(outputs, inputs, strict=True):
+            self.island.mean_of_parts(own, whole, is_sum=True)
+        return _Finished(outputs)
+
+    def getBackendName(self) -> str:  # noqa: N802 - the names are torch's
+        return BACKEND
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description

@@ -1,0 +1,90 @@
+"""The plan by which tensor parallelism cuts a model: the model declares it as `tensor_plan`.
+
+A plan is what torch's `parallelize_module` takes: names of modules, with wildcards, and how each is cut. `tensor_plan`
+is such a mapping, or a method that returns it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from starling.errors import ConfigError
+from starling.training.flat import trainable
+from starling.workload import Ticket, Workload
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def tensor_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
+    """How a model is cut. Raises ConfigError if it does not say so, or names modules that it does not have."""
+    declared = getattr(model, "tensor_plan", None)
+    plan = declared() if callable(declared) else declared
+    if not isinstance(plan, Mapping) or not plan:
+        raise ConfigError(
+            f"island.tensor: {type(model).__name__} does not say which layers can be cut; give it a method tensor_plan "
+            'that returns a plan of torch.distributed.tensor.parallel, such as {"output": '
+            "ColwiseParallel(output_layouts=Replicate())}, or use island.sharded"
+        )
+    for key in plan:
+        if not modules_of(model, key):
+            raise ConfigError(f"island.tensor: tensor_plan names {key}, which {type(model).__name__} does not have")
+    return dict(plan)
+
+
+def modules_of(model: nn.Module, key: str) -> list[nn.Module]:
+    """The modules that a key of a plan names."""
+    wanted = key.split(".")
+    return [
+        module
+        for name, module in model.named_modules()
+        if bool(name) == bool(key) and len(parts := name.split(".")) == len(wanted) and all(map(fnmatch, parts, wanted))
+    ]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the ranks of an island send each other for one mini-batch, in bytes of whole tensors."""
+
+    whole_bytes: int
+    """Parameters that are not cut, gathered before each gradient."""
+    gathers: tuple[int, ...]
+    """All-gathers of activations."""
+    reductions: tuple[int, ...]
+    """All-reduces of activations, and in backward of gradients."""
+
+
+def traffic_of(workload: Workload[Any]) -> Traffic:
+    """The traffic of a workload's first mini-batch, from a forward pass. Styles other than `ColwiseParallel` and
+    `RowwiseParallel` are taken to send nothing."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    model = workload.make_model()
+    gathers, reductions, cut = [], [], 0
+
+    def look(module: nn.Module, inputs: Any, output: Tensor, style: Any) -> None:
+        is_whole = all(each.is_replicate() for each in style.output_layouts)
+        if isinstance(style, ColwiseParallel):
+            gathers.extend([output.nbytes] if is_whole else [])
+            reductions.extend([inputs[0].nbytes] if inputs[0].requires_grad else [])
+        elif is_whole:
+            reductions.append(output.nbytes)
+
+    for key, style in tensor_plan(model).items():
+        if not isinstance(style, ColwiseParallel | RowwiseParallel):
+            continue
+        for module in modules_of(model, key):
+            by_rows = isinstance(style, RowwiseParallel)
+            own = [each for name, each in module.named_parameters() if not (by_rows and name == "bias")]
+            cut += sum(each.nbytes for each in own if each.requires_grad)
+            module.register_forward_hook(partial(look, style=style))
+    with torch.random.fork_rng(devices=[]):
+        for examples in workload.load(Ticket(0, 0, 0)):
+            workload.loss(model, examples)
+    whole = sum(parameter.nbytes for parameter in trainable(model))
+    return Traffic(whole - cut, tuple(gathers), tuple(reductions))
