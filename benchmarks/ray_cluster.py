@@ -51,6 +51,11 @@ class RayCluster:
     def address(self) -> str:
         return str(self._cluster.address)
 
+    @property
+    def logs(self) -> Path:
+        """Where all nodes and workers write."""
+        return Path(self._cluster.head_node.get_session_dir_path()) / "logs"
+
     def add(self, num_cpus: int, **resources: float) -> Any:
         """Start a raylet with so many virtual CPUs."""
         head = {} if self._has_head else {"_system_config": SYSTEM_CONFIG}

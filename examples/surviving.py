@@ -13,7 +13,8 @@ from torch import nn
 import starling
 
 
-def main(strategy: str, steps: int) -> None:
+def main(strategy: str, steps: int) -> str:
+    """Train, and return what was reached."""
     torch.set_num_threads(1)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -38,8 +39,10 @@ def main(strategy: str, steps: int) -> None:
                 print(f"step {learner.num_steps}: {learner.world} learners", flush=True)
         with learner.consensus(final=True):
             reached = accuracy(model)
+        said = f"accuracy {reached:.3f} with {learner.world} learners under {strategy}"
         if learner.rank == 0:  # the lowest of those that are left
-            print(f"accuracy {reached:.3f} with {learner.world} learners under {strategy}", flush=True)
+            print(said, flush=True)
+    return said
 
 
 if __name__ == "__main__":

@@ -398,3 +398,44 @@ def test_the_demo_survives_a_lost_node_and_gets_another_one(cluster: RayCluster,
     assert rates and rates[-1] <= 10.0, text
     audit = subprocess.run([starling_command, "audit", "exp/demo"], cwd=tmp_path, capture_output=True, text=True)
     assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_loop_in_actors_survives_a_lost_node_and_its_learner_joins_again_elsewhere(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    """The example: Ray starts the lost actor on a node that was added, and all end with one model."""
+    nodes = [cluster.add(num_cpus=1) for _ in range(3)]
+    example = Path(__file__).parents[2] / "examples" / "ray_actors.py"
+    command = [sys.executable, str(example), "--learners", "3", "--steps", "6000"]
+    with (tmp_path / "said").open("w") as said:
+        environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+        run = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT)
+    try:
+        await_output(cluster, "step 100,", run)
+        learners = [each for each in psutil.process_iter() if "ray::Learner" in " ".join(each.cmdline())]
+        assert len(learners) == 3
+        (first,) = (each.ppid() for each in learners if each.children())  # beside learner 0 is the coordinator
+        raylets = {node.all_processes["raylet"][0].process.pid: node for node in nodes[1:]}
+        lost = next(each.ppid() for each in learners if each.ppid() != first and each.ppid() in raylets)
+        cluster.kill(raylets[lost])
+        await_output(cluster, ": 2 learners", run)
+        cluster.add(num_cpus=1)
+        await_output(cluster, ": 3 learners", run)
+        assert run.wait(PATIENCE) == 0, (tmp_path / "said").read_text()
+    finally:
+        run.kill()
+        run.wait()
+    found = re.findall(
+        r"^accuracy (0\.9\d+|1\.0+) with 3 learners under adpsgd$", (tmp_path / "said").read_text(), re.M
+    )
+    assert len(found) == 3 and len(set(found)) == 1, (tmp_path / "said").read_text()
+
+
+def await_output(cluster: RayCluster, text: str, run: subprocess.Popen[bytes]) -> None:
+    """Wait until a worker of the cluster has written `text`."""
+    deadline = time.monotonic() + PATIENCE
+    while not any(text in file.read_text(errors="replace") for file in cluster.logs.glob("worker-*.out")):
+        assert run.poll() is None and time.monotonic() < deadline, text
+        time.sleep(0.1)
