@@ -6,6 +6,7 @@ import multiprocessing
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import boto3
 import numpy as np
@@ -114,6 +115,53 @@ def test_audio_in_a_bucket_is_the_audio_on_the_disk(store: Store, songs: SpeechS
     assert found.features.equal(expected.features) and found.ids == expected.ids
     assert store.requests.count("GET") == len(some)
     assert len(store.requests.lines) <= len(some) + 1  # and at most one question about the bucket
+
+
+def test_a_machine_copies_each_shard_once_and_then_asks_the_store_for_nothing(
+    store: Store, songs: SpeechSet, tmp_path: Path
+) -> None:
+    """Whichever of its processes is first. What was left of an interrupted copy is not used."""
+    address, here, cache = store.upload(songs.folder.parent), tmp_path / "here", tmp_path / "cache"
+    fetch_sets(address, store.options, here, ["train"], 8000, silent, cache)
+    store.requests.lines.clear()
+    shards = songs.summary.shards
+    kept = Path(read_description(here)["cache"])
+    assert kept.is_relative_to(cache)
+    (kept / "shar").mkdir(parents=True)
+    (kept / "shar" / f"{shards[0].file}.partial").write_bytes(b"interrupted")
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        sums = pool.map(heard, [here / "train"] * 6, chunksize=1)
+    assert sums == [heard(songs.folder)] * 6
+    gets = [line for line in store.requests.lines if "GET" in line and "shar" in line]
+    assert len(gets) == len(shards)
+    assert {path.name for path in (kept / "shar").iterdir()} == {
+        name for shard in shards for name in (shard.file, f"{shard.file}.lock")
+    }
+
+
+def test_a_cache_without_room_and_a_shard_that_is_gone_are_named(
+    store: Store, songs: SpeechSet, tmp_path: Path
+) -> None:
+    address = store.upload(songs.folder.parent)
+    (tmp_path / "file").write_text("no folder")
+    fetch_sets(address, store.options, tmp_path / "a", ["train"], 8000, silent, tmp_path / "file")
+    with pytest.raises(DataError, match=r"cannot be copied there .*; set data\.cache to a folder with room"):
+        SpeechSet.open(tmp_path / "a" / "train").audio(0)
+    fetch_sets(address, store.options, tmp_path / "b", ["train"], 8000, silent, tmp_path / "cache")
+    (gone, *_) = songs.summary.shards
+    store.client.delete_object(Bucket=BUCKET, Key=f"songs/train/shar/{gone.file}")
+    with pytest.raises(DataError, match=f"{gone.file}: is missing"):
+        SpeechSet.open(tmp_path / "b" / "train").audio(0)
+    assert not list((tmp_path / "cache").rglob("*.partial"))
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "train" / "remote.json").read_text(encoding="utf-8")))
+
+
+def heard(folder: Path) -> float:
+    """The sum of all samples of a set."""
+    return total(SpeechSet.open(folder))
 
 
 def test_an_index_is_fetched_once_and_again_when_it_has_changed(store: Store, songs: SpeechSet, tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ class DataConfig(Config):
     storage_options: dict[str, Any] = Field(default_factory=dict)
     """fsspec's options for the store of `remote`, e.g. {anon: true}. Secrets are an error here: they are read from the
     environment or the store's credentials file."""
+    cache: Path | None = None
+    """A folder of each machine, e.g. /scratch/fsdd, into which a shard of `remote` is copied when it is first read;
+    null: every utterance is read from the store each time."""
     corpus: CorpusConfig
     """Where the audio and its transcripts are; `kind` is the format of the manifests."""
     hold_out: HoldOutConfig | None = None
@@ -84,6 +87,8 @@ class DataConfig(Config):
             problems.append(problem)
         if self.remote is None and self.storage_options:
             problems.append("data.storage_options: only for data.remote, which is not set; leave them out")
+        if self.remote is None and self.cache is not None:
+            problems.append("data.cache: only for data.remote, which is not set; leave it out")
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from starling.errors import ConfigError, DataError
@@ -99,6 +100,10 @@ class ObjectFolder:
                 raise self._error(ranges[first].file, found[first])
             time.sleep(pause)
         return found
+
+    def copy(self, file: str, to: Path) -> None:
+        """Copy a whole file to this machine."""
+        self._tried(file, lambda system: system.get_file(self._path(file), str(to)))
 
     def _cat(self, system: Any, ranges: Sequence[Range]) -> list[Any]:
         paths = [self._path(each.file) for each in ranges]

@@ -61,7 +61,8 @@ def prepare(
         written: list[str] = []
         if config.remote is not None:
             rate, names = config.sampling_rate, config.used_sets
-            written += fetch_sets(config.remote, config.storage_options, config.folder, names, rate, report)
+            store = (config.remote, config.storage_options)
+            written += fetch_sets(*store, config.folder, names, rate, report, config.cache)
         own = config.used_sets if config.remote is None else ()
         missing = [name for name in own if _finished_digest(config.set_folder(name)) != set_digest(config, name)]
         if not overwrite:

@@ -1,5 +1,6 @@
 """Prepared sets in an object store: the index is fetched once, and audio is read from the store by byte ranges."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -23,11 +24,12 @@ def fetch_sets(
     names: Sequence[str],
     sampling_rate: int,
     progress: Callable[[str, int, int], None],
+    cache: Path | None = None,
 ) -> list[str]:
     """Fetch the index of each set at `address` to `<folder>/<name>`. Returns the names of the sets that were fetched.
 
     `address`, e.g. s3://bucket/corpus, is a copy of a folder that `starling prepare` wrote. Of the sets' settings only
-    the sampling rate, in Hz, must be that of the recipe.
+    the sampling rate, in Hz, must be that of the recipe. Shards that have been read are kept in `cache`, if there is one.
 
     Raises:
         DataError: A set or shard is missing, incomplete or of another size, access is refused, or the store does not
@@ -39,6 +41,8 @@ def fetch_sets(
         text = objects.read("summary.json")
         summary = _checked_summary(text, objects, sampling_rate)
         where: dict[str, object] = {"address": f"{objects.address}/shar", "options": dict(options)}
+        if cache is not None:  # another upload of the set has a folder of its own
+            where["cache"] = str(cache.absolute() / name / hashlib.sha256(text).hexdigest()[:16])
         final = folder / name
         if (final / "shar").exists():
             raise DataError(

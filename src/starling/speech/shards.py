@@ -1,7 +1,10 @@
 """Reads the FLAC bytes of a prepared set's utterances from local shards or from an object store."""
 
+import errno
+import fcntl
 import json
 import os
+import shutil
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +16,8 @@ from starling.speech.object_store import ObjectFolder, Range, StorageOptions
 
 MAX_OPEN_SHARDS = 64
 REMOTE = "remote.json"
-"""A file in the folder of a set with remote shards: {"address": folder of the shards, "options": fsspec's}."""
+"""A file in the folder of a set with remote shards: {"address": folder of the shards, "options": fsspec's}, and perhaps
+"cache": a folder of this machine."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,11 @@ def open_shards(folder: Path, shards: Sequence[Shard]) -> Shards:
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         address, options = str(description["address"]), dict(description.get("options", {}))
+        cache = Path(description["cache"]) if "cache" in description else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error}); {_again(folder)}") from error
-    return RemoteShards(folder, address, options, shards)
+    remote = RemoteShards(folder, address, options, shards)
+    return remote if cache is None else CachedShards(cache, remote, shards)
 
 
 def _again(folder: Path) -> str:
@@ -77,7 +83,7 @@ class LocalShards:
 
     def check(self) -> None:
         for shard in self._shards:
-            path = self._folder / "shar" / shard.file
+            path = self._path(shard)
             if path.is_symlink() and not path.resolve().is_relative_to(self._folder.resolve()):
                 raise DataError(f"{path}: a link that leads out of the prepared set; replace it by the file")
             size = path.stat().st_size if path.is_file() else None
@@ -86,10 +92,13 @@ class LocalShards:
                 raise DataError(f"{path}: {state}; {self.remedy()}")
 
     def where(self, shard: int) -> str:
-        return str(self._folder / "shar" / self._shards[shard].file)
+        return str(self._path(self._shards[shard]))
 
     def remedy(self) -> str:
         return _again(self._folder)
+
+    def _path(self, shard: Shard) -> Path:
+        return self._folder / "shar" / shard.file
 
     def read(self, places: Sequence[Place]) -> list[bytes]:
         try:
@@ -135,6 +144,13 @@ class RemoteShards:
     def remedy(self) -> str:
         return f"copy the prepared set to {self._objects.address.rsplit('/', 1)[0]} again"
 
+    def copy(self, shard: Shard, to: Path) -> None:
+        """Copy a whole shard to this machine. DataError if it cannot be read, or has another size."""
+        self._objects.copy(shard.file, to)
+        if (size := to.stat().st_size) != shard.num_bytes:
+            where = f"{self._objects.address}/{shard.file}"
+            raise DataError(f"{where}: has {size} bytes, not {shard.num_bytes}; {self.remedy()}")
+
     def read(self, places: Sequence[Place]) -> list[bytes]:
         return self._objects.read_ranges(
             [Range(self._shards[place.shard].file, place.offset, place.size) for place in places]
@@ -142,3 +158,50 @@ class RemoteShards:
 
     def close(self) -> None:
         return
+
+
+class CachedShards(LocalShards):
+    """Tars in an object store, each copied whole to a folder of this machine when it is first read.
+
+    One process of the machine copies a shard, and the others wait for it.
+    """
+
+    def __init__(self, cache: Path, remote: RemoteShards, shards: Sequence[Shard]) -> None:
+        super().__init__(cache, shards)
+        self._remote = remote
+
+    def check(self) -> None:
+        return
+
+    def remedy(self) -> str:
+        return f"remove {self._folder}, or {self._remote.remedy()}"
+
+    def read(self, places: Sequence[Place]) -> list[bytes]:
+        for shard in {place.shard for place in places} - set(self._files):
+            try:
+                self._fetch(self._shards[shard])
+            except OSError as error:
+                raise DataError(
+                    f"{self._folder}: {self._remote.where(shard)} cannot be copied there ({error.strerror}); set "
+                    "data.cache to a folder with room on each machine, or leave it out"
+                ) from error
+        return super().read(places)
+
+    def _fetch(self, shard: Shard) -> None:
+        final = self._path(shard)
+        if final.exists():
+            return
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with final.with_name(f"{shard.file}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if final.exists():
+                return
+            aside = final.with_name(f"{shard.file}.partial")
+            aside.unlink(missing_ok=True)
+            if shutil.disk_usage(final.parent).free < shard.num_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            try:
+                self._remote.copy(shard, aside)
+                aside.replace(final)
+            finally:
+                aside.unlink(missing_ok=True)
