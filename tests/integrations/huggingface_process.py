@@ -152,10 +152,29 @@ def equal(rank: int, folder: Path) -> None:
     save_file(found, folder / f"hf-equal-{rank}.safetensors")
 
 
+class Late(TrainerCallback):
+    """Learner 1 makes one step and waits until learner 0 has reached the last of four epochs, which both share."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self._rank, self._reached, self._back = rank, folder / "reached", folder / "back"
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self._rank == 0 and state.epoch == 3.0:
+            self._reached.touch()
+            await_file(self._back)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self._rank == 1 and state.global_step == 1:
+            await_file(self._reached)
+        elif self._rank == 1 and state.epoch > 3.0:
+            self._back.touch()
+
+
 def train(rank: int, folder: Path) -> None:
-    """Asynchronous learners that share an epoch's samples."""
+    """Asynchronous learners that share an epoch's samples, one of them late."""
     options: dict[str, Any] = {"num_train_epochs": 4, "eval_strategy": "epoch", "save_strategy": "epoch"}
-    trainer = fit(folder / "hf-kept", "adpsgd", 96, train_sampling_strategy="random", max_grad_norm=1.0, **options)
+    options |= {"train_sampling_strategy": "random", "max_grad_norm": 1.0, "logging_first_step": True}
+    trainer = fit(folder / "hf-kept", "adpsgd", 96, callbacks=(Late(rank, folder),), **options)
     losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
     trainer.save_model(str(folder / "final"))
     outcome = {
@@ -163,6 +182,7 @@ def train(rank: int, folder: Path) -> None:
         "first": losses[0],
         "last": losses[-1],
         "evaluated": trainer.evaluate()["eval_loss"],
+        "rate": trainer.optimizer.param_groups[0]["lr"] / trainer.args.learning_rate,
     }
     (folder / f"hf-train-{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
     save_file({"final": weights(trainer.model)}, folder / f"hf-train-{rank}.safetensors")

@@ -74,6 +74,16 @@ def test_asynchronous_learners_share_the_samples_of_an_epoch(outcome: Outcome) -
         assert each["evaluated"] < each["first"]
 
 
+def test_the_learning_rate_of_a_slow_learner_decays_as_that_of_a_fast_one(outcome: Outcome) -> None:
+    """It follows the samples given out to both, of which a quarter is left at most. The slow learner's own steps, 26 at
+    most of 48 on average, would leave it 0.46 of its rate or more."""
+    assert outcome.codes["huggingface:train"] == [0, 0], outcome.said
+    told = [json.loads((outcome.folder / f"hf-train-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    assert told[1]["steps"] <= 26
+    for each in told:
+        assert each["rate"] < 0.3
+
+
 def test_learner_0_saves_the_consensus(outcome: Outcome) -> None:
     """Checkpoints at its epochs' ends, and the finished model after training."""
     saved = load_file(outcome.folder / "final" / "model.safetensors")
