@@ -174,7 +174,6 @@ def test_three_processes_train_as_under_ddp(tmp_path: Path) -> None:
 def test_other_strategies_tell_words_apart_as_well_as_ddp(
     tmp_path: Path, check_accuracies: Any, case: str, host: str
 ) -> None:
-    """`adpsgd` and DiLoCo: a miniature wav2vec 2.0 on 480 real recordings of four words, and a classifier on 1,200 of
-    ten."""
+    """`adpsgd` and DiLoCo, on 1,200 recordings of ten words: a miniature of Whisper's encoder, and a classifier."""
     assert run(tmp_path, f"huggingface:{case}:2", is_warm=False)[f"huggingface:{case}"] == [0, 0]
     check_accuracies(json.loads((tmp_path / f"{host}-accuracies-0.json").read_text(encoding="utf-8")))
