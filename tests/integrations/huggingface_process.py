@@ -242,6 +242,10 @@ class Kill(TrainerCallback):
         if state.global_step == 3 and os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if args.should_save:  # an own count: after an epoch without a sample a checkpoint has the name of the last
+            Path(args.output_dir, f"saved-{state.epoch:g}").touch()
+
 
 def survive(rank: int, folder: Path, strategy: str = "adpsgd") -> None:
     """The others continue without learner 0; one of them saves in its place."""
