@@ -47,7 +47,7 @@ def main(folder: Path, cases: list[str]) -> None:
         elif not (folder / "nemo.json").exists():
             module.prepare(folder)
         has_agent = "survive" not in case  # runs that survive losses are started by hand
-        within = 3000.0 if "accuracies" in case else 200.0
+        within = 3000.0 if "accuracies" in case or case == "rates" else 200.0
         codes[f"{host}:{case}"] = in_processes(
             int(world), partial(module.CASES[case], folder=folder), has_agent, within
         )

@@ -4,9 +4,11 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
@@ -19,15 +21,17 @@ from transformers import (
     Wav2Vec2Config,
     Wav2Vec2ForSequenceClassification,
     WhisperConfig,
+    WhisperForAudioClassification,
     WhisperForConditionalGeneration,
 )
 
 from starling import SharedSampler
+from starling.errors import ConfigError
 from starling.integrations.accelerate import StarlingSGD
 from starling.integrations.huggingface import StarlingArguments, StarlingTrainer
 from tests.code_blocks import code_blocks, run_python
 from tests.integrations import recordings
-from tests.integrations.recordings import DIGITS, WORDS, make_classifier, spoken_digits, waveforms
+from tests.integrations.recordings import DIGITS, make_classifier, spoken_digits, waveforms
 
 BATCH = 4
 FEW_ROUNDS = {"every": 10, "momentum": 0.5}
@@ -35,18 +39,16 @@ FEW_ROUNDS = {"every": 10, "momentum": 0.5}
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 
 
-def make_wav2vec2(seed: int = 1, **options: Any) -> nn.Module:
+def make_wav2vec2() -> nn.Module:
     """A miniature with random weights, and no chance in its forward pass."""
-    torch.manual_seed(seed)
-    chosen: dict[str, Any] = {
-        "num_labels": 4,
-        "hidden_size": 16,
-        "conv_dim": (16, 16),
-        "conv_stride": (10, 8),
-        "conv_kernel": (20, 16),
-    }
+    torch.manual_seed(1)
     return Wav2Vec2ForSequenceClassification(
         Wav2Vec2Config(
+            num_labels=4,
+            hidden_size=16,
+            conv_dim=(16, 16),
+            conv_stride=(10, 8),
+            conv_kernel=(20, 16),
             num_hidden_layers=1,
             num_attention_heads=2,
             intermediate_size=32,
@@ -60,33 +62,44 @@ def make_wav2vec2(seed: int = 1, **options: Any) -> nn.Module:
             final_dropout=0.0,
             layerdrop=0.0,
             apply_spec_augment=False,
-            **chosen | options,
         )
+    )
+
+
+def small_whisper(**options: Any) -> WhisperConfig:
+    chosen: dict[str, Any] = {
+        "d_model": 16,
+        "num_mel_bins": 8,
+        "encoder_ffn_dim": 32,
+        "max_source_positions": 32,
+    }
+    return WhisperConfig(
+        vocab_size=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=32,
+        max_target_positions=8,
+        dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        **chosen | options,
     )
 
 
 def make_whisper() -> nn.Module:
     torch.manual_seed(1)
-    return WhisperForConditionalGeneration(
-        WhisperConfig(
-            vocab_size=16,
-            num_mel_bins=8,
-            d_model=16,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            max_source_positions=32,
-            max_target_positions=8,
-            dropout=0.0,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-        )
-    )
+    return WhisperForConditionalGeneration(small_whisper())
+
+
+def make_listener(seed: int) -> nn.Module:
+    """A miniature of Whisper's encoder that tells spoken digits apart."""
+    torch.manual_seed(seed)
+    size = {"d_model": 32, "num_mel_bins": 20, "encoder_ffn_dim": 64, "max_source_positions": 20}
+    return WhisperForAudioClassification(small_whisper(**size, classifier_proj_size=32, num_labels=len(DIGITS)))
 
 
 def data(num: int) -> list[dict[str, Tensor]]:
@@ -152,10 +165,29 @@ def equal(rank: int, folder: Path) -> None:
     save_file(found, folder / f"hf-equal-{rank}.safetensors")
 
 
+class Late(TrainerCallback):
+    """Learner 1 makes one step and waits until learner 0 has reached the last of four epochs, which both share."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self._rank, self._reached, self._back = rank, folder / "reached", folder / "back"
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self._rank == 0 and state.epoch == 3.0:
+            self._reached.touch()
+            await_file(self._back)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self._rank == 1 and state.global_step == 1:
+            await_file(self._reached)
+        elif self._rank == 1 and state.epoch > 3.0:
+            self._back.touch()
+
+
 def train(rank: int, folder: Path) -> None:
-    """Asynchronous learners that share an epoch's samples."""
+    """Asynchronous learners that share an epoch's samples, one of them late."""
     options: dict[str, Any] = {"num_train_epochs": 4, "eval_strategy": "epoch", "save_strategy": "epoch"}
-    trainer = fit(folder / "hf-kept", "adpsgd", 96, train_sampling_strategy="random", max_grad_norm=1.0, **options)
+    options |= {"train_sampling_strategy": "random", "max_grad_norm": 1.0, "logging_first_step": True}
+    trainer = fit(folder / "hf-kept", "adpsgd", 96, callbacks=(Late(rank, folder),), **options)
     losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
     trainer.save_model(str(folder / "final"))
     outcome = {
@@ -163,6 +195,7 @@ def train(rank: int, folder: Path) -> None:
         "first": losses[0],
         "last": losses[-1],
         "evaluated": trainer.evaluate()["eval_loss"],
+        "rate": trainer.optimizer.param_groups[0]["lr"] / trainer.args.learning_rate,
     }
     (folder / f"hf-train-{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
     save_file({"final": weights(trainer.model)}, folder / f"hf-train-{rank}.safetensors")
@@ -209,6 +242,10 @@ class Kill(TrainerCallback):
         if state.global_step == 3 and os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if args.should_save:  # an own count: after an epoch without a sample a checkpoint has the name of the last
+            Path(args.output_dir, f"saved-{state.epoch:g}").touch()
+
 
 def survive(rank: int, folder: Path, strategy: str = "adpsgd") -> None:
     """The others continue without learner 0; one of them saves in its place."""
@@ -233,8 +270,11 @@ class Fails(StarlingTrainer):
 
 
 def fail(rank: int, folder: Path) -> None:
-    """One learner fails."""
+    """What the Trainer refuses; and one learner fails."""
     args = StarlingArguments(**settings(folder, num_train_epochs=1000))
+    for refused, said in ((object(), "use StarlingArguments"), (replace(args, auto_find_batch_size=True), "cannot be")):
+        with pytest.raises(ConfigError, match=said):
+            StarlingTrainer(model=make_wav2vec2(), args=refused, train_dataset=data(16))
     try:
         Fails(model=make_wav2vec2(), args=args, train_dataset=data(16), options={"timeout_seconds": 60.0}).train()
     except BaseException as error:
@@ -264,6 +304,8 @@ def accelerated(rank: int, folder: Path) -> None:
         if name == "ddp":
             model = accelerator.prepare(model)
             found[name] = weights(accelerated_loop(accelerator, model, optimizer, own, None).module)
+            with pytest.raises(ConfigError, match="evaluation_mode=True"):
+                StarlingSGD(accelerator, model, optimizer, "adpsgd")
             continue
         model = accelerator.prepare_model(model, evaluation_mode=True)
         with StarlingSGD(accelerator, model, optimizer, name, timeout_seconds=60.0) as learner:
@@ -273,6 +315,9 @@ def accelerated(rank: int, folder: Path) -> None:
             float(accelerator.reduce(torch.ones(()), "sum")) == accelerator.num_processes
         )  # its collectives work again
         assert learner.learner.stats().steps == 4 * len(own) // 2  # epochs, and accumulation
+    accelerator.prepare(own)
+    with pytest.raises(ConfigError, match=r"do not prepare it, and give its DataLoader a starling\.SharedSampler"):
+        StarlingSGD(accelerator, model, optimizer, "adpsgd")
     save_file(found, folder / f"accelerated-{rank}.safetensors")
 
 
@@ -363,31 +408,55 @@ def accelerated_survive(rank: int, folder: Path) -> None:
     save_file({"final": weights(model)}, folder / f"accelerated-survive-{rank}.safetensors")
 
 
+RATES = {"ddp": 32e-3, "adpsgd": 16e-3, "diloco": 16e-3}
+"""Of each the best on recordings and seeds that `accuracies` has not: decision 0069. `rates` repeats the search."""
+
+
 def accuracies(rank: int, folder: Path) -> None:
     """On real recordings: of the Trainer's DDP, and of other strategies after as many epochs, for each seed."""
-    waves, classes = spoken_digits("train", WORDS, 480)
-    train = [{"input_values": wave, "labels": label} for wave, label in zip(waves, classes, strict=True)]
-    waves, classes = spoken_digits("test", WORDS, 120)
-    small = {"hidden_size": 32, "conv_dim": (32, 32), "conv_stride": (40, 4), "conv_kernel": (80, 8)}
-    found: dict[str, list[float]] = {}
-    for name in ("ddp", "adpsgd", "diloco"):
-        for seed in range(3):
-            chosen = {"num_train_epochs": 24, "seed": seed, "train_sampling_strategy": "random", "max_grad_norm": 1.0}
-            chosen |= {"per_device_train_batch_size": 8}
-            model: Any = make_wav2vec2(seed, **small)
-            if name == "ddp":
-                args = TrainingArguments(ddp_backend="gloo", **settings(folder, **chosen))
-                Trainer(model=model, args=args, train_dataset=train).train()
-            else:
-                options = {"seed": seed, "timeout_seconds": 60.0} | (FEW_ROUNDS if name == "diloco" else {})
-                args = StarlingArguments(**settings(folder, **chosen))
-                StarlingTrainer(model=model, args=args, train_dataset=train, strategy=name, options=options).train()
-            with torch.no_grad():
-                right = model.eval()(input_values=waves).logits.argmax(1) == classes
-            found.setdefault(name, []).append(float(right.float().mean()))
-        if name == "ddp":
-            torch.distributed.destroy_process_group()
+    test = words("test", 300)
+    found = {name: learnt(name, rate, range(6), test, folder) for name, rate in RATES.items()}
     (folder / f"huggingface-accuracies-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def rates(rank: int, folder: Path) -> None:
+    """The accuracies at each learning rate, on other recordings and for other seeds."""
+    valid = words("train", 300, first=1200)
+    found: dict[str, dict[str, list[float]]] = {}
+    for name in RATES:
+        for rate in (8e-3, 16e-3, 32e-3):
+            found.setdefault(name, {})[f"{rate:g}"] = learnt(name, rate, range(100, 104), valid, folder)
+    (folder / f"huggingface-rates-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def words(part: str, num: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Features `[N, 20, 40]` of spoken digits, as Whisper takes them, and their classes `[N]`."""
+    waves, classes = spoken_digits(part, DIGITS, num, first)
+    return nn.functional.pad(recordings.spectra(waves), (0, 1)), classes
+
+
+def learnt(name: str, rate: float, seeds: range, test: tuple[Tensor, Tensor], folder: Path) -> list[float]:
+    """The accuracies on `test` of models trained on 1,200 recordings, for each seed. DDP comes first."""
+    keys = ("input_features", "labels")
+    train = [dict(zip(keys, each, strict=True)) for each in zip(*words("train", 1200), strict=True)]
+    if name != "ddp" and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    found = []
+    for seed in seeds:
+        chosen = {"num_train_epochs": 10, "seed": seed, "train_sampling_strategy": "random", "max_grad_norm": 1.0}
+        chosen |= {"per_device_train_batch_size": 16, "learning_rate": rate, "logging_steps": 100}
+        model: Any = make_listener(seed)
+        if name == "ddp":
+            args = TrainingArguments(ddp_backend="gloo", **settings(folder, **chosen))
+            Trainer(model=model, args=args, train_dataset=train).train()
+        else:
+            options = {"seed": seed, "timeout_seconds": 60.0} | (FEW_ROUNDS if name == "diloco" else {})
+            args = StarlingArguments(**settings(folder, **chosen))
+            StarlingTrainer(model=model, args=args, train_dataset=train, strategy=name, options=options).train()
+        with torch.no_grad():
+            right = model.eval()(input_features=test[0]).logits.argmax(1) == test[1]
+        found.append(float(right.float().mean()))
+    return found
 
 
 def accelerated_accuracies(rank: int, folder: Path) -> None:
@@ -453,6 +522,7 @@ CASES = {
     "survive": survive,
     "survive_in_step": survive_in_step,
     "accuracies": accuracies,
+    "rates": rates,
     "accelerated": accelerated,
     "accelerated_resume": accelerated_resume,
     "accelerated_survive": accelerated_survive,

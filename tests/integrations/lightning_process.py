@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from starling import SharedSampler
+from starling.errors import ConfigError
 from starling.integrations.host_group import close_host_group, open_host_group
 from starling.integrations.lightning import StarlingStrategy
 from tests.code_blocks import code_blocks, run_python
@@ -192,11 +194,19 @@ def fail(rank: int, folder: Path) -> None:
 
 
 def sampler(rank: int, folder: Path) -> None:
-    """Lightning's own DistributedSampler, of which an asynchronous learner is warned."""
+    """Lightning's own DistributedSampler, of which an asynchronous learner is warned; and `all_gather`, an error."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fit(rank, starling("adpsgd"), folder, use_distributed_sampler=True, data=loader(0, 4))
     assert any("SharedSampler" in str(each.message) for each in said)
+    with pytest.raises(ConfigError, match="evaluate after fit"):
+        make_trainer(starling("adpsgd"), folder).fit(Gathers(), loader(rank, 4))
+
+
+class Gathers(Tones):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.all_gather(batch[1])
+        return super().training_step(batch, index)
 
 
 class Counts(Tones):

@@ -57,9 +57,9 @@ def corpus() -> Path | None:
     return next((path for path in TABLES if path.exists()), None)
 
 
-def spoken_digits(part: str, words: tuple[str, ...], num: int) -> tuple[Tensor, Tensor]:
-    """`num` recordings of one part of the official split, all words and speakers alike: waveforms `[N, DIGIT_LENGTH]`
-    of mean 0 and deviation 1, and classes `[N]`."""
+def spoken_digits(part: str, words: tuple[str, ...], num: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """`num` recordings of one part of the official split, from number `first` on, all words and speakers alike:
+    waveforms `[N, DIGIT_LENGTH]` of mean 0 and deviation 1, and classes `[N]`."""
     import soundfile
 
     table = corpus()
@@ -70,7 +70,7 @@ def spoken_digits(part: str, words: tuple[str, ...], num: int) -> tuple[Tensor, 
     waves, classes = torch.zeros(num, DIGIT_LENGTH), torch.arange(num) % len(words)
     for number in range(num):
         same = kinds[number % len(words)]
-        row = same[number // len(words) * 7919 % len(same)]
+        row = same[(first + number) // len(words) * 7919 % len(same)]
         samples, _ = soundfile.read(table.parent / row["audio"], dtype="float32")
         wave = torch.from_numpy(samples[:DIGIT_LENGTH])
         waves[number, : len(wave)] = (wave - wave.mean()) / wave.std()

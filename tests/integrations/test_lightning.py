@@ -116,8 +116,8 @@ def check_survivors(outcome: Outcome, strategy: str, case: str) -> None:
     assert (outcome.folder / "survivors" / "last.ckpt").exists()
 
 
-def test_a_distributed_sampler_is_named_with_its_remedy(outcome: Outcome) -> None:
-    """Lightning puts one in the loader, unless `use_distributed_sampler=False`."""
+def test_a_distributed_sampler_and_all_gather_are_named_with_their_remedies(outcome: Outcome) -> None:
+    """Lightning puts such a sampler in the loader, unless `use_distributed_sampler=False`."""
     assert outcome.codes["lightning:sampler"] == [0, 0]
 
 

@@ -66,6 +66,23 @@ def test_each_sample_of_an_epoch_is_given_once_at_unequal_speeds(learners: Learn
     assert epochs[0] != epochs[1]
 
 
+def test_progress_is_that_of_all_learners_at_any_speeds(learners: Learners) -> None:
+    """The slow one's too: in epochs, as of its newest claim, whatever it got itself."""
+    fast, slow = (learners.make(rank, lambda: starling.SharedSampler(40, claim_size=4)) for rank in range(2))
+    for epoch in range(2):
+        parts = [iter(fast), iter(slow)]
+        next(parts[1])
+        assert slow.progress == epoch
+        for _ in range(24):
+            next(parts[0])
+        assert fast.progress == epoch + 24 / 40
+        for _ in range(4):
+            next(parts[1])
+        assert slow.progress == epoch + 28 / 40
+        assert len(list(parts[0])) + len(list(parts[1])) == 40 - 29
+        assert epoch + 0.6 < slow.progress < epoch + 1
+
+
 def test_threads_that_ask_at_the_same_time_get_each_sample_once(learners: Learners) -> None:
     """A claim is a counter of the store, which gives each number once."""
     samplers = [learners.make(rank, lambda: starling.SharedSampler(600, claim_size=1)) for rank in range(4)]

@@ -72,8 +72,9 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
     all learners; after `train` the model is the mean of all final weights. Learner 0 saves.
 
     Under an asynchronous strategy a `starling.SharedSampler` divides a map-style dataset: an epoch ends when all its
-    samples have been given out, and a checkpoint knows which have. The learning rate follows the steps of a learner of
-    average speed. Where learners step together, they get equal shares.
+    samples have been given out, and a checkpoint knows which have. The learning rate follows the share of the samples
+    that has been given out, so it is the same for all learners at any speeds. Where learners step together, they get
+    equal shares.
 
     With `options={"on_loss": "continue"}` training survives the loss of any process. If learner 0 is lost, the first
     survivor saves.
@@ -191,13 +192,15 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
         return (sys.maxsize if self._is_limited else num_epochs, *values)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule of a learner of average speed; a faster one keeps its last learning rate."""
+        """The schedule of a learner of average speed, which follows the samples given out instead of its own steps: a
+        slow learner would end with a high rate, and a fast one without any."""
         if self._world == 1 or self._is_in_step or self._is_limited:
             return super().create_scheduler(num_training_steps, optimizer)
         average = math.ceil(num_training_steps / self._world)
         schedule = super().create_scheduler(average, optimizer)
         if isinstance(schedule, LambdaLR):
-            schedule.lr_lambdas = [_clamped(factor, average - 1) for factor in schedule.lr_lambdas]
+            shared, per_epoch = self._sampler, average / self.args.num_train_epochs
+            schedule.lr_lambdas = [_following(factor, average - 1, shared, per_epoch) for factor in schedule.lr_lambdas]
         return schedule
 
     def _is_shared(self, dataloader: Any) -> bool:
@@ -264,9 +267,16 @@ class _Sized:
         return self._length
 
 
-def _clamped(factor: Callable[[int], float], last: int) -> Callable[[int], float]:
-    """A learning rate's factor that stays as it is after step `last`. A function: schedules save other callables."""
-    return lambda step: factor(min(step, last))
+def _following(
+    factor: Callable[[int], float], last: int, sampler: SharedSampler | None, per_epoch: float
+) -> Callable[[int], float]:
+    """A learning rate's factor at the step that the samples given out correspond to, at most `last`. A function:
+    schedules save other callables."""
+
+    def at(step: int) -> float:
+        return factor(min(step if sampler is None else int(sampler.progress * per_epoch), last))
+
+    return at
 
 
 @contextmanager

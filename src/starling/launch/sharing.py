@@ -118,11 +118,23 @@ class SharedSampler(_Shared[int]):
         if size < 1:
             raise ConfigError("data: the dataset is empty")
         self._size, self._shuffle, self._seed = size, shuffle, seed
+        self._given = (0, 0)
         super().__init__([(0, size)], claim_size, samples=size, seed=seed)
+
+    @property
+    def progress(self) -> float:
+        """Epochs of samples that had been given out, to all learners together, when this learner last asked.
+
+        A learning rate that follows it is the same for all learners at any speeds; one that follows a learner's own
+        steps stays high on a slow learner.
+        """
+        epoch, first = self._given
+        return epoch + first / self._size
 
     def __iter__(self) -> Iterator[int]:
         order: list[int] = []
         for start, stop in self._parts():
+            self._given = max(self._given, (self._epoch, start)) if order else (self._epoch, start)
             order = order or self._order()
             yield from order[start:stop]
 

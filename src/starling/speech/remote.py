@@ -29,7 +29,7 @@ def fetch_sets(
     """Fetch the index of each set at `address` to `<folder>/<name>`. Returns the names of the sets that were fetched.
 
     `address`, e.g. s3://bucket/corpus, is a copy of a folder that `starling prepare` wrote. Of the sets' settings only
-    the sampling rate, in Hz, must be that of the recipe. Shards that have been read are kept in `cache`, if there is one.
+    the sampling rate, in Hz, must be that of the recipe. Shards that have been read are kept in `cache`, if any.
 
     Raises:
         DataError: A set or shard is missing, incomplete or of another size, access is refused, or the store does not

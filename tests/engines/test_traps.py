@@ -1,0 +1,43 @@
+"""What brings asynchronous learners back into step is found, and named with its remedy."""
+
+import warnings
+
+import pytest
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from starling.engines.loop.traps import check_modules
+from starling.errors import ConfigError
+
+
+def wrapped() -> DistributedDataParallel:
+    """Without a process group, which its constructor needs."""
+    found = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(found)
+    return found
+
+
+@pytest.mark.parametrize("is_in_step", [False, True])
+def test_a_model_or_a_part_left_in_ddp_is_refused_under_any_strategy(is_in_step: bool) -> None:
+    """It averages gradients itself."""
+    for model in (wrapped(), nn.Sequential(nn.Linear(1, 1), wrapped())):
+        with pytest.raises(ConfigError, match=r"DistributedDataParallel, which averages gradients; use its `\.module`"):
+            check_modules(model, "adpsgd", is_in_step)
+
+
+def test_sync_batch_norm_is_refused_where_learners_are_not_in_step() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    with pytest.raises(ConfigError, match=r"1 is a SyncBatchNorm, .* use BatchNorm"):
+        check_modules(model, "adpsgd", is_in_step=False)
+    check_modules(model, "allreduce", is_in_step=True)
+
+
+def test_metrics_that_exchange_their_states_are_named() -> None:
+    """As those of torchmetrics, which have this attribute."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Identity())
+    model[1].sync_on_compute = True  # type: ignore[assignment]
+    with pytest.warns(RuntimeWarning, match=r"model: 1: torchmetrics .* sync_on_compute=False"):
+        check_modules(model, "adpsgd", is_in_step=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_modules(model, "allreduce", is_in_step=True)
