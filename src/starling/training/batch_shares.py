@@ -75,7 +75,8 @@ def measured_seconds(workload: Workload[Any], model: nn.Module, device: torch.de
     """How long the gradient of the first mini-batch takes here: the median of some, after a first one. `model` does not
     change."""
     batch = [examples.to(device) for examples in workload.load(Ticket(0, 0, 0))]
-    model, found = copy.deepcopy(model), []
+    model = copy.deepcopy(model)
+    found: list[Seconds] = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         while len(found) <= LEAST_PASSES or sum(found) < LEAST_SECONDS:
             begin = time.perf_counter()
