@@ -21,7 +21,8 @@ MOST_OF_SLOWEST, MOST = 3, 16
 """The largest share of the slowest learner, and of any."""
 TOLERANCE, LEAST_GAIN = 1.1, 1.1
 """Speeds within 10 % count as equal, and shares that gain less than 10 % are not worth larger steps."""
-PASSES = 3
+LEAST_PASSES, LEAST_SECONDS = 3, 0.5
+"""How often, and for how long, a gradient is measured: a fast one often, because other programs disturb single ones."""
 
 
 def shares_problem(shares: BatchShares, strategy: Strategy, options: Config, world: int, island: Island) -> str | None:
@@ -74,9 +75,10 @@ def measured_seconds(workload: Workload[Any], model: nn.Module, device: torch.de
     """How long the gradient of the first mini-batch takes here: the median of some, after a first one. `model` does not
     change."""
     batch = [examples.to(device) for examples in workload.load(Ticket(0, 0, 0))]
-    model, found = copy.deepcopy(model), []
+    model = copy.deepcopy(model)
+    found: list[Seconds] = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for _ in range(1 + PASSES):
+        while len(found) <= LEAST_PASSES or sum(found) < LEAST_SECONDS:
             begin = time.perf_counter()
             for examples in batch:
                 workload.loss(model, examples).backward()  # type: ignore[no-untyped-call]

@@ -87,9 +87,7 @@ class Course:
         self._is_worker = rank < sync_groups.num_workers
         self._sync_group = sync_groups.of(rank)
         self._rank, self._world = rank, world
-        shares = tickets.shares
-        self._weight = len(shares) * shares[rank - self._sync_group.start] / sum(shares)
-        self._averages_gradients = job.strategy.averages_gradients(job.options)
+        self._weight = tickets.weight(rank - self._sync_group.start)
         self._is_reporting = rank % job.island.learners_per_batch == 0  # for all that compute its mini-batches
         self._life, self._replica, self._observer, self._statistics = life, replica, observer, statistics
         self._batches, self._clock = batches, clock
@@ -146,7 +144,7 @@ class Course:
     def _is_own(self, gradient: Tensor) -> bool:
         """Whether this is the newest gradient of this learner, and of no other. With batch shares, it is then the step
         that counts as much as its mini-batches: an optimizer such as Adam takes no notice of a gradient's scale."""
-        is_mean = self._averages_gradients or self.is_averaged
+        is_mean = self.is_averaged or self.job.strategy.averages_gradients(self.job.options)
         return not is_mean and gradient.data_ptr() == self._replica.gradients.data_ptr()
 
     def clip(self, gradient: Tensor) -> Tensor | None:

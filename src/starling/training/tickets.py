@@ -154,6 +154,10 @@ class SyncGroupTickets:
         """The places of a member's tickets in each portion."""
         return self._members[member]
 
+    def weight(self, member: int) -> float:
+        """What a member's tickets count for where each ticket counts alike: 1 on average over the members."""
+        return len(self.shares) * self.shares[member] / sum(self.shares)
+
     def tickets(self, number: int, member: int) -> tuple[Ticket, ...]:
         """The tickets of a `member` (its index in the sync group) in portion `number`."""
         return tuple(self._ticket_at(number * self.portion_size + place) for place in self.places(member))
