@@ -116,7 +116,7 @@ def _parallelize(model: nn.Module, island: IslandGroup, timeout_seconds: float) 
 def _dim(parameter: Tensor) -> int | None:
     """The dimension along which a parameter is cut; None: it is whole on all ranks."""
     placement: Placement | None = parameter.placements[0] if isinstance(parameter, DTensor) else None
-    return placement.dim if isinstance(placement, Shard) else None
+    return placement.dim % parameter.dim() if isinstance(placement, Shard) else None
 
 
 def _check(name: str, whole: Tensor, dim: int | None, num_uses: int, size: int) -> None:
