@@ -24,7 +24,7 @@ from starling.chance import derive_seed
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
-from starling.engines.processes import island, links
+from starling.engines.processes import island, links, tensor
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
 from starling.launch.rendezvous import find_place
@@ -39,6 +39,7 @@ from starling.workload import Ticket, Unit, Weighting, Workload
 from tests.contract.problems import Points
 
 island.SMALLEST_UNIT = 20  # so that small models have several units, which are gathered one by one
+tensor.GATHERED_TOGETHER = 20  # and what is not cut is gathered in several messages
 
 
 class Uneven(Workload[Points]):

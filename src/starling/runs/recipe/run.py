@@ -136,8 +136,8 @@ class RunConfig(Config):
     strategy: StrategyChoice = DEFAULT_STRATEGY
     """How learners agree: a strategy's name, or a mapping with its `name` and options."""
     island: Island = NO_ISLANDS
-    """Learners that hold one model together, because it does not fit into the memory of one: in shards, {sharded: 2}, or
-    with its large layers cut, {tensor: 2}. The strategy then holds between islands."""
+    """Learners that hold one model together, because it does not fit into the memory of one: in shards, {sharded: 2},
+    or with its large layers cut, {tensor: 2}. The strategy then holds between islands."""
     budget: Budget
     """When the run ends: after so many epochs, steps or minutes, whichever comes first."""
     engine: EngineConfig = EngineConfig()
