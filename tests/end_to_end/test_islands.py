@@ -88,8 +88,20 @@ def test_what_an_island_cannot_do_is_refused(
     assert re.search(message, run.stderr), run.stderr
 
 
-@pytest.mark.parametrize("command", [["profile"], ["plan", "--preset", "v100-2019"]])
-def test_a_plan_with_islands_is_refused(command: list[str], tree: dict[str, Any], tmp_path: Path) -> None:
-    run = starling(tmp_path, command[0], written(tree, tmp_path), *ISLANDS, *command[1:])
-    assert run.returncode == 2
-    assert "island: profiles and plans have none yet" in run.stderr
+@pytest.mark.parametrize("kind", ["tensor", pytest.param("sharded", marks=pytest.mark.soak)])
+def test_a_plan_of_islands_tells_the_memory_of_a_rank(kind: str, tree: dict[str, Any], tmp_path: Path) -> None:
+    keys = ("learners=4", f"island.{kind}=2", "strategy=adpsgd")
+    options = ("--preset", "v100-2019", "--strategies", "adpsgd,hogwild")
+    run = starling(tmp_path, "plan", written(tree, tmp_path), *keys, *options)
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"recommended: adpsgd", run.stdout)
+    assert re.search(r"hogwild .*left out: .*keeps its model outside the learners", run.stdout)
+    found = re.search(r"a rank of an island of 2 is predicted to hold .*: weights .* activations", run.stdout)
+    assert found, run.stdout
+
+
+@pytest.mark.soak
+def test_a_profile_tells_the_memory_of_a_rank(tree: dict[str, Any], tmp_path: Path) -> None:
+    run = starling(tmp_path, "profile", written(tree, tmp_path), "learners=4", "island.sharded=2", "strategy=adpsgd")
+    assert run.returncode == 0, run.stderr
+    assert "predicted memory of a rank of an island of 2: " in run.stdout

@@ -16,6 +16,7 @@ from starling.checkpoint.cut import Cut
 from starling.checkpoint.reader import load
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import CheckpointError
+from starling.runs.planning.memory import memory_of
 from starling.training.flat import trainable
 from starling.training.tensor_plan import traffic_of
 from starling.workload import Ticket
@@ -23,13 +24,14 @@ from tests.engines.island_process import CASES, Planned
 from tests.warm_start import run_learners, start_learners
 
 PAIRS = ("alone", "large", "saved whole", "resumed from whole")
-TENSOR = ("tensor", "tensor speech", "tensor of three", "tensor not finite")
+TENSOR = ("tensor", "tensor large", "tensor speech", "tensor of three", "tensor not finite")
 OTHER_PAIRS = ("recurrent", "tied", "not finite", "weighted")
 RUNS = [
     *((name, [2, 3]) for name in OTHER_PAIRS),
     *((name, [0, 1]) for name in PAIRS),
     ("tensor", [2, 3]),
     ("tensor speech", [2, 3]),
+    ("tensor large", [0, 1]),
     ("tensor not finite", [0, 1]),
     ("tensor of three", [0, 1, 2]),
     *((name, [0, 1, 2, 3]) for name in CASES if name not in (*PAIRS, *OTHER_PAIRS, *TENSOR, "skipping")),
@@ -314,6 +316,19 @@ def test_a_rank_takes_its_share_of_memory(result: Result) -> None:
     whole = 4 * flat(CASES["large"].workload().make_model()).nbytes
     for _, told in result("large"):
         assert whole / 4 < told["memory"] <= (0.5 + 0.1) * whole
+
+
+@pytest.mark.parametrize("name", ["large", "tensor large"])
+def test_the_memory_of_a_rank_is_as_predicted(name: str, result: Result) -> None:
+    """When a gradient is complete: a sharded island has given back what it gathered by then."""
+    predicted = memory_of(CASES[name].job())
+    expected = predicted.weights + predicted.gradients + predicted.optimizer
+    if CASES[name].is_tensor:
+        expected += predicted.gathered
+    assert result(name)[0][1]["memory"] == pytest.approx(expected, rel=0.05)
+    assert predicted.optimizer == 2 * predicted.weights
+    rows = 4  # of the one micro-batch of the first mini-batch, which pass seven layers of 350 units
+    assert predicted.activations == pytest.approx(4 * rows * 7 * 350, rel=0.1)
 
 
 def test_bytes_within_and_between_islands_are_counted(result: Result) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from starling.strategies.islands import Island
 from starling.training.faults import Kill
 from starling.training.job import EpochReport, Silence, StepReport
 from starling.training.stragglers import Stragglers
+from starling.training.tensor_plan import traffic_of
 from tests.contract.problems import Uneven as UnevenSizes
 from tests.engines.island_process import CASES
 from tests.engines.test_islands import Oracle, flat
@@ -168,9 +170,15 @@ def test_timing_alone_takes_the_same_time() -> None:
     assert len(outcome.learners) == 4
 
 
-def test_timing_alone_knows_no_tensor_islands() -> None:
-    with pytest.raises(ConfigError, match=r"simulate a job, or choose island\.sharded"):
-        simulate_timing(find_strategy("allreduce"), None, 4, CLUSTER, 400, 24, island=Island(tensor=2))
+def test_timing_alone_must_know_what_a_tensor_island_sends() -> None:
+    case = CASES["tensor allreduce"]
+    size, traffic = flat(case.workload().make_model()).nbytes, traffic_of(case.workload())
+    timing = partial(simulate_timing, find_strategy("allreduce"), None, 4, CLUSTER, size, 24, island=Island(tensor=2))
+    outcome = timing(traffic=traffic)
+    assert outcome.seconds == pytest.approx(simulated("tensor allreduce")[1], rel=1e-9)
+    assert [each.num_gradients for each in outcome.learners] == [12, 0, 12, 0]
+    with pytest.raises(ConfigError, match="give `traffic`"):
+        timing()
 
 
 @pytest.mark.parametrize(

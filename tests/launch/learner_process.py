@@ -30,6 +30,9 @@ from starling.workload import Ticket
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression
 
+ENDS = {"sharded": 600, "tensor": 300}
+"""The budget of a run that ends, by the kind of its islands."""
+
 
 class Reporter:
     """Tells the launcher, where there is one, about every step; `dies` once it is far enough."""
@@ -112,12 +115,7 @@ def main(mode: str, link: Link | None) -> None:
         strategy=strategy,
         options=strategy.options(**({"per_node": 2} if name == "hadpsgd" else {})),
         budget=Budget(
-            steps={
-                "short": 40,
-                "failing": 40,
-                "ends": 300 if island == "tensor" else 600 if island else 3000,
-                "between": 3000,
-            }.get(trouble, 1_000_000)
+            steps={"short": 40, "failing": 40, "ends": ENDS.get(island, 3000), "between": 3000}.get(trouble, 1_000_000)
         ),
         make_optimizer=sgd(0.01),
         island=Island(**{island: 2} if island else {}),

@@ -31,6 +31,7 @@ from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer, make_tokenizer
 from starling.speech.union import SpeechSets
 from starling.training.freezing import freeze, in_words
+from starling.training.tensor_plan import tensor_plan
 from starling.training.tickets import TicketSequence
 
 
@@ -84,6 +85,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     if recipe.warm_start is not None and recipe.resume is None:
         for line in warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes):
             say(line)
+    if recipe.island.tensor > 1:
+        tensor_plan(recogniser.model)  # raises if it has none
     for line in in_words(recogniser.model, recipe.freeze):
         say(line)
     recogniser.save(folder.initial)

@@ -64,7 +64,7 @@ class Job:
     freeze: tuple[Freeze, ...] = ()
     """Parameters that are frozen until they are thawed. Freeze those that never are in the workload's `make_model`."""
     island: Island = NO_ISLANDS
-    """How learners form islands, which hold one model in shards."""
+    """How learners form islands, which hold one model together."""
     seed: int = 0
     """The seed of everything random."""
 

@@ -47,6 +47,24 @@ def modules_of(model: nn.Module, key: str) -> list[nn.Module]:
     ]
 
 
+def cut_dims(model: nn.Module) -> dict[nn.Parameter, int]:
+    """The parameters that a model's plan cuts, and along which dimension, for layers cut by columns or rows."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    found = {}
+    for key, style in tensor_plan(model).items():
+        if not isinstance(style, ColwiseParallel | RowwiseParallel):
+            continue
+        by_rows = isinstance(style, RowwiseParallel)
+        for module in modules_of(model, key):
+            for name, parameter in module.named_parameters():
+                if isinstance(module, nn.Embedding):
+                    found[parameter] = 0 if by_rows else 1
+                elif not (by_rows and name == "bias"):
+                    found[parameter] = 1 if by_rows else 0
+    return found
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What the ranks of an island send each other for one mini-batch, in bytes of whole tensors."""
@@ -60,12 +78,16 @@ class Traffic:
 
 
 def traffic_of(workload: Workload[Any]) -> Traffic:
-    """The traffic of a workload's first mini-batch, from a forward pass. Styles other than `ColwiseParallel` and
-    `RowwiseParallel` are taken to send nothing."""
+    """The traffic of a workload's first mini-batch: what the workload says itself (`traffic`), or from a forward pass.
+    Styles other than `ColwiseParallel` and `RowwiseParallel` are taken to send nothing."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+    if isinstance(said := getattr(workload, "traffic", None), Traffic):
+        return said
+
     model = workload.make_model()
-    gathers, reductions, cut = [], [], 0
+    gathers: list[int] = []
+    reductions: list[int] = []
 
     def look(module: nn.Module, inputs: Any, output: Tensor, style: Any) -> None:
         is_whole = all(each.is_replicate() for each in style.output_layouts)
@@ -79,12 +101,10 @@ def traffic_of(workload: Workload[Any]) -> Traffic:
         if not isinstance(style, ColwiseParallel | RowwiseParallel):
             continue
         for module in modules_of(model, key):
-            by_rows = isinstance(style, RowwiseParallel)
-            own = [each for name, each in module.named_parameters() if not (by_rows and name == "bias")]
-            cut += sum(each.nbytes for each in own if each.requires_grad)
             module.register_forward_hook(partial(look, style=style))
     with torch.random.fork_rng(devices=[]):
         for examples in workload.load(Ticket(0, 0, 0)):
             workload.loss(model, examples)
-    whole = sum(parameter.nbytes for parameter in trainable(model))
-    return Traffic(whole - cut, tuple(gathers), tuple(reductions))
+    cut = cut_dims(model)
+    whole = sum(parameter.nbytes for parameter in trainable(model) if parameter not in cut)
+    return Traffic(whole, tuple(gathers), tuple(reductions))

@@ -263,7 +263,7 @@ def _shard(model: nn.Module, island: IslandGroup) -> list[nn.Module]:
 
     mesh = DeviceMesh.from_group(island.group, "cpu", mesh=torch.tensor(list(island.ranks)), mesh_dim_names=("shard",))
     frozen = {each for each in model.parameters() if not each.requires_grad}
-    units = [*_blocks(model), model]
+    units = [*blocks_of(model), model]
     gather, reduce = _comms(island)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
@@ -275,7 +275,7 @@ def _shard(model: nn.Module, island: IslandGroup) -> list[nn.Module]:
     return units
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The large blocks of a model that are gathered and freed one by one, inner ones first: members of lists and
     sequences, and the model's own children, as these are called as modules. Parameters must not be shared with others.
     """

@@ -9,6 +9,7 @@ the ranks of an island, and norms, checkpoints and joins are those of `sharded`.
 What DTensor communicates passes through `IslandGroup`, by a process group in Python.
 """
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ from starling.training.flat import split
 from starling.training.tensor_plan import tensor_plan
 
 BACKEND = "starling-island"
+GATHERED_TOGETHER = 1 << 20
+"""Numbers of one rank. More parameters are gathered in several messages, because they are in memory twice."""
 
 
 class TensorModel(IslandModel):
@@ -53,6 +56,15 @@ class TensorModel(IslandModel):
         self._spans = [
             span_of(shape[dim], island.size, island.member) for shape, dim in zip(shapes, self.cut.dims, strict=True)
         ]
+        self._gathered_together: list[list[int]] = []
+        room = 0
+        for number in (number for number, dim in enumerate(self._dims) if dim is None):
+            size = math.prod(self.cut.local_shapes[number])
+            if size > room or not self._gathered_together:
+                self._gathered_together.append([])
+                room = GATHERED_TOGETHER
+            self._gathered_together[-1].append(number)
+            room -= size
         self._like = [torch.empty(shape, device="meta") for shape in self.cut.local_shapes]
         for number, parameter in enumerate(self._computed):
             parameter.register_post_accumulate_grad_hook(partial(self._collect, number))  # type: ignore[no-untyped-call]
@@ -68,19 +80,19 @@ class TensorModel(IslandModel):
     def prepare(self) -> None:
         """Gather the parameters that are not cut from the ranks to which their parts belong."""
         parts = list(split(self.weights, self._like))
-        numbers = [number for number, dim in enumerate(self._dims) if dim is None]
-        if not numbers:
-            return
-        own = torch.cat([parts[number].reshape(-1) for number in numbers])
+        with torch.no_grad():
+            for numbers in self._gathered_together:
+                self._gather([parts[number] for number in numbers], numbers)
+
+    def _gather(self, parts: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        own = torch.cat([part.reshape(-1) for part in parts])
         gathered = own.new_empty(self.cut.size, len(own))
         self._island.all_gather(gathered.view(-1), own)
         start = 0
-        with torch.no_grad():
-            for number in numbers:
-                stop = start + parts[number].numel()
-                rows = gathered[:, start:stop].reshape(-1, *self.cut.shapes[number][1:])
-                _local(self._computed[number]).copy_(rows[: self.cut.shapes[number][0]])
-                start = stop
+        for number, part in zip(numbers, parts, strict=True):
+            stop, shape = start + part.numel(), self.cut.shapes[number]
+            _local(self._computed[number]).copy_(gathered[:, start:stop].reshape(-1, *shape[1:])[: shape[0]])
+            start = stop
 
     def _collect(self, number: int, parameter: Tensor) -> None:
         """Add this rank's part of a parameter's gradient to `gradients`."""
@@ -116,7 +128,7 @@ def _parallelize(model: nn.Module, island: IslandGroup, timeout_seconds: float) 
 def _dim(parameter: Tensor) -> int | None:
     """The dimension along which a parameter is cut; None: it is whole on all ranks."""
     placement: Placement | None = parameter.placements[0] if isinstance(parameter, DTensor) else None
-    return placement.dim if isinstance(placement, Shard) else None
+    return placement.dim % parameter.dim() if isinstance(placement, Shard) else None
 
 
 def _check(name: str, whole: Tensor, dim: int | None, num_uses: int, size: int) -> None:

@@ -29,6 +29,7 @@ from starling.strategies.islands import NO_ISLANDS, Island
 from starling.training.job import Averaging, EpochReport, Job, Spent, StepReport
 from starling.training.replica import Replica
 from starling.training.stragglers import Stragglers
+from starling.training.tensor_plan import Traffic
 from starling.workload import Examples, Ticket, Workload
 
 BYTES_OF_A_WEIGHT = 4
@@ -85,6 +86,7 @@ def simulate_timing(
     stragglers: Stragglers = Stragglers(),  # noqa: B008 - it is frozen
     optimizer_vectors: int = 0,
     island: Island = NO_ISLANDS,
+    traffic: Traffic | None = None,
 ) -> TimingOutcome:
     """Run a strategy on the simulated cluster without computing gradients or holding weights.
 
@@ -100,6 +102,7 @@ def simulate_timing(
         optimizer_vectors: What the optimizer remembers about each weight: 0 for plain SGD, 1 for momentum, 2 for Adam.
             Only `optimizer_state: averaged` sends it.
         island: How the learners form islands.
+        traffic: What the ranks of a tensor island send each other for one mini-batch.
 
     Raises:
         ConfigError: `num_bytes` is no whole number of weights, or the options do not fit `world` learners.
@@ -107,20 +110,9 @@ def simulate_timing(
 
     A strategy that asks for the value of a weight gets torch's error about meta tensors.
     """
-    if island.tensor > 1:
-        raise ConfigError(
-            "island.tensor: what its ranks send depends on the model, which a simulation of times alone does not have; "
-            "simulate a job, or choose island.sharded"
-        )
-    if num_bytes <= 0 or num_bytes % BYTES_OF_A_WEIGHT:
-        raise ConfigError(
-            f"timing: {num_bytes} bytes are no whole number of float32 weights; give {BYTES_OF_A_WEIGHT} bytes for "
-            "each parameter of the model"
-        )
-    if world < 1:
-        raise ConfigError(f"timing: {world} learners; it needs at least 1")
+    _check(world, num_bytes, island, traffic)
     job = Job(
-        _Unloaded(steps),
+        _Unloaded(steps, traffic),
         strategy,
         Budget(steps=steps),
         make_optimizer=_NoOptimizer,
@@ -136,6 +128,22 @@ def simulate_timing(
     return TimingOutcome(
         outcome.seconds, outcome.num_events, outcome.event_hash, totals.learners(), counting.gradients_at
     )
+
+
+def _check(world: int, num_bytes: int, island: Island, traffic: Traffic | None) -> None:
+    """Raise ConfigError for what cannot be simulated."""
+    if island.tensor > 1 and traffic is None:
+        raise ConfigError(
+            "island.tensor: what its ranks send depends on the model, which a simulation of times alone does not have; "
+            "give `traffic`"
+        )
+    if num_bytes <= 0 or num_bytes % BYTES_OF_A_WEIGHT:
+        raise ConfigError(
+            f"timing: {num_bytes} bytes are no whole number of float32 weights; give {BYTES_OF_A_WEIGHT} bytes for "
+            "each parameter of the model"
+        )
+    if world < 1:
+        raise ConfigError(f"timing: {world} learners; it needs at least 1")
 
 
 @contextmanager
@@ -186,8 +194,8 @@ class _Total:
 class _Unloaded(Workload[Examples]):
     """One epoch of mini-batches that hold nothing."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = max(1, steps)
+    def __init__(self, steps: int, traffic: Traffic | None) -> None:
+        self._steps, self.traffic = max(1, steps), traffic
 
     def make_model(self) -> nn.Module:
         raise ProtocolError("a timing-only run has no model; use VirtualEngine for real gradients")

@@ -76,6 +76,8 @@ class RecipeSubject:
         recipe = self.recipe(cell).model_dump(mode="json", exclude=_NO_RESULT_DEPENDS_ON)
         if self.recipe(cell).island == NO_ISLANDS:
             del recipe["island"]  # results from before there were islands are still valid
+        elif self.recipe(cell).island.tensor == 1:
+            del recipe["island"]["tensor"]
         return digest([recipe, self.section.engine])
 
     def batches_key(self, cell: Cell) -> str:

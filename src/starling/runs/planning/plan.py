@@ -16,13 +16,16 @@ from starling.engines.virtual.cluster import Cluster, LinkModel
 from starling.errors import ConfigError
 from starling.runs.planning.costs import Costs, JobFacts, Preset, Profile, find_preset, problems, read_profile
 from starling.runs.planning.facts import facts_of
+from starling.runs.planning.memory import memory_of
 from starling.runs.planning.predict import Arm, Machines, Speed, bisect, median_speed, simulate
 from starling.runs.recipe.file import parse_yaml
 from starling.runs.recipe.problems import describe
 from starling.runs.recipe.run import StrategyChoice
 from starling.strategies import STRATEGIES
+from starling.strategies.islands import NO_ISLANDS, between_islands
 from starling.training.job import Job
 from starling.training.stragglers import Stragglers
+from starling.training.tensor_plan import traffic_of
 
 SECONDS_PER_HOUR = 3600.0
 SEEDS = 3
@@ -70,7 +73,7 @@ class Row:
     """95 % of the gradients are no staler."""
     staleness_max: int
     memory_gigabytes: float | None
-    """Of a learner; None where nothing was measured."""
+    """Of a learner, as measured; of a rank of an island, as predicted. None where nothing was measured."""
     cost: float | None
     """Price per device and hour x learners x hours; None without a price."""
 
@@ -179,7 +182,7 @@ def plan(
         raise ConfigError(f"price: {price} is below 0; give that of one device for an hour")
     budget = budget or (own.budget if own else Budget(epochs=1))
     stragglers = stragglers or (own.stragglers if own else Stragglers())
-    planner = _Planner(costs, read_cluster(cluster), stragglers, budget, price, say)
+    planner = _Planner(costs, read_cluster(cluster), stragglers, budget, price, say, own)
     if strategies is None:
         planner.notes.append(NO_PERIODIC)
     return planner.plan(learners, _usual(own) if strategies is None else list(strategies), own, crossings)
@@ -187,10 +190,11 @@ def plan(
 
 def _usual(own: Job | None) -> list[str]:
     """The strategies to plan if none is named: that of the job is among them."""
+    of_job = own and between_islands(own.strategy, NO_ISLANDS)
     return [
         name
         for name, each in STRATEGIES.items()
-        if (name not in NOT_PLANNED and each.kind != "periodic") or (own is not None and own.strategy is each)
+        if (name not in NOT_PLANNED and each.kind != "periodic") or of_job is each
     ]
 
 
@@ -215,10 +219,19 @@ class _Planner:
         budget: Budget,
         price: float | None,
         say: Say,
+        own: Job | None,
     ) -> None:
         self._costs, self._budget, self._price, self._say = costs, budget, price, say
         self._given, self._stragglers = given, stragglers
         self.notes: list[str] = []
+        self._memory, self._island, self._traffic = costs.memory_bytes, NO_ISLANDS, None
+        if own is not None and own.island.size > 1:
+            memory, self._island = memory_of(own), own.island
+            self._memory = memory.total
+            self.notes.append(f"a rank of an island of {own.island.size} is predicted to hold {memory}")
+            if own.island.tensor > 1:
+                self._traffic = traffic_of(own.workload)
+                self.notes.append("a rank of a tensor island is taken to compute as long as a lone learner")
 
     def plan(
         self, learners: Sequence[int], chosen: Sequence[str | Mapping[str, Any]], own: Job | None, crossings: bool
@@ -244,7 +257,7 @@ class _Planner:
             choice = StrategyChoice.model_validate(each)
             try:
                 arm = self._arm(choice, world, job)
-                arm.strategy.validate(arm.options, world)
+                between_islands(arm.strategy, self._island).validate(arm.options, world)
             except ValidationError as error:
                 options = dict(choice.model_extra or {})
                 lines = describe(error, choice.strategy.options, options, prefix="strategy.")
@@ -272,7 +285,7 @@ class _Planner:
         slow = {rank: factor for rank, factor in self._stragglers.slow.items() if rank < world}
         pauses = tuple(pause for pause in self._stragglers.pauses if pause.learner < world)
         stragglers = self._stragglers.model_copy(update={"slow": slow, "pauses": pauses})
-        return Machines(self._costs, stragglers, self._given)
+        return Machines(self._costs, stragglers, self._given, island=self._island, traffic=self._traffic)
 
     def row(self, arm: Arm, world: int) -> Row:
         """The prediction for one strategy and number of learners."""
@@ -303,7 +316,7 @@ class _Planner:
             staleness_median=_quantile(staleness, 0.5),
             staleness_95=_quantile(staleness, 0.95),
             staleness_max=max(staleness, default=0),
-            memory_gigabytes=None if self._costs.memory_bytes is None else self._costs.memory_bytes / 1e9,
+            memory_gigabytes=None if self._memory is None else self._memory / 1e9,
             cost=None if self._price is None else self._price * world * hours,
         )
 

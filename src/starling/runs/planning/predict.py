@@ -13,8 +13,10 @@ from starling.errors import ConfigError
 from starling.runs.planning.costs import Costs, Seconds
 from starling.strategies import Strategy
 from starling.strategies.compression import is_compressed
+from starling.strategies.islands import NO_ISLANDS, Island
 from starling.training.job import Spent
 from starling.training.stragglers import Stragglers
+from starling.training.tensor_plan import Traffic
 
 AVERAGING = ("allreduce", "delay-by-one", "delayed")
 """Strategies that exchange nothing but means. One from outside is simulated with the link of messages."""
@@ -48,6 +50,10 @@ class Machines:
     given: Mapping[str, Config] = field(default_factory=dict)
     """Sections of the cluster that replace what the costs say."""
     changes: tuple[Callable[[Cluster], Cluster], ...] = ()
+    island: Island = NO_ISLANDS
+    """How learners form islands."""
+    traffic: Traffic | None = None
+    """What the ranks of a tensor island send each other."""
 
     def cluster(self, arm: Arm, learners: int) -> Cluster:
         """The simulated cluster of some learners under a strategy.
@@ -55,7 +61,8 @@ class Machines:
         A cluster has one kind of link between nodes, and one inside. Means and messages were measured apart, because
         they cost differently: learners that only average use the link of means, and super-learners use it inside.
         """
-        costs, group = self.costs, arm.strategy.sync_group_size(arm.options, learners)
+        costs, num_models = self.costs, learners // self.island.size
+        group = arm.strategy.sync_group_size(arm.options, num_models)
         means_only = arm.name in AVERAGING
         link = costs.means if means_only else costs.messages
         if arm.strategy.averages_gradients(arm.options) and means_only and not is_compressed(arm.options):
@@ -67,9 +74,10 @@ class Machines:
             nodes = NodeModel(
                 size=costs.devices_per_node, latency=inside.latency, bandwidth=inside.bandwidth, uplink=shared
             )
-        elif 1 < group < learners and arm.strategy.averages_gradients(arm.options):
+        elif 1 < group < num_models and arm.strategy.averages_gradients(arm.options):
             inside = costs.gradient_means or costs.means
-            nodes = NodeModel(size=group, latency=inside.latency, bandwidth=inside.bandwidth)
+            size = group * self.island.size
+            nodes = NodeModel(size=size, latency=inside.latency, bandwidth=inside.bandwidth)
         memory = MemoryModel() if costs.memory_bandwidth is None else MemoryModel(bandwidth=costs.memory_bandwidth)
         cluster = Cluster(compute=costs.compute, link=link, nodes=nodes, memory=memory)
         cluster = cluster.model_copy(update=dict(self.given))
@@ -192,7 +200,16 @@ def _run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int) -> 
         options = options.model_copy(update={"warm_up": 0})
     try:
         return simulate_timing(
-            arm.strategy, options, learners, cluster, num_bytes, steps, seed=seed, stragglers=stragglers
+            arm.strategy,
+            options,
+            learners,
+            cluster,
+            num_bytes,
+            steps,
+            seed=seed,
+            stragglers=stragglers,
+            island=machines.island,
+            traffic=machines.traffic,
         )
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():

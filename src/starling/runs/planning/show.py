@@ -61,7 +61,7 @@ def lines(plan: Plan, explains: bool) -> Iterator[str]:
     else:
         yield "crossing points: none within 1,000 times the bandwidth and 100 times the slowness, or none asked for"
     if not explains:
-        yield from (f"note: {note}" for note in plan.notes if "left out" in note)
+        yield from (f"note: {note}" for note in plan.notes if "left out" in note or "rank of" in note)
         return
     yield "what this rests on:"
     yield from (f"  {note}" for note in plan.notes)

@@ -15,19 +15,19 @@ from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.job import make_job
 from starling.runs.planning.costs import Profile, dump
 from starling.runs.planning.facts import facts_of
+from starling.runs.planning.memory import memory_of
 from starling.runs.planning.plan import NOT_PLANNED, plan
 from starling.runs.planning.show import lines, table
 from starling.runs.profiling.profile import profile
 from starling.runs.recipe.recipe import Recipe
 from starling.runs.setup import set_up
 from starling.strategies import STRATEGIES
-from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
 
 
 def profile_recipe(recipe: Recipe, output: Path, tell: Say, console: Console) -> Profile:
-    """Measure a recipe's job on this machine, and write what was found to `output`."""
-    _refuse_islands(recipe)
+    """Measure a recipe's job on this machine, and write what was found to `output`. Of islands, it tells what memory
+    their ranks would need; times are those of learners with whole models."""
     say = say_on(console)
     with _job_of(recipe, say) as job, console.status("measuring") as status:
         facts = facts_of(job, counts_flops=True).model_copy(update={"trains": f"the recipe {recipe.name}"})
@@ -37,6 +37,7 @@ def profile_recipe(recipe: Recipe, output: Path, tell: Say, console: Console) ->
             facts=facts,
             say=lambda what: status.update(f"measuring {what}"),
         )
+        memory = memory_of(job) if job.island.size > 1 else None
     comments = [
         "What a job costs on a machine, measured; `starling plan RECIPE --profile` reads it. Times are in seconds."
     ]
@@ -57,6 +58,8 @@ def profile_recipe(recipe: Recipe, output: Path, tell: Say, console: Console) ->
         f"memory of a learner: {found.memory_per_learner_bytes / 1e9:.2g} GB; "
         f"changing weights: {found.mixing_bandwidth / 1e9:.3g} GB/s"
     )
+    if memory is not None:
+        tell(f"predicted memory of a rank of an island of {recipe.island.size}: {memory}")
     if validation is not None:
         tell(f"validation: predictions were at most {validation.error:.0%} off ({validation.against})")
     tell(f"written to {output}")
@@ -78,9 +81,9 @@ def plan_recipe(
     output: Path | None,
 ) -> None:
     """Print the plan of a recipe's job, and write its table to `output`."""
-    _refuse_islands(recipe)
     numbers = [recipe.learners] if learners is None else _numbers(learners)
-    with _planned_job(recipe, preset, say_on(console)) as job, console.status("simulating") as status:
+    needs_job = preset is not None or recipe.island.size > 1
+    with _planned_job(recipe, needs_job, say_on(console)) as job, console.status("simulating") as status:
         found = plan(
             job,
             profile=profile_file,
@@ -120,15 +123,10 @@ def _numbers(text: str) -> list[int]:
         raise ConfigError(f"--learners: {text!r} is no list of numbers; write it as 4,16,64") from None
 
 
-def _refuse_islands(recipe: Recipe) -> None:
-    if recipe.island != NO_ISLANDS:
-        raise ConfigError("island: profiles and plans have none yet; leave it out (island.sharded=1)")
-
-
 @contextmanager
-def _planned_job(recipe: Recipe, preset: str | None, say: Say) -> Iterator[Job | None]:
-    """The job of a recipe, where a preset needs it; a profile has what a plan needs."""
-    if preset is None:
+def _planned_job(recipe: Recipe, is_needed: bool, say: Say) -> Iterator[Job | None]:
+    """The job of a recipe, where a preset or islands need it; otherwise a profile has what a plan needs."""
+    if not is_needed:
         yield None
         return
     with _job_of(recipe, say) as job:

@@ -33,6 +33,7 @@ from starling.runs.planning.measure import MEASURE, TIME, WARM_UP, Figures
 from starling.runs.planning.predict import Arm, Machines
 from starling.runs.recipe.run import StrategyChoice
 from starling.runs.train_job import train
+from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
 from starling.training.stragglers import Stragglers
 
@@ -85,6 +86,7 @@ def profile(
         )
     facts = facts or facts_of(job, counts_flops=True)
     bare = replace(job, stragglers=Stragglers(), faults=(), checkpoint_every=None, weighting="batches", batch_shares={})
+    bare = replace(bare, island=NO_ISLANDS)
     say("one learner: gradients")
     (alone,) = _run(bare, 1, {"name": MEASURE}, gradients + WARM_UP, engine)
     say("two learners: exchanges and means")

@@ -137,8 +137,8 @@ class RunConfig(Config):
     strategy: StrategyChoice = DEFAULT_STRATEGY
     """How learners agree: a strategy's name, or a mapping with its `name` and options."""
     island: Island = NO_ISLANDS
-    """Learners that hold one model in shards, because it does not fit into the memory of one: {sharded: 2}. The
-    strategy then holds between islands."""
+    """Learners that hold one model together, because it does not fit into the memory of one: in shards, {sharded: 2},
+    or with its large layers cut, {tensor: 2}. The strategy then holds between islands."""
     batch_shares: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] | Literal["auto"] = Field(
         default_factory=dict
     )
