@@ -14,10 +14,11 @@ from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import Island
-from starling.training.batch_shares import measured_seconds, shares_for
+from starling.training.batch_shares import shares_for
 from starling.training.faults import Fault, Join, Kill
 from starling.training.flat import trainable
 from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.speed import measured_seconds
 from starling.training.stragglers import Stragglers
 from starling.training.succession import Past, Plan, plan_after
 from starling.workload import Position, Ticket, Weighting

@@ -1,18 +1,11 @@
 """Batch shares: how many mini-batches each learner computes for a step, given or from measured speeds."""
 
-import copy
-import time
 from collections.abc import Mapping, Sequence
-from statistics import median
-from typing import Any, Literal
-
-import torch
-from torch import nn
+from typing import Literal
 
 from starling.configuration import Config
 from starling.strategies import Strategy
 from starling.strategies.islands import Island
-from starling.workload import Ticket, Workload
 
 Seconds = float
 BatchShares = Mapping[int, int] | Literal["auto"]
@@ -21,8 +14,6 @@ MOST_OF_SLOWEST, MOST = 3, 16
 """The largest share of the slowest learner, and of any."""
 TOLERANCE, LEAST_GAIN = 1.1, 1.1
 """Speeds within 10 % count as equal, and shares that gain less than 10 % are not worth larger steps."""
-LEAST_PASSES, LEAST_SECONDS = 3, 0.5
-"""How often, and for how long, a gradient is measured: a fast one often, because other programs disturb single ones."""
 
 
 def shares_problem(shares: BatchShares, strategy: Strategy, options: Config, world: int, island: Island) -> str | None:
@@ -69,20 +60,3 @@ def shares_for(seconds: Sequence[Seconds]) -> tuple[int, ...]:
     if best < LEAST_GAIN * rate(equal):
         return equal
     return next(shares for shares in found if rate(shares) >= 0.95 * best)
-
-
-def measured_seconds(workload: Workload[Any], model: nn.Module, device: torch.device) -> Seconds:
-    """How long the gradient of the first mini-batch takes here: the median of some, after a first one. `model` does not
-    change."""
-    batch = [examples.to(device) for examples in workload.load(Ticket(0, 0, 0))]
-    model = copy.deepcopy(model)
-    found: list[Seconds] = []
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        while len(found) <= LEAST_PASSES or sum(found) < LEAST_SECONDS:
-            begin = time.perf_counter()
-            for examples in batch:
-                workload.loss(model, examples).backward()  # type: ignore[no-untyped-call]
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            found.append(time.perf_counter() - begin)
-    return max(1e-9, median(found[1:]))

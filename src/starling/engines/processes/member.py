@@ -42,7 +42,6 @@ from starling.engines.processes.process_group import process_group
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import end_with_threads
 from starling.errors import PeerLost, StarlingError
-from starling.training.batch_shares import measured_seconds
 from starling.training.flat import FlatModel, Model, trainable
 from starling.training.job import Job, Named, Observer
 from starling.training.loading import Loader
@@ -53,6 +52,7 @@ from starling.training.membership import (
     MembershipFeed,
     MembershipObserver,
 )
+from starling.training.speed import measured_seconds
 from starling.training.succession import (
     LOST_BEFORE_TRAINING,
     Life,
