@@ -228,11 +228,17 @@ class Learner(ABC):
         It waits only while that coroutine is in a round: never for a round to open, nor for another learner's gradient.
         """
 
+    @property
     @abstractmethod
-    def step(self, gradient: Tensor, read_at: int | None = None) -> None:
+    def staleness(self) -> int:
+        """The number of changes that have been made to `weights` since those of the newest gradient were read."""
+
+    @abstractmethod
+    def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         """Make a step of the local optimizer on `weights` with `gradient` `[P]`.
 
         `read_at` is the value of `version` when the gradient's weights were read. None: that of the newest gradient.
+        `scale` multiplies the learning rate.
         """
 
     @abstractmethod

@@ -289,6 +289,8 @@ def cases() -> dict[str, Case]:
     made["allreduce/measured-shares"] = Case(
         CHOICES["allreduce"], plain, sgd(0.1), 34, stragglers=one_slow, batch_shares="auto"
     )
+    corrected = _adpsgd(pattern="pairs", staleness="gap-aware", scale_by_staleness=True)
+    made["adpsgd-pairs/corrected"] = Case(corrected, counted, sgd(LEARNING_RATE), steps=60)
     for name in SHARED:
         made[f"{name}/shares"] = Case(CHOICES[name], plain, adam(0.01), batch_shares={0: 2})
     return made

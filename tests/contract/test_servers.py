@@ -165,8 +165,9 @@ def one_after_the_other(
         ("parameter-server", ServerOptions(shards=3), lambda staleness: 0.05),
         ("parameter-server", ServerOptions(scale_by_staleness=True), lambda staleness: 0.05 / max(1, staleness)),
         ("hogwild", HogwildOptions(), lambda staleness: 0.05),
+        ("hogwild", HogwildOptions(scale_by_staleness=True), lambda staleness: 0.05 / max(1, staleness)),
     ],
-    ids=["asynchronous", "sharded", "scaled by staleness", "hogwild"],
+    ids=["asynchronous", "sharded", "scaled by staleness", "hogwild", "hogwild scaled by staleness"],
 )
 def test_asynchronous_updates_follow_their_events(strategy: str, options: Config, rate: Callable[[int], float]) -> None:
     """Workers of unlike speed against a list of events in double precision: every change in its order, at its age."""

@@ -33,12 +33,12 @@ def run_on_slow_link(monkeypatch: pytest.MonkeyPatch, options: AsynchronousOptio
     gradients = rounds = 0
     own_step, own_round = VirtualLearner.step, VirtualLearner.round
 
-    def step(self: VirtualLearner, gradient: Tensor, read_at: int | None = None) -> None:
+    def step(self: VirtualLearner, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         nonlocal most, gradients
         gradients += 1
         ahead[self.rank] += 1
         most = max(most, ahead[self.rank])
-        own_step(self, gradient, read_at)
+        own_step(self, gradient, read_at, scale)
 
     def begin_round(self: VirtualLearner, period: float) -> object:
         nonlocal rounds

@@ -5,10 +5,11 @@ from pydantic import Field
 from starling.learner import Learner
 from starling.strategies.base import Strategy, one_learner
 from starling.strategies.mixing import Encoder, Mixing, MixingOptions, check_mixing, one_ahead
+from starling.strategies.staleness import Staleness, StaleSteps
 from starling.topology import find_topology
 
 
-class AsynchronousOptions(MixingOptions):
+class BackgroundOptions(MixingOptions):
     """The options of the strategies that average in the background."""
 
     pattern: str = "random"
@@ -23,6 +24,16 @@ class AsynchronousOptions(MixingOptions):
     def lag(self) -> float:
         """`max_lag`, or its default."""
         return max(2.0, 2.0 * self.period) if self.max_lag is None else self.max_lag
+
+
+class AsynchronousOptions(BackgroundOptions):
+    """The options of `adpsgd`."""
+
+    scale_by_staleness: bool = False
+    """Divide the learning rate of a step by the staleness of its gradient, if that is above 1."""
+    staleness: Staleness = "none"
+    """How gradients are corrected for what averaging has changed since they were begun: `none`, `gap-aware`, or
+    `delay_compensation`."""
 
 
 async def adpsgd(me: Learner, options: AsynchronousOptions) -> None:
@@ -42,9 +53,12 @@ async def adpsgd(me: Learner, options: AsynchronousOptions) -> None:
     `options.max_lag` how far averaging may fall behind, because convergence proofs assume a bound. A learner that has
     computed `lag` gradients since its last completed round waits, before the next gradient, for the round under way.
 
+    With `options.staleness` or `options.scale_by_staleness`, a rule of `strategies/staleness.py` changes g_l or a, by
+    how far or how often averaging has moved w_l from Phi_l.
+
     Args:
         me: The learner that runs this coroutine.
-        options: Which learners average, how often, and how weights are encoded.
+        options: Which learners average, how often, how weights are encoded, and how stale gradients are corrected.
 
     References:
         Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952 (`pairs`).
@@ -53,13 +67,14 @@ async def adpsgd(me: Learner, options: AsynchronousOptions) -> None:
         Zhang et al. 2020, "Improving Efficiency in Large-Scale Decentralized Distributed Training", arXiv 2002.01119
         (`random`).
     """
+    stale = StaleSteps(me, options.staleness, options.scale_by_staleness)
     me.background(_average(me, options))
     while me.claim():
-        me.step(await me.gradient(me.snapshot()))
+        stale.step(await me.gradient(stale.snapshot()))
         await me.keep_up(options.lag)
 
 
-async def _average(me: Learner, options: AsynchronousOptions) -> None:
+async def _average(me: Learner, options: BackgroundOptions) -> None:
     topology, pieces = find_topology(options.pattern, me.world, me.seed), options.pieces(me)
     compression = Encoder(options, me.weights, pieces)
     while (k := await me.round(options.period)) is not None:

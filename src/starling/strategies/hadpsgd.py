@@ -6,13 +6,13 @@ from pydantic import Field
 
 from starling.errors import ConfigError
 from starling.learner import Learner
-from starling.strategies.adpsgd import AsynchronousOptions
+from starling.strategies.adpsgd import BackgroundOptions
 from starling.strategies.base import Strategy
 from starling.strategies.mixing import Encoder, Mixing, check_compression, one_ahead
 from starling.topology import Topology, find_topology
 
 
-class HierarchicalOptions(AsynchronousOptions):
+class HierarchicalOptions(BackgroundOptions):
     """The options of `hadpsgd`."""
 
     per_node: int = Field(ge=1)

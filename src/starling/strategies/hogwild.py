@@ -7,6 +7,7 @@ from pydantic import Field
 from starling.configuration import Config
 from starling.learner import Learner, LoopEnded
 from starling.strategies.base import Strategy, one_learner
+from starling.strategies.staleness import rate_scale
 
 
 class HogwildOptions(Config):
@@ -15,6 +16,8 @@ class HogwildOptions(Config):
     piece_megabytes: float = Field(default=16.0, gt=0.0)
     """The model is read and changed in pieces of this size. On the virtual engine other learners may read or change it
     between two pieces; on the processes engine at any time."""
+    scale_by_staleness: bool = False
+    """Divide the learning rate of a step on a piece by the gradient's staleness there, if that is above 1."""
 
 
 async def hogwild(me: Learner, options: HogwildOptions) -> None:
@@ -49,7 +52,8 @@ async def hogwild(me: Learner, options: HogwildOptions) -> None:
                 continue
             gradient = gradient.cpu()
             for part, when in zip(shared, read_at, strict=True):
-                await part.step(gradient[part.piece], me.step_metadata, [when])
+                scale = rate_scale(part.num_steps - when) if options.scale_by_staleness else 1.0
+                await part.step(gradient[part.piece], me.step_metadata, [when], scale)
     for peer in range(me.world):  # wait until every learner has made its last step
         if peer != me.rank:
             await me.exchange(peer, me.step_metadata, tag=0)

@@ -26,7 +26,7 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Handle, Learner
 from starling.strategies.server_rules import Asynchronous, Hybrid, Rule, Summed, Synchronous
-from starling.strategies.staleness import Staleness, correction
+from starling.strategies.staleness import Staleness, correction, rate_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -236,7 +236,7 @@ class Server:
         pushes, self._waiting = sorted(self._waiting, key=lambda push: push.worker), []
         read_at = [int(push.report.age) for push in pushes]
         staleness = self._shard.num_steps - sum(read_at) / len(read_at)
-        scale = 1.0 / max(1.0, staleness) if self._options.scale_by_staleness else 1.0
+        scale = rate_scale(staleness) if self._options.scale_by_staleness else 1.0
         newest = max((push.report for push in pushes), key=lambda report: report.age)
         gradient = self._rule.combine(await self._corrected(pushes))
         await self._shard.step(gradient, newest.step_metadata, read_at, scale)

@@ -1,7 +1,8 @@
-"""What a server makes of a gradient that was taken at older weights, each rule with its equation.
+"""What becomes of a gradient that was taken at older weights, each rule with its equation.
 
-In the equations w is the server's piece of the weights, Phi the weights at which a worker took its gradient g, and g'
-what takes g's place in the step. With no staleness, w is Phi, and g' is g to the bit.
+In the equations w is the weights to be changed, Phi the weights at which the gradient g was taken, and g' what takes
+g's place in the step. With no staleness, w is Phi, and g' is g to the bit. On a server w is its piece, which other
+workers' gradients have moved; on a learner of `adpsgd` w is its own weights, which averaging has moved.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from starling.configuration import Config
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from starling.learner import Learner
 
 EPSILON = 1e-7
 """Added to mean squares."""
@@ -54,7 +57,10 @@ class Correction(ABC):
         """g', from g and w - Phi, both `[n]`."""
 
     def before_step(self, now: Tensor) -> None:  # noqa: B027 - most rules ignore it
-        """A step follows at the weights `now`."""
+        """A step follows at the weights `now`, which the previous step has made."""
+
+    def stepped(self, before: Tensor, after: Tensor) -> None:  # noqa: B027 - most rules ignore it
+        """A step has changed the weights from `before` to `after`."""
 
 
 class Compensation(Correction):
@@ -85,7 +91,7 @@ class Compensation(Correction):
 
 
 class GapAware(Correction):
-    """Equation, with C the mean length of the server's steps so far::
+    """Equation, with C the mean length of the steps so far, of the server or of this learner::
 
         g' = g / (1 + |w - Phi| / C)
 
@@ -102,10 +108,14 @@ class GapAware(Correction):
         self._num_steps, self._length = 0, 0.0
 
     def before_step(self, now: Tensor) -> None:
-        if self._before is not None and _has_numbers(now):
-            self._num_steps += 1
-            self._length += float((now - self._before).norm())
+        if self._before is not None:
+            self.stepped(self._before, now)
         self._before = now
+
+    def stepped(self, before: Tensor, after: Tensor) -> None:
+        if _has_numbers(after):
+            self._num_steps += 1
+            self._length += float((after - before).norm())
 
     def corrected(self, gradient: Tensor, moved: Tensor) -> Tensor:
         if not _has_numbers(moved):
@@ -123,9 +133,51 @@ def correction(staleness: Staleness) -> Correction | None:
     return GapAware() if staleness == "gap-aware" else None
 
 
+def rate_scale(staleness: float) -> float:
+    """What the learning rate of a step is multiplied by, if it is to be divided by the staleness.
+
+    References:
+        Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", arXiv 1511.05950.
+    """
+    return 1.0 / max(1.0, staleness)
+
+
+class StaleSteps:
+    """The steps of a learner whose background changes its weights while it computes a gradient.
+
+    Without a rule, they are `Learner.snapshot` and `Learner.step`.
+    """
+
+    def __init__(self, me: Learner, staleness: Staleness, scale_by_staleness: bool) -> None:
+        self._me, self._correction, self._scales = me, correction(staleness), scale_by_staleness
+        self._taken_at: Tensor | None = None  # Phi; kept only for a correction
+
+    def snapshot(self) -> Tensor:
+        """Phi `[P]`, where the next gradient is to be taken."""
+        phi = self._me.snapshot()
+        if self._correction is not None:
+            self._taken_at = phi
+        return phi
+
+    def step(self, gradient: Tensor) -> None:
+        """Make a step with a gradient `[P]` that was taken at the last snapshot."""
+        me, (phi, self._taken_at) = self._me, (self._taken_at, None)
+        scale = rate_scale(me.staleness) if self._scales else 1.0
+        if self._correction is None or phi is None or not _is_finite(gradient):  # a step skips what is not finite
+            me.step(gradient, scale=scale)
+            return
+        now = me.weights.clone()
+        me.step(self._correction.corrected(gradient, now - phi), scale=scale)
+        self._correction.stepped(now, me.weights)
+
+
 def _changed(gradient: Tensor, change: Tensor) -> Tensor:
     """gradient + change; a gradient of -0.0, which marks that there is none, stays."""
     return gradient + change if not _has_numbers(gradient) else (gradient + change).where(gradient != 0.0, gradient)
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return not _has_numbers(gradient) or bool(gradient.isfinite().all())
 
 
 def _has_numbers(tensor: Tensor) -> bool:

@@ -129,12 +129,17 @@ class Course:
         for group, peak in zip(optimizer.param_groups if peaks else (), peaks, strict=True):
             group["lr"] = peak * factor * scale
 
-    def step(self, gradient: Tensor, read_at: int | None = None) -> None:
+    @property
+    def staleness(self) -> int:
+        """See `Learner.staleness`."""
+        return self._replica.version - self.gradient_version
+
+    def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         """See `Learner.step`."""
         replica = self._replica
         when = self.gradient_version if read_at is None else read_at
         self._statistics.averaging.staleness[replica.version - when] += 1
-        rate = self._factor
+        rate = self._factor * scale
         if self._weight != 1.0 and self._is_own(gradient):
             gradient, rate = gradient / self._weight, rate * self._weight
         self._count_not_finite(replica.step(gradient, rate))

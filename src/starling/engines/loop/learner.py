@@ -188,11 +188,15 @@ class LoopLearner(Learner):
         self._count_not_finite(is_finite)
         return gradient if is_finite else None
 
-    def step(self, gradient: Tensor, read_at: int | None = None) -> None:
+    @property
+    def staleness(self) -> int:
+        return self.replica.version - self._gradient_version
+
+    def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         replica = self.replica
         when = self._gradient_version if read_at is None else read_at
         self.statistics.averaging.staleness[replica.version - when] += 1
-        replica.step(gradient, 1.0)
+        replica.step(gradient, scale)
         if self.progress.gradient == "given":
             self.progress.gradient = "used"
         self._communicator.rounds.gradient_made()

@@ -291,7 +291,7 @@ class LoopReplica(Replica):
         self._aside: tuple[Tensor, list[Tensor]] | None = None  # the loop's weights and buffers during a consensus
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
-        """Make a step of the loop's optimizer with `gradient` `[P]`, at its own learning rates.
+        """Make a step of the loop's optimizer with `gradient` `[P]`, at its own learning rates times the factor.
 
         Returns False, without a step, if the gradient is not finite.
         """
@@ -306,7 +306,7 @@ class LoopReplica(Replica):
                 unflatten(gradient, self._parameters)
             if not self._is_shared:
                 self.loop.copy_(self.weights)
-            self._step_optimizer()
+            self._step_optimizer(learning_rate_factor)
             if not self._is_shared:
                 self.weights.copy_(self.loop)
             self.version += 1
@@ -317,12 +317,17 @@ class LoopReplica(Replica):
         gradients = [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
         return [gradient for gradient in gradients if gradient is not None]
 
-    def _step_optimizer(self) -> None:
+    def _step_optimizer(self, factor: float) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups] if factor != 1.0 else []
         self.is_stepping = True
         try:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
+                group["lr"] = rate * factor
             self.optimizer.step()
         finally:
             self.is_stepping = False
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
+                group["lr"] = rate
 
     def check_model(self, learner: str) -> None:
         """Make reallocated parameters views into the loop's weights again, keeping their current values. Raises

@@ -251,9 +251,13 @@ class ProcessLearner(Learner):
     def clip(self, gradient: Tensor) -> Tensor | None:
         return self.course.clip(gradient)
 
-    def step(self, gradient: Tensor, read_at: int | None = None) -> None:
+    @property
+    def staleness(self) -> int:
+        return self.course.staleness
+
+    def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         begin = self._now()
-        self.course.step(gradient, read_at)
+        self.course.step(gradient, read_at, scale)
         self.communicator.rounds.gradient_made()
         self._statistics.spent.computing += self._now() - begin
 

@@ -189,8 +189,12 @@ class VirtualLearner(Learner):
     def clip(self, gradient: Tensor) -> Tensor | None:
         return self.course.clip(gradient)
 
-    def step(self, gradient: Tensor, read_at: int | None = None) -> None:
-        self.course.step(gradient, read_at)
+    @property
+    def staleness(self) -> int:
+        return self.course.staleness
+
+    def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
+        self.course.step(gradient, read_at, scale)
         self._record("step", b"")
         self._pace.gradient_made()
         if self._round_waited_for is not None and self._pace.may_open and not self.is_finished:
