@@ -181,7 +181,7 @@ def test_only_cluster_engines_send_pickles_over_the_network() -> None:
     own = {name for name, kinds in found.items() if "own" in kinds}
     assert own == PICKLES_AMONG_OWN_PROCESSES.keys() | PICKLES_ITSELF.keys()
     pickling = {file.relative_to(ROOT).as_posix(): kinds for file in EXAMPLES if (kinds := _pickling_imports(file))}
-    assert pickling == dict.fromkeys(EXAMPLES_ON_CLUSTER_ENGINES, {"network"})
+    assert pickling == {key: {"network"} for key in EXAMPLES_ON_CLUSTER_ENGINES}
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: str(file.relative_to(ROOT)))
