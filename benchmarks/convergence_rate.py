@@ -149,10 +149,10 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._me, name)
 
-    def step(self, gradient: Tensor | None) -> None:
+    def step(self, gradient: Tensor | None, scale: float = 1.0) -> None:
         """Take a step, after noting where all learners are."""
         self._watch.before_step()
-        self._me.step(gradient)
+        self._me.step(gradient, scale=scale)
 
 
 @dataclass(frozen=True)

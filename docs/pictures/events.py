@@ -129,10 +129,10 @@ class Watch:
         self._when(handle, lambda end: self._events.gradients.append(Gradient(self._me.rank, begin, end)))
         return handle
 
-    def _step(self, gradient: Tensor, read_at: int | None = None) -> None:
+    def _step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         number, version = self._not_stepped.popleft()
         self._events.staleness[self._me.rank, number] = self._me.replica.version - version
-        self._asked["step"](gradient, read_at)
+        self._asked["step"](gradient, read_at, scale)
 
     def _mean(self, of: Any, group: Sequence[int] | None = None) -> Any:
         handle = self._asked["mean"](of, group)
