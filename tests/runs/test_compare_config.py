@@ -230,6 +230,7 @@ def test_all_problems_of_a_comparison_are_listed_at_once(compared: Tree) -> None
             {"arms": {"a": {"learners": 1, "settings": ["fast"]}}},
             r"arms\.a\.settings: others are compared with it in every setting; leave them out",
         ),
+        ({"settings": {"fast": {"learners": 16}}}, r"settings\.fast\.learners: has no effect, .*compare\.learners"),
         ({"baseline": "batsh"}, r"compare: baseline: 'batsh' is no arm; did you mean 'batch'\?"),
         ({"engine": "processes", "jobs": 2}, r"jobs: real learners need the machine to themselves"),
     ],

@@ -156,6 +156,11 @@ class CompareConfig(Config):
                 raise ValueError(
                     f"arms.{label}.settings: {unknown[0]!r} is none of {', '.join(self.settings) or 'none'}"
                 )
+        if fixed := [name for name, keys in self.settings.items() if "learners" in keys]:
+            raise ValueError(
+                f"settings.{fixed[0]}.learners: has no effect, because arms are compared with each number in "
+                "compare.learners; list it there, or give an arm its own"
+            )
         base = self.baseline or self._lone or ONE
         if base in self.arms and self.arms[base].settings is not None:
             raise ValueError(f"arms.{base}.settings: others are compared with it in every setting; leave them out")

@@ -78,6 +78,9 @@ class RecipeSubject:
             del recipe["island"]  # results from before there were islands are still valid
         elif self.recipe(cell).island.tensor == 1:
             del recipe["island"]["tensor"]
+        if not recipe["batch_shares"]:
+            del recipe["batch_shares"]
+        del recipe["data"]["cache"]
         return digest([recipe, self.section.engine])
 
     def batches_key(self, cell: Cell) -> str:
