@@ -217,3 +217,18 @@ def test_a_decoder_stands_beside_ctc_alone(tree: Tree) -> None:
     assert "decoder" not in fixed_settings(check_recipe(tree, "songs"))["model"]
     tree["model"]["decoder"] = TRANSDUCER
     assert fixed_settings(check_recipe(tree, "songs"))["model"]["decoder"]["kind"] == "transducer"
+
+
+@pytest.mark.parametrize("pieces", ["characters", "sentencepiece"])
+def test_a_model_with_phones_is_trained_and_transcribes(tree: Tree, songs: Path, tmp_path: Path, pieces: str) -> None:
+    """With words that the lexicon lacks; nothing but training needs the lexicon."""
+    lexicon = tmp_path / "lexicon.txt"
+    lexicon.write_text("DO  d o\nRE  r e\nMI  m i\n", encoding="utf-8")
+    tree = songs_with(tree, {"phones": {"lexicon": str(lexicon), "weight": 0.3}}) | {"budget": {"epochs": 3}}
+    tree["tokens"] = {"kind": pieces} | ({"vocab_size": 12} if pieces == "sentencepiece" else {})
+    experiment = simulated(tree)
+    lexicon.unlink()
+    assert sum(line.startswith("%WER") for line in scored(experiment)) == 1
+    heard: list[str] = []
+    transcribe(experiment, [songs.parent / "24.flac"], heard.append)
+    assert len(heard) == 1

@@ -88,7 +88,7 @@ def test_onnx_agrees_with_torch(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(np.concatenate(chunks), whole[0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("normalise", ["utterance", "global", "none"])
+@pytest.mark.parametrize("normalise", ["utterance", "speech", "global", "none"])
 def test_the_programs_features_are_those_of_training(normalise: str, tmp_path: Path) -> None:
     """To 1e-3 of their own size, in NumPy; and its resampling is ours."""
     recogniser = recogniser_of({"name": "lstm"}, normalise)

@@ -58,9 +58,7 @@ def test_tokens_that_both_have_keep_their_rows(tree: Tree) -> None:
 def test_a_model_of_other_sizes_is_refused_with_what_differs(tree: Tree) -> None:
     """Before any process starts; nothing is left behind."""
     first, _, _ = ready(tree, name="first")
-    with pytest.raises(
-        ConfigError, match=r"warm_start: .* only the output layer may differ, .*\[.*\] here, \[.*\] there"
-    ):
+    with pytest.raises(ConfigError, match=r"warm_start: .* only the outputs may differ, .*\[.*\] here, \[.*\] there"):
         ready(tree, name="wide", model={"preset": "small"}, warm_start=str(first.folder / "initial"))
     assert not (first.exp / "wide").exists()
 
@@ -183,3 +181,30 @@ def test_what_is_frozen_for_good_is_a_part_of_the_model_that_a_resume_keeps(tree
     assert fingerprints(plain)["model"] != fingerprints(frozen)["model"]
     with pytest.raises(ConfigError, match=r"freeze: 'layer' fits no parameter; the model's modules: subsampling\."):
         ready(tree, freeze="layer")
+
+
+def test_phones_that_both_have_keep_their_rows(tree: Tree, tmp_path: Path) -> None:
+    """By name, whatever their number; a source without phones gives the rest."""
+    models = []
+    for name, lines in (("old", "DO  d o\nRE  r e\nMI  m i\n"), ("new", "DO  d o\nRE  a e\nMI  m i\n")):
+        path = tmp_path / f"{name}.txt"
+        path.write_text(lines, encoding="utf-8")
+        models.append({"preset": "tiny", "phones": {"lexicon": str(path)}})
+    first, weights, said = ready(tree, name="first", model=models[0])
+    assert "6 phones of 3 words" in said
+    assert any("1 of 4 words have no known phones (FA), and utterances with them no part" in line for line in said)
+    plain, _, _ = ready(tree, name="plain", model={"preset": "tiny"})
+    start = {"warm_start": str(first.folder / "initial"), "seed": 2}
+    recipe, warm, _ = ready(tree, name="warm", model=models[1], **start)
+    _, fresh, _ = ready(tree, name="fresh", model=models[1], seed=2)
+    old, new = (Recogniser.load(each.folder / "initial").phones for each in (first, recipe))
+    assert old is not None
+    assert new is not None
+    row = "phones.output.weight"
+    for number, name in enumerate(new.names):
+        source = weights[row][old.names.index(name)] if name in old.names else fresh[row][number]
+        assert torch.equal(warm[row][number], source)
+    assert not torch.equal(warm[row], fresh[row])
+    _, warm, said = ready(tree, name="other", model=models[1], warm_start=str(plain.folder / "initial"), seed=2)
+    assert torch.equal(warm[row], fresh[row])
+    assert any(line.startswith("new: phones.") for line in said)

@@ -50,7 +50,7 @@ def test_features_are_those_of_lhotse_up_to_rounding(rate, num_mels):
         torch.testing.assert_close(features, oracle(waveform[None])[0], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("normalise", ["none", "utterance"])
+@pytest.mark.parametrize("normalise", ["none", "utterance", "speech"])
 def test_an_utterances_features_do_not_depend_on_its_neighbours(normalise):
     """The same bits alone and anywhere in a batch, whatever lies across the blocks of frames."""
     log_mel = LogMel(FeatureConfig(normalise=normalise), 8000)
@@ -76,7 +76,24 @@ def test_an_utterance_is_normalised_by_itself():
 
 def test_digital_silence_gives_finite_features():
     """A constant band is centred, not divided by its deviation of zero."""
-    assert torch.equal(LogMel(FeatureConfig(), 8000)(torch.zeros(4000)), torch.zeros(50, 40))
+    for normalise in ("utterance", "speech"):
+        features = LogMel(FeatureConfig(normalise=normalise), 8000)(torch.zeros(4000))
+        assert torch.equal(features, torch.zeros(50, 40))
+
+
+def test_pauses_do_not_count_for_the_features_of_speech():
+    """The mean of loud frames is 0, and a second of faint noise before them changes theirs by less than 0.05 in the
+    mean; those of `utterance` change by ten times as much."""
+    loud, faint = noise(1.0, 8000), 1e-3 * noise(1.0, 8000, 2)
+    change = {}
+    for normalise in ("utterance", "speech"):
+        log_mel = LogMel(FeatureConfig(normalise=normalise), 8000)
+        short, long = log_mel(torch.cat([faint[:3000], loud])), log_mel(torch.cat([faint, faint[:3000], loud]))
+        change[normalise] = float((short[-95:] - long[-95:]).abs().mean())
+        if normalise == "speech":
+            torch.testing.assert_close(short[-95:].mean(0), torch.zeros(40), atol=0.05, rtol=0)
+    assert change["speech"] < 0.05
+    assert change["utterance"] > 10 * change["speech"]
 
 
 def test_global_statistics_are_those_of_all_frames(tmp_path):

@@ -28,11 +28,14 @@ SMALL_CONFIGS = [
         "deep-speech": ({}, {"context": 3}),
     }.items()
     for subsampling, sizes in ((1, variants[0]), (2, variants[1]), (4, variants[0]))
-] + [ModelConfig(name="transformer", preset="tiny", subsampling=2, span=3)]
+] + [
+    ModelConfig(name="transformer", preset="tiny", subsampling=2, span=3),
+    *(ModelConfig(name="blstm", preset="tiny", subsampling=subsampling, planes=3) for subsampling in (1, 2, 4)),
+]
 
 
 def names(config: ModelConfig) -> str:
-    return f"{config.name}-{config.subsampling}"
+    return f"{config.name}-{config.subsampling}" + ("-planes" if config.planes else "")
 
 
 def utterances(lengths: list[int], num_features: int = 40) -> list[torch.Tensor]:
@@ -466,7 +469,9 @@ def test_presets_named_after_others_have_their_shape():
 def test_every_size_of_an_architecture_can_be_given():
     """Each is a key of the configuration; a decoder, chunks and a checkpoint are none."""
     sizes = {size for architecture in MODELS.values() for size in architecture.sizes}
-    assert sizes == ModelConfig.model_fields.keys() - {"name", "preset", "decoder", "chunk", "checkpoint", "encoder"}
+    assert sizes == ModelConfig.model_fields.keys() - {
+        "name", "preset", "decoder", "phones", "chunk", "checkpoint", "encoder",
+    }  # fmt: skip
 
 
 def test_a_size_replaces_that_of_the_preset():

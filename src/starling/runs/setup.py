@@ -26,6 +26,7 @@ from starling.speech.features import LogMel
 from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.losses import TooShort, check_ctc_fits
 from starling.speech.models import count_parameters
+from starling.speech.phones import Phones, make_phones
 from starling.speech.preparing.making import Progress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer, make_tokenizer
@@ -81,7 +82,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
         features.fit(train, on_bad=recipe.data.filter.on_bad)
     _leave_out_too_short(recipe, train, tokenizer, features, folder.too_short, say)
     states = make_frames(recipe, train, tokenizer, features, folder, say) if recipe.loss == "frames" else None
-    recogniser = _untrained(recipe, features, tokenizer, states, say)
+    phones = _phones(recipe, train, say)
+    recogniser = _untrained(recipe, features, tokenizer, states, phones, say)
     if recipe.warm_start is not None and recipe.resume is None:
         for line in warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes):
             say(line)
@@ -116,13 +118,33 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
         )
 
 
+def _phones(recipe: Recipe, train: SpeechSets, say: Say) -> Phones | None:
+    """The phones of the training set's words, if the model has phones."""
+    if recipe.model.phones is None:
+        return None
+    made = make_phones(recipe.model.phones, (train.text(index) for index in range(len(train))))
+    say(f"{made.phones.num_outputs - 1} phones of {made.num_words - len(made.unknown)} words")
+    if made.unknown:
+        shown = ", ".join(made.unknown[:3]) + (", …" if len(made.unknown) > 3 else "")
+        say(
+            f"warning: model.phones: {len(made.unknown)} of {made.num_words} words have no known phones ({shown}), and "
+            "utterances with them no part in the loss of phones"
+        )
+    return made.phones
+
+
 def _untrained(
-    recipe: Recipe, features: LogMel, tokenizer: Tokenizer, states: TiedStates | None, say: Say
+    recipe: Recipe,
+    features: LogMel,
+    tokenizer: Tokenizer,
+    states: TiedStates | None,
+    phones: Phones | None,
+    say: Say,
 ) -> Recogniser:
     """A recogniser with weights of the recipe's seed, or those of its published checkpoint, which is then needed no
     more."""
     model = recipe.model.model_copy(update={"checkpoint": None})
-    recogniser = Recogniser.create(model, features, tokenizer, derive_seed(recipe.seed, "model"), states)
+    recogniser = Recogniser.create(model, features, tokenizer, derive_seed(recipe.seed, "model"), states, phones)
     if recipe.model.checkpoint is not None:
         from starling.speech.models.published import load_published
 
@@ -152,7 +174,9 @@ def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFold
     """Leave in `folder` what `set_up` would, by what it left in `before` for a recipe with another seed alone,
     or with `loss: frames` another model."""
     initial = Recogniser.load(before.initial)
-    recogniser = _untrained(recipe, initial.features, initial.tokenizer, initial.states, lambda line: None)
+    recogniser = _untrained(
+        recipe, initial.features, initial.tokenizer, initial.states, initial.phones, lambda line: None
+    )
     if recipe.warm_start is not None:
         warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes)
     folder.too_short.unlink(missing_ok=True)
@@ -201,7 +225,7 @@ def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload | 
         return FrameWorkload(load_frame_plan(recipe, folder.frames), folder.initial)
     initial = Recogniser.load(folder.initial)
     plan = load_plan(recipe, folder.too_short)
-    return SpeechWorkload(plan, initial.features, initial.tokenizer, folder.initial)
+    return SpeechWorkload(plan, initial.features, initial.tokenizer, folder.initial, initial.phones)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Initialises a recogniser with the weights of another experiment."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,8 +15,11 @@ from starling.training.freezing import OUTPUT
 
 _ROW_BLOCKS = {".weight_ih_l": 4, ".weight_hh_l": 4, ".bias_ih_l": 4, ".bias_hh_l": 4, ".attention.inputs.": 3}
 """Parts of names, and the blocks of rows that such parameters have: the gates of an LSTM; queries, keys and values."""
-_OF_FEATURES = ("subsampling.convolutions.0.weight", "window.weight")
+_OF_FEATURES = ("subsampling.convolutions.0.weight", "subsampling.projection.weight", "window.weight")
 """Parameters with a column for each feature. Of other features, no column means the same."""
+_PHONES = "phones."
+_OUTPUTS = (OUTPUT, _PHONES)
+"""Prefixes of parameters with a row for each output."""
 _LISTED = 6
 
 
@@ -46,12 +50,12 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
     problems = [
         f"{name} is {_shape(own.get(name))} here, {_shape(theirs.get(name))} there"
         for name in sorted(own.keys() | theirs.keys())
-        if not name.startswith(OUTPUT)
+        if not name.startswith(_OUTPUTS)
         and (name not in own or name not in theirs or own[name].shape != theirs[name].shape)
     ]
     if problems and sizes == "strict":
         raise ConfigError(
-            f"warm_start: {source} does not fit this recipe's model: only the output layer may differ, but "
+            f"warm_start: {source} does not fit this recipe's model: only the outputs may differ, but "
             f"{len(problems)} other tensors do: {'; '.join(problems[:3])}; copy its model: and features: sections, or "
             "take what fits with warm_start.sizes: partial"
         )
@@ -59,7 +63,7 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
     has_other_features = recogniser.features.num_features != other.features.num_features
     directions = 2 if all(each.model_config.name.startswith("blstm") for each in (recogniser, other)) else 1
     for name, value in own.items():
-        if name.startswith(OUTPUT):
+        if name.startswith(_OUTPUTS):
             continue
         if name not in theirs or (has_other_features and name in _OF_FEATURES):
             taken.new.append(name)
@@ -69,6 +73,9 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
         else:
             _overlap(name, value, theirs[name], directions, taken)
     output = _output(recogniser, other, own, theirs, directions, taken)
+    if recogniser.phones is not None:
+        there = other.phones.names if other.phones is not None else []
+        _take_rows(_PHONES, _alike(recogniser.phones.names, there), own, theirs, directions, taken)
     if not taken.num_values:
         raise ConfigError(f"warm_start: nothing of {source} fits this recipe's model; use the same model.name")
     recogniser.model.load_state_dict(own)
@@ -96,11 +103,34 @@ def _output(
         rows = [(row, row) for row in range(recogniser.states.num_states)]
         names = []
     else:
-        there = {name: row for row, name in enumerate(other.tokenizer.names)}
         names = recogniser.tokenizer.names
-        rows = [(row, there[name]) for row, name in enumerate(names) if name in there]
+        rows = _alike(names, other.tokenizer.names)
+    _take_rows(OUTPUT, rows, own, theirs, directions, taken)
+    mine = {row for row, _ in rows}
+    new = [repr(name) for row, name in enumerate(names) if row not in mine]
+    if not new:
+        return ""
+    listed = ", ".join(new[:_LISTED]) + (", …" if len(new) > _LISTED else "")
+    return f"; in the output layer {len(rows) - 1} of {len(names) - 1} tokens keep their rows, new are {listed}"
+
+
+def _alike(names: Sequence[str], there: Sequence[str]) -> list[tuple[int, int]]:
+    """The rows of the outputs that both have, here and there."""
+    places = {name: row for row, name in enumerate(there)}
+    return [(row, places[name]) for row, name in enumerate(names) if name in places]
+
+
+def _take_rows(
+    prefix: str,
+    rows: Sequence[tuple[int, int]],
+    own: dict[str, Tensor],
+    theirs: dict[str, Tensor],
+    directions: int,
+    taken: _Taken,
+) -> None:
+    """Take those rows, here and there, of all parameters with the prefix."""
     mine, source = torch.tensor([row for row, _ in rows]), torch.tensor([row for _, row in rows])
-    for name in (each for each in own if each.startswith(OUTPUT)):
+    for name in (each for each in own if each.startswith(prefix)):
         if name not in theirs or own[name].shape[1:].numel() == 0 or own[name].ndim != theirs[name].ndim:
             taken.new.append(name)
             continue
@@ -111,11 +141,6 @@ def _output(
         else:
             _overlap(name, value, given, directions, taken)
         own[name][mine] = value
-    new = [repr(name) for row, name in enumerate(names) if row not in set(mine.tolist())]
-    if not new:
-        return ""
-    listed = ", ".join(new[:_LISTED]) + (", …" if len(new) > _LISTED else "")
-    return f"; in the output layer {len(rows) - 1} of {len(names) - 1} tokens keep their rows, new are {listed}"
 
 
 def _overlap(name: str, value: Tensor, given: Tensor, directions: int, taken: _Taken) -> None:

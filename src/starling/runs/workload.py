@@ -11,6 +11,7 @@ from starling.runs.training_plan import TrainingPlan
 from starling.speech.batches import Batch, load_batch
 from starling.speech.features import LogMel
 from starling.speech.losses import speech_loss
+from starling.speech.phones import Phones
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer
 from starling.training.freezing import freeze
@@ -20,14 +21,17 @@ from starling.workload import Ticket, Unit, Workload
 class SpeechWorkload(Workload[Batch]):
     """The workload of a recipe. All random choices are pure functions of the recipe's seed and the ticket.
 
-    `initial` is the folder of the untrained recogniser.
+    `initial` is the folder of the untrained recogniser; `phones` are its own.
     """
 
-    def __init__(self, plan: TrainingPlan, features: LogMel, tokenizer: Tokenizer, initial: Path) -> None:
+    def __init__(
+        self, plan: TrainingPlan, features: LogMel, tokenizer: Tokenizer, initial: Path, phones: Phones | None = None
+    ) -> None:
         self.plan = plan
         self.features = features
         self.tokenizer = tokenizer
         self.initial = initial
+        self.phones = phones
         self.num_parts = plan.num_parts
 
     def make_model(self) -> nn.Module:
@@ -49,6 +53,7 @@ class SpeechWorkload(Workload[Batch]):
                 self.tokenizer,
                 derive_seed(recipe.seed, "augment", ticket.epoch, ticket.index, place),
                 recipe.data.filter.on_bad,
+                self.phones,
             )
             for place, indices in enumerate(self.plan.of(ticket))
         ]

@@ -13,6 +13,7 @@ from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig, augment_waveform, draw_warp, spec_augment
 from starling.speech.chance import one_thread
 from starling.speech.features import LogMel, UtteranceSource
+from starling.speech.phones import Phones
 from starling.speech.planning import BatchConfig, MiniBatch
 from starling.speech.tokens import Tokenizer
 
@@ -38,6 +39,8 @@ class Batch:
     seconds: float  # audio as stored, before speed perturbation, without padding
     ids: tuple[str, ...]  # utterance ids, in the order of B; empty if void
     skipped: tuple[tuple[str, str], ...] = ()  # id and reason of skipped utterances
+    phones: torch.Tensor | None = None  # [sum of phone_lengths] int64; None: the model has none
+    phone_lengths: torch.Tensor | None = None  # [B] int64; 0: not all words have known phones
 
     @property
     def num_examples(self) -> int:
@@ -57,6 +60,8 @@ class Batch:
             feature_lengths=self.feature_lengths.to(device, non_blocking=True),
             tokens=self.tokens.to(device, non_blocking=True),
             token_lengths=self.token_lengths.to(device, non_blocking=True),
+            phones=None if self.phones is None else self.phones.to(device, non_blocking=True),
+            phone_lengths=None if self.phone_lengths is None else self.phone_lengths.to(device, non_blocking=True),
         )
 
 
@@ -68,12 +73,13 @@ def load_batch(
     tokenizer: Tokenizer,
     seed: int,
     on_bad: OnBad = "fail",
+    phones: Phones | None = None,
 ) -> Batch:
     """Load the utterances `indices` of a set. The same arguments give the same bits in every process.
 
-    With `augment` None the audio is not changed. Global random generators keep their states. The randomness of an
-    utterance depends only on `seed` and its place in the batch, so a skipped utterance does not affect others, unless
-    speech of the batch is added to it (`augment.babble_snr`).
+    With `augment` None the audio is not changed, and with `phones` the batch has those of its texts. Global random
+    generators keep their states. The randomness of an utterance depends only on `seed` and its place in the batch, so a
+    skipped utterance does not affect others, unless speech of the batch is added to it (`augment.babble_snr`).
     Raises DataError, naming the utterance, for an unusable audio or transcript; with `on_bad` "skip" the utterance is
     listed in `skipped` instead. A shard that cannot be read is always an error.
     """
@@ -108,6 +114,7 @@ def load_batch(
                 (matrices[number],) = spec_augment([matrices[number]], augment.spec_augment, mask_seed)
     if not kept:
         return _void(features, skipped)
+    spoken = None if phones is None else [phones.encode(speech_set.text(each.index)) for each in kept]
     return Batch(
         features=torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True),
         feature_lengths=torch.tensor([len(matrix) for matrix in matrices]),
@@ -116,6 +123,8 @@ def load_batch(
         seconds=float(speech_set.durations[[each.index for each in kept]].sum(dtype=np.float64)),
         ids=tuple(each.name for each in kept),
         skipped=tuple(skipped),
+        phones=None if spoken is None else torch.tensor([phone for each in spoken for phone in each]).long(),
+        phone_lengths=None if spoken is None else torch.tensor([len(each) for each in spoken]),
     )
 
 

@@ -3,7 +3,8 @@
 espeak-ng keeps state between sentences (noise, glottal phase) that cannot be reset, so the same sentence sounds
 slightly different each time. A new process that speaks the same list gives the same samples. It reads JSON from
 standard input, `[[text, voice, rate, pitch, range], ...]`, and writes for each sentence the sampling rate and the
-number of samples (32-bit each) and the samples (16-bit), all little-endian.
+number of samples (32-bit each) and the samples (16-bit), all little-endian. With the argument `phones`, it reads
+`[voice, [word, ...]]` and writes JSON, a list of phones for each word.
 """
 
 import ctypes
@@ -18,11 +19,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from starling.errors import DataError
+from starling.errors import ConfigError, DataError
 
 _RATE, _PITCH, _RANGE = 1, 3, 4
 _SYNCHRONOUS = 2
 _UTF8 = 1
+_IPA = 2
+_BETWEEN_PHONES = "_"
+_STRESS = "ˈˌ"
+_UNKNOWN_VOICE = 3  # exit code of the program
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
 
@@ -59,7 +64,31 @@ def speak(sentences: Sequence[Sentence]) -> Iterator[tuple[NDArray[np.int16], in
         position += 8 + 2 * count
 
 
-def _main() -> None:
+def pronounce(words: Sequence[str], voice: str) -> list[list[str]]:
+    """The phones of each word in the International Phonetic Alphabet, without marks of stress; none for a word that
+    cannot be said.
+
+    Raises:
+        ConfigError: There is no such voice.
+        DataError: espeakng-loader is not installed, or espeak-ng failed.
+    """
+    program = subprocess.run(
+        [sys.executable, "-P", str(Path(__file__)), "phones"],
+        input=json.dumps([voice, list(words)]).encode(),
+        capture_output=True,
+        check=False,
+    )
+    if program.returncode == _UNKNOWN_VOICE:
+        raise ConfigError(f"espeak-ng has no voice {voice!r}; en-us, en-gb, de and fr are some")
+    if program.returncode:
+        message = program.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        raise DataError(f"espeak-ng cannot pronounce words (exit code {program.returncode}): {message[-1]}")
+    found: list[list[str]] = json.loads(program.stdout)
+    return found
+
+
+def _library() -> tuple[ctypes.CDLL, int]:
+    """espeak-ng, and its sampling rate in Hz."""
     try:
         import espeakng_loader
     except ImportError:
@@ -68,6 +97,30 @@ def _main() -> None:
     sampling_rate = library.espeak_Initialize(_SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), 0)
     if sampling_rate <= 0:
         sys.exit(f"espeak-ng does not start (code {sampling_rate})")
+    return library, sampling_rate
+
+
+def _phones() -> None:
+    library, _ = _library()
+    library.espeak_TextToPhonemes.restype = ctypes.c_char_p
+    voice, words = json.load(sys.stdin)
+    if library.espeak_SetVoiceByName(voice.encode()):
+        sys.exit(_UNKNOWN_VOICE)
+    found = []
+    for word in words:
+        rest = ctypes.c_char_p(word.encode())
+        spoken = ""
+        while rest.value:  # clause by clause
+            spoken += " " + library.espeak_TextToPhonemes(
+                ctypes.byref(rest), _UTF8, _IPA | ord(_BETWEEN_PHONES) << 8
+            ).decode(errors="replace")
+        phones = (each.strip(_STRESS) for each in spoken.replace(_BETWEEN_PHONES, " ").split())
+        found.append([phone for phone in phones if phone])
+    json.dump(found, sys.stdout)
+
+
+def _main() -> None:
+    library, sampling_rate = _library()
     pieces: list[bytes] = []
 
     def collect(samples: "ctypes._Pointer[ctypes.c_short]", count: int, _: object) -> int:
@@ -91,4 +144,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _phones() if sys.argv[1:] == ["phones"] else _main()

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from starling.speech.mel import Warp
 
 _SMALLEST_DEVIATION = 1e-5  # so that constant features (digital silence) are not divided by zero
+_QUIET, _LOUD, _SPEECH = 0.10, 0.95, 0.4
+"""Speech is louder than the first quantile of an utterance's levels by this share of the way to the second."""
+_LEVEL_FRAMES = 5  # averaged for the level of each
+_SCALE = 3.0  # about the deviation of log-mel energies in speech, in nats
+WHOLE = ("utterance", "speech")
+"""Normalisations that need whole recordings."""
 _FITTED_AT_ONCE = 32  # utterances that are read together
 
 
@@ -34,9 +40,10 @@ class FeatureConfig(Config):
     frame_shift: float = Field(default=0.010, gt=0, description="seconds from one frame to the next")
     low_freq: float = Field(default=20.0, ge=0, description="lower edge of the lowest band, Hz")
     high_freq: float = Field(default=-400.0, description="upper edge of the highest band, Hz; <= 0: from Nyquist down")
-    normalise: Literal["utterance", "global", "none"] = Field(
+    normalise: Literal["utterance", "speech", "global", "none"] = Field(
         default="utterance",
-        description="data whose mean and deviation normalise each band; a streaming model needs global, or none",
+        description="data whose mean and deviation normalise each band; a streaming model needs global, or none. "
+        "speech: the mean of the utterance's loud frames is subtracted, so that pauses do not count",
     )
     splice: int = Field(
         default=0, ge=0, le=50, description="frames on either side that are joined to each, for loss: frames"
@@ -140,6 +147,8 @@ class LogMel:
             return energies
         if self.config.normalise == "utterance":
             return [_normalised(each) for each in energies]
+        if self.config.normalise == "speech":
+            return [_normalised_by_speech(each) for each in energies]
         if self.mean is None or self.deviation is None:
             raise DataError(
                 "features.normalise is `global`, but there are no statistics: call LogMel.fit with the training set "
@@ -229,6 +238,18 @@ def _normalised(features: torch.Tensor) -> torch.Tensor:
     centred -= centred.mean(0)
     deviation = centred.square().mean(0).sqrt_()  # three times as fast as torch.std_mean
     return centred.div_(deviation.clamp_(min=_SMALLEST_DEVIATION))
+
+
+def _normalised_by_speech(features: torch.Tensor) -> torch.Tensor:
+    import torch.nn.functional as F
+
+    level = F.avg_pool1d(features.mean(1)[None, None], _LEVEL_FRAMES, 1, _LEVEL_FRAMES // 2, count_include_pad=False)[
+        0, 0
+    ]
+    quiet, loud = level.quantile(_QUIET), level.quantile(_LOUD)
+    is_speech = level >= quiet + _SPEECH * (loud - quiet)
+    centred = features - features[0]  # so that constant features become exactly 0
+    return (centred - centred[is_speech].mean(0)) / _SCALE
 
 
 def resample(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:

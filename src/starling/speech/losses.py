@@ -1,4 +1,4 @@
-"""The losses of CTC and of a decoder beside it, and a check that each utterance has enough frames for it."""
+"""The losses of CTC, a decoder and phones, and a check that each utterance has enough frames for CTC."""
 
 import math
 from itertools import pairwise
@@ -47,18 +47,48 @@ def speech_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> torch.Te
 
         ctc_weight * CTC + (1 - ctc_weight) * decoder,
 
-    each the sum over the batch in nats, divided by the number of its tokens. Scalar, float32; of a void batch as
-    `ctc_loss`. `model` is built from `config`.
+    each the sum over the batch in nats, divided by the number of its tokens. With phones,
+
+        (1 - weight) * (the above) + weight * CTC of phones,
+
+    the latter divided by the number of phones. Scalar, float32; of a void batch as `ctc_loss`. `model` is built from
+    `config`.
     """
-    if config.decoder is None:
+    if config.decoder is None and config.phones is None:
         return ctc_loss(model, batch)
-    log_probs, lengths, beside = model(batch.features, batch.feature_lengths, batch.tokens, batch.token_lengths)
+    log_probs, lengths, *others = model(batch.features, batch.feature_lengths, batch.tokens, batch.token_lengths)
     if not batch.ids:
-        nothing: torch.Tensor = (log_probs * 0.0).sum() + beside * 0.0
+        nothing: torch.Tensor = sum((each.sum() * 0.0 for each in others), (log_probs * 0.0).sum())
         return nothing
-    share = config.decoder.ctc_weight
-    total: torch.Tensor = share * _ctc(log_probs, lengths, batch) + (1.0 - share) * beside / len(batch.tokens)
+    total = _ctc(log_probs, lengths, batch)
+    if config.decoder is not None:
+        share = config.decoder.ctc_weight
+        total = share * total + (1.0 - share) * others[0] / len(batch.tokens)
+    if config.phones is not None:
+        share = config.phones.weight
+        total = (1.0 - share) * total + share * _phone_ctc(others[-1], lengths, batch)
     return total
+
+
+def _phone_ctc(log_probs: torch.Tensor, lengths: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The mean over the phones of a batch. An utterance without phones, or with more of them than fit into its frames,
+    has no part in it."""
+    if batch.phones is None or batch.phone_lengths is None:
+        raise ValueError("a model with phones needs batches with phones")
+    rows = batch.phone_lengths > 0
+    if not bool(rows.any()):
+        nothing: torch.Tensor = (log_probs * 0.0).sum()
+        return nothing
+    total = F.ctc_loss(
+        log_probs[rows].transpose(0, 1),
+        batch.phones,
+        lengths[rows],
+        batch.phone_lengths[rows],
+        blank=BLANK,
+        reduction="sum",
+        zero_infinity=True,
+    )
+    return total / len(batch.phones)
 
 
 def ctc_loss(model: nn.Module, batch: Batch) -> torch.Tensor:

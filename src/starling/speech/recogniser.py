@@ -25,6 +25,7 @@ from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.attention import AttentionDecoder
 from starling.speech.models.network import Decoder, Network
 from starling.speech.models.transducer import Transducer
+from starling.speech.phones import PHONES_FILE, Phones, load_phones
 from starling.speech.tokens import Tokenizer, load_tokenizer
 
 _FORMAT = 2
@@ -55,7 +56,7 @@ class Recogniser:
     """Transcribes waveforms.
 
     The network's outputs are the tokens of CTC, or `states`: then a search for the best words follows it. With a
-    decoder, texts are the decoder's.
+    decoder, texts are the decoder's. `phones` help training alone.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class Recogniser:
         features: LogMel,
         tokenizer: Tokenizer,
         states: TiedStates | None = None,
+        phones: Phones | None = None,
     ) -> None:
         self.model = model
         self.model_config = model_config
         self.features = features
         self.tokenizer = tokenizer
         self.states = states
+        self.phones = phones
         self._decoder = None if states is None else WordDecoder(states, tokenizer)
 
     @classmethod
@@ -81,14 +84,16 @@ class Recogniser:
         tokenizer: Tokenizer,
         seed: int,
         states: TiedStates | None = None,
+        phones: Phones | None = None,
     ) -> Self:
         """A recogniser with randomly initialised weights."""
         num_outputs = tokenizer.vocab_size if states is None else states.num_states
-        model = build_model(model_config, features.num_features, num_outputs, seed, features.frame_seconds)
-        return cls(model, model_config, features, tokenizer, states)
+        num_phones = None if phones is None else phones.num_outputs
+        model = build_model(model_config, features.num_features, num_outputs, seed, features.frame_seconds, num_phones)
+        return cls(model, model_config, features, tokenizer, states, phones)
 
     def save(self, folder: Path) -> None:
-        """Write `config.json`, `model.safetensors`, the tokens and the states to `folder`, which is created if missing.
+        """Write `config.json`, `model.safetensors`, tokens, states and phones to `folder`, which is created if missing.
 
         The folder must not be in use, because files are replaced one after another.
         """
@@ -99,6 +104,8 @@ class Recogniser:
         files = [folder / _WEIGHTS_FILE, self.tokenizer.save(folder)]
         if self.states is not None:
             files.append(self.states.save(folder))
+        if self.phones is not None:
+            files.append(self.phones.save(folder))
         description = _Description(
             format=_FORMAT,
             sampling_rate=self.features.sampling_rate,
@@ -126,7 +133,8 @@ class Recogniser:
             )
         features = LogMel(description.features, description.sampling_rate)
         states = load_states(folder) if STATES_FILE in description.sha256 else None
-        recogniser = cls.create(description.model, features, tokenizer, 0, states)
+        phones = load_phones(folder) if PHONES_FILE in description.sha256 else None
+        recogniser = cls.create(description.model, features, tokenizer, 0, states, phones)
         recogniser._load_weights(folder / _WEIGHTS_FILE)
         return recogniser
 

@@ -6,7 +6,7 @@ import torch
 
 from starling.errors import ConfigError
 from starling.speech.decoding.greedy import greedy_tokens
-from starling.speech.features import LogMel
+from starling.speech.features import WHOLE, LogMel
 from starling.speech.models.streaming import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 
@@ -17,14 +17,14 @@ class StreamingLogMel:
     """The features of one recording that comes in blocks: together the frames that `LogMel` gives for the whole, to
     rounding.
 
-    Raises ConfigError for features that need the whole recording: `normalise: utterance`, and `splice`.
+    Raises ConfigError for features that need the whole recording: `normalise: utterance`, or `speech`, and `splice`.
     """
 
     def __init__(self, features: LogMel) -> None:
         if not _comes_in_blocks(features):
             raise ConfigError(
-                "features.normalise: utterance, and splice, need the whole recording: a stream needs normalise: global "
-                "or none, without splice"
+                "features.normalise: utterance, or speech, and splice, need the whole recording: a stream needs "
+                "normalise: global or none, without splice"
             )
         self._features = features
         self._received = 0  # samples
@@ -70,7 +70,7 @@ class StreamingLogMel:
 
 def _comes_in_blocks(features: LogMel) -> bool:
     """Whether features of a recording that has not ended can be computed."""
-    return features.config.normalise != "utterance" and not features.config.splice
+    return features.config.normalise not in WHOLE and not features.config.splice
 
 
 class Stream:

@@ -36,7 +36,7 @@ class Remembered(SpeechWorkload):
     """A workload that takes mini-batches from a memory."""
 
     def __init__(self, workload: SpeechWorkload, memory: Memory, key: str) -> None:
-        super().__init__(workload.plan, workload.features, workload.tokenizer, workload.initial)
+        super().__init__(workload.plan, workload.features, workload.tokenizer, workload.initial, workload.phones)
         self._memory = memory
         self._key = key
 

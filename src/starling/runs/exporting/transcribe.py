@@ -69,6 +69,10 @@ class Transcriber:
         if self.config["normalise"] == "utterance":
             centred = features - features.mean(0)
             features = centred / np.maximum(np.sqrt(np.square(centred).mean(0)), _SMALLEST_DEVIATION)
+        elif self.config["normalise"] == "speech":
+            level = _smoothed(features.mean(1))
+            quiet, loud = np.quantile(level, [0.10, 0.95])
+            features = (features - features[level >= quiet + 0.4 * (loud - quiet)].mean(0)) / 3.0
         elif self.config["normalise"] == "global":
             features = (features - self._arrays["mean"]) / self._arrays["deviation"]
         return features.astype(np.float32)
@@ -122,6 +126,13 @@ class Transcriber:
                 str(self._folder / name), options, providers=["CPUExecutionProvider"]
             )
         return self._sessions[name]
+
+
+def _smoothed(levels: Array) -> Array:
+    """The mean of each level `[n]` and of the two on either side, as far as there are any."""
+    sums, counts = (np.convolve(each, np.ones(5))[2:-2] for each in (levels, np.ones_like(levels)))
+    smooth: Array = sums / counts
+    return smooth
 
 
 def resample(samples: Array, rate: int, wanted: int) -> Array:

@@ -24,7 +24,7 @@ from starling.runs.recipe.run import DEFAULT_STRATEGY, RunConfig, StrategyChoice
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.data import DataConfig, set_digest, set_settings
 from starling.speech.decoding.config import OF_CTC, OF_FRAMES, DecodingConfig
-from starling.speech.features import FeatureConfig
+from starling.speech.features import WHOLE, FeatureConfig
 from starling.speech.hybrid.config import AlignmentConfig, SequencesConfig, StatesConfig
 from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
@@ -163,13 +163,18 @@ class Recipe(RunConfig):
         if self.model.name == "whisper" and self.features.normalise != "none":
             given.append("features.normalise: model.name: whisper scales its features itself; set it to none")
         if self.features.kind == "raw":
+            if self.features.normalise == "speech":
+                given.append("features.normalise: speech needs log-mel features; take utterance, global or none")
             given += [
                 f"augment.{key}: needs log-mel features; set it to null"
                 for key in ("spec_augment", "tempo", "vocal_tract")
                 if getattr(self.augment, key) is not None
             ]
-        if self.model.chunk is not None and self.features.normalise == "utterance":
-            given.append("features.normalise: utterance needs whole recordings; model.chunk needs global, or none")
+        if self.model.chunk is not None and self.features.normalise in WHOLE:
+            given.append(
+                f"features.normalise: {self.features.normalise} needs whole recordings; model.chunk needs global, or "
+                "none"
+            )
         given += self._decoding_problems(OF_FRAMES, "frames")
         if self.decoding is not None and self.decoding.vocabulary == "open":
             given += [
@@ -198,6 +203,8 @@ class Recipe(RunConfig):
             )
         if self.model.decoder is not None:
             problems.append("model.decoder: only for loss: ctc; leave it out")
+        if self.model.phones is not None:
+            problems.append("model.phones: only for loss: ctc; leave it out")
         if self.augment != AugmentConfig.none().model_copy(update={"speed": self.augment.speed}):
             problems.append(
                 "augment: loss: frames trains on features that are stored once for each of augment.speed; leave its "

@@ -24,11 +24,12 @@ from starling.speech.models.shape import (
     Wav2Vec2Shape,
     frames_ahead,
 )
+from starling.speech.phones import PhonesConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from starling.speech.models.network import Decoder
+    from starling.speech.models.network import Decoder, PhoneOutput
 
 __all__ = [
     "MODELS",
@@ -38,6 +39,7 @@ __all__ = [
     "DecoderConfig",
     "ModelConfig",
     "ModelShape",
+    "PhonesConfig",
     "TransducerConfig",
     "build_model",
     "count_parameters",
@@ -63,7 +65,7 @@ def find_model(name: str) -> Architecture:
     return _REGISTRY.find(name)
 
 
-_NO_SIZES = ("name", "preset", "decoder", "chunk", "checkpoint", "encoder")
+_NO_SIZES = ("name", "preset", "decoder", "phones", "chunk", "checkpoint", "encoder")
 """Keys of `ModelConfig` that are no sizes of the network."""
 
 
@@ -106,11 +108,23 @@ class ModelConfig(Config):
         description="encoder frames that a transformer's frame attends to on either side; 0: all of its utterance",
     )
     channels: int | None = Field(default=None, ge=1, description="channels of the subsampling convolutions")
+    planes: int | None = Field(
+        default=None,
+        ge=0,
+        description="channels of the first of two convolutions over time and frequency in front of a blstm; the second "
+        "has twice as many. 0: convolutions over time alone",
+    )
     context: int | None = Field(default=None, ge=0, description="feature frames heard on either side in deep-speech")
     subsampling: Literal[1, 2, 4] | None = Field(default=None, description="feature frames per encoder frame")
     dropout: float | None = Field(default=None, ge=0, lt=1, description="share of units that are set to 0 in training")
     decoder: DecoderConfig | None = Field(
         default=None, description="a decoder beside CTC: kind: attention or transducer, and its sizes; null: CTC alone"
+    )
+
+    phones: PhonesConfig | None = Field(
+        default=None,
+        description="phones of the transcripts as targets of a second CTC loss, told from a lower layer; needs blstm, "
+        "lstm, transformer or conformer; null: none",
     )
 
     chunk: ChunkConfig | None = Field(
@@ -169,6 +183,10 @@ class ModelConfig(Config):
             raise ValueError(f"checkpoint: each of {', '.join(PUBLISHED)} needs one, and no other model has one")
         if self.encoder is not None and self.encoder.get("model_type") != self.name:
             raise ValueError(f"checkpoint: it is a {self.encoder.get('model_type')!r}, not a {self.name}")
+        if self.phones is not None:
+            layers = getattr(shape, "layers", None)
+            if layers is not None and self.phones.layer > layers:
+                raise ValueError(f"phones: layer {self.phones.layer} of {layers}; take a lower one")
         if self.chunk is not None:
             if not find_model(self.name).can_stream:
                 known = [name for name, each in MODELS.items() if each.can_stream]
@@ -207,15 +225,21 @@ class ModelConfig(Config):
 
 
 def build_model(
-    config: ModelConfig, num_features: int, vocab_size: int, seed: int, frame_shift: float = 0.010
+    config: ModelConfig,
+    num_features: int,
+    vocab_size: int,
+    seed: int,
+    frame_shift: float = 0.010,
+    num_phones: int | None = None,
 ) -> nn.Module:
     """The network of `config` with fresh weights and `vocab_size` outputs; the same seed gives the same weights.
 
-    `frame_shift` is that of the features in seconds, which `config.chunk` is measured in.
+    `frame_shift` is that of the features in seconds, which `config.chunk` is measured in. `num_phones` counts the
+    outputs of `config.phones`, with the blank; None: they are left out.
 
     `forward(features [B, T, F], lengths [B])` gives log-probabilities `[B, T', V]` and lengths `[B]`.
     The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).
-    Raises ConfigError for a decoder behind a network from outside that is no `starling.speech.models.network.Network`.
+    Raises ConfigError for a decoder or phones of a network that cannot have them.
     """
     from starling.speech.chance import borrowed_generators
     from starling.speech.models.network import Network
@@ -230,6 +254,8 @@ def build_model(
                     "starling.speech.models.network.Network: a decoder needs its `encode`; leave the decoder out"
                 )
             network.decoder = _build_decoder(config.decoder, network.output.in_features, vocab_size)
+        if config.phones is not None and num_phones is not None:
+            network.phones = _build_phones(config, config.phones, network, num_phones)
         if config.chunk is not None:
             if not isinstance(network, StreamingNetwork):
                 raise ConfigError(
@@ -238,6 +264,18 @@ def build_model(
                 )
             network.chunks = config.chunk.chunks(frame_shift * config.shape.subsampling)
     return network
+
+
+def _build_phones(config: ModelConfig, phones: PhonesConfig, network: nn.Module, num_phones: int) -> PhoneOutput:
+    from starling.speech.models.network import Network, PhoneOutput
+
+    layers = network.stacked if isinstance(network, Network) else None
+    if layers is None:
+        raise ConfigError(
+            f"model.phones: {config.name} has no layer that phones can be told from; take blstm, lstm, transformer or "
+            "conformer, or leave phones out"
+        )
+    return PhoneOutput(layers, phones.layer, config.shape.dropout, num_phones)
 
 
 def _build_decoder(config: DecoderConfig, encoder_width: int, vocab_size: int) -> Decoder:

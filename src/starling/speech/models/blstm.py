@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from starling.speech.models.network import Network
-from starling.speech.models.shape import RecurrentShape
-from starling.speech.models.subsampling import ConvSubsampling
+from starling.speech.models.network import Layers, Network
+from starling.speech.models.shape import BlstmShape
+from starling.speech.models.subsampling import make_subsampling
 
 
 def reversal(lengths: torch.Tensor, num_frames: int) -> torch.Tensor:
@@ -38,14 +38,20 @@ class BidirectionalLayer(nn.Module):
 class BlstmCtc(Network):
     """Convolutional subsampling, bidirectional LSTM layers, an optional bottleneck, CTC outputs."""
 
-    def __init__(self, shape: RecurrentShape, num_features: int, vocab_size: int) -> None:
+    def __init__(self, shape: BlstmShape, num_features: int, vocab_size: int) -> None:
         super().__init__()
-        self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
+        self.width = 2 * shape.hidden
+        self.subsampling = make_subsampling(num_features, shape.planes, shape.channels, shape.subsampling)
         widths = [shape.channels] + [2 * shape.hidden] * shape.layers
         self.layers = nn.ModuleList(BidirectionalLayer(width, shape.hidden) for width in widths[:-1])
         self.dropout = nn.Dropout(shape.dropout)
         self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
         self.output = nn.Linear(shape.bottleneck or widths[-1], vocab_size)
+
+    @property
+    def stacked(self) -> Layers:
+        """The layers that `phones` may be told from."""
+        return Layers(self.layers, self.width)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from starling.speech.models.chunks import Chunks
+from starling.speech.models.network import Layers
 from starling.speech.models.positions import distances, phases
 from starling.speech.models.shape import ConformerShape
 from starling.speech.models.streaming import (
@@ -186,6 +187,11 @@ class ConformerCtc(StreamingNetwork):
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.output = nn.Linear(shape.width, vocab_size)
+
+    @property
+    def stacked(self) -> Layers:
+        """The layers that `phones` may be told from."""
+        return Layers(self.blocks, self.width)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from starling.speech.models.chunks import Chunks
+from starling.speech.models.network import Layers
 from starling.speech.models.shape import RecurrentShape
 from starling.speech.models.streaming import Caches, StreamingNetwork
 from starling.speech.models.subsampling import ConvSubsampling
@@ -21,6 +22,11 @@ class LstmCtc(StreamingNetwork):
         self.dropout = nn.Dropout(shape.dropout)
         self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
         self.output = nn.Linear(shape.bottleneck or widths[-1], vocab_size)
+
+    @property
+    def stacked(self) -> Layers:
+        """The layers that `phones` may be told from."""
+        return Layers(self.layers, self.hidden)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""

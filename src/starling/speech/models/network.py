@@ -1,8 +1,8 @@
-"""What all acoustic models share: an encoder, a layer behind it for CTC, and perhaps a decoder beside that."""
+"""What all acoustic models share: an encoder, a layer behind it for CTC, and perhaps a decoder and phones."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -28,15 +28,48 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
 
+class Layers(NamedTuple):
+    """The layers of an encoder that hear each other's outputs, all at the rate of its frames."""
+
+    modules: nn.ModuleList  # each makes `[B, T', width]`, alone or first of a tuple
+    width: int
+
+
+class PhoneOutput(nn.Module):
+    """Log-probabilities of phones, told from the outputs of a lower layer.
+
+    The lower layers learn the sounds, those above them the spelling: Sanabria and Metze 2018, "Hierarchical multitask
+    learning with CTC" (arXiv 1807.07104).
+    """
+
+    def __init__(self, layers: Layers, layer: int, dropout: float, num_phones: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(layers.width, num_phones)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        """The outputs of the layer `[B, T', width]` -> log-probabilities `[B, T', P]` (float32)."""
+        log_probs: torch.Tensor = self.output(self.dropout(frames)).float().log_softmax(dim=2)
+        return log_probs
+
+
 class Network(nn.Module):
     """An acoustic model: `encode` makes frames, `output` turns each into log-probabilities of the tokens."""
 
     output: nn.Linear
     decoder: Decoder | None
+    phones: PhoneOutput | None
 
     def __init__(self) -> None:
         super().__init__()
         self.decoder = None
+        self.phones = None
+
+    @property
+    def stacked(self) -> Layers | None:
+        """The layers that `phones` may be told from; None: there are none."""
+        return None
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Features `[B, T, F]` and lengths `[B]` -> frames `[B, T', output.in_features]` and lengths `[B]`."""
@@ -62,13 +95,37 @@ class Network(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Features `[B, T, F]` and lengths `[B]` -> log-probabilities `[B, T', V]` (float32) and lengths `[B]`.
 
-        With tokens, as `Decoder` takes them, the decoder's loss is added as a third one.
+        With tokens, as `Decoder` takes them, there follow the decoder's loss, if there is a decoder, and the
+        log-probabilities `[B, T', P]` of phones, if there are phones.
         """
-        frames, lengths = self.encode(features, lengths)
-        log_probs = self.log_probs(frames)
-        if self.decoder is None or tokens is None or token_lengths is None:
-            return log_probs, lengths
-        return log_probs, lengths, self.decoder(frames, lengths, tokens, token_lengths)
+        if tokens is None or token_lengths is None:
+            frames, lengths = self.encode(features, lengths)
+            return self.log_probs(frames), lengths
+        frames, lengths, phones = self._encode_with_phones(features, lengths)
+        outputs = [self.log_probs(frames), lengths]
+        if self.decoder is not None:
+            outputs.append(self.decoder(frames, lengths, tokens, token_lengths))
+        if phones is not None:
+            outputs.append(phones)
+        return tuple(outputs)
+
+    def _encode_with_phones(
+        self, features: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What `encode` makes, and the log-probabilities of phones, if there are any."""
+        if self.phones is None or self.stacked is None:
+            return *self.encode(features, lengths), None
+        heard: list[torch.Tensor] = []
+
+        def keep(_: nn.Module, __: object, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+            heard.append(outputs[0] if isinstance(outputs, tuple) else outputs)
+
+        hook = self.stacked.modules[self.phones.layer - 1].register_forward_hook(keep)
+        try:
+            frames, lengths = self.encode(features, lengths)
+        finally:
+            hook.remove()
+        return frames, lengths, self.phones(heard[0])
 
 
 def padded(tokens: torch.Tensor, token_lengths: torch.Tensor) -> torch.Tensor:

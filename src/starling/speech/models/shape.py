@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -33,6 +33,13 @@ class RecurrentShape(ModelShape):
     hidden: int  # units of an LSTM layer, per direction
     bottleneck: int  # units between the last LSTM layer and the outputs; 0: none
     channels: int  # output channels of every subsampling layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlstmShape(RecurrentShape):
+    """Every size of a stack of bidirectional LSTM layers."""
+
+    planes: int = 0  # channels of the first of two convolutions over time and frequency; 0: over time alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +219,7 @@ _RECURRENT = {
     "medium": RecurrentShape(layers=4, hidden=320, bottleneck=0, channels=256, subsampling=4, dropout=0.2),
     "ibm": RecurrentShape(layers=6, hidden=512, bottleneck=256, channels=256, subsampling=2, dropout=0.2),
 }
+_BLSTM = {name: BlstmShape(**asdict(shape)) for name, shape in _RECURRENT.items()}
 _HYBRID = {
     "tiny": HybridShape(layers=1, hidden=32, bottleneck=0, subsampling=1, dropout=0.0),
     "small": HybridShape(layers=2, hidden=80, bottleneck=0, subsampling=1, dropout=0.1),
@@ -314,7 +322,7 @@ class Architecture:
 
 _HERE = "starling.speech.models"
 MODELS = {
-    "blstm": Architecture(f"{_HERE}.blstm:BlstmCtc", _RECURRENT),
+    "blstm": Architecture(f"{_HERE}.blstm:BlstmCtc", _BLSTM),
     "lstm": Architecture(f"{_HERE}.lstm:LstmCtc", _RECURRENT, can_stream=True),
     "transformer": Architecture(f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER, can_stream=True),
     "conformer": Architecture(f"{_HERE}.conformer:ConformerCtc", _CONFORMER, can_stream=True),

@@ -1,4 +1,4 @@
-"""Convolutions over time in front of the other layers: fewer frames, wider ones."""
+"""Convolutions in front of the other layers: fewer frames, wider ones."""
 
 from typing import cast
 
@@ -67,3 +67,41 @@ class ConvSubsampling(nn.Module):
             features = torch.relu(norm(features))
             lengths = (lengths + stride - 1) // stride
         return features, lengths
+
+
+class PlaneSubsampling(nn.Module):
+    """Two convolutions over time and frequency with ReLU behind each, a projection, LayerNorm and ReLU; `[B, T, F]` ->
+    `[B, T', channels]`.
+
+    A pattern is known again when it is higher or lower, as another voice says it. The first convolution has `planes`
+    channels, the second twice as many, and each halves the bands. Frames as with `ConvSubsampling`, and padding never
+    reaches an utterance's frames.
+    """
+
+    def __init__(self, num_features: int, planes: int, channels: int, subsampling: int) -> None:
+        super().__init__()
+        self.strides = [2 if subsampling >= 2 else 1, 2 if subsampling >= 4 else 1]
+        sizes = [1, planes, 2 * planes]
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(inputs, outputs, 3, (stride, 2), padding=1)
+            for inputs, outputs, stride in zip(sizes[:-1], sizes[1:], self.strides, strict=True)
+        )
+        self.projection = nn.Linear(2 * planes * -(-num_features // 4), channels)
+        self.norm = nn.LayerNorm(channels)
+
+    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encoder inputs `[B, T', channels]` and their lengths `[B]`."""
+        planes = features[:, None]  # [B, C, T, F]
+        for convolution, stride in zip(self.convolutions, self.strides, strict=True):
+            planes = planes.masked_fill(~frame_mask(lengths, planes.shape[2])[:, None], 0.0)
+            planes = torch.relu(convolution(planes))
+            lengths = (lengths + stride - 1) // stride
+        frames: torch.Tensor = torch.relu(self.norm(self.projection(planes.transpose(1, 2).flatten(2))))
+        return frames, lengths
+
+
+def make_subsampling(num_features: int, planes: int, channels: int, subsampling: int) -> nn.Module:
+    """`ConvSubsampling`, or with planes `PlaneSubsampling`."""
+    if planes:
+        return PlaneSubsampling(num_features, planes, channels, subsampling)
+    return ConvSubsampling(num_features, channels, subsampling)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from starling.speech.models.chunks import Chunks
+from starling.speech.models.network import Layers
 from starling.speech.models.positions import phases, rotate, sinusoids
 from starling.speech.models.shape import TransformerShape
 from starling.speech.models.streaming import Caches, StreamingNetwork, chunk_mask, chunk_visible
@@ -118,6 +119,11 @@ class TransformerCtc(StreamingNetwork):
         )
         self.norm = nn.LayerNorm(shape.width)
         self.output = nn.Linear(shape.width, vocab_size)
+
+    @property
+    def stacked(self) -> Layers:
+        """The layers that `phones` may be told from."""
+        return Layers(self.blocks, self.output.in_features)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""

@@ -1,0 +1,146 @@
+"""Phones of transcripts: targets of a second CTC loss behind a lower layer, which training alone uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from pydantic import Field, ValidationError
+
+from starling.configuration import Config
+from starling.errors import CheckpointError, ConfigError, DataError
+
+PHONES_FILE = "phones.json"
+_COMMENTS = (";;;", "#")
+
+
+class PhonesConfig(Config):
+    """The section `model.phones`: the loss is `(1 - weight) * loss + weight * CTC of phones`."""
+
+    layer: int = Field(default=1, ge=1, description="the layer, or block, that the phones are told from; 1: the first")
+    weight: float = Field(default=0.5, gt=0, lt=1, description="share of the phones' CTC loss in the loss")
+    voice: str = Field(default="en-us", description="the voice of espeak-ng that pronounces the words")
+    lexicon: Path | None = Field(
+        default=None,
+        description="a text file with a word and its phones on each line, as in CMUdict, instead of espeak-ng",
+    )
+
+
+class Phones:
+    """The phones of words. Number 0 is CTC's blank.
+
+    Args:
+        names: The phones, without the blank.
+        words: The numbers of the phones of each word.
+    """
+
+    def __init__(self, names: Sequence[str], words: Mapping[str, Sequence[int]]) -> None:
+        self.names = ["", *names]
+        self._words = {word: list(phones) for word, phones in words.items()}
+
+    @classmethod
+    def of(cls, pronunciations: Mapping[str, Sequence[str]]) -> Self:
+        """From the names of each word's phones."""
+        names = sorted({phone for phones in pronunciations.values() for phone in phones})
+        numbers = {name: number for number, name in enumerate(names, 1)}
+        return cls(names, {word: [numbers[each] for each in phones] for word, phones in pronunciations.items()})
+
+    @property
+    def num_outputs(self) -> int:
+        """The phones and the blank."""
+        return len(self.names)
+
+    def encode(self, text: str) -> list[int]:
+        """The phones of a text's words, one word after another; none if one of the words is not known."""
+        found: list[int] = []
+        for word in text.split():
+            phones = self._words.get(word)
+            if phones is None:
+                return []
+            found += phones
+        return found
+
+    def save(self, folder: Path) -> Path:
+        """Write the file that `load_phones` reads; its path."""
+        path = folder / PHONES_FILE
+        content = _Saved(names=tuple(self.names[1:]), words={word: tuple(each) for word, each in self._words.items()})
+        path.write_text(content.model_dump_json(), encoding="utf-8")
+        return path
+
+
+class _Saved(Config):
+    """What `phones.json` holds."""
+
+    format: int = Field(default=1, ge=1, le=1)
+    names: tuple[str, ...] = Field(min_length=1)
+    words: dict[str, tuple[int, ...]]
+
+
+class MadePhones(NamedTuple):
+    """The phones of a training set."""
+
+    phones: Phones
+    num_words: int
+    unknown: list[str]  # words without phones, sorted
+
+
+def load_phones(folder: Path) -> Phones:
+    """What `save` wrote. Raises CheckpointError naming the file."""
+    path = folder / PHONES_FILE
+    try:
+        saved = _Saved.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, ValidationError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if any(not 0 < phone <= len(saved.names) for phones in saved.words.values() for phone in phones):
+        raise CheckpointError(f"{path}: a word has a phone that is none of the {len(saved.names)} named")
+    return Phones(saved.names, saved.words)
+
+
+def make_phones(config: PhonesConfig, texts: Iterable[str]) -> MadePhones:
+    """The phones of all words of `texts`, by the lexicon or espeak-ng.
+
+    Raises:
+        ConfigError: The lexicon cannot be read, or espeak-ng has no such voice.
+        DataError: espeakng-loader is not installed, or none of the words has phones.
+    """
+    words = sorted({word for text in texts for word in text.split()})
+    if config.lexicon is not None:
+        listed = read_lexicon(config.lexicon)
+        found = {word: listed[word.casefold()] for word in words if word.casefold() in listed}
+        source = str(config.lexicon)
+    else:
+        from starling.speech.espeak import pronounce
+
+        spoken = pronounce([word.lower() for word in words], config.voice)
+        found = {word: phones for word, phones in zip(words, spoken, strict=True) if phones}
+        source = f"espeak-ng with the voice {config.voice!r}"
+    if not found:
+        raise DataError(f"model.phones: {source} pronounces none of the {len(words)} words of the training set")
+    return MadePhones(Phones.of(found), len(words), [word for word in words if word not in found])
+
+
+def read_lexicon(path: Path) -> dict[str, list[str]]:
+    """The phones of each word, which is in lower case, of a file with a word and its phones on each line.
+
+    The first of several pronunciations is taken; `WORD(1)` is another one of `WORD`, as in CMUdict. Digits at the end
+    of phones mark stress, and are dropped. Raises ConfigError, naming the line, for a word without phones.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.phones.lexicon: {path} cannot be read ({error})") from error
+    found: dict[str, list[str]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith(_COMMENTS):
+            continue
+        word, *phones = line.split()
+        if not phones:
+            raise ConfigError(
+                f"model.phones.lexicon: {path}, line {number}: {word!r} has no phones; write a word and its phones, "
+                "with spaces between them, on each line"
+            )
+        if word.endswith(")") and "(" in word[1:]:
+            word = word[: word.rindex("(")]
+        found.setdefault(word.casefold(), [phone.rstrip("012") or phone for phone in phones])
+    return found

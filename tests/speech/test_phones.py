@@ -1,0 +1,183 @@
+"""Phones: their sources, and the loss that they add."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from starling.errors import CheckpointError, ConfigError, DataError
+from starling.speech.batches import Batch, load_batch
+from starling.speech.espeak import pronounce
+from starling.speech.features import FeatureConfig, LogMel
+from starling.speech.losses import ctc_loss, speech_loss
+from starling.speech.models import ModelConfig, PhonesConfig, build_model
+from starling.speech.models.network import Network
+from starling.speech.phones import Phones, load_phones, make_phones, read_lexicon
+from starling.speech.recogniser import Recogniser
+from starling.speech.shard_writer import SpeechWriter
+from starling.speech.store import SpeechSet
+from starling.speech.tokens import CharacterTokenizer
+from tests.speech.test_losses import path_sum
+
+NAMES = ("blstm", "lstm", "transformer", "conformer")
+PHONES = Phones.of({"AB": ["a", "b"], "BA": ["b", "a"], "CAB": ["k", "a", "b"]})
+
+
+def config_of(name: str, **phones: Any) -> ModelConfig:
+    return ModelConfig(name=name, preset="tiny", layers=2, phones=PhonesConfig(**phones))
+
+
+def built(config: ModelConfig) -> Network:
+    model = build_model(config, 10, 6, seed=1, num_phones=PHONES.num_outputs)
+    assert isinstance(model, Network)
+    return model
+
+
+def batch_of(phones: list[list[int]]) -> Batch:
+    return Batch(
+        features=torch.randn(2, 40, 10, generator=torch.Generator().manual_seed(1)),
+        feature_lengths=torch.tensor([40, 23]),
+        tokens=torch.tensor([1, 2, 3, 4, 5]),
+        token_lengths=torch.tensor([3, 2]),
+        seconds=0.6,
+        ids=("long", "short"),
+        phones=torch.tensor([phone for each in phones for phone in each]).long(),
+        phone_lengths=torch.tensor([len(each) for each in phones]),
+    )
+
+
+def test_espeak_pronounces_words() -> None:
+    """One list of IPA phones for each word, without stress; none for what it cannot say; spelled letters are words."""
+    house, about, spelled, nothing = pronounce(["house", "about", "w", "..."], "en-us")
+    assert house == ["h", "aʊ", "s"]
+    assert about == ["ɐ", "b", "aʊ", "t"]
+    assert spelled == ["d", "ʌ", "b", "əl", "j", "uː"]
+    assert nothing == []
+    with pytest.raises(ConfigError, match="no voice 'klingon-x'"):
+        pronounce(["house"], "klingon-x")
+
+
+def test_a_lexicon_is_read_as_cmudict_writes_it(tmp_path: Path) -> None:
+    """Comments, other pronunciations and marks of stress are left out; words count in any case."""
+    path = tmp_path / "lexicon.txt"
+    path.write_text(";;; comment\n\nREAD  R EH1 D\nREAD(1)  R IY1 D\nlead  L IY1 D\n", encoding="utf-8")
+    assert read_lexicon(path) == {"read": ["R", "EH", "D"], "lead": ["L", "IY", "D"]}
+    made = make_phones(PhonesConfig(lexicon=path), ["READ THE LEAD", "READ"])
+    assert (made.num_words, made.unknown) == (3, ["THE"])
+    assert made.phones.names == ["", "D", "EH", "IY", "L", "R"]
+    assert made.phones.encode("LEAD READ") == [4, 3, 1, 5, 2, 1]
+    assert made.phones.encode("READ THE LEAD") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (b"A  AH\nHOUSE\n", ConfigError, "line 2: 'HOUSE' has no phones"),
+        (b"\xff\xfe", ConfigError, "cannot be read"),
+        (b"OTHER  AH\n", DataError, "pronounces none of the 1 words"),
+    ],
+)
+def test_a_useless_lexicon_is_refused(tmp_path: Path, content: bytes, error: type[Exception], message: str) -> None:
+    """With its name and the line."""
+    path = tmp_path / "lexicon.txt"
+    path.write_bytes(content)
+    with pytest.raises(error, match=message) as caught:
+        make_phones(PhonesConfig(lexicon=path), ["HOUSE"])
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loss_is_a_mean_of_both_by_the_weight(name: str) -> None:
+    """The phones' part is the sum over all paths per phone, by enumeration; utterances without phones have no part."""
+    model = built(config_of(name, weight=0.25, layer=2)).eval()
+    config = config_of(name, weight=0.25, layer=2)
+    for phones in ([[1, 2], [3, 3]], [[1, 2], []]):
+        whole = batch_of(phones)
+        batch = replace(whole, features=whole.features[:, :23], feature_lengths=torch.tensor([23, 20]))
+        with torch.no_grad():
+            _, lengths, told = model(batch.features, batch.feature_lengths, batch.tokens, batch.token_lengths)
+            assert lengths.tolist() == [6, 5]
+            rows = zip(told, lengths.tolist(), phones, strict=True)
+            total = sum(path_sum(row[:length], each) for row, length, each in rows if each)
+            expected = 0.75 * ctc_loss(model, batch) + 0.25 * total / sum(map(len, phones))
+            torch.testing.assert_close(speech_loss(model, batch, config), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_phones_train_the_layers_up_to_theirs_alone(name: str) -> None:
+    """With nearly all weight on the phones of layer 1, layer 2 hardly learns; the outputs are those without phones."""
+    config = config_of(name)
+    model, batch = built(config).eval(), batch_of([[1, 2], [3, 3]])
+    *_, told = model(batch.features, batch.feature_lengths, batch.tokens, batch.token_lengths)
+    told.sum().backward()
+    lower, upper = (model.stacked.modules[place].parameters() for place in (0, 1))  # type: ignore[union-attr]
+    assert all(each.grad is not None for each in lower)
+    assert all(each.grad is None for each in upper)
+    plain = build_model(config.model_copy(update={"phones": None}), 10, 6, seed=1).eval()
+    torch.testing.assert_close(
+        model(batch.features, batch.feature_lengths)[0], plain(batch.features, batch.feature_lengths)[0], rtol=0, atol=0
+    )
+
+
+def test_a_void_batch_and_one_without_known_words_have_gradients_of_zero() -> None:
+    """For the phones' own parameters, as DDP needs it."""
+    config = config_of("blstm")
+    none_known, void = batch_of([[], []]), replace(batch_of([[], []]), ids=())
+    void = replace(void, tokens=void.tokens[:0], token_lengths=torch.zeros(2, dtype=torch.int64))
+    for batch in (none_known, void):
+        model = built(config)
+        speech_loss(model, batch, config).backward()
+        assert model.phones is not None
+        assert all(each.grad is not None and not each.grad.count_nonzero() for each in model.phones.parameters())
+
+
+def test_more_phones_than_frames_are_no_error() -> None:
+    """Such an utterance has no gradient of phones; the loss stays finite."""
+    config, model = config_of("blstm"), built(config_of("blstm"))
+    assert bool(speech_loss(model, batch_of([[1, 2], [1] * 20]), config).isfinite())
+
+
+def test_a_batch_has_the_phones_of_its_texts(tmp_path: Path) -> None:
+    """In the order of its utterances; also on another device."""
+    with SpeechWriter(tmp_path / "pair", "pair", 8000) as writer:
+        writer.write("one", "s", "AB BA", np.random.default_rng(1).standard_normal(8000).astype(np.float32))
+        writer.write("two", "s", "AB XX", np.random.default_rng(2).standard_normal(8000).astype(np.float32))
+        writer.finish(digest="pair")
+    features, tokenizer = LogMel(FeatureConfig(), 8000), CharacterTokenizer(" ABX")
+    speech_set = SpeechSet.open(tmp_path / "pair")
+    batch = load_batch(speech_set, np.array([1, 0]), features, None, tokenizer, 1, phones=PHONES).to("cpu")
+    assert batch.phones is not None
+    assert batch.phone_lengths is not None
+    assert [PHONES.names[phone] for phone in batch.phones.tolist()] == ["a", "b", "b", "a"]
+    assert batch.phone_lengths.tolist() == [0, 4]
+
+
+def test_a_recogniser_keeps_its_phones(tmp_path: Path) -> None:
+    """With their weights; a damaged file is refused by its name."""
+    tokenizer = CharacterTokenizer(" ABC")
+    made = Recogniser.create(config_of("blstm"), LogMel(FeatureConfig(), 8000), tokenizer, 1, phones=PHONES)
+    made.save(tmp_path)
+    loaded = Recogniser.load(tmp_path)
+    assert loaded.phones is not None
+    assert loaded.phones.names == PHONES.names
+    assert loaded.phones.encode("CAB BA") == PHONES.encode("CAB BA")
+    for name, value in made.model.state_dict().items():
+        torch.testing.assert_close(loaded.model.state_dict()[name], value, rtol=0, atol=0)
+    (tmp_path / "phones.json").write_text(json.dumps({"names": ["a"], "words": {"AB": [2]}}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"phones\.json"):
+        Recogniser.load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"phones\.json: a word has a phone that is none of the 1 named"):
+        load_phones(tmp_path)
+
+
+def test_impossible_layers_are_refused() -> None:
+    """Above the last one, or of a network whose layers have frames of other rates."""
+    with pytest.raises(ValidationError, match="phones: layer 3 of 2; take a lower one"):
+        config_of("blstm", layer=3)
+    with pytest.raises(ConfigError, match="zipformer has no layer that phones can be told from"):
+        built(ModelConfig(name="zipformer", preset="tiny", phones=PhonesConfig()))
