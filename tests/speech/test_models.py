@@ -488,7 +488,11 @@ def test_a_size_replaces_that_of_the_preset():
         ({"name": "transfomer"}, "name", "'transfomer' is unknown; did you mean 'transformer'? known are blstm, lstm"),
         ({"preset": "huge"}, "preset", "blstm has no preset 'huge'; known are tiny, small, medium, ibm"),
         ({"name": "transformer", "preset": "ibm"}, "preset", "transformer has no preset 'ibm'; known are tiny, small,"),
-        ({"heads": 4}, "heads", "blstm has no such size; known are layers, hidden, bottleneck, channels, subsampling"),
+        (
+            {"heads": 4},
+            "heads",
+            "blstm has no such size; known are layers, hidden, bottleneck, channels, planes, subsampling",
+        ),
         (
             {"name": "deep-speech", "layers": 3},
             "layers",
