@@ -15,6 +15,7 @@ from starling.configuration import Config
 from starling.errors import DataError
 from starling.speech.corpora import Audio, Utterance
 from starling.speech.left_out import LeftOut
+from starling.speech.trimming import trimmed
 
 TextStyle = Literal["upper", "lower", "as-is"]
 DropKind = Literal["left out", "id", "speaker", "transcript", "audio", "silence", "length"]
@@ -30,12 +31,15 @@ MAX_RESAMPLER = 2_000_000
 
 
 class FilterConfig(Config):
-    """Which utterances are kept. Dropped utterances are counted and listed in dropped.tsv."""
+    """Which utterances are kept, and how much of them. Dropped utterances are counted and listed in dropped.tsv."""
 
     min_seconds: float = Field(default=0.1, ge=0)
     """Shorter utterances are dropped."""
     max_seconds: float = Field(default=20.0, gt=0)
     """Longer utterances are dropped."""
+    trim: float | None = Field(default=None, ge=0, le=10)
+    """Seconds that are kept before and behind the speech of each recording, whose other pauses there are cut off; null:
+    recordings stay as they are."""
     on_bad: Literal["fail", "skip"] = "skip"
     """Whether unusable utterances are left out, counted, named and listed, or the first one ends the command: in
     preparation, when training is set up (too short for CTC), and during training."""
@@ -114,8 +118,8 @@ class Checker:
             yield clean, audio
 
     def reread(self, utterance: Utterance) -> Utterance:
-        """A copy of the utterance whose audio is read at the set's sampling rate."""
-        return replace(utterance, read=partial(_read_at, self._rate, utterance))
+        """A copy of the utterance whose audio is read at the set's sampling rate, and trimmed."""
+        return replace(utterance, read=partial(_read_at, self._rate, self._limits.trim, utterance))
 
     def count(self, total: int, dropped: Iterable[Dropped]) -> None:
         """Add the counts of another checker, which checked `total` other utterances of the set."""
@@ -174,11 +178,15 @@ class Checker:
         if not self._limits.min_seconds <= seconds <= self._limits.max_seconds:
             limits = f"{self._limits.min_seconds:g} to {self._limits.max_seconds:g} s"
             raise _Unusable(f"lasts {seconds:.3f} s, limits are {limits}", "length", seconds, bad=False)
-        return samples
+        return _trimmed(samples, self._rate, self._limits.trim)
 
 
-def _read_at(rate: int, utterance: Utterance) -> Audio:
-    return resampled(*utterance.read(), rate), rate
+def _read_at(rate: int, trim: float | None, utterance: Utterance) -> Audio:
+    return _trimmed(resampled(*utterance.read(), rate), rate, trim), rate
+
+
+def _trimmed(samples: NDArray[np.float32], rate: int, trim: float | None) -> NDArray[np.float32]:
+    return samples if trim is None else trimmed(samples, rate, trim)
 
 
 def _dropped(utterance: Utterance, problem: _Unusable) -> Dropped:

@@ -1,0 +1,55 @@
+"""Pauses before and behind speech are cut off, and nothing else."""
+
+import numpy as np
+import pytest
+
+from starling.speech.corpora import Utterance
+from starling.speech.trimming import trimmed
+from starling.speech.usable import Checker, FilterConfig
+
+RATE = 8000
+
+
+def recording(before: float, speech: float, behind: float, noise: float = 1e-3) -> np.ndarray:
+    """Tones that begin and end suddenly, in faint noise."""
+    generator = np.random.default_rng(1)
+    samples = noise * generator.standard_normal(round((before + speech + behind) * RATE))
+    begin, end = round(before * RATE), round((before + speech) * RATE)
+    samples[begin:end] += 0.3 * np.sin(2 * np.pi * 900 * np.arange(end - begin) / RATE)
+    return samples.astype(np.float32)
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.1, 0.25])
+@pytest.mark.parametrize(("before", "behind"), [(1.0, 0.7), (0.0, 1.0), (0.6, 0.0)])
+def test_the_margin_is_kept_on_either_side_of_speech(margin: float, before: float, behind: float) -> None:
+    """To 30 ms, the reach of the levels' mean; no sample of the speech is lost."""
+    samples = recording(before, 1.5, behind)
+    kept = trimmed(samples, RATE, margin)
+    place = next(start for start in range(len(samples)) if np.array_equal(samples[start : start + len(kept)], kept))
+    begin, end = place / RATE, (place + len(kept)) / RATE
+    assert max(0.0, before - margin - 0.03) <= begin <= before
+    assert before + 1.5 <= end <= min(before + 1.5 + margin + 0.03, before + 1.5 + behind) + 1e-9
+
+
+@pytest.mark.parametrize("samples", [recording(0, 0, 2), recording(0, 2, 0), np.zeros(16000, np.float32)])
+def test_a_recording_without_pauses_stays_as_it_is(samples: np.ndarray) -> None:
+    """Noise, a tone from end to end, and silence."""
+    assert trimmed(samples, RATE, 0.1) is samples
+
+
+@pytest.mark.parametrize("length", [0, 1, 79, 400])
+def test_very_short_recordings_are_no_error(length: int) -> None:
+    """Also those of no samples."""
+    assert len(trimmed(np.ones(length, np.float32), RATE, 0.0)) == length
+
+
+def test_preparation_trims_what_is_asked_for() -> None:
+    """After the limits of length; also where recordings are read again to be joined into strings."""
+    samples = recording(1.0, 1.5, 1.0)
+    utterance = Utterance("a", "s", "A", "a.wav", lambda: (samples, RATE))
+    checker = Checker("set", RATE, "upper", FilterConfig(trim=0.1, min_seconds=3.0))
+    ((_, audio),) = checker.usable([utterance])
+    assert 1.7 <= len(audio) / RATE <= 1.77
+    again, rate = checker.reread(utterance).read()
+    assert rate == RATE
+    np.testing.assert_array_equal(again, audio)
