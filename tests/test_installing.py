@@ -31,10 +31,12 @@ RECIPES = (
         *(
             "fsdd_left_out",
             "fsdd_left_out_frames",
+            "fsdd_left_out_readers",
             "fsdd_speakers",
             "ibm_frames",
             "reader",
             "reader_children",
+            "readers",
             "speechocean",
             "spelling",
         ),

@@ -115,17 +115,7 @@ def load_batch(
     if not kept:
         return _void(features, skipped)
     spoken = None if phones is None else [phones.encode(speech_set.text(each.index)) for each in kept]
-    return Batch(
-        features=torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True),
-        feature_lengths=torch.tensor([len(matrix) for matrix in matrices]),
-        tokens=torch.tensor([token for each in kept for token in each.tokens]),
-        token_lengths=torch.tensor([len(each.tokens) for each in kept]),
-        seconds=float(speech_set.durations[[each.index for each in kept]].sum(dtype=np.float64)),
-        ids=tuple(each.name for each in kept),
-        skipped=tuple(skipped),
-        phones=None if spoken is None else torch.tensor([phone for each in spoken for phone in each]).long(),
-        phone_lengths=None if spoken is None else torch.tensor([len(each) for each in spoken]),
-    )
+    return _assembled(speech_set, kept, matrices, skipped, spoken)
 
 
 def _others(audios: Sequence[np.ndarray | DataError], place: int, features: LogMel) -> list[torch.Tensor]:
@@ -147,6 +137,26 @@ class _Loaded:
     name: str
     tokens: list[int]
     waveform: torch.Tensor
+
+
+def _assembled(
+    speech_set: UtteranceSource,
+    kept: Sequence[_Loaded],
+    matrices: list[torch.Tensor],
+    skipped: Sequence[tuple[str, str]],
+    phones: Sequence[list[int]] | None,
+) -> Batch:
+    return Batch(
+        features=torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True),
+        feature_lengths=torch.tensor([len(matrix) for matrix in matrices]),
+        tokens=torch.tensor([token for each in kept for token in each.tokens]),
+        token_lengths=torch.tensor([len(each.tokens) for each in kept]),
+        seconds=float(speech_set.durations[[each.index for each in kept]].sum(dtype=np.float64)),
+        ids=tuple(each.name for each in kept),
+        skipped=tuple(skipped),
+        phones=None if phones is None else torch.tensor([phone for each in phones for phone in each]).long(),
+        phone_lengths=None if phones is None else torch.tensor([len(each) for each in phones]),
+    )
 
 
 def _void(features: LogMel, skipped: Sequence[tuple[str, str]]) -> Batch:

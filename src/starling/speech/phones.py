@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 
 from starling.configuration import Config
 from starling.errors import CheckpointError, ConfigError, DataError
+from starling.extras import require
 
 PHONES_FILE = "phones.json"
 _COMMENTS = (";;;", "#")
@@ -102,7 +103,8 @@ def make_phones(config: PhonesConfig, texts: Iterable[str]) -> MadePhones:
 
     Raises:
         ConfigError: The lexicon cannot be read, or espeak-ng has no such voice.
-        DataError: espeakng-loader is not installed, or none of the words has phones.
+        MissingExtraError: espeakng-loader is not installed.
+        DataError: None of the words has phones.
     """
     words = sorted({word for text in texts for word in text.split()})
     if config.lexicon is not None:
@@ -110,6 +112,7 @@ def make_phones(config: PhonesConfig, texts: Iterable[str]) -> MadePhones:
         found = {word: listed[word.casefold()] for word in words if word.casefold() in listed}
         source = str(config.lexicon)
     else:
+        require("demo", "model.phones without a lexicon", ["espeakng_loader"])
         from starling.speech.espeak import pronounce
 
         spoken = pronounce([word.lower() for word in words], config.voice)
