@@ -219,6 +219,17 @@ def test_a_decoder_stands_beside_ctc_alone(tree: Tree) -> None:
     assert fixed_settings(check_recipe(tree, "songs"))["model"]["decoder"]["kind"] == "transducer"
 
 
+def test_phones_stand_beside_ctc_alone(tree: Tree) -> None:
+    """As decoders do; so do planes, which other models don't have."""
+    frames = {"model": {"name": "blstm-hybrid", "phones": {}}, "loss": "frames", "augment": None}
+    with pytest.raises(ConfigError, match=r"model\.phones: only for loss: ctc; leave it out"):
+        check_recipe(tree | frames, "songs")
+    assert not {"phones", "planes"} & fixed_settings(check_recipe(tree, "songs"))["model"].keys()
+    tree["model"] |= {"phones": {"weight": 0.3}, "planes": 4}
+    fixed = fixed_settings(check_recipe(tree, "songs"))["model"]
+    assert (fixed["phones"]["weight"], fixed["planes"]) == (0.3, 4)
+
+
 @pytest.mark.parametrize("pieces", ["characters", "sentencepiece"])
 def test_a_model_with_phones_is_trained_and_transcribes(tree: Tree, songs: Path, tmp_path: Path, pieces: str) -> None:
     """With words that the lexicon lacks; nothing but training needs the lexicon."""

@@ -43,7 +43,9 @@ _LATER_SIZES = (
     "stack_rates",
     "stack_layers",
     "stack_widths",
+    "planes",
     "decoder",
+    "phones",
     "chunk",
     "checkpoint",
     "encoder",
@@ -62,8 +64,8 @@ class WarmStart(Config):
     experiment: Path
     """Its newest model is taken, unless this is a checkpoint or a recogniser's folder."""
     sizes: Literal["strict", "partial"] = "strict"
-    """strict: only the output layer may differ, of which the tokens that both have keep their rows. partial: layers may
-    be missing, or of other sizes: what overlaps is taken."""
+    """strict: only the outputs may differ, of which the tokens and phones that both have keep their rows. partial:
+    layers may be missing, or of other sizes: what overlaps is taken."""
 
     @model_validator(mode="before")
     @classmethod
