@@ -57,7 +57,17 @@ class RayCluster:
         return Path(self._cluster.head_node.get_session_dir_path()) / "logs"
 
     def add(self, num_cpus: int, **resources: float) -> Any:
-        """Start a raylet with so many virtual CPUs."""
+        """Start a raylet with so many virtual CPUs.
+
+        Ray's handler of SIGTERM is removed: forks of this process would drain the node instead of ending.
+        """
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            return self._started(num_cpus, resources)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+    def _started(self, num_cpus: int, resources: Mapping[str, float]) -> Any:
         head = {} if self._has_head else {"_system_config": SYSTEM_CONFIG}
         self._has_head = True
         with _variables({**self._environment, MARK: self.mark}):
@@ -66,7 +76,7 @@ class RayCluster:
                 **head,
                 node_ip_address=LOOPBACK,
                 num_cpus=num_cpus,
-                resources=resources or None,
+                resources=dict(resources) or None,
                 include_dashboard=False,
                 include_log_monitor=False,
                 no_monitor=True,

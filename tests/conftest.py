@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,13 +73,9 @@ def ray_head(warm_launches: None) -> "Iterator[RayCluster]":
         warm_start.ADDRESS: str(warm_start.WarmPopen.open()),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
-    handler = signal.getsignal(signal.SIGTERM)  # Ray sets one of its own in the process that starts its nodes
-    try:
-        with ray_cluster(environment) as started:
-            started.add(num_cpus=1)
-            yield started
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    with ray_cluster(environment) as started:
+        started.add(num_cpus=1)
+        yield started
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,6 @@
 """Learners on a Ray cluster of several raylets, every one on this machine's loopback interface."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -44,12 +45,17 @@ def without_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cluster() -> Iterator[RayCluster]:
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
-    handler = signal.getsignal(signal.SIGTERM)  # Ray sets one of its own in the process that starts its nodes
-    try:
-        with ray_cluster() as started:
-            yield started
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    with ray_cluster() as started:
+        yield started
+
+
+def test_forks_of_the_process_that_starts_nodes_end_by_sigterm(ray_head: RayCluster) -> None:
+    """Ray's own handler, which they would inherit, drains a node instead."""
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    process.start()
+    process.terminate()
+    process.join(20)
+    assert process.exitcode == -signal.SIGTERM
 
 
 @pytest.fixture
