@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from starling.engines.processes.stalls import Waits
+import starling.runs.following
+from starling.engines.processes.stalls import Stall, Waits
 from starling.errors import ConfigError, DataError, NonFiniteError
-from starling.launch.messages import Activity, Heartbeat
+from starling.launch.messages import Activity, Ended, Heartbeat
 from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.experiment.seen import begin_segment
 from starling.runs.following import Following, read_record
@@ -62,6 +63,23 @@ def test_a_run_that_fails_is_summed_up_and_its_status_says_how(recipe: Recipe, f
     began, ended = (json.loads(line) for line in (folder.log / "events.jsonl").read_text().splitlines())
     assert (began["kind"], began["strategy"]) == ("start", "allreduce")
     assert (ended["kind"], ended["exit_code"], ended["message"]) == ("end", 4, "learner 0: the loss is nan")
+
+
+def test_a_stall_that_ends_just_before_the_run_is_reported(
+    tree: Tree, folder: ExperimentFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although nobody looks once more while learners train."""
+    monkeypatch.setattr(starling.runs.following, "LOOK_EVERY", 3600.0)
+    screen = console()
+    with Following(check_recipe(tree | {"engine": {"explain_seconds": 1}}, "r.yaml"), folder, screen) as following:
+        following.roster.hear(1, Heartbeat(7, Stall("a mean", (0,), True, False, 5.0, 0.1, 1)))
+        following._report_stalls()
+        following.roster.hear(1, Ended(90))
+    assert "learner 1 continues after waiting 5.0 s for learner 0" in said(screen)
+    assert [json.loads(line)["kind"] for line in (folder.log / "events.jsonl").read_text().splitlines()][1:] == [
+        "stall",
+        "stall-over",
+    ]
 
 
 def test_a_joiner_that_did_not_join_is_not_waited_for(recipe: Recipe, folder: ExperimentFolder) -> None:

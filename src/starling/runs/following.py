@@ -70,6 +70,7 @@ class Following:
     ) -> None:
         if error is None:
             self._stage = "scoring"
+            self._report_stalls()  # those that ended less than a second ago
         else:
             self._end(error)
         self._sum_up("ended well" if error is None else _first_line(error))
@@ -97,14 +98,17 @@ class Following:
 
     def _keep_looking(self) -> None:
         while not self._is_over.wait(LOOK_EVERY):
-            with self.roster.lock:
-                lines = self._stalls.look()
-                over = self._stalls.ended[-len(lines) :] if lines else []
-            for line in lines:
-                self.events.write("stall-over" if line in over else "stall", text=line)
-                self._say(line)
+            self._report_stalls()
             self.on_look()
             self._write()
+
+    def _report_stalls(self) -> None:
+        with self.roster.lock:
+            lines = self._stalls.look()
+            over = self._stalls.ended[-len(lines) :] if lines else []
+        for line in lines:
+            self.events.write("stall-over" if line in over else "stall", text=line)
+            self._say(line)
 
     def _status(self) -> Status:
         roster = self.roster
