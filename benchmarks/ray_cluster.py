@@ -61,22 +61,15 @@ class RayCluster:
 
         Ray's handler of SIGTERM is removed: forks of this process would drain the node instead of ending.
         """
-        handler = signal.getsignal(signal.SIGTERM)
-        try:
-            return self._started(num_cpus, resources)
-        finally:
-            signal.signal(signal.SIGTERM, handler)
-
-    def _started(self, num_cpus: int, resources: Mapping[str, float]) -> Any:
         head = {} if self._has_head else {"_system_config": SYSTEM_CONFIG}
         self._has_head = True
-        with _variables({**self._environment, MARK: self.mark}):
+        with _same_handler(signal.SIGTERM), _variables({**self._environment, MARK: self.mark}):
             return self._cluster.add_node(
                 wait=True,
                 **head,
                 node_ip_address=LOOPBACK,
                 num_cpus=num_cpus,
-                resources=dict(resources) or None,
+                resources=resources or None,
                 include_dashboard=False,
                 include_log_monitor=False,
                 no_monitor=True,
@@ -125,6 +118,16 @@ def _marked(mark: str) -> Iterator[tuple[int, str]]:
         with suppress(psutil.Error):  # it has ended meanwhile
             if process.environ().get(MARK) == mark:
                 yield process.pid, " ".join(process.cmdline())[:120]
+
+
+@contextmanager
+def _same_handler(number: int) -> Iterator[None]:
+    """The handler of a signal is the same afterwards."""
+    handler = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
 
 
 @contextmanager

@@ -3,15 +3,33 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from starling.errors import CheckpointError
 
 
 class Config(BaseModel):
     """A frozen section of a recipe, such as the options of a strategy. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
+
+
+Saved = TypeVar("Saved", bound=Config)
+
+
+def read_saved(kind: type[Saved], path: Path) -> Saved:
+    """The content of one of a recogniser's JSON files. Raises CheckpointError naming the file."""
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path} cannot be read: {place}{': ' if place else ''}{first['msg']}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def digest(content: Any) -> str:

@@ -53,9 +53,12 @@ def test_forks_of_the_process_that_starts_nodes_end_by_sigterm(ray_head: RayClus
     """Ray's own handler, which they would inherit, drains a node instead."""
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     process.start()
-    process.terminate()
-    process.join(20)
-    assert process.exitcode == -signal.SIGTERM
+    try:
+        process.terminate()
+        process.join(20)
+        assert process.exitcode == -signal.SIGTERM
+    finally:
+        process.kill()
 
 
 @pytest.fixture
@@ -323,9 +326,9 @@ def test_a_preparation_survives_a_lost_node_and_a_killed_command_continues(clust
     first = prepare("ray", *on_ray)
     try:
         for happens in (lambda: cluster.kill(lost), first.kill):
-            enough = len(finished()) + 3
+            enough, deadline = len(finished()) + 3, time.monotonic() + PATIENCE
             while len(finished()) < enough:
-                assert first.poll() is None
+                assert first.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
             happens()
     finally:

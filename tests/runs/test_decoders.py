@@ -19,13 +19,15 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError
 from starling.runs.compare.api import load_comparison
 from starling.runs.evaluate import evaluate
-from starling.runs.recipe.recipe import check_recipe, fixed_settings
+from starling.runs.recipe.recipe import check_recipe, fixed_settings, load_resolved
+from starling.runs.recognisers import load_recogniser
 from starling.runs.scored import read_texts
 from starling.runs.simulate import simulate
 from starling.runs.transcribe import transcribe
 from starling.speech.batches import Batch
 from starling.speech.losses import ctc_loss, speech_loss
 from starling.speech.models import ModelConfig, build_model, count_parameters
+from starling.speech.recogniser import Recogniser
 from starling.strategies.compression import TopK
 from starling.training.job import Job
 from starling.workload import Ticket, Workload
@@ -220,14 +222,14 @@ def test_a_decoder_stands_beside_ctc_alone(tree: Tree) -> None:
 
 
 def test_phones_stand_beside_ctc_alone(tree: Tree) -> None:
-    """As decoders do; so do planes, which other models don't have."""
+    """As decoders do; so do channels of convolutions over time and frequency."""
     frames = {"model": {"name": "blstm-hybrid", "phones": {}}, "loss": "frames", "augment": None}
-    with pytest.raises(ConfigError, match=r"model\.phones: only for loss: ctc; leave it out"):
+    with pytest.raises(ConfigError, match="phones: blstm-hybrid has no layer for them; known are blstm, lstm"):
         check_recipe(tree | frames, "songs")
-    assert not {"phones", "planes"} & fixed_settings(check_recipe(tree, "songs"))["model"].keys()
-    tree["model"] |= {"phones": {"weight": 0.3}, "planes": 4}
+    assert not {"phones", "conv2d_channels"} & fixed_settings(check_recipe(tree, "songs"))["model"].keys()
+    tree["model"] |= {"phones": {"weight": 0.3}, "conv2d_channels": 4}
     fixed = fixed_settings(check_recipe(tree, "songs"))["model"]
-    assert (fixed["phones"]["weight"], fixed["planes"]) == (0.3, 4)
+    assert (fixed["phones"]["weight"], fixed["conv2d_channels"]) == (0.3, 4)
 
 
 @pytest.mark.parametrize("pieces", ["characters", "sentencepiece"])
@@ -239,6 +241,10 @@ def test_a_model_with_phones_is_trained_and_transcribes(tree: Tree, songs: Path,
     tree["tokens"] = {"kind": pieces} | ({"vocab_size": 12} if pieces == "sentencepiece" else {})
     experiment = simulated(tree)
     lexicon.unlink()
+    first = Recogniser.load(experiment / "initial").model.state_dict()
+    last = load_recogniser(experiment, load_resolved(experiment / "config.yaml")).model.state_dict()
+    for name in ("phones.output.weight", "output.weight"):
+        assert not torch.equal(last[name], first[name])
     assert sum(line.startswith("%WER") for line in scored(experiment)) == 1
     heard: list[str] = []
     transcribe(experiment, [songs.parent / "24.flac"], heard.append)

@@ -141,13 +141,13 @@ def test_the_record_of_a_resumed_run_begins_at_its_start(folder: ExperimentFolde
     begun when its membership ended."""
     first, second = folder.seen / "from-00000000", begin_segment(folder.seen, Position(Ticket(1, 0, 4)))
     (first / "learner-0.tsv").write_text("header\n" + "1\t1\t0\n" * 4)
-    (second / "learner-0.tsv").write_text("header\n2\t1\t4\n2\t2\t5\n2\t8\t11\n2\t")
+    (second / "learner-0.tsv").write_text("header\n2\t1\t4\n2\t2\t5\n2\t8\t11\n2\t0\t4\n2\t")
     third = begin_segment(folder.seen, Position(Ticket(1, 3, 7), (Ticket(1, 1, 5), Ticket(1, 2, 6))))
     (third / "learner-0.tsv").write_text("header\n")
     (third / "learner-3.tsv").write_text("header\n2\t2\t5\n2\t3\t6\n")
     (third / "skipped-3.tsv").write_text("header\n2\tu1\tsilent\n")
     record = read_record(folder.seen, second.name)
-    assert record.num_computed == {0: 1, 3: 2}
+    assert record.num_computed == {0: 2, 3: 2}
     assert (record.num_again, record.num_skipped) == (2, 1)
 
 

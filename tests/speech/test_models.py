@@ -30,12 +30,15 @@ SMALL_CONFIGS = [
     for subsampling, sizes in ((1, variants[0]), (2, variants[1]), (4, variants[0]))
 ] + [
     ModelConfig(name="transformer", preset="tiny", subsampling=2, span=3),
-    *(ModelConfig(name="blstm", preset="tiny", subsampling=subsampling, planes=3) for subsampling in (1, 2, 4)),
+    *(
+        ModelConfig(name="blstm", preset="tiny", subsampling=subsampling, conv2d_channels=3)
+        for subsampling in (1, 2, 4)
+    ),
 ]
 
 
 def names(config: ModelConfig) -> str:
-    return f"{config.name}-{config.subsampling}" + ("-planes" if config.planes else "")
+    return f"{config.name}-{config.subsampling}" + ("-conv2d" if config.conv2d_channels else "")
 
 
 def utterances(lengths: list[int], num_features: int = 40) -> list[torch.Tensor]:
@@ -491,7 +494,7 @@ def test_a_size_replaces_that_of_the_preset():
         (
             {"heads": 4},
             "heads",
-            "blstm has no such size; known are layers, hidden, bottleneck, channels, planes, subsampling",
+            "blstm has no such size; known are layers, hidden, bottleneck, channels, conv2d_channels, subsampling",
         ),
         (
             {"name": "deep-speech", "layers": 3},

@@ -313,6 +313,25 @@ def test_strings_use_every_usable_recording_copies_times(tmp_path: Path) -> None
     assert "u4\t" in dropped
 
 
+def test_the_recordings_of_strings_are_trimmed_and_the_strings_are_not(tmp_path: Path) -> None:
+    """A quiet recording between loud ones is no pause."""
+    table = write_table(tmp_path / "corpus", count=9)
+    lengths = {}
+    for place, level in ((0, 0.01), (1, 0.5), (3, 0.5), (4, 0.5), (6, 0.5), (7, 0.01)):
+        samples = 1e-4 * np.random.default_rng(place).standard_normal(RATE)
+        samples[RATE // 4 : RATE // 2] += level * np.sin(np.arange(RATE // 4))
+        soundfile.write(tmp_path / "corpus" / "audio" / f"u{place}.wav", samples, RATE)
+    for name, trim in (("whole", None), ("trimmed", 0.05)):
+        config = _config(tmp_path / name, table, strings={"gap_seconds": [0.0, 0.0]}, filter={"trim": trim})
+        prepare(config)
+        train = SpeechSet.open(tmp_path / name / "train")
+        lengths[name] = float(train.durations.sum()) / sum(
+            len(train.text(place).split()) for place in range(len(train))
+        )
+    assert lengths["whole"] == pytest.approx(1.0, abs=0.01)
+    assert lengths["trimmed"] == pytest.approx(0.25 + 2 * 0.05, abs=0.04)
+
+
 class _Interruption(BaseException):
     pass
 

@@ -92,6 +92,19 @@ def test_parameters_are_named_by_modules_and_wildcards(pattern: str, names: set[
     assert {id(each) for each in trainable(model)} == {id(each) for each in model.parameters() if each.requires_grad}
 
 
+def test_the_encoder_has_no_part_of_the_phones() -> None:
+    """Their output layer is trained like that of the tokens."""
+    model = Net()
+    model.phones = nn.ModuleDict({"output": nn.Linear(3, 2)})
+    freeze(model, [Freeze.model_validate("encoder")])
+    assert [each for each, parameter in model.named_parameters() if parameter.requires_grad] == [
+        "output.weight",
+        "output.bias",
+        "phones.output.weight",
+        "phones.output.bias",
+    ]
+
+
 def test_what_cannot_be_frozen_is_refused() -> None:
     """With the names that there are; before anything is trained."""
     with pytest.raises(ConfigError, match=r"'layer.0' fits no parameter; .* subsampling, layers.0, layers.1, output"):

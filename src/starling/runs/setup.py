@@ -119,16 +119,18 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
 
 
 def _phones(recipe: Recipe, train: SpeechSets, say: Say) -> Phones | None:
-    """The phones of the training set's words, if the model has phones."""
+    """The phones of the training set's words, if the model has phones; a resumed run's are those it had."""
     if recipe.model.phones is None:
         return None
+    if recipe.resume is not None:
+        return Recogniser.load(ExperimentFolder(recipe.resume.parent.parent).initial).phones
     made = make_phones(recipe.model.phones, (train.text(index) for index in range(len(train))))
     say(f"{made.phones.num_outputs - 1} phones of {made.num_words - len(made.unknown)} words")
     if made.unknown:
         shown = ", ".join(made.unknown[:3]) + (", …" if len(made.unknown) > 3 else "")
         say(
             f"warning: model.phones: {len(made.unknown)} of {made.num_words} words have no known phones ({shown}), and "
-            "utterances with them no part in the loss of phones"
+            "utterances with one of them do not count in the phones' loss"
         )
     return made.phones
 

@@ -11,15 +11,12 @@ from torch import Tensor
 from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError
 from starling.speech.recogniser import Recogniser
-from starling.training.freezing import OUTPUT
+from starling.training.freezing import OUTPUT, OUTPUTS, PHONES
 
 _ROW_BLOCKS = {".weight_ih_l": 4, ".weight_hh_l": 4, ".bias_ih_l": 4, ".bias_hh_l": 4, ".attention.inputs.": 3}
 """Parts of names, and the blocks of rows that such parameters have: the gates of an LSTM; queries, keys and values."""
 _OF_FEATURES = ("subsampling.convolutions.0.weight", "subsampling.projection.weight", "window.weight")
 """Parameters with a column for each feature. Of other features, no column means the same."""
-_PHONES = "phones."
-_OUTPUTS = (OUTPUT, _PHONES)
-"""Prefixes of parameters with a row for each output."""
 _LISTED = 6
 
 
@@ -50,7 +47,7 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
     problems = [
         f"{name} is {_shape(own.get(name))} here, {_shape(theirs.get(name))} there"
         for name in sorted(own.keys() | theirs.keys())
-        if not name.startswith(_OUTPUTS)
+        if not name.startswith(OUTPUTS)
         and (name not in own or name not in theirs or own[name].shape != theirs[name].shape)
     ]
     if problems and sizes == "strict":
@@ -63,9 +60,9 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
     has_other_features = recogniser.features.num_features != other.features.num_features
     directions = 2 if all(each.model_config.name.startswith("blstm") for each in (recogniser, other)) else 1
     for name, value in own.items():
-        if name.startswith(_OUTPUTS):
+        if name.startswith(OUTPUTS):
             continue
-        if name not in theirs or (has_other_features and name in _OF_FEATURES):
+        if name not in theirs or (has_other_features and name in _OF_FEATURES and value.ndim < 4):
             taken.new.append(name)
         elif value.shape == theirs[name].shape:
             value.copy_(theirs[name])
@@ -75,7 +72,7 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
     output = _output(recogniser, other, own, theirs, directions, taken)
     if recogniser.phones is not None:
         there = other.phones.names if other.phones is not None else []
-        _take_rows(_PHONES, _alike(recogniser.phones.names, there), own, theirs, directions, taken)
+        _take_rows(PHONES, _alike(recogniser.phones.names, there), own, theirs, directions, taken)
     if not taken.num_values:
         raise ConfigError(f"warm_start: nothing of {source} fits this recipe's model; use the same model.name")
     recogniser.model.load_state_dict(own)

@@ -9,6 +9,7 @@ number of samples (32-bit each) and the samples (16-bit), all little-endian. Wit
 
 import ctypes
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -27,6 +28,7 @@ _UTF8 = 1
 _IPA = 2
 _BETWEEN_PHONES = "_"
 _STRESS = "ˈˌ"
+_OTHER_LANGUAGE = re.compile(r"\([a-z-]+\)")  # around a word that is said as in another language
 _UNKNOWN_VOICE = 3  # exit code of the program
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
@@ -114,7 +116,8 @@ def _phones() -> None:
             spoken += " " + library.espeak_TextToPhonemes(
                 ctypes.byref(rest), _UTF8, _IPA | ord(_BETWEEN_PHONES) << 8
             ).decode(errors="replace")
-        phones = (each.strip(_STRESS) for each in spoken.replace(_BETWEEN_PHONES, " ").split())
+        spoken = _OTHER_LANGUAGE.sub(" ", spoken).replace(_BETWEEN_PHONES, " ")
+        phones = (each.strip(_STRESS) for each in spoken.split())
         found.append([phone for phone in phones if phone])
     json.dump(found, sys.stdout)
 

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from starling.configuration import Config
 from starling.errors import DataError
+from starling.speech.levels import loud_frames
 
 if TYPE_CHECKING:
     import torch
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from starling.speech.mel import Warp
 
 _SMALLEST_DEVIATION = 1e-5  # so that constant features (digital silence) are not divided by zero
-_QUIET, _LOUD, _SPEECH = 0.10, 0.95, 0.4
-"""Speech is louder than the first quantile of an utterance's levels by this share of the way to the second."""
-_LEVEL_FRAMES = 5  # averaged for the level of each
 _SCALE = 3.0  # about the deviation of log-mel energies in speech, in nats
 WHOLE = ("utterance", "speech")
 """Normalisations that need whole recordings."""
@@ -43,7 +41,8 @@ class FeatureConfig(Config):
     normalise: Literal["utterance", "speech", "global", "none"] = Field(
         default="utterance",
         description="data whose mean and deviation normalise each band; a streaming model needs global, or none. "
-        "speech: the mean of the utterance's loud frames is subtracted, so that pauses do not count",
+        "speech: the mean of the utterance's loud frames is subtracted, so that pauses do not count, and the result is "
+        "divided by 3, about the deviation of speech",
     )
     splice: int = Field(
         default=0, ge=0, le=50, description="frames on either side that are joined to each, for loss: frames"
@@ -241,13 +240,9 @@ def _normalised(features: torch.Tensor) -> torch.Tensor:
 
 
 def _normalised_by_speech(features: torch.Tensor) -> torch.Tensor:
-    import torch.nn.functional as F
+    import torch
 
-    level = F.avg_pool1d(features.mean(1)[None, None], _LEVEL_FRAMES, 1, _LEVEL_FRAMES // 2, count_include_pad=False)[
-        0, 0
-    ]
-    quiet, loud = level.quantile(_QUIET), level.quantile(_LOUD)
-    is_speech = level >= quiet + _SPEECH * (loud - quiet)
+    is_speech = torch.from_numpy(loud_frames(features.mean(1).numpy()))
     centred = features - features[0]  # so that constant features become exactly 0
     return (centred - centred[is_speech].mean(0)) / _SCALE
 

@@ -51,8 +51,8 @@ def speech_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> torch.Te
 
         (1 - weight) * (the above) + weight * CTC of phones,
 
-    the latter divided by the number of phones. Scalar, float32; of a void batch as `ctc_loss`. `model` is built from
-    `config`.
+    divided likewise, which keeps the loss a mean over tokens. Scalar, float32; of a void batch as `ctc_loss`. `model`
+    is built from `config`.
     """
     if config.decoder is None and config.phones is None:
         return ctc_loss(model, batch)
@@ -71,24 +71,20 @@ def speech_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> torch.Te
 
 
 def _phone_ctc(log_probs: torch.Tensor, lengths: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The mean over the phones of a batch. An utterance without phones, or with more of them than fit into its frames,
-    has no part in it."""
+    """The CTC loss of phones, divided by the number of the batch's tokens. An utterance without phones, or with more of
+    them than fit into its frames, adds nothing."""
     if batch.phones is None or batch.phone_lengths is None:
         raise ValueError("a model with phones needs batches with phones")
-    rows = batch.phone_lengths > 0
-    if not bool(rows.any()):
-        nothing: torch.Tensor = (log_probs * 0.0).sum()
-        return nothing
-    total = F.ctc_loss(
-        log_probs[rows].transpose(0, 1),
+    losses = F.ctc_loss(
+        log_probs.transpose(0, 1),
         batch.phones,
-        lengths[rows],
-        batch.phone_lengths[rows],
+        lengths,
+        batch.phone_lengths,
         blank=BLANK,
-        reduction="sum",
+        reduction="none",
         zero_infinity=True,
     )
-    return total / len(batch.phones)
+    return losses[batch.phone_lengths > 0].sum() / len(batch.tokens)
 
 
 def ctc_loss(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, model_validator
 
-from starling.configuration import Config
-from starling.errors import CheckpointError, ConfigError, DataError
+from starling.configuration import Config, read_saved
+from starling.errors import ConfigError, DataError
 from starling.extras import require
 
 PHONES_FILE = "phones.json"
@@ -20,7 +20,7 @@ class PhonesConfig(Config):
     """The section `model.phones`: the loss is `(1 - weight) * loss + weight * CTC of phones`."""
 
     layer: int = Field(default=1, ge=1, description="the layer, or block, that the phones are told from; 1: the first")
-    weight: float = Field(default=0.5, gt=0, lt=1, description="share of the phones' CTC loss in the loss")
+    weight: float = Field(default=0.6, gt=0, lt=1, description="share of the phones' CTC loss in the loss")
     voice: str = Field(default="en-us", description="the voice of espeak-ng that pronounces the words")
     lexicon: Path | None = Field(
         default=None,
@@ -77,6 +77,12 @@ class _Saved(Config):
     names: tuple[str, ...] = Field(min_length=1)
     words: dict[str, tuple[int, ...]]
 
+    @model_validator(mode="after")
+    def _phones_are_named(self) -> Self:
+        if any(not 0 < phone <= len(self.names) for phones in self.words.values() for phone in phones):
+            raise ValueError(f"a word has a phone that is none of the {len(self.names)} named")
+        return self
+
 
 class MadePhones(NamedTuple):
     """The phones of a training set."""
@@ -88,13 +94,7 @@ class MadePhones(NamedTuple):
 
 def load_phones(folder: Path) -> Phones:
     """What `save` wrote. Raises CheckpointError naming the file."""
-    path = folder / PHONES_FILE
-    try:
-        saved = _Saved.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, ValidationError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if any(not 0 < phone <= len(saved.names) for phones in saved.words.values() for phone in phones):
-        raise CheckpointError(f"{path}: a word has a phone that is none of the {len(saved.names)} named")
+    saved = read_saved(_Saved, folder / PHONES_FILE)
     return Phones(saved.names, saved.words)
 
 
@@ -135,6 +135,7 @@ def read_lexicon(path: Path) -> dict[str, list[str]]:
         raise ConfigError(f"model.phones.lexicon: {path} cannot be read ({error})") from error
     found: dict[str, list[str]] = {}
     for number, line in enumerate(lines, 1):
+        line = line.partition(" #")[0]
         if not line.strip() or line.startswith(_COMMENTS):
             continue
         word, *phones = line.split()

@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 ENCODER = "encoder"
-"""Stands for all parameters but those of the module `output`."""
+"""Stands for all parameters but those of the output layers."""
 OUTPUT = "output."
 """The prefix of the output layer's parameters, in every network of Starling."""
+PHONES = "phones."
+"""The prefix of the parameters of the phones' output layer."""
+OUTPUTS = (OUTPUT, PHONES)
 
 
 class Until(Config):
@@ -45,7 +48,7 @@ class Freeze(Config):
 
     parameters: tuple[str, ...] = Field(min_length=1)
     """Names of parameters or modules, with wildcards: `layers.0`, `layers.*.weight_hh_l0`. `encoder`: all but the
-    output layer."""
+    output layers."""
     until: Until | None = None
     """When they are thawed; None: never."""
 
@@ -64,7 +67,7 @@ class Freeze(Config):
 
 def _matches(pattern: str, name: str) -> bool:
     if pattern == ENCODER:
-        return not name.startswith(OUTPUT)
+        return not name.startswith(OUTPUTS)
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from starling.training.job import ClaimReport, EpochReport, StepReport
 
 _HEADER = "epoch\tbatch\tstep\tutterances\n"
-_MOST_OPEN = 1024
-"""More mini-batches than a learner has claimed at once."""
 _SKIPPED_HEADER = "epoch\tid\treason\n"
 
 
@@ -194,30 +191,26 @@ def read_seen(folder: Path, end: Position) -> Iterator[SeenBatch]:
         )
     ends = [*(start_of(segment) for segment in found[1:]), end]
     for segment, until in zip(found, ends, strict=True):
-        open_steps = {ticket.step for ticket in until.outstanding}
         for path in sorted(segment.glob("learner-*.tsv")):
-            for batch in _read(path):
-                if batch.ticket.step < until.next_ticket.step and batch.ticket.step not in open_steps:
-                    yield batch
+            yield from (batch for batch in _read(path) if _is_done(batch.ticket.step, until))
 
 
 def count_lines(path: Path, until: Position | None = None) -> int:
-    """The number of complete lines after the header, without the last ones that are beyond `until`, the position at
-    which the next segment starts. A learner finishes its mini-batches in order, so these are the last of its lines."""
-    last: deque[bytes] = deque(maxlen=_MOST_OPEN)
-    count = -1  # the header
+    """The number of complete lines after the header; with `until`, of those of mini-batches in the weights there."""
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                count += 1
-                last.append(line)
-    open_steps = {ticket.step for ticket in until.outstanding} if until is not None else set()
-    while until is not None and count > 0 and last:
-        step = b"".join(last.pop().rstrip().split(b"\t", 3)[2:3])
-        if step.isdigit() and int(step) < until.next_ticket.step and int(step) not in open_steps:
-            break
-        count -= 1
-    return max(0, count)
+        next(file, None)
+        return sum(line.endswith(b"\n") and (until is None or _is_kept(line, until)) for line in file)
+
+
+def _is_kept(line: bytes, until: Position) -> bool:
+    fields = line.split(b"\t", 3)
+    step = fields[2].strip() if len(fields) > 2 else b""
+    return step.isdigit() and _is_done(int(step), until)
+
+
+def _is_done(step: int, until: Position) -> bool:
+    """Whether a mini-batch is in the weights of a checkpoint at `until`."""
+    return step < until.next_ticket.step and all(step != ticket.step for ticket in until.outstanding)
 
 
 def read_skipped(folder: Path) -> dict[int, set[str]]:

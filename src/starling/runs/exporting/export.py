@@ -24,6 +24,7 @@ _CONTENTS = {
     "tokens.model": "the pieces, for SentencePiece",
     "tokens.txt": "each token and its number",
     "states.json": "the tied states",
+    "phones.json": "the words of the training texts with their phones, which only training uses",
     "lm.arpa": "the language model of the beam search",
     "decoding.json": "the weights of the beam search, as tuned by `starling evaluate`",
     "words.txt": "the words that the beam search may use",

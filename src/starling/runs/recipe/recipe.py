@@ -43,7 +43,7 @@ _LATER_SIZES = (
     "stack_rates",
     "stack_layers",
     "stack_widths",
-    "planes",
+    "conv2d_channels",
     "decoder",
     "phones",
     "chunk",
@@ -205,8 +205,6 @@ class Recipe(RunConfig):
             )
         if self.model.decoder is not None:
             problems.append("model.decoder: only for loss: ctc; leave it out")
-        if self.model.phones is not None:
-            problems.append("model.phones: only for loss: ctc; leave it out")
         if self.augment != AugmentConfig.none().model_copy(update={"speed": self.augment.speed}):
             problems.append(
                 "augment: loss: frames trains on features that are stored once for each of augment.speed; leave its "

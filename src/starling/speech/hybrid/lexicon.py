@@ -8,11 +8,11 @@ from typing import Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from starling.configuration import Config
-from starling.errors import CheckpointError, ConfigError, DataError
+from starling.configuration import Config, read_saved
+from starling.errors import ConfigError, DataError
 from starling.speech.decoding.config import DecodingConfig
 from starling.speech.hybrid.tying import Node, StateTree
 from starling.speech.hybrid.units import Transcriber
@@ -115,11 +115,7 @@ class TiedStates:
 
 def load_states(folder: Path) -> TiedStates:
     """What `save` wrote. Raises CheckpointError naming the file."""
-    path = folder / STATES_FILE
-    try:
-        saved = _SavedStates.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, ValidationError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    saved = read_saved(_SavedStates, folder / STATES_FILE)
     tree = StateTree(
         tuple(Node(**dict(node)) for node in saved.nodes), {(part, unit): node for part, unit, node in saved.roots}
     )

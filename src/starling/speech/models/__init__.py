@@ -108,7 +108,7 @@ class ModelConfig(Config):
         description="encoder frames that a transformer's frame attends to on either side; 0: all of its utterance",
     )
     channels: int | None = Field(default=None, ge=1, description="channels of the subsampling convolutions")
-    planes: int | None = Field(
+    conv2d_channels: int | None = Field(
         default=None,
         ge=0,
         description="channels of the first of two convolutions over time and frequency in front of a blstm; the second "
@@ -184,6 +184,9 @@ class ModelConfig(Config):
         if self.encoder is not None and self.encoder.get("model_type") != self.name:
             raise ValueError(f"checkpoint: it is a {self.encoder.get('model_type')!r}, not a {self.name}")
         if self.phones is not None:
+            if not find_model(self.name).can_have_phones:
+                known = [name for name, each in MODELS.items() if each.can_have_phones]
+                raise ValueError(f"phones: {self.name} has no layer for them; known are {', '.join(known)}")
             layers = getattr(shape, "layers", None)
             if layers is not None and self.phones.layer > layers:
                 raise ValueError(f"phones: layer {self.phones.layer} of {layers}; take a lower one")
@@ -272,10 +275,10 @@ def _build_phones(config: ModelConfig, phones: PhonesConfig, network: nn.Module,
     layers = network.stacked if isinstance(network, Network) else None
     if layers is None:
         raise ConfigError(
-            f"model.phones: {config.name} has no layer that phones can be told from; take blstm, lstm, transformer or "
-            "conformer, or leave phones out"
+            f"model.phones: {config.name} makes a {type(network).__name__}, which is no "
+            "starling.speech.models.network.Network with `stacked` layers; leave phones out"
         )
-    return PhoneOutput(layers, phones.layer, config.shape.dropout, num_phones)
+    return PhoneOutput(layers.width, phones.layer, config.shape.dropout, num_phones)
 
 
 def _build_decoder(config: DecoderConfig, encoder_width: int, vocab_size: int) -> Decoder:

@@ -5,7 +5,7 @@ from torch import nn
 
 from starling.speech.models.network import Layers, Network
 from starling.speech.models.shape import BlstmShape
-from starling.speech.models.subsampling import make_subsampling
+from starling.speech.models.subsampling import Conv2dSubsampling, ConvSubsampling
 
 
 def reversal(lengths: torch.Tensor, num_frames: int) -> torch.Tensor:
@@ -40,18 +40,17 @@ class BlstmCtc(Network):
 
     def __init__(self, shape: BlstmShape, num_features: int, vocab_size: int) -> None:
         super().__init__()
-        self.width = 2 * shape.hidden
-        self.subsampling = make_subsampling(num_features, shape.planes, shape.channels, shape.subsampling)
+        self.subsampling = (
+            Conv2dSubsampling(num_features, shape.conv2d_channels, shape.channels, shape.subsampling)
+            if shape.conv2d_channels
+            else ConvSubsampling(num_features, shape.channels, shape.subsampling)
+        )
         widths = [shape.channels] + [2 * shape.hidden] * shape.layers
         self.layers = nn.ModuleList(BidirectionalLayer(width, shape.hidden) for width in widths[:-1])
+        self.stacked = Layers(self.layers, 2 * shape.hidden)
         self.dropout = nn.Dropout(shape.dropout)
         self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
         self.output = nn.Linear(shape.bottleneck or widths[-1], vocab_size)
-
-    @property
-    def stacked(self) -> Layers:
-        """The layers that `phones` may be told from."""
-        return Layers(self.layers, self.width)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""

@@ -186,12 +186,8 @@ class ConformerCtc(StreamingNetwork):
         self.projection = nn.Linear(shape.channels, shape.width)
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.stacked = Layers(self.blocks, shape.width)
         self.output = nn.Linear(shape.width, vocab_size)
-
-    @property
-    def stacked(self) -> Layers:
-        """The layers that `phones` may be told from."""
-        return Layers(self.blocks, self.width)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""

@@ -18,15 +18,11 @@ class LstmCtc(StreamingNetwork):
         self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
         widths = [shape.channels] + [shape.hidden] * shape.layers
         self.layers = nn.ModuleList(nn.LSTM(width, shape.hidden, batch_first=True) for width in widths[:-1])
+        self.stacked = Layers(self.layers, shape.hidden)
         self.hidden = shape.hidden
         self.dropout = nn.Dropout(shape.dropout)
         self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
         self.output = nn.Linear(shape.bottleneck or widths[-1], vocab_size)
-
-    @property
-    def stacked(self) -> Layers:
-        """The layers that `phones` may be told from."""
-        return Layers(self.layers, self.hidden)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""

@@ -42,11 +42,11 @@ class PhoneOutput(nn.Module):
     learning with CTC" (arXiv 1807.07104).
     """
 
-    def __init__(self, layers: Layers, layer: int, dropout: float, num_phones: int) -> None:
+    def __init__(self, width: int, layer: int, dropout: float, num_phones: int) -> None:
         super().__init__()
         self.layer = layer
         self.dropout = nn.Dropout(dropout)
-        self.output = nn.Linear(layers.width, num_phones)
+        self.output = nn.Linear(width, num_phones)
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """The outputs of the layer `[B, T', width]` -> log-probabilities `[B, T', P]` (float32)."""
@@ -60,16 +60,14 @@ class Network(nn.Module):
     output: nn.Linear
     decoder: Decoder | None
     phones: PhoneOutput | None
+    stacked: Layers | None
+    """The layers that `phones` may be told from; None: there are none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.decoder = None
         self.phones = None
-
-    @property
-    def stacked(self) -> Layers | None:
-        """The layers that `phones` may be told from; None: there are none."""
-        return None
+        self.stacked = None
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Features `[B, T, F]` and lengths `[B]` -> frames `[B, T', output.in_features]` and lengths `[B]`."""

@@ -39,7 +39,7 @@ class RecurrentShape(ModelShape):
 class BlstmShape(RecurrentShape):
     """Every size of a stack of bidirectional LSTM layers."""
 
-    planes: int = 0  # channels of the first of two convolutions over time and frequency; 0: over time alone
+    conv2d_channels: int = 0  # channels of the first of two convolutions over time and frequency; 0: over time alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +303,9 @@ class Architecture:
     """Complete sets of sizes, by name; all of one class, and one of them is `small`."""
     can_stream: bool = False
     """Whether the network is a `starling.speech.models.streaming.StreamingNetwork`, which `model.chunk` needs."""
+    can_have_phones: bool = False
+    """Whether the network is a `starling.speech.models.network.Network` with `stacked` layers, which `model.phones`
+    needs."""
     is_published: bool = False
     """Whether `model.checkpoint` says what the encoder is; it then hears waveforms (`features.kind: raw`)."""
 
@@ -322,10 +325,12 @@ class Architecture:
 
 _HERE = "starling.speech.models"
 MODELS = {
-    "blstm": Architecture(f"{_HERE}.blstm:BlstmCtc", _BLSTM),
-    "lstm": Architecture(f"{_HERE}.lstm:LstmCtc", _RECURRENT, can_stream=True),
-    "transformer": Architecture(f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER, can_stream=True),
-    "conformer": Architecture(f"{_HERE}.conformer:ConformerCtc", _CONFORMER, can_stream=True),
+    "blstm": Architecture(f"{_HERE}.blstm:BlstmCtc", _BLSTM, can_have_phones=True),
+    "lstm": Architecture(f"{_HERE}.lstm:LstmCtc", _RECURRENT, can_stream=True, can_have_phones=True),
+    "transformer": Architecture(
+        f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER, can_stream=True, can_have_phones=True
+    ),
+    "conformer": Architecture(f"{_HERE}.conformer:ConformerCtc", _CONFORMER, can_stream=True, can_have_phones=True),
     "zipformer": Architecture(f"{_HERE}.zipformer:ZipformerCtc", _ZIPFORMER),
     "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
     "blstm-hybrid": Architecture(f"{_HERE}.blstm_hybrid:BlstmHybrid", _HYBRID),

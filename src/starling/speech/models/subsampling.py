@@ -13,6 +13,11 @@ def frame_mask(lengths: torch.Tensor, num_frames: int) -> torch.Tensor:
     return (torch.arange(num_frames, device=lengths.device) < lengths[:, None])[:, :, None]
 
 
+def _strides(subsampling: int) -> list[int]:
+    """The strides over time of the two convolutions."""
+    return [2 if subsampling >= 2 else 1, 2 if subsampling >= 4 else 1]
+
+
 class ConvSubsampling(nn.Module):
     """Two convolutions over time, LayerNorm and ReLU behind each; `[B, T, F]` -> `[B, T', channels]`.
 
@@ -23,7 +28,7 @@ class ConvSubsampling(nn.Module):
 
     def __init__(self, num_features: int, channels: int, subsampling: int) -> None:
         super().__init__()
-        strides = [2 if subsampling >= 2 else 1, 2 if subsampling >= 4 else 1]
+        strides = _strides(subsampling)
         inputs = [num_features, channels]
         self.convolutions = nn.ModuleList(
             nn.Conv1d(size, channels, _KERNEL, stride, padding=_KERNEL // 2)
@@ -69,39 +74,32 @@ class ConvSubsampling(nn.Module):
         return features, lengths
 
 
-class PlaneSubsampling(nn.Module):
+class Conv2dSubsampling(nn.Module):
     """Two convolutions over time and frequency with ReLU behind each, a projection, LayerNorm and ReLU; `[B, T, F]` ->
     `[B, T', channels]`.
 
-    A pattern is known again when it is higher or lower, as another voice says it. The first convolution has `planes`
-    channels, the second twice as many, and each halves the bands. Frames as with `ConvSubsampling`, and padding never
-    reaches an utterance's frames.
+    A pattern is recognised again at a higher or lower frequency, as another voice has it. The first convolution has
+    `conv2d_channels` channels, the second twice as many, and each halves the number of bands. Strides over time and
+    padding are treated as in `ConvSubsampling`.
     """
 
-    def __init__(self, num_features: int, planes: int, channels: int, subsampling: int) -> None:
+    def __init__(self, num_features: int, conv2d_channels: int, channels: int, subsampling: int) -> None:
         super().__init__()
-        self.strides = [2 if subsampling >= 2 else 1, 2 if subsampling >= 4 else 1]
-        sizes = [1, planes, 2 * planes]
+        self.strides = _strides(subsampling)
+        sizes = [1, conv2d_channels, 2 * conv2d_channels]
         self.convolutions = nn.ModuleList(
             nn.Conv2d(inputs, outputs, 3, (stride, 2), padding=1)
             for inputs, outputs, stride in zip(sizes[:-1], sizes[1:], self.strides, strict=True)
         )
-        self.projection = nn.Linear(2 * planes * -(-num_features // 4), channels)
+        self.projection = nn.Linear(2 * conv2d_channels * -(-num_features // 4), channels)
         self.norm = nn.LayerNorm(channels)
 
     def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encoder inputs `[B, T', channels]` and their lengths `[B]`."""
-        planes = features[:, None]  # [B, C, T, F]
+        maps = features[:, None]  # [B, C, T, F]
         for convolution, stride in zip(self.convolutions, self.strides, strict=True):
-            planes = planes.masked_fill(~frame_mask(lengths, planes.shape[2])[:, None], 0.0)
-            planes = torch.relu(convolution(planes))
+            maps = maps.masked_fill(~frame_mask(lengths, maps.shape[2])[:, None], 0.0)
+            maps = torch.relu(convolution(maps))
             lengths = (lengths + stride - 1) // stride
-        frames: torch.Tensor = torch.relu(self.norm(self.projection(planes.transpose(1, 2).flatten(2))))
+        frames: torch.Tensor = torch.relu(self.norm(self.projection(maps.transpose(1, 2).flatten(2))))
         return frames, lengths
-
-
-def make_subsampling(num_features: int, planes: int, channels: int, subsampling: int) -> nn.Module:
-    """`ConvSubsampling`, or with planes `PlaneSubsampling`."""
-    if planes:
-        return PlaneSubsampling(num_features, planes, channels, subsampling)
-    return ConvSubsampling(num_features, channels, subsampling)

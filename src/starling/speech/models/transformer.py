@@ -117,13 +117,9 @@ class TransformerCtc(StreamingNetwork):
         self.blocks = nn.ModuleList(
             Block(shape.width, shape.heads, shape.feed_forward, shape.dropout) for _ in range(shape.layers)
         )
+        self.stacked = Layers(self.blocks, shape.width)
         self.norm = nn.LayerNorm(shape.width)
         self.output = nn.Linear(shape.width, vocab_size)
-
-    @property
-    def stacked(self) -> Layers:
-        """The layers that `phones` may be told from."""
-        return Layers(self.blocks, self.output.in_features)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""

@@ -90,6 +90,8 @@ def _make(plan: SetPlan, work: Path, executor: Executor, report: Progress) -> No
         ]
         plans = plan_strings([each.speaker for each in recordings], plan.strings, plan.name)
         utterances = join_strings(recordings, plans, plan.strings, plan.checking.sampling_rate)
+        limits = plan.checking.limits.model_copy(update={"trim": None})  # its recordings are trimmed
+        stages = replace(stages, plan=replace(plan, checking=replace(plan.checking, limits=limits)))
     files = [stage.file for stage, _ in stages.results(utterances, plan.name, writes=True)]
     try:
         dropped = whole.finish()
