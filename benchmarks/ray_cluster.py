@@ -57,9 +57,10 @@ class RayCluster:
         return Path(self._cluster.head_node.get_session_dir_path()) / "logs"
 
     def add(self, num_cpus: int, **resources: float) -> Any:
-        """Start a raylet with so many virtual CPUs.
+        """Start a raylet with `num_cpus` virtual CPUs.
 
-        Ray's handler of SIGTERM is removed: forks of this process would drain the node instead of ending.
+        The SIGTERM handler that Ray installs is replaced by the previous one: forks of this process would inherit it,
+        and drain the node instead of exiting.
         """
         head = {} if self._has_head else {"_system_config": SYSTEM_CONFIG}
         self._has_head = True

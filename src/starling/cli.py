@@ -275,11 +275,11 @@ def evaluate(
         list[str] | None, typer.Option("--set", help="A set to score; may be repeated. Default: the test sets.")
     ] = None,
     best: Best = False,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Without the beam search.")] = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Skip the beam search.")] = False,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes for the beam search.")] = 1,
     conditions: Annotated[
         list[str] | None,
-        typer.Option("--condition", help="Through a codec, such as telephone or opus-8; may be repeated."),
+        typer.Option("--condition", help="Pass audio through a codec, such as telephone or opus-8; may be repeated."),
     ] = None,
     average: Annotated[
         int | None,
@@ -289,8 +289,8 @@ def evaluate(
 ) -> None:
     """Score sets with the newest model of an experiment, and list every error in its decode folder.
 
-    A model with CTC is scored twice: by greedy decoding, and by a beam search with a language model, tuned on the
-    validation set. One with a decoder is also scored by the decoder's own searches.
+    A CTC model is scored by greedy decoding and by beam search with a language model, tuned on the validation set.
+    A model with a decoder is also scored by the decoder's own searches.
     """
     with _errors(debug):
         require("speech", "starling evaluate")

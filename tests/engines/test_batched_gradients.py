@@ -197,7 +197,7 @@ def test_a_step_without_torchs_wrapper_is_the_step_with_it(make: Callable[[list[
 
 
 @pytest.mark.parametrize("is_global", [False, True])
-def test_what_is_called_after_each_step_still_is(is_global: bool) -> None:
+def test_hooks_after_each_step_are_still_called(is_global: bool) -> None:
     """A hook of the optimizer's maker, or of the whole program."""
     calls: list[Optimizer] = []
 
@@ -248,7 +248,7 @@ class Named(TinyRegression):
         return super().loss(model, examples) * examples.scale
 
 
-def test_a_loss_may_use_what_is_no_tensor_only_where_it_is_the_same() -> None:
+def test_a_loss_may_use_non_tensors_only_if_all_learners_have_the_same() -> None:
     """Names may differ, because the loss does not use them. A factor that differs is noticed."""
     first, second, computation, single, batched = both(job_of(Named(0.0), CHOICES["allreduce"], 4), 4)
     assert (computation.problem, computation.most_together) == (None, 4)
@@ -258,7 +258,7 @@ def test_a_loss_may_use_what_is_no_tensor_only_where_it_is_the_same() -> None:
     assert first.event_hash == second.event_hash
 
 
-def test_what_a_workload_raises_arrives_as_it_was() -> None:
+def test_an_error_of_a_workload_is_raised_unchanged() -> None:
     """A batch that cannot be computed is the workload's error, batched or not."""
 
     class Broken(TinyRegression):

@@ -49,7 +49,7 @@ def cluster() -> Iterator[RayCluster]:
         yield started
 
 
-def test_forks_of_the_process_that_starts_nodes_end_by_sigterm(ray_head: RayCluster) -> None:
+def test_sigterm_ends_forks_of_the_process_that_starts_nodes(ray_head: RayCluster) -> None:
     """Ray's own handler, which they would inherit, drains a node instead."""
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     process.start()

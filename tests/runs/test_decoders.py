@@ -211,7 +211,7 @@ def test_the_recipe_of_models_compares_decoders_at_one_budget_of_parameters() ->
     assert max(counts.values()) < 1.03 * min(counts.values())
 
 
-def test_a_decoder_stands_beside_ctc_alone(tree: Tree) -> None:
+def test_a_decoder_needs_ctc(tree: Tree) -> None:
     """`loss: frames` has none, and a run cannot be resumed with another decoder; without one, nothing changes."""
     frames = {"model": {"name": "dnn-hybrid", "decoder": TRANSDUCER}, "loss": "frames", "augment": None}
     with pytest.raises(ConfigError, match=r"model\.decoder: only for loss: ctc; leave it out"):
@@ -221,7 +221,7 @@ def test_a_decoder_stands_beside_ctc_alone(tree: Tree) -> None:
     assert fixed_settings(check_recipe(tree, "songs"))["model"]["decoder"]["kind"] == "transducer"
 
 
-def test_phones_stand_beside_ctc_alone(tree: Tree) -> None:
+def test_phones_need_ctc(tree: Tree) -> None:
     """As decoders do; so do channels of convolutions over time and frequency."""
     frames = {"model": {"name": "blstm-hybrid", "phones": {}}, "loss": "frames", "augment": None}
     with pytest.raises(ConfigError, match="phones: blstm-hybrid has no layer for them; known are blstm, lstm"):

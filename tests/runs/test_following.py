@@ -137,8 +137,8 @@ def test_an_experiment_that_never_ran_has_no_status(folder: ExperimentFolder) ->
 
 
 def test_the_record_of_a_resumed_run_begins_at_its_start(folder: ExperimentFolder) -> None:
-    """Earlier runs do not count; what was re-issued and skipped does. Incomplete lines do not, nor what a learner had
-    begun when its membership ended."""
+    """What was re-issued or skipped counts. Earlier runs, incomplete lines, and mini-batches that a learner had
+    claimed but not finished when its membership ended do not."""
     first, second = folder.seen / "from-00000000", begin_segment(folder.seen, Position(Ticket(1, 0, 4)))
     (first / "learner-0.tsv").write_text("header\n" + "1\t1\t0\n" * 4)
     (second / "learner-0.tsv").write_text("header\n2\t1\t4\n2\t2\t5\n2\t8\t11\n2\t0\t4\n2\t")

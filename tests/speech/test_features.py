@@ -81,9 +81,9 @@ def test_digital_silence_gives_finite_features():
         assert torch.equal(features, torch.zeros(50, 40))
 
 
-def test_pauses_do_not_count_for_the_features_of_speech():
-    """The mean of loud frames is 0, and a second of faint noise before them changes theirs by less than 0.05 in the
-    mean; those of `utterance` change by ten times as much."""
+def test_pauses_do_not_shift_features_normalised_by_speech():
+    """The mean of loud frames is 0, and a second of faint noise before them changes their features by less than 0.05 on
+    average; with `utterance`, by more than ten times as much."""
     loud, faint = noise(1.0, 8000), 1e-3 * noise(1.0, 8000, 2)
     change = {}
     for normalise in ("utterance", "speech"):

@@ -406,7 +406,7 @@ def test_outputs_are_log_probabilities(config):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_seeds_decide_about_weights(name):
+def test_weights_depend_on_the_seed(name):
     """The same seed gives the same weights, another seed others, and the global generator stands still."""
     before = torch.get_rng_state()
     config = ModelConfig(name=name, preset="tiny")
@@ -533,7 +533,7 @@ def test_what_an_architecture_does_not_have_is_one_problem_of_its_key(tree, plac
     assert words in problem["msg"]
 
 
-def test_all_that_is_wrong_with_a_model_is_said_at_once():
+def test_all_problems_of_a_model_are_reported_at_once():
     """A preset and two sizes that it doesn't have are three problems."""
     with pytest.raises(ValidationError) as caught:
         ModelConfig.model_validate({"name": "transformer", "preset": "ibm", "hidden": 3, "context": 2})

@@ -53,7 +53,7 @@ def batch_of(phones: list[list[int]]) -> Batch:
 
 
 def test_espeak_pronounces_words() -> None:
-    """One list of IPA phones for each word, without stress; none for what it cannot say; spelled letters are words."""
+    """One list of IPA phones for each word, without stress; empty for what it cannot say; letters are spelled."""
     house, about, spelled, nothing = pronounce(["house", "about", "w", "..."], "en-us")
     assert house == ["h", "aʊ", "s"]
     assert about == ["ɐ", "b", "aʊ", "t"]
@@ -85,7 +85,7 @@ def test_a_lexicon_is_read_as_cmudict_writes_it(tmp_path: Path) -> None:
         (b"OTHER  AH\n", DataError, "pronounces none of the 1 words"),
     ],
 )
-def test_a_useless_lexicon_is_refused(tmp_path: Path, content: bytes, error: type[Exception], message: str) -> None:
+def test_an_unusable_lexicon_is_refused(tmp_path: Path, content: bytes, error: type[Exception], message: str) -> None:
     """With its name and the line."""
     path = tmp_path / "lexicon.txt"
     path.write_bytes(content)
@@ -129,8 +129,8 @@ def test_micro_batches_weighted_by_their_tokens_have_the_loss_of_one_batch() -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_phones_train_the_layers_up_to_theirs_alone(name: str) -> None:
-    """Their outputs have no gradient for the layers above; those of the tokens are the same as without phones."""
+def test_phones_train_only_the_layers_up_to_their_own(name: str) -> None:
+    """With phones at layer 1, layer 2 gets no gradient from them; the outputs are those of a model without phones."""
     config = config_of(name)
     model, batch = built(config).eval(), batch_of([[1, 2], [3, 3]])
     *_, told = model(batch.features, batch.feature_lengths, batch.tokens, batch.token_lengths)
@@ -156,7 +156,7 @@ def test_a_void_batch_and_one_without_known_words_have_gradients_of_zero() -> No
         assert all(each.grad is not None and not each.grad.count_nonzero() for each in model.phones.parameters())
 
 
-def test_more_phones_than_frames_are_no_error() -> None:
+def test_more_phones_than_frames_is_not_an_error() -> None:
     """Such an utterance has no gradient of phones; the loss stays finite."""
     config, model = config_of("blstm"), built(config_of("blstm"))
     assert bool(speech_loss(model, batch_of([[1, 2], [1] * 20]), config).isfinite())
@@ -193,14 +193,14 @@ def test_a_recogniser_keeps_its_phones(tmp_path: Path) -> None:
         Recogniser.load(tmp_path)
     with pytest.raises(
         CheckpointError,
-        match=r"phones\.json cannot be read: Value error, a word has a phone that is none of the 1 named",
+        match=r"phones\.json cannot be read: Value error, a word has a phone whose number is not between 1 and 1",
     ):
         load_phones(tmp_path)
 
 
 def test_impossible_layers_are_refused() -> None:
     """Above the last one, or of a network whose layers have frames of other rates."""
-    with pytest.raises(ValidationError, match="phones: layer 3 of 2; take a lower one"):
+    with pytest.raises(ValidationError, match=r"phones\.layer is 3, but model\.layers is 2; lower it"):
         config_of("blstm", layer=3)
     with pytest.raises(ValidationError, match="phones: zipformer has no layer for them; known are blstm, lstm, trans"):
         ModelConfig(name="zipformer", preset="tiny", phones=PhonesConfig())

@@ -1,4 +1,4 @@
-"""Pauses before and behind speech are cut off, and nothing else."""
+"""Pauses before and after speech are trimmed, and nothing else."""
 
 import numpy as np
 import pytest
@@ -38,13 +38,13 @@ def test_a_recording_without_pauses_stays_as_it_is(samples: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 79, 400])
-def test_very_short_recordings_are_no_error(length: int) -> None:
-    """Also those of no samples."""
+def test_very_short_recordings_are_not_an_error(length: int) -> None:
+    """Nor is an empty one."""
     assert len(trimmed(np.ones(length, np.float32), RATE, 0.0)) == length
 
 
-def test_preparation_trims_what_is_asked_for() -> None:
-    """After the limits of length; also where recordings are read again to be joined into strings."""
+def test_preparation_trims_recordings_when_asked_to() -> None:
+    """After the length limits are checked; also where recordings are reread to be joined into strings."""
     samples = recording(1.0, 1.5, 1.0)
     utterance = Utterance("a", "s", "A", "a.wav", lambda: (samples, RATE))
     checker = Checker("set", RATE, "upper", FilterConfig(trim=0.1, min_seconds=3.0))

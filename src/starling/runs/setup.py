@@ -113,8 +113,8 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progres
     if batches < step_size:
         say(
             f"warning: an epoch has {batches} mini-batches, and the {recipe.sync_group_size} learners that step "
-            f"together take {step_size} at once: one step takes mini-batches of several epochs: lower {size}, or use "
-            "fewer learners"
+            f"together take {step_size} at once, so that one step takes mini-batches of several epochs: lower {size}, "
+            "or use fewer learners"
         )
 
 
@@ -129,8 +129,8 @@ def _phones(recipe: Recipe, train: SpeechSets, say: Say) -> Phones | None:
     if made.unknown:
         shown = ", ".join(made.unknown[:3]) + (", …" if len(made.unknown) > 3 else "")
         say(
-            f"warning: model.phones: {len(made.unknown)} of {made.num_words} words have no known phones ({shown}), and "
-            "utterances with one of them do not count in the phones' loss"
+            f"warning: model.phones: {len(made.unknown)} of {made.num_words} words have no known phones ({shown}); "
+            "utterances with such words are left out of the phone loss"
         )
     return made.phones
 
@@ -143,8 +143,8 @@ def _untrained(
     phones: Phones | None,
     say: Say,
 ) -> Recogniser:
-    """A recogniser with weights of the recipe's seed, or those of its published checkpoint, which is then needed no
-    more."""
+    """A recogniser with weights drawn with the recipe's seed, or loaded from its published checkpoint, which is not
+    needed afterwards."""
     model = recipe.model.model_copy(update={"checkpoint": None})
     recogniser = Recogniser.create(model, features, tokenizer, derive_seed(recipe.seed, "model"), states, phones)
     if recipe.model.checkpoint is not None:
@@ -173,8 +173,8 @@ def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: 
 
 
 def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFolder) -> None:
-    """Leave in `folder` what `set_up` would, by what it left in `before` for a recipe with another seed alone,
-    or with `loss: frames` another model."""
+    """Write to `folder` what `set_up` would, reusing what it wrote to `before` for a recipe that differs only in its
+    seed or, with `loss: frames`, in its model."""
     initial = Recogniser.load(before.initial)
     recogniser = _untrained(
         recipe, initial.features, initial.tokenizer, initial.states, initial.phones, lambda line: None
@@ -248,8 +248,8 @@ def _stage(recipe: Recipe) -> Iterator[ExperimentFolder]:
 def _leave_out_too_short(
     recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, features: LogMel, path: Path, say: Say
 ) -> None:
-    """Write the utterances that cannot be aligned to `path`. Raises DataError if the recipe does not allow to skip so
-    many."""
+    """Write to `path` the utterances that cannot be aligned. Raises DataError if the recipe does not allow so many to
+    be skipped."""
     path.unlink(missing_ok=True)
     skip = recipe.data.filter.on_bad == "skip"
     found: list[TooShort]

@@ -16,7 +16,7 @@ from starling.training.freezing import OUTPUT, OUTPUTS, PHONES
 _ROW_BLOCKS = {".weight_ih_l": 4, ".weight_hh_l": 4, ".bias_ih_l": 4, ".bias_hh_l": 4, ".attention.inputs.": 3}
 """Parts of names, and the blocks of rows that such parameters have: the gates of an LSTM; queries, keys and values."""
 _OF_FEATURES = ("subsampling.convolutions.0.weight", "subsampling.projection.weight", "window.weight")
-"""Parameters with a column for each feature. Of other features, no column means the same."""
+"""Parameters with a column for each feature. If the features differ, no column has the same meaning."""
 _LISTED = 6
 
 
@@ -33,13 +33,13 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
     """Load the weights of an experiment's newest model, a checkpoint or a recogniser's folder into `recogniser`; return
     lines that say what was taken.
 
-    Rows of the output layer are taken for the tokens that both have, by what they stand for. With `partial` sizes,
-    parameters with the same name and another size take what overlaps: the gates of an LSTM and the two directions of a
-    bidirectional one each for themselves. Weights from new units to old ones begin at zero, so that added units change
-    no old one. Parameters of layers that the source does not have stay as they are.
+    Of the outputs, the rows of tokens and phones that both models have are copied, matched by name. With `partial`
+    sizes, a parameter whose size differs from its counterpart's takes the part that overlaps, separately for each gate
+    of an LSTM and each direction of a bidirectional one. Weights from new units to old ones are set to zero, so
+    that added units do not change old ones. Parameters of layers that the source does not have stay as they are.
 
     Raises:
-        ConfigError: Sizes differ, which is listed, and are `strict`; or nothing fits.
+        ConfigError: `sizes` is strict and some sizes differ, which the message lists; or nothing fits.
         CheckpointError: `source` has no model.
     """
     other = Recogniser.load(source if (source / "config.json").is_file() else load(latest(source)).model_folder)
@@ -108,11 +108,11 @@ def _output(
     if not new:
         return ""
     listed = ", ".join(new[:_LISTED]) + (", …" if len(new) > _LISTED else "")
-    return f"; in the output layer {len(rows) - 1} of {len(names) - 1} tokens keep their rows, new are {listed}"
+    return f"; in the output layer {len(rows) - 1} of {len(names) - 1} tokens keep their rows; new: {listed}"
 
 
 def _alike(names: Sequence[str], there: Sequence[str]) -> list[tuple[int, int]]:
-    """The rows of the outputs that both have, here and there."""
+    """Pairs of rows, in `names` and in `there`, of the outputs that both have."""
     places = {name: row for row, name in enumerate(there)}
     return [(row, places[name]) for row, name in enumerate(names) if name in places]
 
@@ -125,7 +125,7 @@ def _take_rows(
     directions: int,
     taken: _Taken,
 ) -> None:
-    """Take those rows, here and there, of all parameters with the prefix."""
+    """Copy the paired rows from `theirs` to `own`, in all parameters whose names start with `prefix`."""
     mine, source = torch.tensor([row for row, _ in rows]), torch.tensor([row for _, row in rows])
     for name in (each for each in own if each.startswith(prefix)):
         if name not in theirs or own[name].shape[1:].numel() == 0 or own[name].ndim != theirs[name].ndim:

@@ -21,7 +21,7 @@ from starling.workload import Ticket, Unit, Workload
 class SpeechWorkload(Workload[Batch]):
     """The workload of a recipe. All random choices are pure functions of the recipe's seed and the ticket.
 
-    `initial` is the folder of the untrained recogniser; `phones` are its own.
+    `initial` is the folder of the untrained recogniser; `phones` are those of that recogniser.
     """
 
     def __init__(

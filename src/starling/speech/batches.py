@@ -77,9 +77,10 @@ def load_batch(
 ) -> Batch:
     """Load the utterances `indices` of a set. The same arguments give the same bits in every process.
 
-    With `augment` None the audio is not changed, and with `phones` the batch has those of its texts. Global random
-    generators keep their states. The randomness of an utterance depends only on `seed` and its place in the batch, so a
-    skipped utterance does not affect others, unless speech of the batch is added to it (`augment.babble_snr`).
+    With `augment` None the audio is not changed. With `phones` the batch has the phones of its transcripts. Global
+    random generators keep their states. The randomness of an utterance depends only on `seed` and its place in the
+    batch, so a skipped utterance does not affect others, unless speech of the batch is mixed into them
+    (`augment.babble_snr`).
     Raises DataError, naming the utterance, for an unusable audio or transcript; with `on_bad` "skip" the utterance is
     listed in `skipped` instead. A shard that cannot be read is always an error.
     """

@@ -142,7 +142,7 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
     ):  # the list itself is recorded below
         del settings["filter"][name_of_key]
     if config.filter.trim is None:
-        del settings["filter"]["trim"]  # as before there was one
+        del settings["filter"]["trim"]  # so that sets prepared before the key existed keep their digest
     if left_out := left_out_of(config.filter.leave_out, name):
         settings["left_out"] = sorted(left_out)
     source = config.source(name)

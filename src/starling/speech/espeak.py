@@ -1,4 +1,4 @@
-"""The espeak-ng synthesiser by ctypes, run as a separate process so that each run starts from the same state.
+"""The espeak-ng synthesiser, called by ctypes in a separate process, so that each run starts from the same state.
 
 espeak-ng keeps state between sentences (noise, glottal phase) that cannot be reset, so the same sentence sounds
 slightly different each time. A new process that speaks the same list gives the same samples. It reads JSON from
@@ -67,8 +67,8 @@ def speak(sentences: Sequence[Sentence]) -> Iterator[tuple[NDArray[np.int16], in
 
 
 def pronounce(words: Sequence[str], voice: str) -> list[list[str]]:
-    """The phones of each word in the International Phonetic Alphabet, without marks of stress; none for a word that
-    cannot be said.
+    """The phones of each word in the International Phonetic Alphabet, without stress marks; an empty list for a word
+    that espeak-ng cannot pronounce.
 
     Raises:
         ConfigError: There is no such voice.
@@ -81,7 +81,7 @@ def pronounce(words: Sequence[str], voice: str) -> list[list[str]]:
         check=False,
     )
     if program.returncode == _UNKNOWN_VOICE:
-        raise ConfigError(f"espeak-ng has no voice {voice!r}; en-us, en-gb, de and fr are some")
+        raise ConfigError(f"espeak-ng has no voice {voice!r}; it has, for example, en-us, en-gb, de and fr")
     if program.returncode:
         message = program.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         raise DataError(f"espeak-ng cannot pronounce words (exit code {program.returncode}): {message[-1]}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from starling.speech.mel import Warp
 
 _SMALLEST_DEVIATION = 1e-5  # so that constant features (digital silence) are not divided by zero
-_SCALE = 3.0  # about the deviation of log-mel energies in speech, in nats
+_SCALE = 3.0  # roughly the standard deviation of log-mel energies in speech, in nats
 WHOLE = ("utterance", "speech")
 """Normalisations that need whole recordings."""
 _FITTED_AT_ONCE = 32  # utterances that are read together

@@ -11,10 +11,10 @@ _SPEECH = 0.4
 
 
 def loud_frames(levels: NDArray[np.floating[Any]], least_range: float = 0.0) -> NDArray[np.bool_]:
-    """Which frames are loud, by their levels `[n]` on a logarithmic scale.
+    """Which frames are loud `[n]`, by their levels `[n]` on a logarithmic scale.
 
-    Averaged over five frames, a loud level is above the 10 % quantile of all by 40 % of the way to the 95 % quantile.
-    All frames are loud if these quantiles are less than `least_range` apart.
+    Levels are averaged over five frames. A frame is loud if its level is at least 40 % of the way from the 10 %
+    quantile of all levels to the 95 % quantile. All frames are loud if these are less than `least_range` apart.
     """
     sums, counts = (np.convolve(each, np.ones(_SMOOTHED))[2:-2] for each in (levels, np.ones(len(levels))))
     level = sums / counts

@@ -47,7 +47,7 @@ def speech_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> torch.Te
 
         ctc_weight * CTC + (1 - ctc_weight) * decoder,
 
-    each the sum over the batch in nats, divided by the number of its tokens. With phones,
+    each summed over the batch, in nats, and divided by the batch's number of tokens. With phones,
 
         (1 - weight) * (the above) + weight * CTC of phones,
 

@@ -1,4 +1,4 @@
-"""Phones of transcripts: targets of a second CTC loss behind a lower layer, which training alone uses."""
+"""Phones of transcripts: targets of a second CTC loss at a lower layer, used only in training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMMENTS = (";;;", "#")
 class PhonesConfig(Config):
     """The section `model.phones`: the loss is `(1 - weight) * loss + weight * CTC of phones`."""
 
-    layer: int = Field(default=1, ge=1, description="the layer, or block, that the phones are told from; 1: the first")
+    layer: int = Field(default=1, ge=1, description="the layer, or block, that predicts the phones; 1: the first")
     weight: float = Field(default=0.6, gt=0, lt=1, description="share of the phones' CTC loss in the loss")
     voice: str = Field(default="en-us", description="the voice of espeak-ng that pronounces the words")
     lexicon: Path | None = Field(
@@ -53,7 +53,7 @@ class Phones:
         return len(self.names)
 
     def encode(self, text: str) -> list[int]:
-        """The phones of a text's words, one word after another; none if one of the words is not known."""
+        """The phones of a text's words, one word after another; empty if any of the words is unknown."""
         found: list[int] = []
         for word in text.split():
             phones = self._words.get(word)
@@ -63,7 +63,7 @@ class Phones:
         return found
 
     def save(self, folder: Path) -> Path:
-        """Write the file that `load_phones` reads; its path."""
+        """Write the file that `load_phones` reads, and return its path."""
         path = folder / PHONES_FILE
         content = _Saved(names=tuple(self.names[1:]), words={word: tuple(each) for word, each in self._words.items()})
         path.write_text(content.model_dump_json(), encoding="utf-8")
@@ -80,7 +80,7 @@ class _Saved(Config):
     @model_validator(mode="after")
     def _phones_are_named(self) -> Self:
         if any(not 0 < phone <= len(self.names) for phones in self.words.values() for phone in phones):
-            raise ValueError(f"a word has a phone that is none of the {len(self.names)} named")
+            raise ValueError(f"a word has a phone whose number is not between 1 and {len(self.names)}")
         return self
 
 
@@ -124,10 +124,10 @@ def make_phones(config: PhonesConfig, texts: Iterable[str]) -> MadePhones:
 
 
 def read_lexicon(path: Path) -> dict[str, list[str]]:
-    """The phones of each word, which is in lower case, of a file with a word and its phones on each line.
+    """The phones of each word, by the word in lower case, from a file with a word and its phones on each line.
 
-    The first of several pronunciations is taken; `WORD(1)` is another one of `WORD`, as in CMUdict. Digits at the end
-    of phones mark stress, and are dropped. Raises ConfigError, naming the line, for a word without phones.
+    Of several pronunciations, the first is taken; `WORD(1)` is a variant of `WORD`, as in CMUdict. Stress marks, the
+    digits 0 to 2 at the end of phones, are dropped. Raises ConfigError, naming the line, for a word without phones.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

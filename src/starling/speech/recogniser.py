@@ -56,7 +56,7 @@ class Recogniser:
     """Transcribes waveforms.
 
     The network's outputs are the tokens of CTC, or `states`: then a search for the best words follows it. With a
-    decoder, texts are the decoder's. `phones` help training alone.
+    decoder, texts are the decoder's. `phones` are used only in training.
     """
 
     def __init__(

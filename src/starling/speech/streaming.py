@@ -17,14 +17,14 @@ class StreamingLogMel:
     """The features of one recording that comes in blocks: together the frames that `LogMel` gives for the whole, to
     rounding.
 
-    Raises ConfigError for features that need the whole recording: `normalise: utterance`, or `speech`, and `splice`.
+    Raises ConfigError for features that need the whole recording: `normalise: utterance` or `speech`, or `splice`.
     """
 
     def __init__(self, features: LogMel) -> None:
         if not _comes_in_blocks(features):
             raise ConfigError(
-                "features.normalise: utterance, or speech, and splice, need the whole recording: a stream needs "
-                "normalise: global or none, without splice"
+                "features.normalise: utterance or speech, and features.splice, need the whole recording: a stream "
+                "needs normalise: global or none, without splice"
             )
         self._features = features
         self._received = 0  # samples

@@ -1,4 +1,4 @@
-"""Cuts the pauses before and behind speech off a recording."""
+"""Trims the pauses before and after the speech of a recording."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,10 @@ _LEAST_RANGE = 10.0  # dB
 
 
 def trimmed(samples: NDArray[np.float32], rate: int, margin: float) -> NDArray[np.float32]:
-    """The part of samples `[T]` from `margin` seconds before the first loud frame to as much behind the last one.
+    """The part of samples `[T]` from `margin` seconds before the first loud frame to `margin` seconds after the last.
 
-    Frames last 10 ms; their levels in dB after pre-emphasis say which are loud (`loud_frames`). A recording whose
-    levels are less than 10 dB apart has no pauses, and stays as it is.
+    The level of a 10 ms frame is its power in dB after pre-emphasis; `loud_frames` says which are loud. A recording
+    whose quantiles are less than 10 dB apart has no pauses, and is returned unchanged.
     """
     size = max(1, round(_FRAME * rate))
     count = len(samples) // size

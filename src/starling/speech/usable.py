@@ -38,8 +38,8 @@ class FilterConfig(Config):
     max_seconds: float = Field(default=20.0, gt=0)
     """Longer utterances are dropped."""
     trim: float | None = Field(default=None, ge=0, le=10)
-    """Seconds that are kept before and behind the speech of each recording, whose other pauses there are cut off; null:
-    recordings stay as they are."""
+    """Seconds of pause to keep before and after the speech of each recording; the rest is cut off. null: recordings
+    stay as they are."""
     on_bad: Literal["fail", "skip"] = "skip"
     """Whether unusable utterances are left out, counted, named and listed, or the first one ends the command: in
     preparation, when training is set up (too short for CTC), and during training."""

@@ -5,9 +5,9 @@
     exp/<name>/seen/from-00000000/skipped-0.tsv   utterances that could not be used, with the reason
     exp/<name>/seen/from-00000480/...             the next segment, after a resume or a new membership at step 480
 
-A mini-batch is recorded before its gradient is computed, because the other learners may complete a mean in which this
-one is lost. Mini-batches after the position at which the next segment starts are not in the weights. Readers
-of the record ignore them.
+A mini-batch is recorded before its gradient is computed: if its learner is lost while gradients are averaged, the
+others may still complete the mean. Mini-batches after the position at which the next segment starts are not in the
+weights. Readers of the record ignore them.
 """
 
 from __future__ import annotations
@@ -196,7 +196,8 @@ def read_seen(folder: Path, end: Position) -> Iterator[SeenBatch]:
 
 
 def count_lines(path: Path, until: Position | None = None) -> int:
-    """The number of complete lines after the header; with `until`, of those of mini-batches in the weights there."""
+    """The number of complete lines after the header; with `until`, without those of mini-batches that are not in the
+    weights of a checkpoint there."""
     with path.open("rb") as file:
         next(file, None)
         return sum(line.endswith(b"\n") and (until is None or _is_kept(line, until)) for line in file)

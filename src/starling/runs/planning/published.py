@@ -81,7 +81,7 @@ ROWS = (
         {"name": "adpsgd", "pattern": "ring", **WHOLE},
         14.0,
         "arXiv 1904.04956",
-        "another GPU, with another share of its peak; and faster than linear scaling from the fitted row",
+        "another GPU, which reaches another share of its peak; and faster than linear scaling from the fitted row",
     ),
     Published(
         "32 V100, hybrid",

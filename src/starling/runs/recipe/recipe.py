@@ -64,7 +64,7 @@ class WarmStart(Config):
     experiment: Path
     """Its newest model is taken, unless this is a checkpoint or a recogniser's folder."""
     sizes: Literal["strict", "partial"] = "strict"
-    """strict: only the outputs may differ, of which the tokens and phones that both have keep their rows. partial:
+    """strict: only the outputs may differ; the rows of tokens and phones that both models have are kept. partial:
     layers may be missing, or of other sizes: what overlaps is taken."""
 
     @model_validator(mode="before")

@@ -66,11 +66,11 @@ def find_model(name: str) -> Architecture:
 
 
 _NO_SIZES = ("name", "preset", "decoder", "phones", "chunk", "checkpoint", "encoder")
-"""Keys of `ModelConfig` that are no sizes of the network."""
+"""Keys of `ModelConfig` that are not sizes of the network."""
 
 
 class ModelConfig(Config):
-    """Which network, and its sizes: a preset, and single sizes put in place of the preset's.
+    """Which network, and its sizes: a preset, and individual sizes that override the preset's.
 
     Each architecture has its own presets and sizes; any other is an error.
     """
@@ -123,8 +123,8 @@ class ModelConfig(Config):
 
     phones: PhonesConfig | None = Field(
         default=None,
-        description="phones of the transcripts as targets of a second CTC loss, told from a lower layer; needs blstm, "
-        "lstm, transformer or conformer; null: none",
+        description="a second CTC loss, with which a lower layer learns the phones of transcripts; needs blstm, lstm, "
+        "transformer or conformer; null: none",
     )
 
     chunk: ChunkConfig | None = Field(
@@ -189,7 +189,7 @@ class ModelConfig(Config):
                 raise ValueError(f"phones: {self.name} has no layer for them; known are {', '.join(known)}")
             layers = getattr(shape, "layers", None)
             if layers is not None and self.phones.layer > layers:
-                raise ValueError(f"phones: layer {self.phones.layer} of {layers}; take a lower one")
+                raise ValueError(f"phones.layer is {self.phones.layer}, but model.layers is {layers}; lower it")
         if self.chunk is not None:
             if not find_model(self.name).can_stream:
                 known = [name for name, each in MODELS.items() if each.can_stream]
@@ -291,5 +291,5 @@ def _build_decoder(config: DecoderConfig, encoder_width: int, vocab_size: int) -
 
 
 def count_parameters(model: nn.Module) -> int:
-    """How many numbers training can change."""
+    """The number of trainable parameters."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""What all acoustic models share: an encoder, a layer behind it for CTC, and perhaps a decoder and phones."""
+"""What all acoustic models share: an encoder, an output layer for CTC, and optionally a decoder and phones."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Decoder(nn.Module):
 
 
 class Layers(NamedTuple):
-    """The layers of an encoder that hear each other's outputs, all at the rate of its frames."""
+    """The stacked layers of an encoder, each fed by the one before, all at the rate of the encoder's frames."""
 
-    modules: nn.ModuleList  # each makes `[B, T', width]`, alone or first of a tuple
+    modules: nn.ModuleList  # each returns `[B, T', width]`, alone or first in a tuple
     width: int
 
 
 class PhoneOutput(nn.Module):
-    """Log-probabilities of phones, told from the outputs of a lower layer.
+    """Log-probabilities of phones, predicted from the outputs of a lower layer.
 
     The lower layers learn the sounds, those above them the spelling: Sanabria and Metze 2018, "Hierarchical multitask
     learning with CTC" (arXiv 1807.07104).
@@ -61,7 +61,7 @@ class Network(nn.Module):
     decoder: Decoder | None
     phones: PhoneOutput | None
     stacked: Layers | None
-    """The layers that `phones` may be told from; None: there are none."""
+    """The layers from which phones can be predicted; None: there are none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Network(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Features `[B, T, F]` and lengths `[B]` -> log-probabilities `[B, T', V]` (float32) and lengths `[B]`.
 
-        With tokens, as `Decoder` takes them, there follow the decoder's loss, if there is a decoder, and the
+        Given tokens, as `Decoder` takes them, it also returns the decoder's loss, if there is a decoder, and then the
         log-probabilities `[B, T', P]` of phones, if there are phones.
         """
         if tokens is None or token_lengths is None:

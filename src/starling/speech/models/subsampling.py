@@ -78,9 +78,9 @@ class Conv2dSubsampling(nn.Module):
     """Two convolutions over time and frequency with ReLU behind each, a projection, LayerNorm and ReLU; `[B, T, F]` ->
     `[B, T', channels]`.
 
-    A pattern is recognised again at a higher or lower frequency, as another voice has it. The first convolution has
-    `conv2d_channels` channels, the second twice as many, and each halves the number of bands. Strides over time and
-    padding are treated as in `ConvSubsampling`.
+    A pattern is recognised wherever it lies on the frequency axis, which differs between voices. The first convolution
+    has `conv2d_channels` channels, the second twice as many, and each halves the number of bands. The number of frames
+    is that of `ConvSubsampling`, and padding never reaches an utterance's frames.
     """
 
     def __init__(self, num_features: int, conv2d_channels: int, channels: int, subsampling: int) -> None:
