@@ -17,17 +17,18 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
-Saved = TypeVar("Saved", bound=Config)
+ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def read_saved(kind: type[Saved], path: Path) -> Saved:
+def read_saved(kind: type[ConfigT], path: Path) -> ConfigT:
     """The content of one of a recogniser's JSON files. Raises CheckpointError naming the file."""
     try:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path} cannot be read: {place}{': ' if place else ''}{first['msg']}") from error
+        problem = first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{path} cannot be read: {place}{': ' if place else ''}{problem}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

@@ -193,7 +193,7 @@ def test_a_recogniser_keeps_its_phones(tmp_path: Path) -> None:
         Recogniser.load(tmp_path)
     with pytest.raises(
         CheckpointError,
-        match=r"phones\.json cannot be read: Value error, a word has a phone whose number is not between 1 and 1",
+        match=r"phones\.json cannot be read: a word has a phone whose number is not between 1 and 1",
     ):
         load_phones(tmp_path)
 

@@ -31,6 +31,15 @@ def test_the_margin_is_kept_on_either_side_of_speech(margin: float, before: floa
     assert before + 1.5 <= end <= min(before + 1.5 + margin + 0.03, before + 1.5 + behind) + 1e-9
 
 
+def test_speech_up_to_the_last_sample_is_kept() -> None:
+    """Also in a last frame that is not complete."""
+    samples = recording(1.0, 1.505, 0.0)
+    assert len(samples) % (RATE // 100)
+    kept = trimmed(samples, RATE, 0.0)
+    assert len(kept) < len(samples)
+    np.testing.assert_array_equal(kept, samples[-len(kept) :])
+
+
 @pytest.mark.parametrize("samples", [recording(0, 0, 2), recording(0, 2, 0), np.zeros(16000, np.float32)])
 def test_a_recording_without_pauses_stays_as_it_is(samples: np.ndarray) -> None:
     """Noise, a tone from end to end, and silence."""

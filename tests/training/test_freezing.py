@@ -92,8 +92,8 @@ def test_parameters_are_named_by_modules_and_wildcards(pattern: str, names: set[
     assert {id(each) for each in trainable(model)} == {id(each) for each in model.parameters() if each.requires_grad}
 
 
-def test_the_encoder_has_no_part_of_the_phones() -> None:
-    """Their output layer is trained like that of the tokens."""
+def test_freezing_the_encoder_leaves_the_outputs_of_tokens_and_phones_trainable() -> None:
+    """Both are new if the tokens or the lexicon are."""
     model = Net()
     model.phones = nn.ModuleDict({"output": nn.Linear(3, 2)})
     freeze(model, [Freeze.model_validate("encoder")])
