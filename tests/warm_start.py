@@ -45,6 +45,7 @@ MODULES = (
     "tests.engines.attached_process",
     "tests.engines.device_process",
     "tests.engines.drop_in_process",
+    "tests.engines.hostile_process",
     "tests.engines.served_process",
     "tests.engines.surviving_process",
     "tests.launch.learner_process",

@@ -147,6 +147,11 @@ class Learner(ABC):
         constant, and the same on all learners."""
 
     @abstractmethod
+    def learning_rate(self, piece: slice | None = None) -> float | Tensor:
+        """The local optimizer's present learning rate, if it is the same for all weights; otherwise that of each weight
+        `[P]`, or of those in a piece `[n]`. On Starling's own engines it is in units of its peak."""
+
+    @abstractmethod
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         """Start computing the gradient `[P]` of the claimed mini-batch at the weights `at`.
 

@@ -123,7 +123,7 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
         super().on_train_start()
         if len(self.optimizers) != 1:
             raise ConfigError(
-                f"configure_optimizers: returns {len(self.optimizers)} optimizers, but a learner has one; use "
+                f"configure_optimizers: returns {len(self.optimizers)} optimizers, but this strategy takes one; use "
                 "parameter groups of one optimizer"
             )
         close_host_group()

@@ -1,6 +1,6 @@
 """`starling.join`: turns an existing PyTorch training loop into one learner of several."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, Literal
 
@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from starling.configuration import Config
 from starling.engines.loop.joined import JoinedLearner
-from starling.engines.loop.replica import check_loop
+from starling.engines.loop.optimizers import OptimizerList, as_one
+from starling.engines.loop.replica import check_loop, check_served
 from starling.engines.loop.traps import check_modules
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
@@ -27,7 +28,7 @@ from starling.timeouts import CONNECT
 
 def join(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     strategy: str | Strategy = "adpsgd",
     *,
     seed: int = 0,
@@ -46,7 +47,8 @@ def join(
 
     Args:
         model: The model, on its device. Change its dtype, device or layers before joining.
-        optimizer: Any optimizer of `torch.optim`, except LBFGS, over the model's parameters.
+        optimizer: Any optimizer of `torch.optim`, except LBFGS, over the model's parameters; or a list of several, each
+            with parameters of its own, such as Muon and AdamW, or those of a GAN.
         strategy: A name that `starling strategies` lists, a `module:name`, or a `Strategy`.
         seed: Determines random patterns.
         timeout_seconds: The longest wait for another learner.
@@ -60,9 +62,11 @@ def join(
         ProtocolError: Learners differ in configuration, model or version.
         PeerLost: Another learner did not come.
     """
-    check_loop(model, optimizer)
+    joined = as_one(optimizer)
+    check_loop(model, joined)
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
     checked = _checked(chosen, options)
+    _check_optimizer(joined, chosen, checked)
     _check_arguments(timeout_seconds, most_not_finite, on_loss)
     coordination: CoordinatorLink | None = None
     if on_loss == "continue":
@@ -84,7 +88,7 @@ def join(
     chosen.validate(checked, place.world)
     is_in_step = chosen.sync_groups(checked, place.world).size == place.world
     check_modules(model, chosen.name, is_in_step)
-    return JoinedLearner(place, model, optimizer, chosen, checked, seed, timeout_seconds, most_not_finite, coordination)
+    return JoinedLearner(place, model, joined, chosen, checked, seed, timeout_seconds, most_not_finite, coordination)
 
 
 def _check_arguments(timeout_seconds: float, most_not_finite: int, on_loss: str) -> None:
@@ -95,6 +99,16 @@ def _check_arguments(timeout_seconds: float, most_not_finite: int, on_loss: str)
         raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
     if on_loss not in ("stop", "continue"):
         raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
+
+
+def _check_optimizer(optimizer: Optimizer, strategy: Strategy, options: Config) -> None:
+    """Raise `ConfigError` for an optimizer that does not suit the strategy."""
+    if strategy.is_served or not strategy.steps_itself:
+        check_served(optimizer, strategy.name)
+    if isinstance(optimizer, OptimizerList) and getattr(options, "optimizer_state", "local") == "averaged":
+        raise ConfigError(
+            "optimizer_state: several optimizers have no common state to average; leave it out, or join with one"
+        )
 
 
 def _check_survives(strategy: Strategy) -> None:
@@ -108,7 +122,7 @@ def _check_survives(strategy: Strategy) -> None:
 
 
 def attach(
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     model: nn.Module,
     strategy: str | Strategy = "adpsgd",
     *,
@@ -124,7 +138,8 @@ def attach(
     The optimizer's other hooks act once for each step. Those registered before see this learner's own gradient.
 
     Args:
-        optimizer: The loop's optimizer.
+        optimizer: The loop's optimizer, or a list of its optimizers: each call of one's `step` is then a step of the
+            learner with that one alone.
         model: The model that it trains.
         strategy: As in `starling.join`.
         scaler: The loop's `GradScaler`, whose `step` becomes the learner's as well. Without it, a step that the scaler

@@ -11,7 +11,7 @@ from pydantic import Field
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Learner, LoopEnded
-from starling.strategies.base import Strategy, one_learner
+from starling.strategies.base import Strategy, adopts_none, one_learner
 from starling.strategies.parameter_server import PARAMETER_SERVER, Remote
 from starling.strategies.server import Server, ServerOptions
 
@@ -250,6 +250,7 @@ def _strategy(name: str, summary: str, options: type[AsyncLocalOptions]) -> Stra
         check=_check,
         survivors=_survivors,
         is_served=True,
+        adopts_changes=adopts_none,
         family="async-local",
         kind="periodic",
     )

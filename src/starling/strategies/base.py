@@ -35,6 +35,16 @@ def averages_none(options: Config) -> bool:
     return False
 
 
+def adopts_all(options: Config) -> bool:
+    """True: changes of the weights are adopted."""
+    return True
+
+
+def adopts_none(options: Config) -> bool:
+    """False: no changes of the weights are adopted."""
+    return False
+
+
 def all_but_the_lost(options: Config, world: int, lost: Collection[int]) -> Sequence[int]:
     """The ranks of all learners that are not lost."""
     gone = set(lost)
@@ -95,6 +105,10 @@ class Strategy:
     """The strategies that share a text and a page; empty: the strategy's own name."""
     kind: str = "others"
     """The heading under which `starling strategies` lists it, such as `gossip`."""
+    adopts_changes: Callable[[Any], bool] = adopts_all
+    """Whether, with these options, a change of the weights between two gradients that is no step of the learner, such
+    as `load_state_dict` in a user's loop, moves the mean of all learners' weights by its own mean. If not, it would be
+    lost or taken for progress, and the loop's next step refuses it."""
     steps_itself: bool = True
     """Whether each gradient of a learner becomes a step of its own optimizer, in the order of its claims."""
 

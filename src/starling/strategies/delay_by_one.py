@@ -1,7 +1,7 @@
 """Averaging of weights that overlaps with computation and takes effect one step late."""
 
 from starling.learner import Learner
-from starling.strategies.base import Strategy
+from starling.strategies.base import Strategy, adopts_none
 
 
 async def delay_by_one(me: Learner) -> None:
@@ -33,5 +33,9 @@ async def delay_by_one(me: Learner) -> None:
 
 
 DELAY_BY_ONE = Strategy(
-    "delay-by-one", "average weights during the computation, one step late", delay_by_one, kind="all-reduce"
+    "delay-by-one",
+    "average weights during the computation, one step late",
+    delay_by_one,
+    adopts_changes=adopts_none,
+    kind="all-reduce",
 )

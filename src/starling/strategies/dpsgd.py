@@ -10,6 +10,7 @@ from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies.base import Strategy
 from starling.strategies.mixing import Gossip, MixingOptions, averages_both_ways, check_mixing
+from starling.strategies.rates import divided
 from starling.topology import find_topology, lazy
 
 if TYPE_CHECKING:
@@ -93,12 +94,11 @@ async def _quasi_global(me: Learner, options: DpsgdOptions, gossip: Gossip) -> N
     m = me.strategy_state("momentum", _zeros(me), is_common=False)
     while me.claim():
         gradient = await me.gradient(me.weights)
-        x, a = me.weights.clone(), float(me.step_metadata[0])
+        x, a = me.weights.clone(), me.learning_rate()
         me.step(gradient)
         me.apply(-a * options.beta * m)
         await gossip.start().change_weights()
-        if a:
-            m.lerp_((x - me.weights) / a, options.mu)
+        m.lerp_(divided(x - me.weights, a, at_rest=m), options.mu)
 
 
 async def _d2(me: Learner, gossip: Gossip) -> None:

@@ -13,6 +13,7 @@ from starling.errors import ConfigError
 from starling.learner import Handle, Learner, LoopEnded
 from starling.strategies.base import Strategy
 from starling.strategies.compression import Compression, LowRank, Means, TopK
+from starling.strategies.rates import divided
 from starling.topology import pairs
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ class Period:
         """Make a step of the outer optimizer, and take its result, or as much of it as the options say."""
         blend = 0.0 if is_last else self._options.blend
         drawn = self._drawn(fragment) if self._options.elastic and not is_last else None
-        theta = mean if self._is_mean else self._outer_step(self._theta[fragment], self._v[fragment], mean)
+        theta = mean if self._is_mean else self._outer_step(fragment, mean)
         if drawn is not None:
             self._me.apply(drawn, fragment)
             return
@@ -266,14 +267,14 @@ class Period:
         mean = await me.mean(me.weights[places])
         me.replace(me.snapshot().index_copy_(0, places, mean))
 
-    def _outer_step(self, theta: Tensor, v: Tensor, mean: Tensor) -> Tensor:
-        """Change `theta` and `v`, both `[n]`, in place; returns `theta`. Of a large model, each vector that it makes on
-        the way costs as much as several operations."""
-        options, beta = self._options, self._momentum
-        a = float(self._me.step_metadata[0]) if options.divided_by_rate else 1.0
+    def _outer_step(self, fragment: slice, mean: Tensor) -> Tensor:
+        """Change a fragment of theta and of v in place; returns that of theta `[n]`. Of a large model, each vector that
+        it makes on the way costs as much as several operations."""
+        options, beta, theta, v = self._options, self._momentum, self._theta[fragment], self._v[fragment]
+        a = self._me.learning_rate(fragment) if options.divided_by_rate else 1.0
         difference = mean if self._means.are_encoded else theta - mean
-        if a != 1.0:
-            difference = difference / a if a else 0.0 * mean  # without a rate, nothing has moved
+        if options.divided_by_rate:
+            difference = divided(difference, a)
         v.mul_(beta).add_(difference)
         step = (beta * v).add_(difference).mul_(options.rate * a) if options.nesterov else options.rate * a * v
         return theta.sub_(step)
@@ -427,9 +428,26 @@ class SparseLoCoOptions(LocalOptions):
     feedback: float = Field(default=0.95, ge=0.0, le=1.0)
 
 
+def _takes_mean_at_once(options: LocalOptions) -> bool:
+    """Whether an agreement is the mean of the present weights, and not a step from those last agreed on."""
+    return (
+        options.rate == 1.0
+        and options.momentum == 0.0
+        and not (options.elastic or options.overlap or options.compression != "none" or options.pull is not None)
+    )
+
+
 def _strategy(name: str, summary: str, options: type[LocalOptions]) -> Strategy:
     return Strategy(
-        name, summary, local, options=options, check=_check, keeps_state=True, family="local", kind="periodic"
+        name,
+        summary,
+        local,
+        options=options,
+        check=_check,
+        adopts_changes=_takes_mean_at_once,
+        keeps_state=True,
+        family="local",
+        kind="periodic",
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from starling.errors import ConfigError, PeerLost
 from starling.learner import Handle, Learner, LoopEnded
-from starling.strategies.base import Strategy, all_but_the_lost
+from starling.strategies.base import Strategy, adopts_none, all_but_the_lost
 from starling.strategies.server import AGE, GRADIENT, REPORT, WEIGHTS, Report, Server, ServerOptions
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ PARAMETER_SERVER = Strategy(
     survivors=_survivors,
     averages_gradients=lambda options: options.update == "hybrid",
     is_served=True,
+    adopts_changes=adopts_none,
     kind="server",
     steps_itself=False,
 )

@@ -131,6 +131,11 @@ class Course:
         """The learning-rate factor and the portion of the claimed mini-batch."""
         return torch.tensor([self._factor, self._portion], dtype=torch.float64)
 
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the claimed mini-batch, in units of its peak."""
+        return self._factor
+
     def _set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
         """Set the learning rates of a shard's optimizer."""
         factor, portion = step_metadata.tolist()

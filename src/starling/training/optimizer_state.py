@@ -35,9 +35,26 @@ class OptimizerMemory:
             torch.cat([optimizer.state[parameter][name].reshape(-1) for parameter in parameters]) for name in names
         ]
         self.never_negative = [name in NEVER_NEGATIVE for name in names]
-        for name, vector in zip(names, self.vectors, strict=True):
-            for parameter, view in zip(parameters, split(vector, parameters), strict=True):
-                optimizer.state[parameter][name] = view
+        self._views = [
+            (parameter, name, view)
+            for name, vector in zip(names, self.vectors, strict=True)
+            for parameter, view in zip(parameters, split(vector, parameters), strict=True)
+        ]
+        for parameter, name, view in self._views:
+            optimizer.state[parameter][name] = view
+
+    def take_back(self) -> None:
+        """Take what `load_state_dict` has put in the place of the views, which are the optimizer's state again."""
+        for parameter, name, view in self._views:
+            state = self._optimizer.state[parameter]
+            found = state.get(name)
+            if found is not None and found.data_ptr() == view.data_ptr():
+                continue
+            if found is None:
+                view.zero_()
+            else:
+                view.copy_(found)
+            state[name] = view
 
     def _begin(self, another: Callable[[dict[int, nn.Parameter]], Optimizer]) -> None:
         """Initialise the optimizer's state to zeros.

@@ -10,6 +10,7 @@ it no longer needs the others.
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from starling.engines.loop.progress import Consensus
 from starling.engines.processes.collectives import OrderedMean
 from starling.errors import ProtocolError
 
+_ROUNDING = 1e-4
+"""How far equal replicas may be apart, relative to the norm of their weights: what different processors round."""
 _ENDED = "ended"
 """Announces that the membership has ended, of which these announcements are part."""
 
@@ -36,7 +39,8 @@ class AnnouncementListener(threading.Thread):
 
     `contribution` returns the number of steps made and the learner's contribution after them; `own_weights` returns the
     weights `[P]` whose distance from the mean is measured. `listening` is the store over a connection that nothing else
-    uses meanwhile; None: a new one.
+    uses meanwhile; None: a new one. `must_be_equal` is the name of a strategy under which all learners have the same
+    weights after equal numbers of steps.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class AnnouncementListener(threading.Thread):
         contribution: Callable[[], tuple[int, Tensor]],
         own_weights: Callable[[], Tensor],
         listening: Store | None = None,
+        must_be_equal: str | None = None,
     ) -> None:
         super().__init__(name=f"starling-announcements-{rank}", daemon=True)  # it must not keep a failed process alive
         self.finished: dict[int, int] = {}
@@ -71,6 +76,7 @@ class AnnouncementListener(threading.Thread):
         self._own_weights = own_weights
         self._is_final_wanted = False
         self._size: int | None = None
+        self._must_be_equal = must_be_equal
         self._awaited = 0
         self._lock = threading.Lock()
         self._requests: dict[int, Future[Consensus]] = {}
@@ -162,7 +168,7 @@ class AnnouncementListener(threading.Thread):
             self._under_way = num_steps, future
         with suppress(InvalidStateError):  # the wait for it was released
             try:
-                agreed = self._agree(mine, own)
+                agreed = self._agree(num_steps, mine, own)
             except BaseException as error:  # the thread continues, to answer the others
                 self._on_error(error)
                 future.set_exception(error)
@@ -171,7 +177,7 @@ class AnnouncementListener(threading.Thread):
         with self._lock:
             self._under_way = None
 
-    def _agree(self, mine: Tensor, own: Tensor) -> Consensus:
+    def _agree(self, num_steps: int, mine: Tensor, own: Tensor) -> Consensus:
         self._size = self._size or len(mine)
         if len(mine) != self._size:
             raise ProtocolError(
@@ -181,6 +187,20 @@ class AnnouncementListener(threading.Thread):
         mean = self._means.start(mine).result()
         difference = own.cpu().sub_(mean[: len(own)])
         norm = torch.linalg.vector_norm(difference, dtype=torch.float64)
-        distance = self._means.start((norm * norm).reshape(1)).result()
+        told = torch.tensor([float(norm) ** 2, num_steps, num_steps**2], dtype=torch.float64)
+        distance, steps, squared_steps = self._means.start(told).result().tolist()
         self.bytes_sent += 2 * (self._world - 1) * mine.nbytes // self._world
-        return Consensus(mean, float(distance))
+        if self._must_be_equal is not None and squared_steps == steps * steps:
+            self._check_equal(self._must_be_equal, distance, mean[: len(own)])
+        return Consensus(mean, distance)
+
+    def _check_equal(self, strategy: str, distance: float, mean: Tensor) -> None:
+        """Raise `ProtocolError` if replicas that must be equal are apart by more than rounding errors."""
+        apart, size = math.sqrt(distance), float(torch.linalg.vector_norm(mean, dtype=torch.float64))
+        if apart > _ROUNDING * size:
+            raise ProtocolError(
+                f"learner {self._rank}: under {strategy} all learners have the same weights, but they are {apart:.3g} "
+                f"from their mean, whose norm is {size:.3g} (root mean square): the loop of one learner has changed "
+                "its weights alone (load_state_dict, a clamp, an optimizer's eval(), …). Do it on all learners alike, "
+                "or load weights before starling.join"
+            )

@@ -8,9 +8,10 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from starling.engines.loop.optimizers import members_of
 from starling.engines.loop.replica import LoopReplica
 
-MakeStep = Callable[[GradScaler | None], None]
+MakeStep = Callable[[GradScaler | None, Optimizer | None], None]
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -18,13 +19,15 @@ class StepHook:
     """Makes each call of an optimizer's `step` a step of the learner, until it is removed.
 
     The learner's step calls `optimizer.step()` itself, with the gradient and at the weights that its strategy chooses.
-    So the call of the loop, which comes after the hook, gets a stand-in of the optimizer that has no parameters.
+    So the call of the loop, which comes after the hook, gets a stand-in of the optimizer that has no parameters. Of
+    several optimizers, the learner steps with the one that is called.
     """
 
     def __init__(self, replica: LoopReplica, make_step: MakeStep, scaler: GradScaler | None) -> None:
         self._replica, self._make_step = replica, make_step
-        self._optimizer = replica.optimizer
-        self._handle = self._optimizer.register_step_pre_hook(self._before_step)
+        self._optimizers = members_of(replica.optimizer)
+        self._handles = [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
+        self._ids = {handle.id for handle in self._handles}
         self._scaler = scaler
         if scaler is not None:
             self._step_of_scaler = scaler.step
@@ -32,7 +35,8 @@ class StepHook:
 
     def remove(self) -> None:
         """Leave the optimizer and the scaler as they were."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         if self._scaler is not None:
             vars(self._scaler).pop("step", None)
 
@@ -47,21 +51,21 @@ class StepHook:
                 loss = closure()
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         names = list(before)
-        later = names[names.index(self._handle.id) + 1 :]
+        later = names[next(place for place, name in enumerate(names) if name in self._ids) + 1 :]
         # each hook must act once on the gradient: those before this one have, and the post hooks follow
         optimizer._optimizer_step_pre_hooks = OrderedDict((name, before[name]) for name in later)
         optimizer._optimizer_step_post_hooks = OrderedDict()
         try:
-            self._make_step(None)
+            self._make_step(None, optimizer)
         finally:
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
         return (_without_parameters(optimizer),), kwargs if closure is None else {**kwargs, "closure": lambda: loss}
 
     def _step_scaled(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """In place of `scaler.step`, which would skip the learner's step if this learner's gradient is not finite."""
-        if optimizer is not self._optimizer or self._scaler is None:
+        if self._scaler is None or not any(optimizer is own for own in self._optimizers):
             return self._step_of_scaler(optimizer, *args, **kwargs)
-        self._make_step(self._scaler)
+        self._make_step(self._scaler, optimizer)
         return None
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from starling.configuration import Config
 from starling.engines.loop.hooks import StepHook
 from starling.engines.loop.life import Coordination, LoopLife
+from starling.engines.loop.optimizers import describe, members_of
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.processes.handshake import Handshake
 from starling.engines.processes.place import Place
@@ -79,8 +80,9 @@ class JoinedLearner:
             )
         world = place.world if coordination is None else max(2, place.world)  # others may join later
         is_shared = strategy.sync_groups(options, world).size == world
-        replica = LoopReplica(model, optimizer, is_shared)
-        digest, num_groups = _digest(model), len(optimizer.param_groups)
+        refuses = None if strategy.adopts_changes(options) else strategy.name
+        replica = self._replica = LoopReplica(model, optimizer, is_shared, refuses)
+        digest, optimizers = _digest(model), describe(optimizer)
 
         def handshake(world: int) -> Handshake:
             return Handshake(
@@ -89,7 +91,8 @@ class JoinedLearner:
                 num_parameters=len(replica.weights),
                 dtype=str(replica.weights.dtype),
                 configuration=f"{options.model_dump_json()}, seed {seed}, model {digest}, "
-                f"{num_groups} parameter groups" + (", on_loss continue" if coordination else ""),
+                f"{len(optimizer.param_groups)} parameter groups" + (", on_loss continue" if coordination else ""),
+                optimizer=optimizers,
                 **Handshake.of_versions(),
             )
 
@@ -107,6 +110,7 @@ class JoinedLearner:
             handshake,
             coordination,
         )
+        replica.leave_to_loop()
         self._learner_id = place.rank
         atexit.register(self._at_exit)
 
@@ -143,8 +147,11 @@ class JoinedLearner:
         """Whether all learners make their steps together, as under `allreduce`, and so equal numbers of them."""
         return self._is_in_step
 
-    def step(self, scaler: GradScaler | None = None) -> None:
+    def step(self, scaler: GradScaler | None = None, *, optimizer: Optimizer | None = None) -> None:
         """Make a step of the strategy with the gradients that `backward` computed.
+
+        If a list of optimizers has joined, all of them step; with `optimizer`, that one alone, and the gradients of
+        other parameters are left aside. Under a synchronous strategy, all learners step the same ones in turn.
 
         With fp16, pass the `scaler` instead of calling `scaler.step(optimizer)`, and call `scaler.update()` afterwards
         as usual. Gradients are unscaled first, unless `scaler.unscale_(optimizer)` has done so; scales may differ
@@ -153,6 +160,10 @@ class JoinedLearner:
         Non-finite gradients make no optimizer step: the learner continues with unchanged weights, and the others are
         not affected. Where learners step with the mean of their gradients, as under `allreduce`, that mean is
         non-finite for all of them, so all skip the step.
+
+        Weights that the loop itself has changed since the last step, by `load_state_dict` or a clamp, are adopted: the
+        mean over all learners changes by the mean of their changes. Under strategies that would lose such a change, or
+        take it for progress, it is a `ProtocolError`.
 
         Raises `NonFiniteError` after `most_not_finite` such gradients in a row (an argument of `starling.join`), and
         `ProtocolError` if learners of a synchronous strategy make unequal numbers of steps, or if a trained parameter
@@ -164,15 +175,22 @@ class JoinedLearner:
                 f"learner {self.rank}: step() accepts only a GradScaler, got {type(scaler).__name__}; instead of a "
                 "closure, call backward() before step()"
             )
-        self._life.run(lambda learner: learner.begin_step(scaler))
-        self._life.run(lambda learner: learner.complete_step())
+        members = members_of(self._replica.optimizer)
+        if optimizer is not None and not any(optimizer is each for each in members):
+            raise ProtocolError(
+                f"learner {self.rank}: step(optimizer=…) got a {type(optimizer).__name__} that was not given to "
+                "starling.join; join the model with a list of all its optimizers"
+            )
+        with self._replica.only(optimizer):
+            self._life.run(lambda learner: learner.begin_step(scaler, optimizer))
+            self._life.run(lambda learner: learner.complete_step())
 
     def take_over(self, scaler: GradScaler | None = None) -> None:
         """From now on the loop calls `optimizer.step()`, or `scaler.step(optimizer)`, in place of `step()`.
 
         `starling.attach` describes this. A process that ends without an error closes its learner.
         """
-        self._hook = self._life.attach(self.step, scaler)
+        self._hook = self._life.attach(lambda scaler, optimizer: self.step(scaler, optimizer=optimizer), scaler)
 
     @contextmanager
     def consensus(self, final: bool = False) -> Generator[None, None, None]:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from starling.checkpoint.state import name_of_state
 from starling.configuration import Config
 from starling.engines.loop.announcements import AnnouncementListener
+from starling.engines.loop.optimizers import StepGuard, members_of
 from starling.engines.loop.progress import Consensus, LoopPlan, Progress
 from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
 from starling.engines.processes.backend import ConnectionFailed, communicating
@@ -114,7 +115,7 @@ class LoopLearner(Learner):
         self._release = self._communicator.release
         self._shards = Shards(place.rank, replica, self.statistics, _set_rates, self._communicator.start_on_memory)
         self._begin(options)
-        self._guard = None if replica.is_attached else replica.optimizer.register_step_pre_hook(self._refuse_step)
+        self._guard = StepGuard(replica.optimizer, replica.parameters, self._may_step, self._refuse_step)
         progress.resumed_at = self._now()
 
     def _begin(self, options: Config) -> None:
@@ -166,6 +167,13 @@ class LoopLearner(Learner):
                 "starling.join; add groups before starling.join"
             )
         return torch.tensor(rates, dtype=torch.float64)
+
+    def learning_rate(self, piece: slice | None = None) -> float | Tensor:
+        rates = self.step_metadata.tolist()
+        if len(set(rates)) == 1:
+            return float(rates[0])
+        of_weights = self.replica.rates_of_weights(rates)
+        return of_weights if piece is None else of_weights[piece]
 
     @property
     def shapes(self) -> Sequence[torch.Size]:
@@ -272,13 +280,14 @@ class LoopLearner(Learner):
 
     # called by the user's loop
 
-    def begin_step(self, scaler: GradScaler | None = None) -> None:
-        """Take the gradient that the loop has computed in its parameters."""
+    def begin_step(self, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        """Take the gradient that the loop has computed in its parameters; for one of several optimizers."""
         progress = self.progress
         self.check_in_use("step()")
-        self.replica.check_model(f"learner {self._rank}")
+        self.replica.take_from_loop(f"learner {self._rank}")
         if scaler is not None:
-            _unscale(scaler, self.replica.optimizer, f"learner {self._rank}")
+            for member in members_of(optimizer or self.replica.optimizer):
+                _unscale(scaler, member, f"learner {self._rank}")
         progress.statistics.spent.computing += self._now() - progress.resumed_at
         progress.gradient = "given"
 
@@ -300,13 +309,14 @@ class LoopLearner(Learner):
         if self._listener is not None and self._listener.finished:  # finished learners wait for this heartbeat
             with self._naming_the_store():
                 self._place.store.set(f"steps/{self._rank}", str(progress.num_steps))
+        self.replica.leave_to_loop()
         progress.resumed_at = self._now()
         spent.computing += progress.resumed_at - begin - (spent.waiting_for_peers - waited)
 
     def prepare_consensus(self) -> None:
         """Check that a consensus can be requested now."""
         self.check_in_use("consensus()")
-        self.replica.check_model(f"learner {self._rank}")
+        self.replica.take_from_loop(f"learner {self._rank}")
         self._warn_without_steps()
 
     def agree(self) -> Consensus:
@@ -374,8 +384,7 @@ class LoopLearner(Learner):
 
     def leave_optimizer(self) -> None:
         """Allow the loop to call its optimizer's `step` again."""
-        if self._guard is not None:
-            self._guard.remove()
+        self._guard.remove()
 
     def fail(self, error: BaseException) -> None:
         """End all waits of this learner with `error`. May be called by any thread."""
@@ -406,6 +415,8 @@ class LoopLearner(Learner):
         self._release.check()
         if progress.final is not None:
             return progress.final
+        if not progress.is_over:
+            self.replica.take_from_loop(f"learner {self._rank}")
         spent, communicator = self.statistics.spent, self._communicator
         if not progress.is_over:
             spent.computing += self._now() - progress.resumed_at
@@ -471,14 +482,23 @@ class LoopLearner(Learner):
                 "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
             )
 
-    def _refuse_step(self, *_: object) -> None:
-        """Called before each step of the loop's optimizer."""
-        if not self.replica.is_stepping:
+    def _may_step(self) -> bool:
+        """Whether the loop's optimizers may make a step now."""
+        return self.replica.is_stepping or self.replica.is_attached
+
+    def _refuse_step(self, optimizer: Optimizer, is_joined: bool) -> None:
+        """Called before a step of an optimizer of the loop's parameters that is no step of this learner."""
+        if is_joined:
             raise ProtocolError(
                 f"learner {self._rank}: optimizer.step() was called on an optimizer given to starling.join, so the "
                 "other learners would not see the step; call step() of the joined learner instead, and "
                 "step(scaler) instead of scaler.step(optimizer), or use starling.attach"
             )
+        raise ProtocolError(
+            f"learner {self._rank}: a step of {type(optimizer).__name__} would change parameters of the joined model, "
+            "but this optimizer was not given to starling.join, so the other learners would not see the step; join the "
+            "model with a list of all its optimizers, and call step(optimizer=…) of the joined learner"
+        )
 
     def _warn_without_steps(self) -> None:
         progress = self.progress
@@ -532,6 +552,7 @@ class LoopLearner(Learner):
             self._contribution,
             self._own_weights,
             None if self._entry is None else self._entry.listening,
+            must_be_equal=self._strategy.name if self._strategy.has_one_model else None,
         )
         if self._entry is None:
             with self._communicator.naming_the_lost("copying learner 0's model"):

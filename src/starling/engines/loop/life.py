@@ -20,7 +20,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.configuration import Config
-from starling.engines.loop.hooks import StepHook
+from starling.engines.loop.hooks import MakeStep, StepHook
 from starling.engines.loop.learner import Entry, LoopLearner
 from starling.engines.loop.progress import Past, Progress, plan
 from starling.engines.loop.replica import LoopReplica
@@ -144,10 +144,9 @@ class LoopLife:
         """Whether this learner continues when others are lost."""
         return self._coordination is not None
 
-    def attach(self, make_step: Callable[[GradScaler | None], None], scaler: GradScaler | None) -> StepHook:
+    def attach(self, make_step: MakeStep, scaler: GradScaler | None) -> StepHook:
         """Let the loop's calls of `optimizer.step()` or `scaler.step()` call `make_step`; returns the hook."""
         with self._lock:
-            self.learner.leave_optimizer()
             self._replica.is_attached = True
             return StepHook(self._replica, make_step, scaler)
 

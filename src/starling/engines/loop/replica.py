@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from typing import Any
@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from starling.checkpoint.encoding import encode_state
 from starling.checkpoint.state import OWN_PREFIX, LearnerState, beyond_membership
 from starling.checkpoint.state import own as copied
+from starling.engines.loop.optimizers import OptimizerList, members_of, optimizer_like, parameters_of
+from starling.engines.loop.outside import OutsideChanges
 from starling.engines.loop.progress import Consensus
 from starling.engines.processes.backend import communicating
 from starling.engines.processes.communicator import ProcessHandle
@@ -40,6 +42,12 @@ def check_loop(model: nn.Module, optimizer: Optimizer) -> None:
     if isinstance(model, DistributedDataParallel):
         raise ConfigError("model: DistributedDataParallel averages gradients itself; pass its `.module`")
     parameters = trainable(model)
+    if parameters[0].is_complex():
+        name = next(name for name, each in model.named_parameters() if each is parameters[0])
+        raise ConfigError(
+            f"model: parameter {name} is {parameters[0].dtype}, and learners exchange real numbers; keep it as a real "
+            "parameter with a last dimension of 2, and use torch.view_as_complex of it in forward"
+        )
     if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
         raise ConfigError(f"model: its parameters must be on one device, found {', '.join(sorted(devices))}")
     own = {id(parameter) for parameter in model.parameters()}
@@ -47,16 +55,35 @@ def check_loop(model: nn.Module, optimizer: Optimizer) -> None:
     if foreign := [parameter for parameter in known if id(parameter) not in own]:
         raise ConfigError(
             f"optimizer: {len(foreign)} of its {len(known)} parameters do not belong to the model; the first has shape "
-            f"{list(foreign[0].shape)}. Create it from `model.parameters()`; join several models as one `nn.ModuleList`"
+            f"{list(foreign[0].shape)}. Create it from `model.parameters()`; join several models as one "
+            "`nn.ModuleList`, with a list of their optimizers"
         )
     if not {id(parameter) for parameter in known} & {id(parameter) for parameter in parameters}:
         raise ConfigError("optimizer: it has none of the model's trainable parameters")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} needs a closure to compute several gradients per step, but a "
-            "learner computes one gradient per step; use an optimizer without a closure, such as SGD or AdamW"
-        )
+    for member in members_of(optimizer):
+        closure = inspect.signature(member.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"optimizer: {type(member).__name__} needs a closure to compute several gradients per step, but a "
+                "learner computes one gradient per step; use an optimizer without a closure, such as SGD or AdamW"
+            )
+
+
+def check_served(optimizer: Optimizer, strategy: str) -> None:
+    """Raise `ConfigError` for an optimizer whose steps cannot be made by servers, or in shared memory."""
+    for member in members_of(optimizer):
+        kind = type(member).__name__
+        if callable(getattr(member, "train", None)) and callable(getattr(member, "eval", None)):
+            raise ConfigError(
+                f"optimizer: {kind} has weights to train and weights to evaluate, between which train() and eval() "
+                f"switch, but under {strategy} it makes its steps elsewhere; choose a strategy whose learners step "
+                "themselves, such as adpsgd, or another optimizer"
+            )
+        if isinstance(member, torch.optim.SparseAdam):
+            raise ConfigError(
+                f"optimizer: {kind} needs sparse gradients, and under {strategy} they travel as whole vectors; choose "
+                "Adam, or a strategy whose learners step themselves, such as adpsgd"
+            )
 
 
 class AdoptedParameters:
@@ -70,7 +97,7 @@ class AdoptedParameters:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         like = trainable(model)[0]
-        in_optimizer = {id(parameter) for parameter in _parameters_of(optimizer)}
+        in_optimizer = {id(parameter) for parameter in parameters_of(optimizer)}
         self.names, self.parameters = [], []
         names = {parameter: name for name, parameter in model.named_parameters()}
         for parameter in in_cudnn_order(model):
@@ -132,20 +159,20 @@ class AdoptedParameters:
     def _structure(self) -> list[int]:
         """The `id`s of the model's and the optimizer's modules and parameters; `_alive` keeps these objects alive."""
         inside = [id(each) for contents in self._contents for each in contents.values()]
-        return inside + [id(parameter) for parameter in _parameters_of(self._optimizer)]
+        return inside + [id(parameter) for parameter in parameters_of(self._optimizer)]
 
     def _note_structure(self) -> None:
         modules = list(self._model.modules())
         self._contents = [contents for module in modules for contents in (module._parameters, module._modules)]
         self._others = [parameter for parameter in self._model.parameters() if id(parameter) not in self._known]
-        self._alive = modules, list(_parameters_of(self._optimizer))
+        self._alive = modules, list(parameters_of(self._optimizer))
         self._noted = self._structure()
 
     def _check_structure(self, learner: str) -> None:
         named = list(self._model.named_parameters())
         unknown = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in self._known]
         names = {id(parameter): name for name, parameter in named}
-        for parameter in _parameters_of(self._optimizer):
+        for parameter in parameters_of(self._optimizer):
             name = names.get(id(parameter), f"of shape {list(parameter.shape)} in the optimizer")
             if parameter.requires_grad and id(parameter) not in self._known and name not in unknown:
                 unknown.append(name)
@@ -157,10 +184,6 @@ class AdoptedParameters:
             )
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _fits(tensor: Tensor, like: Tensor) -> bool:
     return tensor.dtype == like.dtype and tensor.device == like.device
 
@@ -169,28 +192,41 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
-def flatten(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Copy the parameters' gradients into `flat` `[P]`; `unflatten` is the inverse.
+def flatten(parameters: Sequence[nn.Parameter], sparse: set[int], flat: Tensor) -> None:
+    """Copy the parameters' gradients into `flat` `[P]`; `unflatten` is the inverse. Adds the numbers of those whose
+    gradients are sparse to `sparse`.
 
     A parameter without a gradient is filled with -0.0; gradients contain no -0.0, because 0.0 is added to them. A mean
     is -0.0 only where all learners have -0.0, so it also shows which parameters had no gradient on any learner.
     """
-    for parameter, part in zip(parameters, split(flat, parameters), strict=True):
+    for number, (parameter, part) in enumerate(zip(parameters, split(flat, parameters), strict=True)):
         gradient = parameter.grad
         if gradient is None:
             part.fill_(-0.0)
+        elif gradient.is_sparse:
+            sparse.add(number)
+            torch.add(gradient.detach().to_dense(), 0.0, out=part)
         else:
-            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            torch.add(dense, 0.0, out=part)
+            torch.add(gradient.detach(), 0.0, out=part)
 
 
-def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Make the parameters' gradients views into `flat` `[P]`, or None if no learner had one."""
+def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter], sparse: Container[int]) -> None:
+    """Make the parameters' gradients views into `flat` `[P]`, or None if no learner had one. Those of `sparse` have the
+    rows that are not 0."""
     sizes = torch.tensor([0, *(parameter.numel() for parameter in parameters[:-1])], device=flat.device)
     first = flat[sizes.cumsum(0).clamp_(max=len(flat) - 1)]
     may_be_unused = _is_negative_zero(first).tolist()  # from the first number of each part: few are read completely
-    for parameter, part, suspect in zip(parameters, split(flat, parameters), may_be_unused, strict=True):
-        parameter.grad = None if suspect and bool(_is_negative_zero(part).all()) else part
+    parts = zip(parameters, split(flat, parameters), may_be_unused, strict=True)
+    for number, (parameter, part, suspect) in enumerate(parts):
+        is_unused = suspect and bool(_is_negative_zero(part).all())
+        parameter.grad = None if is_unused else part.to_sparse(1) if number in sparse else part
+
+
+def _with_sparse_gradients(model: nn.Module, parameters: Sequence[nn.Parameter]) -> set[int]:
+    """The numbers of the parameters whose gradients are sparse from the start."""
+    modules = [each for each in model.modules() if getattr(each, "sparse", False) is True]
+    found = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+    return {number for number, parameter in enumerate(parameters) if id(parameter) in found}
 
 
 def _is_negative_zero(numbers: Tensor) -> Tensor:
@@ -270,24 +306,35 @@ class LoopReplica(Replica):
     their values but are contiguous again after the next step.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, is_shared: bool) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, is_shared: bool, refuses_changes: str | None = None
+    ) -> None:
+        """`refuses_changes` is the name of the strategy if it cannot adopt changes that the loop makes itself."""
         self._adopted = AdoptedParameters(model, optimizer)
         parameters = self._adopted.parameters
         self.model = model
         self.loop = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self._adopted.view(self.loop)
         self.is_stepping = False
-        self.is_attached = False  # the loop's calls of the optimizer's `step` are the learner's steps
         """Whether this replica is calling the optimizer's `step`."""
+        self.is_attached = False
+        """Whether the loop's calls of its optimizers' `step` are the learner's steps."""
         self.was_finite = True
         """Whether the newest gradient was finite, so that the optimizer made a step."""
         self._is_shared = is_shared
         weights = self.loop if is_shared else self.loop.clone()
         super().__init__(weights, torch.empty(0), parameters, lambda _: optimizer, clip_norm=None)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # if only servers step, schedulers must not warn
+        for member in members_of(optimizer):
+            member._opt_called = True  # type: ignore[attr-defined]  # if only servers step, schedulers must not warn
         self.loop_version = 0
+        self._sparse = _with_sparse_gradients(model, parameters)
         self._own_gradient = torch.empty_like(self.loop).as_subclass(OwnGradient)
-        self._own_gradient.fill = partial(flatten, parameters)
+        self._own_gradient.fill = partial(flatten, parameters, self._sparse)
+        self._refuses_changes = refuses_changes
+        # without a copy to compute at, the loop changes the learner's own weights
+        is_noticing = refuses_changes is not None or not is_shared
+        self._outside = OutsideChanges(parameters, self.loop) if is_noticing else None
+        self._rates: tuple[tuple[float, ...], Tensor] | None = None
         self._aside: tuple[Tensor, list[Tensor]] | None = None  # the loop's weights and buffers during a consensus
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
@@ -303,7 +350,7 @@ class LoopReplica(Replica):
             return False
         with self._lock:
             if not is_own:
-                unflatten(gradient, self._parameters)
+                unflatten(gradient, self._parameters, self._sparse)
             if not self._is_shared:
                 self.loop.copy_(self.weights)
             self._step_optimizer(learning_rate_factor)
@@ -329,20 +376,44 @@ class LoopReplica(Replica):
             for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
                 group["lr"] = rate
 
-    def check_model(self, learner: str) -> None:
-        """Make reallocated parameters views into the loop's weights again, keeping their current values. Raises
-        `ProtocolError` if `AdoptedParameters` does."""
+    def leave_to_loop(self) -> None:
+        """The loop computes at its weights from now on, and may change them."""
+        if self._outside is not None:
+            self._outside.leave()
+
+    def take_from_loop(self, learner: str) -> None:
+        """Adopt what the loop has changed in its weights, apart from this learner.
+
+        Reallocated parameters become views into the loop's weights again, with their current values. Raises
+        `ProtocolError` if `AdoptedParameters` does, or if the strategy cannot adopt a change.
+        """
         moved = self._adopted.check(learner)
-        if not moved:
+        views = list(split(self.loop, self._parameters)) if moved else []
+        for number, values in moved:
+            self._adopted.take_back(number, learner)
+            views[number].copy_(values)
+        if self._memory is not None:
+            with self._lock:
+                self._memory.take_back()
+        if self._outside is None or (change := self._outside.find()) is None:
             return
-        views = list(split(self.loop, self._parameters))
-        own = list(split(self.weights, self._parameters))
-        with self._lock:
-            for number, values in moved:
-                self._adopted.take_back(number, learner)
-                if not self._is_shared:  # in delta form, which keeps concurrent changes of the background
-                    own[number].add_(values - views[number])
-                views[number].copy_(values)
+        if self._refuses_changes is None:
+            with self._lock:  # in delta form, which keeps concurrent changes of the background
+                self.weights.add_(change)
+        elif not self._outside.is_rounding(change):
+            self._refuse_change(learner, self._refuses_changes, change)
+        self._outside.leave()
+
+    def _refuse_change(self, learner: str, strategy: str, change: Tensor) -> None:
+        changes = zip(self._adopted.names, split(change, self._parameters), strict=True)
+        names = [name for name, part in changes if bool(part.any())]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise ProtocolError(
+            f"{learner}: since its last step something else has changed parameter {shown} (load_state_dict, a clamp, "
+            f"another optimizer, …), which under {strategy} would be lost or taken for progress. Load weights before "
+            "starling.join; change them at each step in a hook of the optimizer (register_step_post_hook), if learners "
+            "step themselves; or choose a strategy that adopts such changes, such as adpsgd or allreduce"
+        )
 
     @property
     def has_gradients(self) -> bool:
@@ -375,7 +446,7 @@ class LoopReplica(Replica):
             floats = iter(floating)
             tensors = {
                 _BUFFER + name: next(floats) if each.is_floating_point() else each
-                for name, each in self.model.named_buffers()
+                for name, each in self._real_buffers().items()
             } | self._frozen()
             if final is not None:
                 tensors |= {_FINAL: final.mean, _DISTANCE: torch.tensor(final.distance, dtype=torch.float64)}
@@ -409,7 +480,8 @@ class LoopReplica(Replica):
                 self.loop.copy_(state.weights)
                 self.version += 1
                 self.loop_version = self.version
-                tensors = {_BUFFER + name: each for name, each in self.model.named_buffers()} | self._frozen()
+                self.leave_to_loop()
+                tensors = {_BUFFER + name: each for name, each in self._real_buffers().items()} | self._frozen()
                 for name, tensor in tensors.items():
                     tensor.copy_(state.buffers[name])
                 self._memory = None
@@ -434,21 +506,34 @@ class LoopReplica(Replica):
 
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
         """An optimizer like the loop's for `parameters`, with the same groups and options."""
-        places = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        groups = []
-        for group in self.optimizer.param_groups:
-            numbers = [places[id(parameter)] for parameter in group["params"] if id(parameter) in places]
-            groups.append(group | {"params": [parameters[number] for number in numbers if number in parameters]})
-        kind = type(self.optimizer)
-        known = inspect.signature(kind).parameters  # AdamW's defaults contain one that only its base class accepts
-        defaults = {name: value for name, value in self.optimizer.defaults.items() if name in known}
+        return optimizer_like(self.optimizer, parameters, self._parameters)
+
+    def rates_of_weights(self, rates: Sequence[float]) -> Tensor:
+        """The learning rate of each weight `[P]`, from those of the optimizer's groups; 0 for weights in none."""
+        if self._rates is None or self._rates[0] != tuple(rates):
+            groups = zip(self.optimizer.param_groups, rates, strict=True)
+            found = {id(parameter): rate for group, rate in groups for parameter in group["params"]}
+            parts = [self.loop.new_full((each.numel(),), found.get(id(each), 0.0)) for each in self._parameters]
+            self._rates = tuple(rates), torch.cat(parts)
+        return self._rates[1]
+
+    @contextmanager
+    def only(self, optimizer: Optimizer | None) -> Generator[None, None, None]:
+        """Within this context, only the parameters of this member of several optimizers have gradients, and only it
+        steps. None: all."""
+        if optimizer is None or not isinstance(self.optimizer, OptimizerList):
+            yield
+            return
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
+        others = [(each, each.grad) for each in self._parameters if id(each) not in own]
+        for parameter, _ in others:
+            parameter.grad = None
         try:
-            return kind(groups, **defaults)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"optimizer: a server cannot create a {kind.__name__} with the options of yours ({error}); use an "
-                "optimizer of torch.optim"
-            ) from error
+            with self.optimizer.only(optimizer):
+                yield
+        finally:
+            for parameter, gradient in others:
+                parameter.grad = gradient
 
     @property
     def is_showing(self) -> bool:
@@ -530,5 +615,11 @@ class LoopReplica(Replica):
         for tensor, agreed in zip(own, split(consensus, own), strict=True):
             tensor.copy_(agreed)
 
+    def _real_buffers(self) -> dict[str, Tensor]:
+        """The buffers, by name; of a complex one, a view of its real and imaginary parts."""
+        named = self.model.named_buffers()
+        return {name: torch.view_as_real(each) if each.is_complex() else each for name, each in named}
+
     def _floating_buffers(self) -> list[Tensor]:
-        return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        """The buffers that are averaged."""
+        return [buffer for buffer in self._real_buffers().values() if buffer.is_floating_point()]

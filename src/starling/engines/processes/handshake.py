@@ -51,6 +51,8 @@ class Handshake:
     dtype: str
     configuration: str
     """A digest of the resolved recipe."""
+    optimizer: str = ""
+    """Of joined loops: the classes and options of their optimizers."""
     starling: str = ""
     torch: str = ""
 

@@ -220,6 +220,9 @@ class ProcessLearner(Learner):
     def step_metadata(self) -> Tensor:
         return self.course.step_metadata
 
+    def learning_rate(self, piece: slice | None = None) -> float | Tensor:
+        return self.course.learning_rate
+
     @property
     def shapes(self) -> Sequence[torch.Size]:
         return [parameter.shape for parameter in self.replica.parameters]

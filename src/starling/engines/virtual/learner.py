@@ -143,6 +143,9 @@ class VirtualLearner(Learner):
     def step_metadata(self) -> Tensor:
         return self.course.step_metadata
 
+    def learning_rate(self, piece: slice | None = None) -> float | Tensor:
+        return self.course.learning_rate
+
     @property
     def shapes(self) -> Sequence[torch.Size]:
         return [parameter.shape for parameter in self.replica.parameters]
