@@ -62,15 +62,12 @@ def join(
         ProtocolError: Learners differ in configuration, model or version.
         PeerLost: Another learner did not come.
     """
-    joined = as_one(optimizer)
-    check_loop(model, joined)
+    check_loop(model, joined := as_one(optimizer))
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
     checked = _checked(chosen, options)
     _check_optimizer(joined, chosen, checked)
-    _check_arguments(timeout_seconds, most_not_finite, on_loss)
+    _check_arguments(timeout_seconds, most_not_finite, on_loss, chosen)
     coordination: CoordinatorLink | None = None
-    if on_loss == "continue":
-        _check_survives(chosen)
     if not is_learner():
         place = Place(0, 1, 0, 1, HashStore())
     elif dist.is_initialized():
@@ -91,7 +88,7 @@ def join(
     return JoinedLearner(place, model, joined, chosen, checked, seed, timeout_seconds, most_not_finite, coordination)
 
 
-def _check_arguments(timeout_seconds: float, most_not_finite: int, on_loss: str) -> None:
+def _check_arguments(timeout_seconds: float, most_not_finite: int, on_loss: str, strategy: Strategy) -> None:
     """Raise `ConfigError` for an argument of `join` that is out of its range."""
     if not timeout_seconds > 0.0:
         raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
@@ -99,6 +96,8 @@ def _check_arguments(timeout_seconds: float, most_not_finite: int, on_loss: str)
         raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
     if on_loss not in ("stop", "continue"):
         raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
+    if on_loss == "continue":
+        _check_survives(strategy)
 
 
 def _check_optimizer(optimizer: Optimizer, strategy: Strategy, options: Config) -> None:
