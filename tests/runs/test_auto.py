@@ -102,6 +102,17 @@ def test_a_link_too_slow_for_the_longest_period_makes_learners_wait() -> None:
     assert found.chosen.waiting > 0.2
 
 
+def test_rounds_that_were_measured_while_all_sent_do_not_queue_a_second_time() -> None:
+    """A round of the ring, two messages in and two out, takes as long as it was measured to take."""
+    strategy = starling.STRATEGIES["dpsgd"]
+    arm = Arm(strategy, strategy.options(pattern="ring"))
+    around = surroundings_of(figures(link=SLOW_LINK), 1)
+    assert around.machines(arm).cluster(arm, 4).uplink is None
+    assert simulate_briefly(arm, 4, around.machines(arm), 0, 32).seconds_per_gradient == pytest.approx(
+        SLOW_LINK / 4, rel=0.01
+    )
+
+
 @pytest.mark.parametrize("period", [4.0, 16.0])
 def test_gradients_that_rounds_slow_down_are_predicted_slower(period: float) -> None:
     """Two learners lose half of their time while a round is under way. Oracle: iterate how long their gradients take,

@@ -78,8 +78,28 @@ def test_a_slow_learner_sets_the_pace_of_allreduce_and_not_that_of_adpsgd() -> N
     assert simulate(arm("allreduce"), 4, slow).seconds_per_gradient == pytest.approx(
         (4 * GRADIENT + ring_seconds(4)) / 4, rel=1e-6
     )
-    rate = 1.0 / simulate(arm("adpsgd"), 4, slow).seconds_per_gradient
+    rate = 1.0 / simulate(arm("adpsgd", pattern="pairs"), 4, slow).seconds_per_gradient
     assert rate == pytest.approx(3.25 / GRADIENT, rel=0.03)
+
+
+def test_a_plan_without_contention_has_to_be_asked_for() -> None:
+    """The link of 16 learners' server carries a gradient in each send time, and its own learner needs no link."""
+    served = arm("parameter-server", update="asynchronous")
+    send_seconds = 4 * MEGABYTE / BANDWIDTH
+    rate = 1.0 / simulate(served, 16, machines()).seconds_per_gradient
+    assert rate == pytest.approx(1.0 / send_seconds + 1.0 / GRADIENT, rel=0.05)
+    given = read_cluster({"nodes": {"uplink": "unlimited"}})
+    assert 1.0 / simulate(served, 16, Machines(costs(), given=given)).seconds_per_gradient > 2 * rate
+
+
+def test_learners_that_form_super_learners_without_nodes_keep_a_link_each() -> None:
+    """Four machines in two groups: the nodes of the simulation only make means inside a group cheaper."""
+    groups = arm("hadpsgd", per_node=2)
+    assert machines().cluster(groups, 4).uplink == 2 * BANDWIDTH
+    given = Machines(costs(), given=read_cluster({"link": {"bandwidth": 1e6}}))
+    assert given.cluster(groups, 4).uplink == 2e6
+    assert given.with_bandwidth(3.0).cluster(groups, 4).uplink == 6e6
+    assert machines().with_bandwidth(3.0).cluster(arm("adpsgd"), 4).uplink == 3 * BANDWIDTH
 
 
 def test_without_exchange_allreduce_only_computes() -> None:

@@ -225,6 +225,7 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the
         messages=links["ring"] if "ring" in links else next(iter(links.values())),
         means=_ring(mean, num_bytes, world),
         gradient_means=_ring(longer, num_bytes, world),
+        holds_contention=True,
         source="what the learners of this run measured",
     )
     slowest = max(range(world), key=means.__getitem__)
