@@ -77,11 +77,12 @@ class Links:
         if self._leaving is None or self._entering is None or len(nodes) == 1:
             return seconds
         directions = self._leaving, self._entering
-        end = max(now, *(uplinks.free_at(node) for uplinks in directions for node in nodes)) + seconds
+        free = max(uplinks.free_at(node) for uplinks in directions for node in nodes)
+        seconds += max(0.0, free - now)  # to the bit what the ring takes where nothing else is under way
         for uplinks in directions:
             for node in nodes:
-                uplinks.hold(node, end)
-        return end - now
+                uplinks.hold(node, now + seconds)
+        return seconds
 
     def reduce_seconds(self, group: Sequence[int], num_bytes: int) -> float:
         """Seconds of an all-reduce over links on which nothing else is under way."""
