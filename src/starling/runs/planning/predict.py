@@ -26,6 +26,8 @@ GRADIENTS = 480
 """Simulated for each prediction, shared by the learners."""
 FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
 """Gradients of each learner in a simulation."""
+CYCLES = 4
+"""Rounds of averaging in a simulation, at least: twice as many as a learner may be behind."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds:
     a few more: a strategy that does something every H steps is simulated for whole periods. A warm-up is left out.
     """
     each = rounds or max(FEWEST_ROUNDS, min(MOST_ROUNDS, GRADIENTS // learners))
+    each = max(each, CYCLES * int(getattr(arm.options, "period", 1)))
     if period := getattr(arm.options, "every", None) or getattr(arm.options, "mean_every", None):
         each = -(-each // period) * period
     half, whole = (_run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))
