@@ -1,6 +1,7 @@
 """The simulated network: links inside and between nodes, uplinks that messages share, and how means are computed."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +137,17 @@ def test_64_workers_cannot_be_received_at_once(monkeypatch: pytest.MonkeyPatch) 
         limit = (1.0 / send_time + 1.0) / 64
         assert by_cluster.share("parameter-server", 64, "equal", send_time) == pytest.approx(limit, rel=0.05)
         assert by_cluster.share("adpsgd random", 16, "equal", send_time) <= min(1.0, 1.0 / send_time) * 1.01
+
+
+def test_the_table_of_speeds_that_the_documents_show_is_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row of it, with four equal learners and a slow link; the others come from the same function."""
+    monkeypatch.setattr(by_cluster, "SPEEDS", ("equal",))
+    monkeypatch.setattr(by_cluster, "SEND_TIMES", (3.0,))
+    page = (Path(__file__).parents[2] / "docs" / "results" / "README.md").read_text(encoding="utf-8")
+    head, *_, row = by_cluster.table(4)
+    assert head in page and f"{row}\n" in page
 
 
 def test_a_ring_of_all_learners_does_not_contend_with_itself() -> None:
