@@ -30,10 +30,10 @@ TIMELINES = {
     "sgp": Waits("sgp", {}, "each learner sends its weights to one other after its step, and waits for one message"),
     "sgp-overlap": Waits("sgp", {"overlap": True}, "the same, but messages travel during the next gradient"),
     "adpsgd": Waits(
-        "adpsgd", {"pattern": "random"}, "no gradient waits for another learner; a random ring averages meanwhile"
+        "adpsgd", {"pattern": "random"}, "no gradient waits for another gradient; a random ring averages meanwhile"
     ),
     "adpsgd-pairs": Waits(
-        "adpsgd", {"pattern": "pairs"}, "no gradient waits for another learner; pairs average meanwhile"
+        "adpsgd", {"pattern": "pairs"}, "no gradient waits for another gradient; pairs average meanwhile"
     ),
     "hadpsgd": Waits(
         "hadpsgd",
@@ -43,7 +43,7 @@ TIMELINES = {
     "parameter-server": Waits(
         "parameter-server",
         {"update": "asynchronous", "servers": "own"},
-        "the server steps with each gradient as it arrives; a worker waits only for its own messages",
+        "the server steps with each gradient as it arrives; messages queue at the server's link",
     ),
     "parameter-server-hybrid": Waits(
         "parameter-server",
@@ -70,7 +70,7 @@ TIMELINES = {
     "async-diloco": Waits(
         "async-diloco",
         {"every": 3, "servers": "own"},
-        "each learner pushes what it has moved, and a slow one soon makes fewer steps for that; none waits",
+        "each learner pushes what it has moved, and a slow one soon makes fewer steps for that",
     ),
     "delayed": Waits(
         "delayed",

@@ -1,17 +1,20 @@
 """The simulated network: links inside and between nodes, uplinks that messages share, and how means are computed."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import simpy
 import torch
 
+from benchmarks import by_cluster
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, NodeModel
 from starling.engines.virtual.links import Links
 from starling.engines.virtual.network import Network
 from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
+from starling.runs.planning.predict import AVERAGING
 from starling.runs.recipe.recipe import check_recipe
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions
@@ -22,7 +25,7 @@ NUM_BYTES = 4000
 LATENCY, BANDWIDTH, INSIDE_LATENCY, INSIDE_BANDWIDTH, UPLINK = 0.5, 1000.0, 0.125, 16000.0, 2000.0
 
 
-def cluster(size: int = 1, uplink: float | None = None, seconds: float = 1e-9, **link: Any) -> Cluster:
+def cluster(size: int = 1, uplink: float | str | None = "unlimited", seconds: float = 1e-9, **link: Any) -> Cluster:
     return Cluster(
         compute=ComputeModel(seconds=seconds),
         link=LinkModel(**{"latency": LATENCY, "bandwidth": BANDWIDTH, **link}),
@@ -106,6 +109,64 @@ def test_both_directions_and_other_nodes_do_not_share_an_uplink() -> None:
     for sender, receiver in ((0, 1), (1, 0), (2, 3), (3, 2)):
         wire.send(sender, receiver)
     assert list(wire.run().values()) == pytest.approx([LATENCY + NUM_BYTES / UPLINK] * 4)
+
+
+def test_messages_of_a_node_share_one_link_s_bandwidth_unless_another_cluster_is_asked_for() -> None:
+    """Four messages to one learner: one after another by default, side by side only where that is asked for."""
+
+    def last(nodes: dict[str, Any]) -> float:
+        link = {"latency": LATENCY, "bandwidth": BANDWIDTH}
+        wire = Wire(Cluster.model_validate({"link": link, "nodes": nodes}), 5)
+        for sender in range(1, 5):
+            wire.send(sender, 0)
+        return max(wire.run().values())
+
+    assert last({}) == pytest.approx(LATENCY + 4 * NUM_BYTES / BANDWIDTH)
+    assert last({"uplink": "unlimited"}) == pytest.approx(LATENCY + NUM_BYTES / BANDWIDTH)
+    assert last({"uplink": 4 * BANDWIDTH}) == pytest.approx(LATENCY + (1 + 3 / 4) * NUM_BYTES / BANDWIDTH)
+
+
+def test_64_workers_cannot_be_received_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's link carries one gradient per send time s: with its own learner, 1 / s + 1 of 64 learners' gradients.
+
+    It is the server's column of docs/results/README.md, which once said 63 and 15 %.
+    """
+    monkeypatch.setattr(by_cluster, "FEWEST_ROUNDS", 16)
+    monkeypatch.setattr(by_cluster, "GRADIENTS", 16)
+    for send_time in (0.3, 3.0):
+        limit = (1.0 / send_time + 1.0) / 64
+        assert by_cluster.share("parameter-server", 64, "equal", send_time) == pytest.approx(limit, rel=0.05)
+        assert by_cluster.share("adpsgd random", 16, "equal", send_time) <= min(1.0, 1.0 / send_time) * 1.01
+
+
+def test_the_table_of_speeds_that_the_documents_show_is_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row of it, with four equal learners and a slow link; the others come from the same function."""
+    monkeypatch.setattr(by_cluster, "SPEEDS", ("equal",))
+    monkeypatch.setattr(by_cluster, "SEND_TIMES", (3.0,))
+    page = (Path(__file__).parents[2] / "docs" / "results" / "README.md").read_text(encoding="utf-8")
+    head, *_, row = by_cluster.table(4)
+    assert head in page and f"{row}\n" in page
+
+
+def test_a_ring_of_all_learners_does_not_contend_with_itself() -> None:
+    """Each node sends to one other and receives from one: strategies that only average have the same events, to the
+    hash, as on links without contention."""
+    for name in AVERAGING:
+        found = []
+        for uplink in (None, "unlimited"):
+            model = cluster(4, uplink, seconds=1.0, jitter=0.3)
+            model = model.model_copy(update={"compute": ComputeModel(distribution="log-normal", spread=0.4)})
+            found.append(simulate_timing(STRATEGIES[name], None, 8, model, NUM_BYTES, 48).event_hash)
+        assert found[0] == found[1], name
+
+
+def test_learners_of_one_node_do_not_queue_at_the_link_between_nodes() -> None:
+    """Gossip inside a single node takes as long as if its link to others were unlimited."""
+    options = DpsgdOptions(pattern="complete")
+    shared, free = (timed(STRATEGIES["dpsgd"], options, 8, cluster(8, each)) for each in (None, "unlimited"))
+    assert shared == free
 
 
 def test_a_link_slower_than_the_uplink_lets_messages_overlap() -> None:
@@ -211,7 +272,7 @@ def test_gossip_of_a_nodes_learners_contends_for_the_uplink() -> None:
     seconds = timed(STRATEGIES["dpsgd"], DpsgdOptions(pattern="ring"), 8, model)
     busy = 6 * 2 * NUM_BYTES / UPLINK
     assert busy + LATENCY <= seconds * (1 + 1e-9) and seconds < busy + 6 * LATENCY
-    free = timed(STRATEGIES["dpsgd"], DpsgdOptions(pattern="ring"), 8, cluster(4, None, bandwidth=UPLINK))
+    free = timed(STRATEGIES["dpsgd"], DpsgdOptions(pattern="ring"), 8, cluster(4, "unlimited", bandwidth=UPLINK))
     assert free == pytest.approx(6 * (LATENCY + NUM_BYTES / UPLINK), rel=1e-6)
 
 
@@ -239,6 +300,7 @@ def test_slow_uplinks_slow_synchronous_training_but_not_what_is_hidden() -> None
     [
         ({"nodes": {"size": 0}}, r"cluster\.nodes\.size.*greater than or equal to 1"),
         ({"nodes": {"uplink": 0.0}}, r"cluster\.nodes\.uplink.*greater than 0"),
+        ({"nodes": {"uplink": "endless"}}, r"cluster\.nodes\.uplink.*unlimited"),
         ({"nodes": {"uplinks": 1e9}}, r"cluster\.nodes\.uplinks"),
         ({"link": {"all_reduce": "star"}}, r"cluster\.link\.all_reduce.*ring"),
         ({"link": {"all_reduce": "hierarchical"}}, r"hierarchical needs nodes of several learners; set nodes\.size"),
@@ -253,7 +315,9 @@ def test_a_recipe_with_an_impossible_cluster_is_refused(section: dict[str, Any],
 def test_a_recipe_describes_nodes() -> None:
     """`starling simulate` runs on the cluster of its recipe."""
     made = recipe({"nodes": {"size": 8, "uplink": 1.25e10}, "link": {"all_reduce": "fastest"}})
-    assert (made.cluster.nodes.size, made.cluster.nodes.uplink) == (8, 1.25e10)
+    assert (made.cluster.nodes.size, made.cluster.uplink) == (8, 1.25e10)
+    assert recipe({"link": {"bandwidth": 2e9}}).cluster.uplink == 2e9
+    assert recipe({"nodes": {"uplink": "unlimited"}}).cluster.uplink is None
 
 
 def recipe(section: dict[str, Any]) -> Any:

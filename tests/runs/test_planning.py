@@ -2,6 +2,7 @@
 
 import csv
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
 from starling.runs.planning import published
 from starling.runs.planning.costs import Costs, JobFacts, Profile, Validation, dump, find_preset, read_profile
+from starling.runs.planning.deciding import TIE, WORTH, ranked
 from starling.runs.planning.facts import facts_of
 from starling.runs.planning.fits import fit_compute, fit_link, gradient_times
-from starling.runs.planning.plan import Row, plan, read_cluster, recommend
+from starling.runs.planning.plan import plan, read_cluster
 from starling.runs.planning.predict import Arm, Machines, bisect, simulate
 from starling.runs.profiling.profile import profile
 from starling.strategies import NoOptions
@@ -78,8 +80,28 @@ def test_a_slow_learner_sets_the_pace_of_allreduce_and_not_that_of_adpsgd() -> N
     assert simulate(arm("allreduce"), 4, slow).seconds_per_gradient == pytest.approx(
         (4 * GRADIENT + ring_seconds(4)) / 4, rel=1e-6
     )
-    rate = 1.0 / simulate(arm("adpsgd"), 4, slow).seconds_per_gradient
+    rate = 1.0 / simulate(arm("adpsgd", pattern="pairs"), 4, slow).seconds_per_gradient
     assert rate == pytest.approx(3.25 / GRADIENT, rel=0.03)
+
+
+def test_a_plan_without_contention_has_to_be_asked_for() -> None:
+    """The link of 16 learners' server carries a gradient in each send time, and its own learner needs no link."""
+    served = arm("parameter-server", update="asynchronous")
+    send_seconds = 4 * MEGABYTE / BANDWIDTH
+    rate = 1.0 / simulate(served, 16, machines()).seconds_per_gradient
+    assert rate == pytest.approx(1.0 / send_seconds + 1.0 / GRADIENT, rel=0.05)
+    given = read_cluster({"nodes": {"uplink": "unlimited"}})
+    assert 1.0 / simulate(served, 16, Machines(costs(), given=given)).seconds_per_gradient > 2 * rate
+
+
+def test_learners_that_form_super_learners_without_nodes_keep_a_link_each() -> None:
+    """Four machines in two groups: the nodes of the simulation only make means inside a group cheaper."""
+    groups = arm("hadpsgd", per_node=2)
+    assert machines().cluster(groups, 4).uplink == 2 * BANDWIDTH
+    given = Machines(costs(), given=read_cluster({"link": {"bandwidth": 1e6}}))
+    assert given.cluster(groups, 4).uplink == 2e6
+    assert given.with_bandwidth(3.0).cluster(groups, 4).uplink == 6e6
+    assert machines().with_bandwidth(3.0).cluster(arm("adpsgd"), 4).uplink == 3 * BANDWIDTH
 
 
 def test_without_exchange_allreduce_only_computes() -> None:
@@ -151,7 +173,8 @@ def test_an_interval_contains_the_prediction_and_grows_with_the_validation_s_err
 
 
 def test_the_bandwidth_at_which_another_strategy_is_faster_solves_its_equation() -> None:
-    """`adpsgd` is 5 % faster than `allreduce` where the ring takes 5 % of a gradient."""
+    """`adpsgd` makes more progress where the ring takes so long that `allreduce` makes fewer than WORTH times as many
+    mini-batches, less 5 %."""
     fast = measured_profile().model_copy(update={"step_seconds": 0.0})
     link = LinkModel(latency=0.0, bandwidth=1e10)
     of_link = fast.mean.model_copy(update={"fitted": link})
@@ -159,13 +182,14 @@ def test_the_bandwidth_at_which_another_strategy_is_faster_solves_its_equation()
     found = plan(profile=fast, learners=[4], strategies=["allreduce", "adpsgd"])
     assert found.recommended.strategy == "allreduce"
     (bandwidth,) = [each for each in found.crossings if each.what == "bandwidth"]
-    exact = 1.5 * 4 * MEGABYTE / (0.05 * GRADIENT)
+    behind = 1.0 / (WORTH * (1.0 - TIE))
+    exact = 1.5 * 4 * MEGABYTE / ((behind - 1.0) * GRADIENT)
     assert bandwidth.faster == "adpsgd" and bandwidth.value < bandwidth.now
     assert bandwidth.value == pytest.approx(exact, rel=0.05)
     (slowness,) = [each for each in found.crossings if each.what == "slowness"]
-    # `allreduce` takes s gradients for 4, `adpsgd` 4 / (3 + 1 / s): 5 % apart where s (3 + 1 / s) / 4 = 1.05
-    assert slowness.value == pytest.approx((1.05 * 4 - 1) / 3, rel=0.08)
-    assert "adpsgd is faster than allreduce" in str(bandwidth) and "times slower" in str(slowness)
+    # `allreduce` takes s gradients for 4, `adpsgd` 4 / (3 + 1 / s): so far apart where s (3 + 1 / s) / 4 = behind
+    assert slowness.value == pytest.approx((behind * 4 - 1) / 3, rel=0.08)
+    assert "adpsgd makes more progress than allreduce" in str(bandwidth) and "times slower" in str(slowness)
 
 
 def test_bisection_finds_a_root_on_either_side() -> None:
@@ -174,31 +198,37 @@ def test_bisection_finds_a_root_on_either_side() -> None:
     assert bisect(lambda x: x * x > 2.0, 10.0, 0.1) == pytest.approx(2**0.5, rel=0.03)
 
 
-def test_of_strategies_that_are_about_as_fast_the_least_stale_is_recommended() -> None:
-    """And beyond 5 % the faster one."""
+def test_the_most_progress_is_recommended_and_of_equals_what_is_worth_most() -> None:
+    """Speed times worth; within a tie the worth decides, and then the order."""
 
-    def row(strategy: str, hours: float, staleness: float) -> Row:
-        rest = dict.fromkeys(("computing", "waiting", "exchanging", "gigabytes_per_link", "megabytes_per_second"), 0.0)
-        return Row(
-            strategy=strategy,
-            learners=4,
-            hours_per_epoch=hours,
-            hours=hours,
-            hours_low=hours,
-            hours_high=hours,
-            staleness_mean=staleness,
-            staleness_median=0,
-            staleness_95=0,
-            staleness_max=0,
-            memory_gigabytes=None,
-            cost=None,
-            **rest,
-        )
+    @dataclass(frozen=True)
+    class Case:
+        name: str
+        progress: float
+        worth: float
 
-    close = [row("adpsgd", 1.0, 1.2), row("allreduce", 1.04, 0.0)]
-    assert [each.strategy for each in recommend(close) if each] == ["allreduce", "adpsgd"]
-    apart = [row("allreduce", 1.2, 0.0), row("adpsgd", 1.0, 1.2)]
-    assert [each.strategy for each in recommend(apart) if each] == ["adpsgd", "allreduce"]
+    def order(*cases: Case) -> list[str]:
+        return [each.name for each in ranked(cases)]
+
+    plain = Case("plain", 1.0, 1.0)
+    assert order(plain, Case("stale", 1.04, WORTH)) == ["plain", "stale"]
+    assert order(plain, Case("stale", 1.1, WORTH)) == ["stale", "plain"]
+    first, second = Case("first", 1.0, WORTH), Case("second", 1.01, WORTH)
+    assert order(first, second, plain) == ["plain", "second", "first"]
+    assert order(first, second) == ["first", "second"]
+
+
+def test_a_plan_tries_the_options_that_auto_would_try() -> None:
+    """On a link over which a message takes four gradients, a period of 1 makes learners wait."""
+    slow = LinkModel(latency=0.0, bandwidth=4 * MEGABYTE / (4 * GRADIENT))
+    own = measured_profile()
+    own = own.model_copy(update={"exchange": own.exchange.model_copy(update={"fitted": slow})})
+    (row,) = plan(profile=own, learners=[4], strategies=["adpsgd"], crossings=False).rows
+    assert row.options == "pattern: pairs, period: 2" and row.exchanging < 0.05
+    assert str(row) == "adpsgd (pattern: pairs, period: 2)"
+    given = {"name": "adpsgd", "pattern": "ring"}
+    (row,) = plan(profile=own, learners=[4], strategies=[given], crossings=False).rows
+    assert row.options == "" and row.exchanging > 0.5
 
 
 def test_gradient_times_are_fitted_by_the_distribution_that_they_are_drawn_from() -> None:

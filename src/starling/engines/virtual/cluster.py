@@ -1,7 +1,7 @@
 """The cluster that the virtual engine simulates: how long gradients, messages and memory accesses take."""
 
 import random
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -62,7 +62,7 @@ AllReduce = Literal["ring", "tree", "hierarchical", "fastest"]
 
 class LinkModel(Config):
     """The link between any two learners on different nodes, the same in both directions. By default each learner is a
-    node, and no message delays another."""
+    node, whose messages share one link's bandwidth (`NodeModel.uplink`)."""
 
     latency: float = Field(default=50e-6, ge=0.0)
     """Seconds before the first byte arrives."""
@@ -92,9 +92,9 @@ class NodeModel(Config):
     """Seconds before the first byte arrives, inside a node."""
     bandwidth: float = Field(default=5e10, gt=0.0)
     """Bytes per second between any two learners of a node."""
-    uplink: float | None = Field(default=None, gt=0.0)
+    uplink: Annotated[float, Field(gt=0.0)] | Literal["unlimited"] | None = None
     """Bytes per second in each direction between a node and all others, which the messages of its learners share. None:
-    each message has a link of its own."""
+    the bandwidth of one link. unlimited: each message has a link of its own, as no real cluster has."""
 
 
 class MemoryModel(Config):
@@ -138,7 +138,11 @@ class WatchModel(Config):
 
 
 class Cluster(Config):
-    """The machines and links that `starling simulate` simulates; the `cluster:` section of a recipe."""
+    """The machines and links that `starling simulate` simulates; the `cluster:` section of a recipe.
+
+    Links are finite: messages queue at their node's uplink, in each direction. A cluster without this has to be asked
+    for by `nodes: {uplink: unlimited}`.
+    """
 
     compute: ComputeModel = Field(default_factory=ComputeModel)
     """How long a gradient takes."""
@@ -150,6 +154,13 @@ class Cluster(Config):
     """The memory of a machine, for servers and shared memory."""
     watch: WatchModel = Field(default_factory=WatchModel)
     """How soon a loss is noticed."""
+
+    @property
+    def uplink(self) -> float | None:
+        """Bytes per second in each direction that the messages of a node share; None: unlimited, as was asked for."""
+        if self.nodes.uplink == "unlimited":
+            return None
+        return self.link.bandwidth if self.nodes.uplink is None else self.nodes.uplink
 
     @model_validator(mode="after")
     def _has_nodes(self) -> "Cluster":

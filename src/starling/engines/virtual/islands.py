@@ -98,7 +98,7 @@ class SimulatedIslands:
 def _side_by_side(cluster: Cluster, size: int) -> Cluster:
     """The cluster of islands in the place of ranks: the messages of an island travel side by side."""
     nodes, link = cluster.nodes, cluster.link
-    uplink = None if nodes.uplink is None else nodes.uplink * max(1, size // nodes.size)
+    uplink = "unlimited" if cluster.uplink is None else cluster.uplink * max(1, size // nodes.size)
     inside = {"size": max(1, nodes.size // size), "bandwidth": nodes.bandwidth * size, "uplink": uplink}
     wider = {"nodes": nodes.model_copy(update=inside)}
     return cluster.model_copy(update=wider | {"link": link.model_copy(update={"bandwidth": link.bandwidth * size})})

@@ -42,11 +42,11 @@ class Links:
         nodes, link = cluster.nodes, cluster.link
         self._size, self._algorithm = nodes.size, link.all_reduce
         self._inside = LinkModel(latency=nodes.latency, bandwidth=nodes.bandwidth)
-        self._uplink = nodes.uplink
-        rate = link.bandwidth if nodes.uplink is None else min(link.bandwidth, nodes.uplink)
+        self._uplink = uplink = cluster.uplink
+        rate = link.bandwidth if uplink is None else min(link.bandwidth, uplink)
         self._between = link if rate == link.bandwidth else link.model_copy(update={"bandwidth": rate})
-        self._leaving = None if nodes.uplink is None else Uplinks(nodes.uplink)
-        self._entering = None if nodes.uplink is None else Uplinks(nodes.uplink)
+        self._leaving = None if uplink is None else Uplinks(uplink)
+        self._entering = None if uplink is None else Uplinks(uplink)
 
     def node(self, name: int) -> int:
         """The node that a learner is on."""
@@ -57,7 +57,8 @@ class Links:
         return self._inside if self.node(sender) == self.node(receiver) else self._between
 
     def leave(self, sender: int, receiver: int, now: float, num_bytes: int) -> float | None:
-        """Queue a message at its sender's uplink; seconds until its first byte leaves. None: it needs no uplink."""
+        """Queue a message at its sender's uplink; seconds until its first byte leaves. None: it needs no uplink,
+        or uplinks are unlimited."""
         if self._leaving is None or self.node(sender) == self.node(receiver):
             return None
         return self._leaving.take(self.node(sender), now, num_bytes)
@@ -76,11 +77,12 @@ class Links:
         if self._leaving is None or self._entering is None or len(nodes) == 1:
             return seconds
         directions = self._leaving, self._entering
-        end = max(now, *(uplinks.free_at(node) for uplinks in directions for node in nodes)) + seconds
+        free = max(uplinks.free_at(node) for uplinks in directions for node in nodes)
+        seconds += max(0.0, free - now)  # to the bit what the ring takes where nothing else is under way
         for uplinks in directions:
             for node in nodes:
-                uplinks.hold(node, end)
-        return end - now
+                uplinks.hold(node, now + seconds)
+        return seconds
 
     def reduce_seconds(self, group: Sequence[int], num_bytes: int) -> float:
         """Seconds of an all-reduce over links on which nothing else is under way."""

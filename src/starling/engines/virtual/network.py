@@ -260,11 +260,14 @@ class Network:
             self._happen(event, seconds, [rank, peer])
             return
 
-        def reach(_: object) -> None:
+        def reach(_: object = None) -> None:
             queued = self._links.enter(receiver, self._environment.now, num_bytes)
             self._happen(event, queued + seconds - link.latency, [rank, peer])
 
-        self._environment.timeout(waited + link.latency).callbacks.append(reach)
+        if waited + link.latency > 0.0:
+            self._environment.timeout(waited + link.latency).callbacks.append(reach)
+        else:
+            reach()
 
     def receive(self, rank: int, peer: int, tag: int, check: Callable[[Tensor], None]) -> Handle[Tensor]:
         """Receive what `peer` sends under `tag`; `check` raises if it is not as expected."""

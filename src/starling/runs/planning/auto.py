@@ -34,8 +34,9 @@ from starling.runs.experiment.folder import ExperimentFolder
 from starling.runs.machines import machines_of, shared_folder
 from starling.runs.packing import JobConfig, pack, unpack
 from starling.runs.planning.at_hand import Allowance, AtHand, measure_apart, measure_together
-from starling.runs.planning.choosing import Choice, Predicted, Surroundings, choose, in_words, surroundings_of
+from starling.runs.planning.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
 from starling.runs.planning.costs import Costs
+from starling.runs.planning.deciding import in_words
 from starling.runs.planning.facts import facts_of
 from starling.runs.recipe.auto import AutoOptions
 from starling.runs.recipe.file import parse_yaml

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log2
 from statistics import fmean, median
 from typing import Any
 
@@ -15,6 +14,7 @@ from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
 from starling.runs.planning.at_hand import ACROSS, INSIDE, PATTERNS, AtHand, has_nodes, topologies
 from starling.runs.planning.costs import Costs, JobFacts
+from starling.runs.planning.deciding import TIE, in_words, ranked, tried, worth
 from starling.runs.planning.fits import fit_compute
 from starling.runs.planning.predict import AVERAGING, Arm, Machines, Speed, simulate_briefly
 from starling.runs.recipe.auto import CANDIDATES, AutoOptions
@@ -23,25 +23,12 @@ from starling.training.stragglers import Stragglers
 from starling.workload import Weighting
 
 Seconds = float
-WORTH: Mapping[str, float] = {"allreduce": 1.0, "delay-by-one": 0.95, "dpsgd": 0.95, "hadpsgd": 0.92, "adpsgd": 0.9}
-"""What a gradient is taken to be worth for the loss, relative to one of `allreduce`.
-
-These are margins of caution, not measurements: a strategy must be predicted to be that much faster to be chosen,
-because stale gradients, and models that differ between learners, may cost progress. Measured values belong here
-(decision 0040).
-"""
-WORTH_OF_A_DOUBLING = 0.98
-"""The factor of `WORTH` for each doubling of the averaging period."""
-PERIODS = (2, 4, 8, 16)
-"""Tried, one after the other, as long as the progress grows."""
 LONGER = 1.5
 """Progress is the mean of that with rounds of averaging as measured, and that with rounds that take so many times as
 long. A period too long costs little (`WORTH_OF_A_DOUBLING`), one too short makes learners wait; and rounds are not all
 the same: random pairs cross a slow link more or less often, and others may use it later."""
 LIKE = 1.05
 """Learners whose gradients take less than this many times those of the fastest count as equally fast."""
-TIE = 0.02
-"""Strategies within this share of the best count as equally good: the first in the order of `CANDIDATES` is chosen."""
 SIMULATED, MOST_ROUNDS, FEWEST_ROUNDS = 480, 32, 4
 """Gradients in a simulation, and the most and the fewest of each learner."""
 CYCLES, MOST_TIMES = 4, 8
@@ -225,6 +212,7 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the
         messages=links["ring"] if "ring" in links else next(iter(links.values())),
         means=_ring(mean, num_bytes, world),
         gradient_means=_ring(longer, num_bytes, world),
+        holds_contention=True,
         source="what the learners of this run measured",
     )
     slowest = max(range(world), key=means.__getitem__)
@@ -281,32 +269,14 @@ def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "b
         raise ConfigError(
             f"strategy auto: none of {', '.join(options.among)} fits {world} learners\n  " + "\n  ".join(notes)
         )
-    most = max(each.progress for each in found)
-    plainest = next(each.name for each in found if each.progress >= (1.0 - TIE) * most)  # they are tried in this order
-    best = max((each for each in found if each.name == plainest), key=lambda each: each.progress)
-    others = sorted((each for each in found if each is not best), key=lambda each: -each.progress)
-    return Choice(learners=world, predicted=(best, *others), because=around.because, measured=around.measured)
+    return Choice(learners=world, predicted=tuple(ranked(found)), because=around.because, measured=around.measured)
 
 
 def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Iterator[Predicted]:
     """A strategy with each set of options that is worth a try. ConfigError if it does not fit."""
-    sets: list[dict[str, Any]] = [{}]
-    if name == "hadpsgd":
-        if not has_nodes(around.learners, around.per_node):
-            raise ConfigError("hadpsgd: needs several nodes, each with the same number of learners, at least 2")
-        sets = [{"per_node": around.per_node}]
-    if name == "adpsgd":
-        sets = [{"pattern": pattern} for pattern in _patterns(around)]
-    has_period = "period" in StrategyChoice(name=name).strategy.options.model_fields
-    for options in sets:
-        last = _predict({"name": name, **options}, around, weighting)
-        yield last
-        for period in PERIODS if has_period else ():
-            longer = _predict({"name": name, **options, "period": period}, around, weighting)
-            yield longer
-            if longer.progress < last.progress:
-                break
-            last = longer
+    if name == "hadpsgd" and not has_nodes(around.learners, around.per_node):
+        raise ConfigError("hadpsgd: needs several nodes, each with the same number of learners, at least 2")
+    return tried(name, around.per_node, _patterns(around), lambda tree: _predict(tree, around, weighting))
 
 
 def _patterns(around: Surroundings) -> list[str]:
@@ -329,14 +299,15 @@ def _predict(tree: Mapping[str, Any], around: Surroundings, weighting: Weighting
     if not around.is_certain and arm.name not in AVERAGING:
         longer = fmean(speed.seconds_per_gradient for speed in _speeds(arm, around, LONGER))
         cautious = fmean((rate, 1.0 / longer))
-    staleness = sum((speed.staleness for speed in speeds), Counter[int]())
+    counts = sum((speed.staleness for speed in speeds), Counter[int]())
+    staleness = sum(value * count for value, count in counts.items()) / max(1, counts.total())
     return Predicted(
         strategy=dict(tree),
         gradients_per_second=rate,
         cautious=cautious,
-        worth=worth(arm),
+        worth=worth(arm, around.learners, staleness),
         waiting=fmean(speed.waiting for speed in speeds),
-        staleness=sum(value * count for value, count in staleness.items()) / max(1, staleness.total()),
+        staleness=staleness,
     )
 
 
@@ -347,18 +318,6 @@ def _speeds(arm: Arm, around: Surroundings, longer: float = 1.0) -> list[Speed]:
     machines = around.machines(arm, longer)
     seeds = range(SEEDS if machines.is_random else 1)
     return [simulate_briefly(arm, around.learners, machines, seed, rounds) for seed in seeds]
-
-
-def worth(arm: Arm) -> float:
-    """What a gradient under a strategy with these options is worth, relative to one of `allreduce`."""
-    period = float(getattr(arm.options, "period", 1.0))
-    return WORTH[arm.name] * float(WORTH_OF_A_DOUBLING ** max(0.0, log2(period)))
-
-
-def in_words(strategy: Mapping[str, Any]) -> str:
-    """A strategy with its options, as `adpsgd (pattern: ring, period: 4)`."""
-    options = ", ".join(f"{key}: {value}" for key, value in strategy.items() if key != "name")
-    return f"{strategy['name']} ({options})" if options else str(strategy["name"])
 
 
 def _seconds(seconds: Seconds) -> str:

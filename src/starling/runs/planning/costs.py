@@ -184,6 +184,8 @@ class Costs(Config):
     inside_means: LinkModel | None = None
     """The same as means have it; None: as messages have it."""
     devices_per_node: int = 1
+    holds_contention: bool = False
+    """Whether the links were measured while all learners sent at once, so that waiting for a node's link is in them."""
     memory_bandwidth: float | None = None
     """Bytes per second of the memory in which a server keeps the model."""
     memory_bytes: int | None = None

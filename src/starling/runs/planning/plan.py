@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from starling.budget import Budget
 from starling.configuration import Config
-from starling.engines.virtual.cluster import Cluster, LinkModel
+from starling.engines.virtual.cluster import Cluster, LinkModel, NodeModel
 from starling.errors import ConfigError
 from starling.runs.planning.costs import Costs, JobFacts, Preset, Profile, find_preset, problems, read_profile
+from starling.runs.planning.deciding import WORTH, in_words, is_clearly_ahead, ranked, tried, worth
 from starling.runs.planning.facts import facts_of
 from starling.runs.planning.memory import memory_of
 from starling.runs.planning.predict import Arm, Machines, Speed, bisect, median_speed, simulate
@@ -32,8 +33,6 @@ SEEDS = 3
 """Simulations of each prediction, where times are drawn at random."""
 CROSSING_ROUNDS = 12
 """Gradients of each learner in half a simulation that looks for a crossing point."""
-TIE = 0.05
-"""Strategies within this share of the fastest count as equally fast: the least stale of them is chosen."""
 NOT_PLANNED = ("hogwild", "delayed")
 """Strategies that are left out unless they are asked for: one needs a single machine, one is for studies."""
 NO_PERIODIC = (
@@ -76,11 +75,23 @@ class Row:
     """Of a learner, as measured; of a rank of an island, as predicted. None where nothing was measured."""
     cost: float | None
     """Price per device and hour x learners x hours; None without a price."""
+    worth: float = 1.0
+    """What the recommendation counts a mini-batch, relative to one of `allreduce`."""
+    options: str = ""
+    """Of the strategy, where several sets were tried: the best of them."""
+
+    @property
+    def progress(self) -> float:
+        """Epochs per hour, counted by the worth of their mini-batches: what is compared."""
+        return self.worth / self.hours_per_epoch
+
+    def __str__(self) -> str:
+        return f"{self.strategy} ({self.options})" if self.options else self.strategy
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value from which another strategy is faster by more than `TIE`."""
+    """A value from which another strategy makes more progress than the recommended one, by more than a tie."""
 
     what: str
     """`bandwidth`, in bytes per second, or `slowness`: how many times longer one learner's gradients take."""
@@ -89,16 +100,16 @@ class Crossing:
     now: float
     chosen: str
     faster: str
-    """The strategy that is faster beyond `value`."""
+    """The strategy that makes more progress beyond `value`."""
 
     def __str__(self) -> str:
         if self.what == "slowness":
             many = f"one of {self.learners} learners is {self.value:.2g} times slower"
-            return f"{self.faster} is faster than {self.chosen} once {many}"
+            return f"{self.faster} makes more progress than {self.chosen} once {many}"
         side = "below" if self.value < self.now else "above"
         return (
-            f"{self.faster} is faster than {self.chosen} {side} {gigabits(self.value)} between {self.learners} "
-            f"learners (now {gigabits(self.now)})"
+            f"{self.faster} makes more progress than {self.chosen} {side} {gigabits(self.value)} between "
+            f"{self.learners} learners (now {gigabits(self.now)})"
         )
 
 
@@ -149,7 +160,8 @@ def plan(
     """Predict how long a job takes with each strategy and number of learners, and recommend one.
 
     The strategies' own texts run on the simulated clock, without gradients, with the costs that a profile measured or
-    that a preset takes from data sheets. A prediction is of time: an epoch is worth the same under each strategy here.
+    that a preset takes from data sheets. A prediction is of time; the recommendation also counts what a mini-batch is
+    worth, by the rule of `strategy: auto`. Where options are not given, those that `auto` would try are tried.
 
     Args:
         job: What to train. A profile knows its job, so None then plans that one.
@@ -199,13 +211,19 @@ def _usual(own: Job | None) -> list[str]:
 
 
 def recommend(rows: Sequence[Row]) -> tuple[Row, Row | None]:
-    """The row to choose, the least stale of those about as fast as the fastest, and the next by time."""
-    fastest = min(row.hours for row in rows)
-    order = sorted(
-        rows,
-        key=lambda row: (0, row.staleness_mean, row.hours) if row.hours <= fastest * (1 + TIE) else (1, row.hours, 0.0),
-    )
+    """The row to choose, and the next."""
+    order = ranked(rows)
     return order[0], next(iter(order[1:]), None)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A strategy with options that may be planned."""
+
+    arm: Arm
+    progress: float
+    worth: float
+    words: str
 
 
 class _Planner:
@@ -239,42 +257,64 @@ class _Planner:
         """The rows of all strategies and numbers of learners, and what follows from those of the largest number."""
         found: dict[int, list[tuple[Arm, Row]]] = {}
         for world in dict.fromkeys(learners):
-            found[world] = [(arm, self.row(arm, world)) for arm in self.arms(chosen, world, own)]
+            found[world] = [(arm, self.row(arm, world, words)) for arm, words in self.arms(chosen, world, own)]
         rows = [row for pairs in found.values() for _, row in pairs]
         if not rows:
             raise ConfigError("plan: no strategy fits these numbers of learners\n  " + "\n  ".join(self.notes))
         largest = max(world for world, pairs in found.items() if pairs)
         recommended, second = recommend([row for row in rows if row.learners == largest])
-        arms = [arm for arm, _ in found[largest]]
-        crossed = tuple(self.crossings(arms, largest, recommended.strategy)) if crossings else ()
+        pairs = found[largest]
+        best = next(arm for arm, row in pairs if row is recommended)
+        crossed = tuple(self.crossings([arm for arm, _ in pairs], largest, best)) if crossings else ()
         reason = _reason(recommended, second, self._costs)
         return Plan(tuple(rows), recommended, reason, crossed, (*self.notes, *self.assumptions()))
 
-    def arms(self, chosen: Sequence[str | Mapping[str, Any]], world: int, job: Job | None) -> list[Arm]:
-        """The strategies that fit so many learners, each with its options; a note on each that does not."""
+    def arms(self, chosen: Sequence[str | Mapping[str, Any]], world: int, job: Job | None) -> list[tuple[Arm, str]]:
+        """The strategies that fit so many learners, each with its options, and those in words where several were tried;
+        a note on each that does not."""
         found = []
         for each in chosen:
             choice = StrategyChoice.model_validate(each)
             try:
-                arm = self._arm(choice, world, job)
-                between_islands(arm.strategy, self._island).validate(arm.options, world)
+                found.append(self._arm(choice, world, job))
             except ValidationError as error:
                 options = dict(choice.model_extra or {})
                 lines = describe(error, choice.strategy.options, options, prefix="strategy.")
                 raise ConfigError(problems(f"strategy {choice.name}", lines)) from None
             except ConfigError as error:
                 self.notes.append(f"{choice.name} with {world} learners is left out: {error}")
-                continue
-            found.append(arm)
         return found
 
-    def _arm(self, choice: StrategyChoice, world: int, job: Job | None) -> Arm:
+    def _arm(self, choice: StrategyChoice, world: int, job: Job | None) -> tuple[Arm, str]:
         strategy, given = choice.strategy, dict(choice.model_extra or {})
+        fields, per_node = strategy.options.model_fields, self._per_node()
         if not given and job is not None and job.strategy.name == strategy.name:
-            return Arm(strategy, job.options)
-        if "per_node" in strategy.options.model_fields:
-            given.setdefault("per_node", self._costs.devices_per_node if self._costs.devices_per_node > 1 else 2)
-        return Arm(strategy, strategy.options.model_validate(given))
+            return self._fitting(Arm(strategy, job.options), world), ""
+        if not given and "period" in fields:
+            patterns = ("pairs", "ring") if world > 2 else ("ring",)
+            best = ranked(list(tried(choice.name, per_node, patterns, partial(self._trial, world))))[0]
+            return best.arm, best.words
+        if "per_node" in fields:
+            given.setdefault("per_node", per_node)
+        return self._fitting(Arm(strategy, strategy.options.model_validate(given)), world), ""
+
+    def _per_node(self) -> int:
+        nodes = self._given.get("nodes")
+        size = nodes.size if isinstance(nodes, NodeModel) else self._costs.devices_per_node
+        return size if size > 1 else 2
+
+    def _fitting(self, arm: Arm, world: int) -> Arm:
+        between_islands(arm.strategy, self._island).validate(arm.options, world)
+        return arm
+
+    def _trial(self, world: int, tree: Mapping[str, Any]) -> _Trial:
+        choice = StrategyChoice.model_validate(tree)
+        words = in_words(tree).removeprefix(choice.name).strip(" ()")
+        arm = self._fitting(Arm(choice.strategy, choice.options), world)
+        self._say(f"{in_words(tree)} with {world} learners")
+        found = simulate(arm, world, self.machines(world))
+        of_each = worth(arm, world, _mean(found.staleness))
+        return _Trial(arm, of_each / found.seconds_per_gradient, of_each, words)
 
     def _given_or_measured_link(self) -> LinkModel:
         given = self._given.get("link")
@@ -287,7 +327,7 @@ class _Planner:
         stragglers = self._stragglers.model_copy(update={"slow": slow, "pauses": pauses})
         return Machines(self._costs, stragglers, self._given, island=self._island, traffic=self._traffic)
 
-    def row(self, arm: Arm, world: int) -> Row:
+    def row(self, arm: Arm, world: int, words: str = "") -> Row:
         """The prediction for one strategy and number of learners."""
         self._say(f"{arm.name} with {world} learners")
         machines = self.machines(world)
@@ -318,6 +358,8 @@ class _Planner:
             staleness_max=max(staleness, default=0),
             memory_gigabytes=None if self._memory is None else self._memory / 1e9,
             cost=None if self._price is None else self._price * world * hours,
+            worth=worth(arm, world, _mean(staleness)),
+            options=words,
         )
 
     def _interval(self, arm: Arm, world: int, machines: Machines, speeds: Sequence[Speed]) -> tuple[float, float]:
@@ -338,9 +380,8 @@ class _Planner:
         hours = [] if gradients is None else [seconds_per_gradient * gradients / SECONDS_PER_HOUR]
         return min([*hours, *([] if self._budget.minutes is None else [self._budget.minutes / 60.0])])
 
-    def crossings(self, arms: Sequence[Arm], world: int, recommended: str) -> Iterator[Crossing]:
-        """Where another strategy becomes faster than the recommended one."""
-        chosen = next(arm for arm in arms if arm.name == recommended)
+    def crossings(self, arms: Sequence[Arm], world: int, chosen: Arm) -> Iterator[Crossing]:
+        """Where another strategy makes more progress than the recommended one."""
         others = [arm for arm in arms if arm is not chosen]
         base = self.machines(world)
         if world == 1 or not others:
@@ -361,7 +402,10 @@ class _Planner:
         """What the plan rests on."""
         job = self._costs.job
         yield f"costs are those of {self._costs.source}; {job.trains}, {job.model_bytes / 1e6:.3g} MB"
-        yield "an epoch is taken to be worth the same under each strategy: this predicts time, not accuracy"
+        yield (
+            f"hours are for as many mini-batches under each strategy; the recommendation counts one {WORTH:g} where "
+            "gradients are stale or models differ, as was measured to one loss with 16 learners and three strategies"
+        )
         for key, value in sorted(self._given.items()):
             yield f"cluster.{key} is as given: {value}"
 
@@ -369,22 +413,23 @@ class _Planner:
 def _crossing(
     chosen: Arm, others: Sequence[Arm], world: int, values: Sequence[float], make: Callable[[float], Machines]
 ) -> tuple[float, Arm] | None:
-    """The first factor at which another strategy is faster by more than `TIE`, and that strategy."""
+    """The first factor at which another strategy is clearly ahead, and that strategy."""
 
-    def is_faster(other: Arm, factor: float) -> bool:
+    def is_ahead(other: Arm, factor: float) -> bool:
         machines = make(factor)
-        return seconds(other, machines) * (1.0 + TIE) < seconds(chosen, machines)
+        return is_clearly_ahead(progress(other, machines), progress(chosen, machines))
 
-    def seconds(arm: Arm, machines: Machines) -> float:
-        return simulate(arm, world, machines, rounds=CROSSING_ROUNDS).seconds_per_gradient
+    def progress(arm: Arm, machines: Machines) -> float:
+        found = simulate(arm, world, machines, rounds=CROSSING_ROUNDS)
+        return worth(arm, world, _mean(found.staleness)) / found.seconds_per_gradient
 
     before = 1.0
     for value in values:
         machines = make(value)
-        times = [(seconds(arm, machines), place) for place, arm in enumerate(others)]
-        fastest, place = min(times)
-        if fastest * (1.0 + TIE) < seconds(chosen, machines):
-            return bisect(partial(is_faster, others[place]), before, value), others[place]
+        found = [progress(arm, machines) for arm in others]
+        place = max(range(len(others)), key=found.__getitem__)
+        if is_clearly_ahead(found[place], progress(chosen, machines)):
+            return bisect(partial(is_ahead, others[place]), before, value), others[place]
         before = value
     return None
 
@@ -442,17 +487,18 @@ def _costs(job: Job | JobFacts | None, profile: Profile | Path | str | None, pre
 def _reason(chosen: Row, second: Row | None, costs: Costs) -> tuple[str, ...]:
     """Why, in three lines."""
     first = (
-        f"{chosen.strategy} with {chosen.learners} learners: {chosen.hours:.3g} h ({chosen.hours_low:.3g} to "
+        f"{chosen} with {chosen.learners} learners: {chosen.hours:.3g} h ({chosen.hours_low:.3g} to "
         f"{chosen.hours_high:.3g} h); learners compute {chosen.computing:.0%} of the time, mean staleness "
         f"{chosen.staleness_mean:.2g}"
     )
     if second is None:
         behind = "no other strategy was compared"
     else:
-        more = second.hours / chosen.hours - 1.0
+        more = second.hours_per_epoch / chosen.hours_per_epoch - 1.0
         behind = (
-            f"{second.strategy} is the second choice, {abs(more):.0%} {'slower' if more >= 0 else 'faster'}: it waits "
-            f"{second.waiting:.0%} and exchanges {second.exchanging:.0%} of the time, mean staleness "
+            f"{second} is the second choice, {abs(more):.0%} {'slower' if more >= 0 else 'faster'} for as many "
+            f"mini-batches, which count {second.worth:.2f} where those of the first choice count {chosen.worth:.2f}: "
+            f"it waits {second.waiting:.0%} and exchanges {second.exchanging:.0%} of the time, mean staleness "
             f"{second.staleness_mean:.2g}"
         )
     if costs.validation is None:

@@ -26,6 +26,8 @@ GRADIENTS = 480
 """Simulated for each prediction, shared by the learners."""
 FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
 """Gradients of each learner in a simulation."""
+CYCLES = 4
+"""Rounds of averaging in a simulation, at least: twice as many as a learner may be behind."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class Machines:
 
         A cluster has one kind of link between nodes, and one inside. Means and messages were measured apart, because
         they cost differently: learners that only average use the link of means, and super-learners use it inside.
+
+        Messages queue at their node's link, unless the costs hold that wait already. Where nodes stand for sync groups
+        only, each learner brings a link of its own.
         """
         costs, num_models = self.costs, learners // self.island.size
         group = arm.strategy.sync_group_size(arm.options, num_models)
@@ -67,7 +72,7 @@ class Machines:
         link = costs.means if means_only else costs.messages
         if arm.strategy.averages_gradients(arm.options) and means_only and not is_compressed(arm.options):
             link = costs.gradient_means or costs.means  # encoded gradients are averaged after backward
-        nodes = NodeModel()
+        nodes = NodeModel(uplink="unlimited" if costs.holds_contention else None)
         if costs.devices_per_node > 1 and costs.inside is not None:
             inside = costs.inside if not means_only or costs.inside_means is None else costs.inside_means
             shared = costs.messages.bandwidth
@@ -77,7 +82,12 @@ class Machines:
         elif 1 < group < num_models and arm.strategy.averages_gradients(arm.options):
             inside = costs.gradient_means or costs.means
             size = group * self.island.size
-            nodes = NodeModel(size=size, latency=inside.latency, bandwidth=inside.bandwidth)
+            given = self.given.get("link")
+            own = given if isinstance(given, LinkModel) else link
+            nodes = nodes.model_copy(
+                update={"size": size, "latency": inside.latency, "bandwidth": inside.bandwidth}
+                | ({} if costs.holds_contention else {"uplink": size * own.bandwidth})
+            )
         memory = MemoryModel() if costs.memory_bandwidth is None else MemoryModel(bandwidth=costs.memory_bandwidth)
         cluster = Cluster(compute=costs.compute, link=link, nodes=nodes, memory=memory)
         cluster = cluster.model_copy(update=dict(self.given))
@@ -98,7 +108,8 @@ class Machines:
 
         def change(cluster: Cluster) -> Cluster:
             link = cluster.link.model_copy(update={"bandwidth": cluster.link.bandwidth * factor})
-            uplink = None if cluster.nodes.uplink is None else cluster.nodes.uplink * factor
+            uplink = cluster.nodes.uplink
+            uplink = uplink * factor if isinstance(uplink, float) else uplink
             return cluster.model_copy(
                 update={"link": link, "nodes": cluster.nodes.model_copy(update={"uplink": uplink})}
             )
@@ -153,6 +164,7 @@ def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds:
     a few more: a strategy that does something every H steps is simulated for whole periods. A warm-up is left out.
     """
     each = rounds or max(FEWEST_ROUNDS, min(MOST_ROUNDS, GRADIENTS // learners))
+    each = max(each, CYCLES * int(getattr(arm.options, "period", 1)))
     if period := getattr(arm.options, "every", None) or getattr(arm.options, "mean_every", None):
         each = -(-each // period) * period
     half, whole = (_run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from starling.runs.planning.deciding import TIE
 from starling.runs.planning.plan import Plan, Row
 
 _COLUMNS = (
@@ -36,7 +37,7 @@ def table(plan: Plan) -> Table:
 
 def _cells(row: Row, has_cost: bool) -> list[str]:
     return [
-        row.strategy,
+        str(row),
         str(row.learners),
         f"{row.hours_per_epoch:.3g}",
         f"{row.hours:.3g}",
@@ -53,10 +54,10 @@ def _cells(row: Row, has_cost: bool) -> list[str]:
 
 def lines(plan: Plan, explains: bool) -> Iterator[str]:
     """What stands below the table; with `explains`, also what the columns mean and what was assumed."""
-    yield f"recommended: {plan.recommended.strategy}"
+    yield f"recommended: {plan.recommended}"
     yield from (f"  {line}" for line in plan.reason)
     if plan.crossings:
-        yield "crossing points (another strategy is faster by more than 5 %):"
+        yield f"crossing points (another strategy makes more progress, by more than {TIE:.0%}):"
         yield from (f"  {crossing}" for crossing in plan.crossings)
     else:
         yield "crossing points: none within 1,000 times the bandwidth and 100 times the slowness, or none asked for"
@@ -73,5 +74,6 @@ _EXPLANATIONS = (
     "interval: these seeds, the 95 % interval of the gradient time, and the error of the last validation",
     "wait: what is left of the waiting where every message arrives at once; exchange: what a faster link would end",
     "MB/s: what a learner sends in a second of the run; stale: mean staleness, and the 95 % quantile",
-    "recommended: the least stale of the strategies within 5 % of the fastest; the next by time is the second choice",
+    "recommended: the most progress, which is speed times what a mini-batch is worth, or, within 5 % of that, the "
+    "strategy whose mini-batches are worth most",
 )
