@@ -1,7 +1,7 @@
 """What share of their speed learners keep, by strategy and cluster: `python -m benchmarks.by_cluster [LEARNERS...]`.
 
-Timing-only runs on the simulated clock; no gradient is computed. Each learner is a node, whose messages share one link's
-bandwidth in each direction. The speed of a cluster is the sum of what its learners would do alone.
+Timing-only runs on the simulated clock; no gradient is computed. Each learner is a node, whose messages share one
+link's bandwidth in each direction. The speed of a cluster is the sum of what its learners would do alone.
 """
 
 import sys
