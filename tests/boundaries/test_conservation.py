@@ -9,16 +9,19 @@ The test knows nothing about what a method keeps, or how.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from starling.errors import StarlingError
+from starling.strategies.compression import TopK
 from starling.workload import Ticket, Workload
-from tests.boundaries.grid import KINDS, WORLDS, Cell, Method, marked, methods, run_cell, undisturbed
+from tests.boundaries.grid import KINDS, SPEEDS, WORLDS, Cell, Method, marked, methods, run_cell, undisturbed
 from tests.contract.problems import Points
 
 STEPS = 40
@@ -27,9 +30,9 @@ NUM_OWN = 8
 """The first mini-batches, which move weights of their own."""
 SIZE = 8
 """The model is a matrix of so many rows and columns."""
-SMALL = 2e-3
-"""The share that may still be pending, because all momenta are geometric, and the share that rounding may take."""
-GENTLE = {
+SMALL = 0.02
+"""The part of a share that may still be pending, because momenta are geometric."""
+GENTLE: dict[str, Any] = {
     "momentum": 0.5,
     "beta": 0.5,
     "mu": 0.5,
@@ -37,7 +40,8 @@ GENTLE = {
     "feedback": 1.0,
     "consensus_rate": 0.5,
     "warm_up": 0,
-    "rate": 0.5,
+    "every": 3,
+    "overlap": 1,
 }
 """Constants with which everything arrives soon, and nothing is dropped by intention."""
 
@@ -75,17 +79,16 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @cache
 def gentle(method: Method) -> Method:
-    """A method with constants with which everything arrives soon."""
-    fields = type(method.options(4)).model_fields
-    allowed = {name: value for name, value in GENTLE.items() if name in fields and _is_number(method, name)}
-    return method.using(**allowed)
-
-
-def _is_number(method: Method, name: str) -> bool:
-    value = getattr(method.options(4), name)
-    if name == "consensus_rate":
-        return getattr(method.options(4), "compression", "none") not in ("none", "bfloat16")
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value != 0)
+    """A method with constants with which everything arrives soon, as far as it has them."""
+    options = method.options(4)
+    for name, value in GENTLE.items():
+        if isinstance(before := getattr(options, name, None), int | float) or (name == "momentum" and before is None):
+            is_less = before is None or value < before or name == "feedback"
+            changed = method.using(**{name: value})
+            method = changed if is_less and changed.fits(4) else method
+    if isinstance(getattr(options, "compression", None), TopK) and hasattr(options, "every"):
+        method = method.using(compression=options.compression.model_copy(update={"top_k": 0.25}).model_dump())
+    return method
 
 
 def shares(weights: Sequence[Tensor]) -> Tensor:
@@ -94,10 +97,98 @@ def shares(weights: Sequence[Tensor]) -> Tensor:
 
 
 @cache
-def share(method: Method, world: int) -> float:
-    """The share with which each mini-batch counts where nothing happens."""
+def expected(method: Method, world: int) -> tuple[float, float]:
+    """The smallest and the largest share with which a mini-batch counts where nothing happens. Of a mini-batch's
+    replicas the best counts: some methods drop what is done while a fragment travels."""
     outcome = undisturbed(gentle(method), WORKLOAD, sgd, STEPS * world, world, "even")
     found = shares([state.weights for state in outcome.states if state.is_worker])
-    mean = float(found.mean())
-    assert mean > 0.0 and float((found - mean).abs().max()) < SMALL * max(1.0, mean), f"{method.name} L={world}: {found}"
-    return mean
+    return float(found.max(dim=1).values.min()), float(found.max())
+
+
+def drops_some(method: Method, world: int) -> bool:
+    """Whether some replicas of a mini-batch count less where nothing happens."""
+    outcome = undisturbed(gentle(method), WORKLOAD, sgd, STEPS * world, world, "even")
+    found = shares([state.weights for state in outcome.states if state.is_worker])
+    return float(found.max() - found.min()) > 2 * SMALL * float(found.max())
+
+
+def settles(method: Method) -> bool:
+    """Whether its learners end with one model. Elastic averaging sends differences that stay, and feeds back what
+    `top_k` takes from them: see `test_known_defects.py`."""
+    options = method.options(4)
+    return not (getattr(options, "elastic", False) and isinstance(getattr(options, "compression", None), TopK))
+
+
+def problem(cell: Cell, folder: Path) -> str | None:
+    """What a cell breaks.
+
+    A mini-batch counts with the share that it has among as many learners as one of the memberships, or between two.
+    Where learners differed when something happened, the mean of those that are left is another by as much. A learner
+    that is lost takes along its own mini-batches, and up to half of what others had sent to it.
+    """
+    method = gentle(cell.method)
+    try:
+        run = run_cell(replace(cell, method=method), WORKLOAD, sgd, STEPS, folder, between=(0.05, 0.35))
+    except StarlingError as error:
+        return f"{type(error).__name__}: {error}"
+    found = shares(run.weights)
+    bounds = [expected(cell.method, world) for world in set(run.worlds)]
+    low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
+    slack = SMALL * high + max(1.0, high * max(run.worlds)) * run.apart.double().view(-1, NUM_OWN).T
+    has_loss, has_drops = cell.kind in ("kill", "several"), any(drops_some(cell.method, each) for each in run.worlds)
+    least = torch.full_like(found, 0.5 * low if has_loss else low)
+    least[list(step for step in run.lost if step < NUM_OWN)] = 0.0
+    if cell.kind == "several":  # what one learner held is another's after the resume, which may be lost as well
+        least[:] = 0.0
+    if has_loss or has_drops:
+        best = found.argmax(dim=1, keepdim=True)
+        least = torch.zeros_like(least).scatter_(1, best, least.gather(1, best))
+    is_wrong = (found < least - slack) | (found > high + slack)
+    if not bool(is_wrong.any()):
+        return None
+    wrong = ", ".join(
+        f"{step}: {float(found[step, place]):.3g}" for step in range(NUM_OWN) for place in is_wrong[step].nonzero()[:1]
+    )
+    return f"mini-batches that count with another share than {low:.3g} to {high:.3g}: {wrong}"
+
+
+def problems(cells: Sequence[Cell], folder: Path) -> list[str]:
+    """What is wrong with each cell, one line each."""
+    assert cells
+    return [f"{cell.name}: {what}" for cell in cells if (what := problem(cell, folder)) is not None]
+
+
+def of_sample() -> list[Cell]:
+    """Of each strategy as the first method that sends numbers as they are, and the first that encodes them, one cell."""
+    chosen = {(each.strategy.name, each.is_lossy): each for each in reversed(methods().values()) if settles(each)}
+    cells = []
+    for number, method in enumerate(reversed(chosen.values())):
+        order = [
+            Cell(method, KINDS[(number + shift) % 4], SPEEDS[number // 4 % 2], 2 + (number + world) % 4)
+            for shift in range(1, 5)
+            for world in range(4)
+        ]
+        cells.append(next(cell for cell in order if cell.is_possible))
+    return cells
+
+
+@pytest.mark.parametrize("cell", [marked("conservation", cell.name, cell) for cell in of_sample()])
+def test_each_mini_batch_counts_once_whatever_happens_once(cell: Cell, tmp_path: Path) -> None:
+    """With the share that its method gives to it among so many learners."""
+    assert problems([cell], tmp_path) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        marked("conservation", f"{method.name} {kind}", method, kind)
+        for method in methods().values()
+        if settles(method)
+        for kind in KINDS
+    ],
+)
+def test_each_mini_batch_counts_once_whatever_happens(method: Method, kind: str, tmp_path: Path) -> None:
+    """The same under every method, in every encoding, with 2 to 5 learners of unequal speeds."""
+    cells = [Cell(method, kind, "uneven", world) for world in WORLDS if world > 1]
+    assert problems([cell for cell in cells if cell.is_possible], tmp_path) == []
