@@ -307,6 +307,8 @@ class Run:
     """How far the weights of the learners were apart where something happened, the sum over all such moments, `[P]`."""
     lost: set[int]
     """The mini-batches that a learner computed which was lost."""
+    is_resumed_otherwise: bool = False
+    """Whether it was resumed with another number of learners."""
 
     @property
     def weights(self) -> list[Tensor]:
@@ -364,7 +366,7 @@ def run_cell(
     check_happened(cell, (outcome.num_memberships >= 2) == bool(faults))
     worlds = (world, *watch.worlds, again.world, *after.worlds)
     distance = torch.stack([*watch.apart, apart(chosen), *after.apart]).sum(dim=0)
-    return Run(outcome, worlds, distance, watch.lost | after.lost)
+    return Run(outcome, worlds, distance, watch.lost | after.lost, again.world != len(chosen))
 
 
 @cache

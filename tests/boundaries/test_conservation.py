@@ -124,7 +124,8 @@ def problem(cell: Cell, folder: Path) -> str | None:
 
     A mini-batch counts with the share that it has among as many learners as one of the memberships, or between two.
     Where learners differed when something happened, the mean of those that are left is another by as much. A learner
-    that is lost takes along its own mini-batches, and up to half of what others had sent to it.
+    that is lost takes along its own mini-batches, and up to half of what others had sent to it. A resume with another
+    number of learners may drop what is pending; it delivers nothing twice.
     """
     method = gentle(cell.method)
     try:
@@ -138,7 +139,7 @@ def problem(cell: Cell, folder: Path) -> str | None:
     has_loss, has_drops = cell.kind in ("kill", "several"), any(drops_some(cell.method, each) for each in run.worlds)
     least = torch.full_like(found, 0.5 * low if has_loss else low)
     least[list(step for step in run.lost if step < NUM_OWN)] = 0.0
-    if cell.kind == "several":  # what one learner held is another's after the resume, which may be lost as well
+    if cell.kind == "several" or run.is_resumed_otherwise:  # learners that resume are others, and may be lost again
         least[:] = 0.0
     if has_loss or has_drops:
         best = found.argmax(dim=1, keepdim=True)
