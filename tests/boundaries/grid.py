@@ -186,8 +186,7 @@ class Watch(Silence, IgnoreMembership):
 
     def pause(self) -> None:
         assert self.engine is not None
-        learners = self.engine._current.learners
-        self.apart.append(apart([each.course.state(Position()) for each in learners]))
+        self.apart.append(apart([each.weights for each in self.engine._current.learners]))
 
     def begin(self, membership: Membership, position: Position, is_first: bool) -> None:
         self.members.append(membership.members)
@@ -209,10 +208,10 @@ class Watch(Silence, IgnoreMembership):
         return [sorted(states, key=lambda state: state.rank) for states in found]
 
 
-def apart(states: Sequence[LearnerState]) -> Tensor:
-    """How far the weights of the learners that compute are apart, `[P]`."""
-    weights = torch.stack([state.weights for state in states if state.is_worker])
-    return weights.max(dim=0).values - weights.min(dim=0).values
+def apart(weights: Sequence[Tensor]) -> Tensor:
+    """How far the weights of learners are apart, `[P]`."""
+    together = torch.stack(list(weights))
+    return together.max(dim=0).values - together.min(dim=0).values
 
 
 _NUMBERS = count()
@@ -365,7 +364,7 @@ def run_cell(
     outcome, _, after = run(faults, again.world, start=start)
     check_happened(cell, (outcome.num_memberships >= 2) == bool(faults))
     worlds = (world, *watch.worlds, again.world, *after.worlds)
-    distance = torch.stack([*watch.apart, apart(chosen), *after.apart]).sum(dim=0)
+    distance = torch.stack([*watch.apart, apart([each.weights for each in chosen if each.is_worker]), *after.apart]).sum(dim=0)
     return Run(outcome, worlds, distance, watch.lost | after.lost, again.world != len(chosen))
 
 

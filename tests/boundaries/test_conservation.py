@@ -18,10 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from starling.errors import StarlingError
 from starling.strategies.compression import TopK
 from starling.workload import Ticket, Workload
-from tests.boundaries.grid import KINDS, SPEEDS, WORLDS, Cell, Method, marked, methods, run_cell, undisturbed
+from tests.boundaries.grid import KINDS, SPEEDS, Cell, Method, NothingHappened, marked, methods, run_cell, undisturbed
 from tests.contract.problems import Points
 
 STEPS = 40
@@ -92,7 +91,7 @@ def gentle(method: Method) -> Method:
 
 
 def shares(weights: Sequence[Tensor]) -> Tensor:
-    """How far all weights have moved, on average over the learners: by mini-batch and replica, `[NUM_OWN, replicas]`."""
+    """How far weights have moved, on average over the learners: by mini-batch and replica, `[NUM_OWN, replicas]`."""
     return -torch.stack(list(weights)).double().mean(dim=0).view(-1, NUM_OWN).T
 
 
@@ -129,8 +128,10 @@ def problem(cell: Cell, folder: Path) -> str | None:
     """
     method = gentle(cell.method)
     try:
-        run = run_cell(replace(cell, method=method), WORKLOAD, sgd, STEPS, folder, between=(0.05, 0.35))
-    except StarlingError as error:
+        run = run_cell(replace(cell, method=method), WORKLOAD, sgd, STEPS, folder, between=(0.05, 0.25))
+    except NothingHappened:
+        raise
+    except Exception as error:  # whatever it raises is a finding
         return f"{type(error).__name__}: {error}"
     found = shares(run.weights)
     bounds = [expected(cell.method, world) for world in set(run.worlds)]
@@ -138,7 +139,7 @@ def problem(cell: Cell, folder: Path) -> str | None:
     slack = SMALL * high + max(1.0, high * max(run.worlds)) * run.apart.double().view(-1, NUM_OWN).T
     has_loss, has_drops = cell.kind in ("kill", "several"), any(drops_some(cell.method, each) for each in run.worlds)
     least = torch.full_like(found, 0.5 * low if has_loss else low)
-    least[list(step for step in run.lost if step < NUM_OWN)] = 0.0
+    least[[step for step in run.lost if step < NUM_OWN]] = 0.0
     if cell.kind == "several" or run.is_resumed_otherwise:  # learners that resume are others, and may be lost again
         least[:] = 0.0
     if has_loss or has_drops:
@@ -155,12 +156,11 @@ def problem(cell: Cell, folder: Path) -> str | None:
 
 def problems(cells: Sequence[Cell], folder: Path) -> list[str]:
     """What is wrong with each cell, one line each."""
-    assert cells
     return [f"{cell.name}: {what}" for cell in cells if (what := problem(cell, folder)) is not None]
 
 
 def of_sample() -> list[Cell]:
-    """Of each strategy as the first method that sends numbers as they are, and the first that encodes them, one cell."""
+    """Of each strategy one cell in which numbers are sent as they are, and one in which they are encoded."""
     chosen = {(each.strategy.name, each.is_lossy): each for each in reversed(methods().values()) if settles(each)}
     cells = []
     for number, method in enumerate(reversed(chosen.values())):
@@ -190,6 +190,7 @@ def test_each_mini_batch_counts_once_whatever_happens_once(cell: Cell, tmp_path:
     ],
 )
 def test_each_mini_batch_counts_once_whatever_happens(method: Method, kind: str, tmp_path: Path) -> None:
-    """The same under every method, in every encoding, with 2 to 5 learners of unequal speeds."""
-    cells = [Cell(method, kind, "uneven", world) for world in WORLDS if world > 1]
+    """The same under every method, in every encoding, with 2 to 4 learners of unequal speeds."""
+    draws = [(3, 0), (3, 1), (3, 2), (4, 0)] if kind == "kill" else [(2, 0), (4, 0)]
+    cells = [Cell(method, kind, "uneven", world, draw) for world, draw in draws]
     assert problems([cell for cell in cells if cell.is_possible], tmp_path) == []

@@ -46,7 +46,14 @@ def run(
     stragglers = Stragglers(slow={1: slow} if slow > 1.0 else {})
     chosen = strategy.options.model_validate(options)
     job = Job(
-        workload, strategy, Budget(steps=steps), optimizer, options=chosen, stragglers=stragglers, faults=faults, seed=11
+        workload,
+        strategy,
+        Budget(steps=steps),
+        optimizer,
+        options=chosen,
+        stragglers=stragglers,
+        faults=faults,
+        seed=11,
     )
     return VirtualEngine(job, world, CLUSTER).run()
 
@@ -57,8 +64,8 @@ def moved(outcome: Outcome) -> float:
     return max(float((state.weights - start).abs().max()) for state in outcome.states)
 
 
-STREAMING = {"every": 6, "fragments": 3, "overlap": 2, "compression": "int8"}
-ELASTIC = {"every": 2, "compression": "int8"}
+STREAMING: dict[str, Any] = {"every": 6, "fragments": 3, "overlap": 2, "compression": "int8"}
+ELASTIC: dict[str, Any] = {"every": 2, "compression": "int8"}
 
 
 @defect("item 12: what a fragment under way sends begins with weights, where it must hold their distance from theta")
@@ -66,10 +73,10 @@ ELASTIC = {"every": 2, "compression": "int8"}
     ("name", "options"), [("streaming-diloco", STREAMING), ("easgd", ELASTIC)], ids=["streaming-diloco", "easgd"]
 )
 def test_a_loss_moves_no_fragment_at_rate_zero(name: str, options: dict[str, Any]) -> None:
-    """One of four is killed at 36 moments, one is 1.3 times slower: the audit saw weights move by 0.113 and 0.025."""
+    """One of four is killed at 18 moments, one is 1.3 times slower: the audit saw weights move by 0.113 and 0.025."""
     by_moment = []
-    for moment in range(36):
-        kill = Kill(kill=3, at_seconds=0.05 + 0.04 * moment)
+    for moment in range(18):
+        kill = Kill(kill=3, at_seconds=0.05 + 0.08 * moment)
         outcome = run(TinyRegression(), name, 4, 48, sgd(0.0), kill, slow=1.3, **options)
         assert [loss.learner for loss in outcome.losses] == [3]
         by_moment.append(moved(outcome))
@@ -80,8 +87,8 @@ def test_a_loss_moves_no_fragment_at_rate_zero(name: str, options: dict[str, Any
 def test_a_joiner_moves_no_fragment_at_rate_zero() -> None:
     """It has not sent anything yet, so that nothing of it is under way."""
     by_moment = []
-    for moment in range(36):
-        join = Join(join=4, at_seconds=0.05 + 0.02 * moment)
+    for moment in range(12):
+        join = Join(join=4, at_seconds=0.05 + 0.06 * moment)
         outcome = run(TinyRegression(), "streaming-diloco", 4, 60, sgd(0.0), join, **STREAMING)
         assert len(outcome.states) == 5
         by_moment.append(moved(outcome))
@@ -200,7 +207,7 @@ def test_gossip_of_changes_does_not_drift_at_rate_zero() -> None:
     """Weights that are equal stay as they are: a rounding is allowed, but not one in each round."""
     few, many = (
         moved(run(TinyRegression(), "dpsgd", 3, 3 * rounds, sgd(0.0), pattern="ring", compression={"top_k": 0.1}))
-        for rounds in (20, 200)
+        for rounds in (20, 100)
     )
     assert many <= max(1e-7, 2 * few)
 
@@ -210,6 +217,6 @@ def test_elastic_averaging_with_top_k_settles() -> None:
     """After the last gradient learners agree ever more closely, as they do without an encoding."""
     few, many = (
         run(Once(4, size=64), "easgd", 2, steps, sgd(1.0), every=2, compression={"top_k": 0.1}).states[0].weights
-        for steps in (600, 1200)
+        for steps in (200, 400)
     )
     assert float((many - few).norm()) <= 0.05 * float(many.norm())

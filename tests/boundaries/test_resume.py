@@ -12,7 +12,6 @@ from torch import Tensor
 
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.engine import Outcome, VirtualEngine
-from starling.errors import StarlingError
 from tests.boundaries.grid import (
     CLUSTERS,
     Method,
@@ -73,7 +72,7 @@ def problem(before: Method, after: Method, world: int, folder: Path) -> str | No
     name = f"{before.name}, then {after.name} with {world}"
     try:
         start, then = go_on(before, after, world, folder)
-    except StarlingError as error:
+    except Exception as error:  # whatever it raises is a finding
         return f"{name}: {type(error).__name__}: {error}"
     if not same_bits([each.weights for each in start]):
         return f"{name}: learners begin with different weights"
@@ -127,5 +126,4 @@ def test_learners_are_equal_after_a_resume_with_any_other_strategy(before: Metho
 )
 def test_learners_are_equal_after_a_resume_in_another_encoding(before: Method, tmp_path: Path) -> None:
     """All ordered pairs of encodings that a method accepts."""
-    found = [what for what in problems(before, encoded_otherwise(before), tmp_path)]
-    assert [what for what in found if ends_equal(before, WORLD) or "begin" not in what] == []
+    assert problems(before, encoded_otherwise(before), tmp_path) == []
