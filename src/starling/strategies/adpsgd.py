@@ -9,6 +9,10 @@ from starling.strategies.mixing import Encoder, Mixing, MixingOptions, check_mix
 from starling.strategies.staleness import Staleness, StaleSteps
 from starling.topology import find_topology
 
+DROPPED = ("k", "compression")
+"""A round that is under way when a membership ends is left out. The next one counts rounds from 0, and what encodings
+remember begins again with it, as it does after a resume."""
+
 
 class BackgroundOptions(MixingOptions):
     """The options of the strategies that average in the background."""

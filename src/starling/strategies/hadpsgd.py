@@ -11,6 +11,10 @@ from starling.strategies.base import Strategy
 from starling.strategies.mixing import Encoder, Mixing, check_compression, one_ahead
 from starling.topology import Topology, find_topology
 
+DROPPED = ("k", "compression")
+"""A round that is under way when a membership ends is left out. The next one counts rounds from 0, and what encodings
+remember begins again with it, as it does after a resume."""
+
 
 class HierarchicalOptions(BackgroundOptions):
     """The options of `hadpsgd`."""

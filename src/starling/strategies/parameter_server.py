@@ -99,7 +99,9 @@ async def _pull(servers: Sequence[Remote], options: ServerOptions) -> None:
 
 
 class Remote:
-    """A worker's connection to one server."""
+    """A worker's connection to one server. Both count from 0 in each membership."""
+
+    DROPPED = ("age", "most_finished", "_num_finished")
 
     def __init__(self, me: Learner, rank: int, piece: slice, age_numbers: int = 1) -> None:
         import torch

@@ -37,6 +37,9 @@ REPORT, GRADIENT, AGE, WEIGHTS = range(4)
 """The tags of the four kinds of messages. An age `[1]` is the number of steps in the weights; `[2]`: and the largest
 number of mini-batches that a worker has reported."""
 
+DROPPED = ("worker", "asking", "age", "told", "message", "report", "tag")
+"""A message that a server is handling when a membership ends belongs to that membership."""
+
 
 class ServerOptions(Config):
     """The options of `parameter-server`."""
@@ -158,7 +161,10 @@ class Server:
     """The server of one model shard. It handles messages one at a time, in one coroutine.
 
     With `make_optimizer` it tells workers the largest number of mini-batches, too; what they push is then no gradient.
+    What workers have reported or requested belongs to a membership.
     """
+
+    DROPPED = ("_announced", "_finished", "_asking", "_most")
 
     def __init__(
         self, me: Learner, piece: slice, options: ServerOptions, make_optimizer: MakeOptimizer | None = None

@@ -37,7 +37,9 @@ Staleness = Literal["none", "gap-aware"] | DelayCompensation
 
 
 class Correction(ABC):
-    """Corrects gradients; it remembers the weights that each worker may be computing at."""
+    """Corrects gradients; it remembers the weights that each worker may be computing at, within a membership."""
+
+    DROPPED = ("_given",)
 
     def __init__(self) -> None:
         self._given: dict[int, list[tuple[float, Tensor]]] = {}

@@ -1,0 +1,1 @@
+"""What must hold wherever a run is interrupted: at losses, joins, checkpoints and resumes, under every strategy."""
