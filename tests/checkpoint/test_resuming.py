@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from starling.budget import Budget
 from starling.checkpoint.reader import Checkpoint, load
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.state import OWN_PREFIX, LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ProtocolError
 from starling.strategies import STRATEGIES
-from starling.training.job import Job, Silence
+from starling.training.faults import Kill
+from starling.training.job import EpochReport, Job, Silence
 from starling.training.stragglers import Stragglers
 from tests.contract.cases import adam, sgd
-from tests.contract.problems import TinyRegression
+from tests.contract.problems import ConstantGradient, TinyRegression
 from tests.warm_start import start_learners
 
 CLUSTER = Cluster(compute=ComputeModel(seconds=1.0), link=LinkModel(latency=1e-3, bandwidth=1e9))
@@ -148,6 +151,98 @@ def test_learners_that_must_be_equal_say_so_when_they_begin(choice: Choice) -> N
     start[2].weights[0] += 0.5
     with pytest.raises(ProtocolError, match=r"learner 2 and learner 0 begin with different weights.*make_model"):
         VirtualEngine(job(choice, 24), 3, CLUSTER, start=start).run()
+
+
+class AllBarriers(Silence):
+    """Keeps a copy of all learners' states at each barrier, and the final ones, by position."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, list[LearnerState]] = {}
+
+    def on_barrier(self, state: LearnerState) -> None:
+        self.states.setdefault(state.position.num_done, []).append(state.copy())
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        if not report.is_last:
+            self.on_barrier(state)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4])
+@pytest.mark.parametrize("world", [1, 2])
+def test_delayed_gradients_survive_a_stop_at_any_barrier(delay: int, world: int, tmp_path: Path) -> None:
+    """The gradients that wait are in a checkpoint: the same bits as without a stop, also soon after the beginning."""
+    choice: Choice = ("delayed", {"delay": delay})
+    barriers = AllBarriers()
+    settings: dict[str, Any] = {"make_optimizer": adam(0.01), "checkpoint_every": 2 * world}
+    straight = VirtualEngine(job(choice, 12 * world, **settings), world, CLUSTER, barriers).run().states
+    assert len(barriers.states) >= 5
+    for number, states in barriers.states.items():
+        checkpoint = saved(tmp_path / str(number), states)
+        found = resumed(checkpoint, job(choice, 12 * world, **settings), world)
+        assert all(torch.equal(one.weights, other.weights) for one, other in zip(found, straight, strict=True)), number
+
+
+def steps_in(weights: Tensor, rate: float) -> float:
+    """How many gradients of 1 have moved weights that began with 0."""
+    return float(-weights.double().mean() / rate)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_delayed_gradients_are_each_applied_once_whoever_is_lost(resumes: bool, tmp_path: Path) -> None:
+    """At any event: the mini-batches whose gradients waited are computed again, unless a checkpoint brought these."""
+    choice: Choice = ("delayed", {"delay": 2})
+    settings: dict[str, Any] = {"workload": ConstantGradient(5), "checkpoint_every": 6}
+    steps, rate, start, before = 24, 2.0**-6, None, 0
+    if resumes:
+        barriers = AllBarriers()
+        VirtualEngine(job(choice, steps, rate, **settings), 3, CLUSTER, barriers).run()
+        before, states = sorted(barriers.states.items())[1]
+        strategy = STRATEGIES["delayed"].described(job(choice, 1).options)
+        checkpoint = saved(tmp_path, states)
+        start = [checkpoint.start(rank, 3, strategy) for rank in range(3)]
+        assert checkpoint.learner(0).strategy["queue"][1] == 2
+    num_changes = 0
+    for event in range(1, 60, 3):
+        faults = (Kill(kill=1, at_event=event),)
+        outcome = VirtualEngine(job(choice, steps, rate, faults=faults, **settings), 3, CLUSTER, start=start).run()
+        if not outcome.losses:
+            break
+        num_changes += 1
+        assert distance(outcome.states) == 0.0
+        num_done = outcome.states[0].position.num_done
+        applied = steps_in(outcome.states[0].weights, rate)
+        # a step is the mean of 3 mini-batches, or of 2 after the loss
+        assert before // 3 <= steps // 3 <= applied <= num_done / 2 + 1e-6
+        lost_at = applied * 2 - num_done  # 3 a + 2 b = num_done, and a + b = applied
+        assert abs(lost_at + round(-lost_at)) < 1e-3
+        assert 3 * -lost_at + 2 * (applied + lost_at) == pytest.approx(num_done)
+    assert num_changes > 5
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        (("adpsgd", {"staleness": "gap-aware"}), "steps"),
+        (("adpsgd", {"staleness": {"delay_compensation": 2.0, "mean_square": 0.9}}), "mean square"),
+        (("parameter-server", {"staleness": "gap-aware"}), "steps"),
+        (("parameter-server", {"staleness": {"delay_compensation": 2.0, "mean_square": 0.9}}), "mean square"),
+    ],
+    ids=str,
+)
+def test_what_a_rule_for_stale_gradients_remembers_is_in_a_checkpoint(
+    choice: Choice, name: str, tmp_path: Path
+) -> None:
+    """m of DC-ASGD, and the steps of gap-aware: a resumed run continues with them."""
+    states = VirtualEngine(job(choice, 24), 3, CLUSTER).run().states
+    checkpoint, key = saved(tmp_path, states), f"{OWN_PREFIX}staleness {name}"
+    kept = checkpoint.learner(0).strategy[key]
+    assert kept.abs().max() > 0.0
+    more = resumed(checkpoint, job(choice, 48))[0].strategy[key]
+    first = resumed(checkpoint, job(choice, 24))[0].strategy[key]
+    assert torch.equal(first, kept)
+    assert not torch.equal(more, kept)
+    if name == "steps":
+        assert more[0] > 1.5 * kept[0]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Handle, Learner
 from starling.strategies.server_rules import Asynchronous, Hybrid, Rule, Summed, Synchronous
-from starling.strategies.staleness import Staleness, correction, rate_scale
+from starling.strategies.staleness import Staleness, correction, keeping, rate_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,7 +166,7 @@ class Server:
         workers = options.workers(me.world)
         self._me, self._options = me, options
         self._rule = options.rule(len(workers))
-        self._correction = correction(options.staleness)
+        self._correction = correction(options.staleness, keeping(me))
         self._shard = me.keep(piece, make_optimizer)
         self._most = None if make_optimizer is None else 0.0  # the largest number of mini-batches reported
         self._announced: dict[int, Report] = {}  # by worker; the gradient is on its way
