@@ -42,13 +42,20 @@ def test_a_kept_recipe_loads(kept: Path) -> None:
 
 
 def test_a_kept_checkpoint_loads(kept: Path) -> None:
-    """Every learner's state, for as many learners and for others; by the version that is written in it."""
+    """Every learner's state, for as many learners and for others; by the version that is written in it.
+
+    Version 0.2 did not write with which strategy it trained, so all learners begin from the consensus.
+    """
     checkpoint = load(latest(kept / "exp" / "kept"))
     assert (checkpoint.manifest.format, checkpoint.manifest.starling) == (6, "0.2.0")
     assert checkpoint.manifest.learners == 2
-    states = [checkpoint.start(rank, 2) for rank in range(2)]
+    strategy = load_resolved(kept / "exp" / "kept" / "config.yaml").strategy.described
+    states = [checkpoint.start(rank, world, strategy) for world in (2, 3) for rank in range(world)]
+    assert all(torch.equal(state.weights, checkpoint.consensus()) for state in states)
+    assert bool(torch.isfinite(checkpoint.consensus()).all())
+    assert "does not say under which strategy" in checkpoint.what_changed(2, strategy)
+    states = [checkpoint.learner(rank) for rank in range(2)]
     assert all(bool(torch.isfinite(state.weights).all()) for state in states)
-    assert torch.equal(checkpoint.start(2, 3).weights, checkpoint.consensus())
 
 
 def test_a_kept_model_hears_what_it_heard(kept: Path) -> None:

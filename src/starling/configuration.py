@@ -33,9 +33,14 @@ def read_saved(kind: type[ConfigT], path: Path) -> ConfigT:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
+def canonical(content: Any) -> str:
+    """A JSON value as text, independent of the order of keys."""
+    return json.dumps(content, sort_keys=True)
+
+
 def digest(content: Any) -> str:
     """SHA-256 of a JSON value in hexadecimal, independent of the order of keys."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(canonical(content).encode()).hexdigest()
 
 
 def differing(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -11,6 +11,11 @@ Places = Sequence[tuple[int, int]]
 """Pieces of the weights as pairs (start, stop), without stop."""
 
 
+ROUNDING = 1e-4
+"""How far apart the weights of learners with one model may be, as a share of their norm: devices of different kinds
+round differently in each step."""
+
+
 def consensus(weights: Iterable[Tensor], kept: Sequence[Places]) -> Tensor:
     """The consensus `[P]`: the mean of all learners' weights `[P]`, or the model shards if any learner keeps one.
 
@@ -26,6 +31,15 @@ def consensus(weights: Iterable[Tensor], kept: Sequence[Places]) -> Tensor:
             total[start:stop] += each[start:stop]
             counts[start:stop] += 1
     return total.div_(counts)
+
+
+def are_one_model(first: Tensor, other: Tensor) -> bool:
+    """Whether two learners' weights `[P]` are the same, up to rounding. True if some are not finite."""
+    if torch.equal(first, other):
+        return True
+    norm = torch.linalg.vector_norm
+    most = ROUNDING * norm(first, dtype=torch.float64)
+    return not bool(norm(first - other, dtype=torch.float64) > most)
 
 
 def consensus_distance(weights: Iterable[Tensor], mean: Tensor) -> float:

@@ -272,9 +272,11 @@ class Learner(ABC):
     ) -> Tensor:
         """A tensor that the strategy keeps between its steps, such as an outer momentum; initially a copy of `initial`.
 
-        Checkpoints save it, and a resumed learner gets the saved value instead of `initial`. After a membership change,
-        all learners begin with the value of one of them if it `is_common`, otherwise each with its own, or with
-        `initial` if it is `for_membership`: for what learners must keep consistent between them. Only a strategy that
+        Checkpoints save it, and a learner that resumes with the same strategy, the same options and as many learners
+        gets the saved value instead of `initial`; any other begins with `initial`. After a membership change, all
+        learners begin with the value of one of them if it `is_common`, otherwise each with its own, a joiner with
+        `initial`; or all with `initial` if it is `for_membership`: for what learners must keep consistent between them.
+        Learners whose common state is new must have equal weights, which engines check. Only a strategy that
         declares `keeps_state` may keep what is common. Only one of its coroutines may write to a tensor, in place; what
         the background writes is saved as the weights are, perhaps in the middle of a round.
         """

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,16 @@ from torch import Tensor
 from starling.checkpoint.encoding import decode_state
 from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import checkpoints_in, latest, load
-from starling.checkpoint.state import MEMBERSHIP_PREFIX, OWN_PREFIX, LearnerState
+from starling.checkpoint.state import MEMBERSHIP_PREFIX, OWN_PREFIX, LearnerState, ShardState
 from starling.checkpoint.writer import CheckpointWriter
-from starling.errors import CheckpointError
+from starling.errors import CheckpointError, ProtocolError
+from starling.strategies import STRATEGIES
+from starling.strategies.allreduce import AllReduceOptions
+from starling.strategies.local import DiLoCoOptions
 from starling.workload import Position, Ticket
+
+DILOCO, OTHER = (STRATEGIES["diloco"].described(DiLoCoOptions(every=every)) for every in (100, 50))
+"""A strategy with its options, as a checkpoint names it, and the same with others."""
 
 
 def write_model(folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
@@ -50,6 +57,7 @@ def state(
         buffers,
         optimizer.state_dict(),
         strategy=strategy,
+        of_strategy=DILOCO,
     )
 
 
@@ -96,7 +104,7 @@ def test_every_learner_gets_back_what_it_saved(tmp_path: Path) -> None:
     """Weights, buffers, optimizer, strategy's state, position and minutes come back bit by bit."""
     checkpoint = load(save_all(tmp_path, 3, Ticket(2, 5, 17)))
     for rank in range(3):
-        before, after = state(rank, 3, Ticket(2, 5, 17)), checkpoint.start(rank, 3)
+        before, after = state(rank, 3, Ticket(2, 5, 17)), checkpoint.start(rank, 3, DILOCO)
         assert (after.rank, after.world, after.position, after.minutes) == (rank, 3, Position(Ticket(2, 5, 17)), 1.5)
         assert torch.equal(after.weights, before.weights)
         assert torch.equal(after.buffers["mean"], before.buffers["mean"])
@@ -118,22 +126,100 @@ def test_the_model_is_the_mean_of_all_learners(tmp_path: Path) -> None:
     assert torch.equal(model["count"], torch.tensor(0))
 
 
-def test_what_a_strategy_kept_for_a_membership_is_for_as_many_learners_alone(tmp_path: Path) -> None:
-    """All of it with as many, and the rest with another number."""
+def test_what_a_strategy_keeps_is_for_the_same_one_and_as_many_learners_alone(tmp_path: Path) -> None:
+    """All of it for the same strategy with the same options; nothing for another one, which begins with the consensus.
+
+    What is kept for 2 learners, such as residuals and fragments under way, has no meaning for 3.
+    """
     checkpoint, own = load(save_all(tmp_path, 2, Ticket(3, 0, 24))), f"{OWN_PREFIX}sent"
-    assert set(checkpoint.start(1, 2).strategy) == {"steps", own, f"{MEMBERSHIP_PREFIX}copy"}
-    assert set(checkpoint.start(1, 3).strategy) == {"steps", own}
+    assert set(checkpoint.start(1, 2, DILOCO).strategy) == {"steps", own, f"{MEMBERSHIP_PREFIX}copy"}
+    assert checkpoint.what_changed(2, DILOCO) == ""
+    for world, strategy in ((3, DILOCO), (2, OTHER), (2, STRATEGIES["allreduce"].described(AllReduceOptions()))):
+        starts = [checkpoint.start(rank, world, strategy) for rank in range(world)]
+        assert all(start.strategy == {} for start in starts)
+        assert all(torch.equal(start.weights, checkpoint.consensus()) for start in starts)
+        assert all(torch.equal(start.buffers["mean"], torch.tensor([rank % 2.0])) for rank, start in enumerate(starts))
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "said"),
+    [
+        (2, OTHER, "diloco saved it with other options (every=100, now 50)"),
+        (2, STRATEGIES["allreduce"].described(AllReduceOptions()), "diloco saved it, and this run trains with allred"),
+        (5, DILOCO, "2 learners saved it, and this run has 5"),
+    ],
+)
+def test_a_checkpoint_says_why_learners_do_not_go_their_own_ways(
+    tmp_path: Path, world: int, strategy: str, said: str
+) -> None:
+    """For the line that a resumed run prints."""
+    assert said in load(save_all(tmp_path, 2, Ticket(3, 0, 24))).what_changed(world, strategy)
+
+
+def test_shards_are_for_the_strategy_that_kept_them(tmp_path: Path) -> None:
+    """Their optimizers have another state under another one; with it, any learner may keep any of them."""
+    together = writer(tmp_path)
+    for rank in range(2):
+        mine = state(rank, 2, Ticket(1, 0, 8))
+        shard = ShardState(0, 3, torch.full((3,), 7.0), mine.optimizer)
+        saved = together.save(replace(mine, shards=(shard,) if rank == 0 else (), weights=torch.full((3,), 7.0)))
+    assert saved is not None
+    for world in (2, 3):
+        assert all([s.start for s in saved.start(rank, world, DILOCO).shards] == [0] for rank in range(world))
+        assert all(saved.start(rank, world, OTHER).shards == () for rank in range(world))
+        assert torch.equal(saved.start(1, world, OTHER).weights, torch.full((3,), 7.0))
+
+
+def test_a_worker_gets_back_the_weights_under_its_shards(tmp_path: Path) -> None:
+    """A server beside a worker: its model is the shards', and the worker computes with other weights."""
+    mine = state(0, 1, Ticket(1, 0, 8))
+    shard = ShardState(1, 3, torch.tensor([5.0, 6.0]), mine.optimizer)
+    weights, under = torch.tensor([1.0, 5.0, 6.0]), torch.tensor([8.0, 9.0])
+    saved = writer(tmp_path).save(replace(mine, weights=weights, shards=(shard,), under_shards=under))
+    assert saved is not None
+    assert torch.equal(saved.consensus()[1:], torch.tensor([5.0, 6.0]))
+    start = saved.start(0, 1, DILOCO)
+    assert torch.equal(start.weights, torch.tensor([1.0, 8.0, 9.0]))
+    assert torch.equal(start.shards[0].weights, torch.tensor([5.0, 6.0]))
+    assert torch.equal(saved.start(0, 1, OTHER).weights[1:], torch.tensor([5.0, 6.0]))
+
+
+@pytest.mark.parametrize("distance", [0.0, 1e-6, 0.1])
+def test_replicas_that_must_be_equal_and_are_not_are_an_error_in_place_of_a_checkpoint(
+    tmp_path: Path, distance: float
+) -> None:
+    """Up to rounding; the message names the learners and how far they are apart."""
+    arrived: Counter[str] = Counter()
+
+    def arrive(name: str) -> int:
+        arrived[name] += 1
+        return arrived[name]
+
+    together = CheckpointWriter(tmp_path / "checkpoints", arrive, write_model, {}, has_one_model=True)
+    states = [state(rank, 3, Ticket(1, 0, 8), weights=[1.0, 2.0, 2.0]) for rank in range(3)]
+    states = [replace(each, weights=torch.tensor([1.0, 2.0, 2.0])) for each in states]
+    states[2] = replace(states[2], weights=torch.tensor([1.0 + distance, 2.0, 2.0]))
+    saved = [together.save(each) for each in states[:2]]
+    assert saved == [None, None]
+    if distance < 0.01:
+        assert together.save(states[2]) is not None
+        return
+    with pytest.raises(ProtocolError, match=r"learner 2's weights are 0\.1 away from learner 0's \(norm 3\)"):
+        together.save(states[2])
+    assert checkpoints_in(tmp_path / "checkpoints") == []
+    with pytest.raises(ProtocolError, match="one model"):
+        together.save_consensus([replace(each, position=Position(Ticket(2, 0, 16))) for each in states])
 
 
 def test_another_number_of_learners_begins_with_the_consensus(tmp_path: Path) -> None:
-    """Between epochs all begin alike, with the optimizer state of the former learner r modulo their number."""
+    """All begin alike, with the optimizer state of former learner 0: with others they would not stay alike."""
     checkpoint = load(save_all(tmp_path, 2, Ticket(3, 0, 24)))
-    starts = [checkpoint.start(rank, 5) for rank in range(5)]
+    starts = [checkpoint.start(rank, 5, DILOCO) for rank in range(5)]
     for rank, start in enumerate(starts):
         assert (start.rank, start.world) == (rank, 5)
         assert torch.equal(start.weights, checkpoint.consensus())
         momentum = start.optimizer["state"][0]["momentum_buffer"]
-        assert torch.equal(momentum, torch.full((3,), float(rank % 2)))
+        assert torch.equal(momentum, torch.full((3,), 0.0))
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -145,7 +231,7 @@ def test_any_number_of_learners_may_resume_in_mid_epoch(tmp_path: Path, world: i
     assert saved is not None
     assert saved.folder.name == "step-00000026+2"
     for rank in range(world):
-        assert load(saved.folder).start(rank, world).position == Position(Ticket(3, 4, 28), outstanding)
+        assert load(saved.folder).start(rank, world, DILOCO).position == Position(Ticket(3, 4, 28), outstanding)
     assert saved.manifest.position == Position(Ticket(3, 4, 28), outstanding)
 
 
@@ -156,7 +242,7 @@ def test_a_consensus_alone_can_be_used_but_not_resumed(tmp_path: Path) -> None:
     assert saved == checkpoint
     assert torch.equal(load_file(checkpoint.model_folder / "model.safetensors")["mean"], torch.tensor([0.5]))
     with pytest.raises(CheckpointError, match="one of a simulation has no learner states"):
-        checkpoint.start(0, 2)
+        checkpoint.start(0, 2, DILOCO)
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -198,7 +284,7 @@ def test_learners_that_arrive_at_different_times_continue_together(tmp_path: Pat
     assert saved is not None
     assert saved.manifest.minutes == 9.0
     assert [load(saved.folder).learner(rank).minutes for rank in range(3)] == [4.0, 9.0, 6.0]
-    assert [load(saved.folder).start(rank, world).minutes for rank in range(world)] == [9.0] * world
+    assert [load(saved.folder).start(rank, world, DILOCO).minutes for rank in range(world)] == [9.0] * world
 
 
 def test_a_checkpoint_knows_how_far_its_learners_are_apart(tmp_path: Path) -> None:

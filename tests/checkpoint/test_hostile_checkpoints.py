@@ -16,7 +16,7 @@ from starling.checkpoint.manifest import Listing, Manifest, read_manifest
 from starling.checkpoint.reader import load
 from starling.errors import CheckpointError
 from starling.workload import Ticket
-from tests.checkpoint.test_checkpoints import manifest_of, save_all
+from tests.checkpoint.test_checkpoints import DILOCO, manifest_of, save_all
 from tests.computing import computing_below
 from tests.mutations import damaged
 
@@ -40,7 +40,7 @@ def signed(folder: Path, **changes: Any) -> None:
 def content_of(folder: Path) -> list[Any]:
     """Everything that a run would go on from."""
     checkpoint = load(folder)
-    states = [checkpoint.start(rank, world) for world in (WORLD, 1) for rank in range(world)]
+    states = [checkpoint.start(rank, world, DILOCO) for world in (WORLD, 1) for rank in range(world)]
     manifest = checkpoint.manifest.model_dump(exclude={"files", "digest"})
     return [manifest, *(_plain(vars(state)) for state in states)]
 
@@ -177,7 +177,7 @@ def test_headers_of_safetensors_are_not_believed(whole: Path, content: bytes) ->
     (whole / "learner-0.safetensors").write_bytes(content)
     signed(whole)
     with pytest.raises(CheckpointError, match=r"learner-0\.(safetensors|json)"):
-        load(whole).start(0, 1)
+        load(whole).start(0, 1, DILOCO)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_json_of_a_learner_is_not_believed(whole: Path, content: str, merged: bo
     if merged and '"rank": NaN' in content:
         return  # a rank that is in the file's name already
     with pytest.raises(CheckpointError, match=r"learner-0\.json"):
-        load(whole).start(0, 1)
+        load(whole).start(0, 1, DILOCO)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"files":' * 100_000, "[]", "3", "{}", '{"format": 6}'])
@@ -239,4 +239,4 @@ def test_learners_of_different_sizes_have_no_consensus(whole: Path, tmp_path: Pa
     (whole / "learner-1.json").write_text(json.dumps(scalars))
     signed(whole)
     with pytest.raises(CheckpointError, match="weights have different shapes"):
-        load(whole).start(0, 1)
+        load(whole).start(0, 1, DILOCO)

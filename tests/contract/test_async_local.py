@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from starling.budget import Budget
-from starling.engines.virtual.cluster import Cluster, ComputeModel
+from starling.checkpoint.state import LearnerState
+from starling.consensus import consensus
+from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.timing import TimingOutcome, simulate_timing
 from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES
 from starling.strategies.async_local import AeasgdOptions, AsyncLocalOptions, async_local
-from starling.strategies.delayed_nesterov import DelayedNesterov
+from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
 from starling.strategies.server import ServerOptions
-from starling.training.job import Job
+from starling.training.faults import Fault, Join, Kill
+from starling.training.job import EpochReport, Job, Silence
 from starling.training.stragglers import Stragglers
 from tests.contract.cases import sgd
 from tests.contract.oracle import Vector, gradient_of_regression
@@ -223,3 +226,151 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], world: in
     """With what to set instead."""
     with pytest.raises(ConfigError, match=message):
         STRATEGIES["async-diloco"].validate(AsyncLocalOptions(**options), world)
+
+
+EXACT = {"every": 5, "rate": 1.0, "momentum": 0.0, "delay": 1, "by_speed": False}
+"""theta moves by all that is pushed."""
+BY_ONE = 2.0**-6
+
+
+def counting(name: str, options: dict[str, Any], *faults: Fault, steps: int = 60) -> Job:
+    """All gradients are 1, so that weights count the steps that are in them, in units of the rate."""
+    strategy = STRATEGIES[name]
+    chosen = strategy.options.model_validate(options)
+    return Job(
+        ConstantGradient(7), strategy, Budget(steps=steps), sgd(BY_ONE), options=chosen, faults=faults, seed=11,
+        stragglers=Stragglers(slow={2: 1.7}),
+    )  # fmt: skip
+
+
+def steps_in(weights: Tensor) -> float:
+    """The number of steps in weights, which began with 0."""
+    return float(-weights.double().mean() / BY_ONE)
+
+
+@pytest.mark.parametrize(("shards", "servers"), [(1, "beside"), (2, "beside"), (2, "own")])
+def test_a_loss_costs_no_step_of_those_that_remain(shards: int, servers: str) -> None:
+    """A worker is killed at any event, also while pushes are under way to several servers, or have arrived at some.
+
+    What the killed worker had not pushed is lost: at most H steps. The others push theirs, and no server takes a push
+    twice.
+    """
+    learners = 4 + (shards if servers == "own" else 0)
+    options = EXACT | {"shards": shards, "servers": servers}
+    cluster = CLUSTER.model_copy(update={"link": LinkModel(latency=0.05, bandwidth=1e9)})
+    lost, num_losses = [], 0
+    for event in range(2, 240, 7):
+        outcome = VirtualEngine(
+            counting("async-diloco", options, Kill(kill=3, at_event=event)), learners, cluster
+        ).run()
+        num_losses += len(outcome.losses)
+        model = consensus([state.weights for state in outcome.states], [state.kept for state in outcome.states])
+        found = -model.double() / BY_ONE
+        lost.append(60 - found)
+        assert all(torch.equal(state.weights, model) for state in outcome.states if state.is_worker)
+    assert num_losses > 20
+    apart = torch.stack(lost)
+    assert float(apart.min()) > -1e-3 and float(apart.max()) < EXACT["every"] + 1e-3
+    assert float(apart.max()) > 1.0
+
+
+@pytest.mark.parametrize("servers", ["beside", "own"])
+def test_a_join_costs_no_step(servers: str) -> None:
+    """At any time: what was not pushed is pushed in the next membership, once."""
+    options = EXACT | {"shards": 2, "servers": servers}
+    cluster = CLUSTER.model_copy(update={"link": LinkModel(latency=0.3, bandwidth=1e9)})
+    for tenth in range(1, 60, 4):
+        join = Join(join=9, at_seconds=tenth / 4)
+        outcome = VirtualEngine(counting("async-diloco", options, join), 5, cluster).run()
+        assert outcome.num_memberships == 2
+        model = consensus([state.weights for state in outcome.states], [state.kept for state in outcome.states])
+        torch.testing.assert_close(model / -BY_ONE, torch.full_like(model, 60.0), rtol=0.0, atol=1e-3)
+
+
+def test_the_last_of_two_learners_keeps_the_server() -> None:
+    """The other is killed; theta, and what the last one had not pushed, are the model that it continues with."""
+    for event in range(4, 60, 5):
+        outcome = VirtualEngine(counting("async-diloco", EXACT, Kill(kill=1, at_event=event)), 2, CLUSTER).run()
+        assert [state.rank for state in outcome.states] == [0] and outcome.losses
+        assert 60 - EXACT["every"] - 1e-3 <= steps_in(outcome.states[0].weights) <= 60 + 1e-3
+
+
+def elastic_sum(*faults: Fault) -> tuple[Tensor, int]:
+    """AEASGD's sum of theta and all learners' weights, in steps, before all take theta at the end; what a joiner began
+    with is subtracted. And the number of memberships."""
+    before: dict[int, Tensor] = {}
+    theta: dict[int, Tensor] = {}
+    began: list[Tensor] = []
+
+    async def watched(me: Learner, options: AsyncLocalOptions) -> None:
+        take = me.replace
+        if me.rank == me.world - 1 == 3:
+            began.append(me.weights.clone())
+
+        def noted(weights: Tensor, piece: slice | None = None) -> None:
+            before[me.rank], theta[me.rank] = me.weights.clone(), weights.clone()
+            take(weights, piece)
+
+        me.replace = noted  # type: ignore[method-assign]
+        await async_local(me, options)
+
+    job = counting("aeasgd", {"every": 3, "elasticity": 0.6, "shards": 2}, *faults)
+    watching = replace(job, strategy=replace(STRATEGIES["aeasgd"], run=watched))
+    cluster = CLUSTER.model_copy(update={"link": LinkModel(latency=0.3, bandwidth=1e9)})
+    outcome = VirtualEngine(watching, 3, cluster).run()
+    total = sum(before.values(), theta[0]) - sum(began, torch.zeros_like(theta[0]))
+    return total / -BY_ONE, outcome.num_memberships
+
+
+def test_what_learners_and_centre_give_each_other_adds_up_to_nothing_when_one_joins() -> None:
+    """At any time, also while a difference is under way that a learner has applied and a server has not, or one of two
+    servers has; and a worker beside a server keeps its own weights."""
+    assert elastic_sum()[1] == 1
+    for tenth in range(2, 70, 3):
+        found, num_memberships = elastic_sum(Join(join=3, at_seconds=tenth / 4))
+        assert num_memberships == 2
+        torch.testing.assert_close(found, torch.full_like(found, 60.0), rtol=0.0, atol=2e-3)
+
+
+def test_a_resume_pushes_what_was_not_pushed() -> None:
+    """Each learner from its own state, theta from the servers': stopped where nothing is under way."""
+    options = EXACT | {"every": 4, "shards": 2}
+    stopped: dict[int, LearnerState] = {}
+
+    class AtEpoch(Silence):
+        def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+            if not report.is_last:
+                stopped[state.rank] = state.copy()
+
+    job = replace(counting("async-diloco", options), stragglers=Stragglers())
+    VirtualEngine(job, 3, CLUSTER, AtEpoch()).run()
+    theta = consensus([stopped[rank].weights for rank in range(3)], [stopped[rank].kept for rank in range(3)])
+    num_done = stopped[0].position.num_done
+    assert steps_in(theta) < num_done - 0.5
+    start = [stopped[rank].for_computing() for rank in range(3)]
+    outcome = VirtualEngine(job, 3, CLUSTER, start=start).run()
+    assert steps_in(outcome.states[0].weights) == pytest.approx(60.0, abs=1e-3)
+
+
+def test_a_server_takes_a_push_once() -> None:
+    """A copy that has been lent is for one push; a worker that has not pushed gets the same one again."""
+    loans, theta = (
+        Loans(lambda parameters: DelayedNesterov(parameters, 1.0, 0.0, 1, 0.0)),
+        torch.nn.Parameter(torch.zeros(2)),
+    )
+    optimizer = loans.optimizer([theta])
+    first = loans.lend(0, age=0)
+    assert loans.lend(first, age=3) == first
+    second = loans.lend(0, age=4)
+    assert second != first
+    for expected in (3, None):
+        assert loans.pay_back(first) == expected
+        if expected is not None:
+            theta.grad = torch.ones(2)
+            optimizer.step()
+    other = Loans(lambda parameters: DelayedNesterov(parameters, 1.0, 0.0, 1, 0.0))
+    other.optimizer([theta]).load_state_dict(optimizer.state_dict())
+    assert other.pay_back(first) is None
+    assert other.pay_back(second) == 0
+    assert other.pay_back(second + 1) == 0  # lent after the server was saved
+    assert other.lend(first, age=9) == second + 2

@@ -101,7 +101,7 @@ def test_every_asynchronous_server_has_the_weights_of_each_gradient(rule: str, o
 @pytest.mark.parametrize("rule", RULES)
 def test_a_gradient_that_is_not_stale_is_not_changed(rule: str) -> None:
     """To the bit, marks of weights without a gradient included; nor are such marks changed in a stale one."""
-    mine = correction(ServerOptions.model_validate(RULES[rule]).staleness)
+    mine = correction(ServerOptions.model_validate(RULES[rule]).staleness, lambda name, initial: initial)
     assert mine is not None
     gradient = torch.tensor([0.5, -0.0, 3.0, -2.0])
     for age in range(3):

@@ -225,7 +225,9 @@ class Large(Uneven):
     """3 MB of weights: what the model takes is more than what surrounds it."""
 
     def make_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 350), *(nn.Linear(350, 350) for _ in range(6)), nn.Linear(350, 1))
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return nn.Sequential(nn.Linear(5, 350), *(nn.Linear(350, 350) for _ in range(6)), nn.Linear(350, 1))
 
 
 class PlannedLarge(Large):
@@ -357,11 +359,12 @@ def main(runs: list[tuple[str, list[int]]], folder: Path) -> None:
             continue
         rank, world, case = members.index(place.rank), len(members), CASES[name]
         own = Place(rank, world, rank, world, PrefixStore(f"case{number}", place.store))
-        start = (
-            load(next((folder / case.resumes).glob("step-*"))).start(rank, world, case.size, case.is_tensor)
-            if case.resumes
-            else None
-        )
+        start = None
+        if case.resumes:
+            job = case.job()
+            strategy = job.strategy.described(job.options)
+            saved = load(next((folder / case.resumes).glob("step-*")))
+            start = saved.start(rank, world, strategy, case.size, case.is_tensor)
         measuring = Measuring(counts_memory=issubclass(case.workload, Large))
         before = 0
         if issubclass(case.workload, Large):

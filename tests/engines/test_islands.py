@@ -173,14 +173,17 @@ def test_periodic_strategies_hold_between_islands(name: str, result: Result) -> 
         torch.testing.assert_close(found, whole, rtol=0.0, atol=1e-6)
 
 
-def test_what_a_strategy_keeps_is_whole_for_islands_of_another_size(folder: Path, result: Result) -> None:
+def test_islands_of_another_size_begin_without_what_a_strategy_keeps(folder: Path, result: Result) -> None:
+    """From the consensus; islands of the same size keep it."""
     assert islands(result, "diloco")
     (path,) = (folder / "diloco").glob("step-*")
-    found, ranks = load(path).start(3, 4, 4).strategy["momentum"], [load(path).learner(rank) for rank in range(2)]
-    shard = ranks[0].shard_of_island
-    assert shard is not None
-    assert torch.equal(found, shard.cut.whole([rank.strategy["momentum"] for rank in ranks]))
-    assert found.abs().max() > 0.0
+    job = CASES["diloco"].job()
+    saved, strategy = load(path), job.strategy.described(job.options)
+    start = saved.start(3, 4, strategy, 4)
+    assert start.strategy == {}
+    assert torch.equal(start.weights, saved.consensus())
+    assert saved.manifest.learners == 4
+    assert saved.start(3, 4, strategy, 2).strategy["momentum"].abs().max() > 0.0
 
 
 @pytest.mark.parametrize("name", ["adpsgd", "hadpsgd"])

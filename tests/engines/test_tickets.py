@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
+from starling.consensus import consensus
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.strategies import STRATEGIES
@@ -219,8 +220,9 @@ def test_every_mini_batch_counts_exactly_once(lengths: list[int], runs: list[Run
     counted: list[Ticket] = []
     for run in runs:
         ledger = Ledger()
+        model = states and consensus([state.weights for state in states], [state.kept for state in states])
         start = states and [
-            LearnerState(rank, run.learners, position, minutes, state.weights, state.buffers, state.optimizer)
+            LearnerState(rank, run.learners, position, minutes, model, state.buffers, state.optimizer)
             for rank in range(run.learners)
             for state in [states[rank % len(states)]]
         ]

@@ -51,7 +51,8 @@ def save(recipe: Recipe, position: Ticket, world: int = 2, weight: float = 0.0) 
         sync_group_size=recipe.sync_group_size,
     )
     for rank in range(world):
-        writer.save(LearnerState(rank, world, Position(position), 0.0, torch.full((3,), weight), {}, {}))
+        weights, strategy = torch.full((3,), weight), recipe.strategy.described
+        writer.save(LearnerState(rank, world, Position(position), 0.0, weights, {}, {}, of_strategy=strategy))
 
 
 def test_the_resolved_recipe_is_in_the_folder(tree: Tree) -> None:
@@ -99,6 +100,23 @@ def test_resuming_finds_the_newest_checkpoint(tree: Tree) -> None:
     assert resumed.resume == recipe.folder / "checkpoints" / "step-00000016"
     claim_folder(resumed, print)
     assert resumed.resume.is_dir()
+
+
+def test_a_resume_with_another_strategy_or_number_of_learners_says_what_becomes_of_it(tree: Tree) -> None:
+    """One line, with what has changed; none if each learner continues from its own state."""
+    recipe = check_recipe({**tree, "learners": 2, "strategy": "diloco"}, "r.yaml")
+    claim_folder(recipe, print)
+    save(recipe, Ticket(1, 0, 8))
+    given = {**tree, "learners": 2, "strategy": "diloco", "resume": str(recipe.folder)}
+    for changes, expected in (
+        ({}, ""),
+        ({"strategy": "adpsgd"}, "resume: diloco saved it, and this run trains with adpsgd; all learners begin with"),
+        ({"learners": 3}, "resume: 2 learners saved it, and this run has 3; all learners begin with the mean"),
+        ({"strategy": {"name": "diloco", "every": 7}}, "saved it with other options (every=100, now 7)"),
+    ):
+        said: list[str] = []
+        claim_folder(resolve_resume(check_recipe(given | changes, "r.yaml")), said.append)
+        assert len(said) == bool(expected) and all(expected in line for line in said)
 
 
 def test_resuming_from_an_earlier_checkpoint_must_not_mix_two_runs(tree: Tree) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starling.checkpoint.files import read_json, read_tensors
 from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, TicketRecord, read_manifest, sort_key, verify
-from starling.checkpoint.state import LearnerState, ShardState, beyond_membership
+from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError
 from starling.workload import Position
 
@@ -47,7 +48,7 @@ class Checkpoint:
         scalars: dict[str, Any] = read_json(path)
         prefix = "buffer."
         try:
-            return LearnerState(
+            state = LearnerState(
                 rank=scalars["rank"],
                 world=scalars["world"],
                 position=Position(
@@ -62,9 +63,13 @@ class Checkpoint:
                 optimizer=decode_state(scalars["optimizer"], tensors),
                 strategy=decode_state(scalars.get("strategy", {}), tensors),  # version 0.2 wrote none
                 is_worker=scalars["is_worker"],
+                of_strategy=str(scalars.get("of_strategy", "")),  # version 0.2 wrote none
+                under_shards=tensors.get("under_shards"),
                 shard_of_island=_decode_island(scalars["island"], tensors) if "island" in scalars else None,
                 shards=tuple(_decode_shard(shard, tensors) for shard in scalars["shards"]),
             )
+            _check_under_shards(state)
+            return state
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} does not contain a learner's state ({error!r})") from error
 
@@ -88,57 +93,72 @@ class Checkpoint:
             [consensus((self.learner(rank).weights for rank in ranks[member::size]), ()) for member in range(size)]
         )
 
-    def start(self, rank: int, world: int, island: int = 1, is_tensor: bool = False) -> LearnerState:
-        """The state from which learner `rank` of `world` resumes, with islands of `island` ranks, which divide the
-        model by rows or, if `is_tensor`, by its plan of tensor parallelism.
+    def start(self, rank: int, world: int, strategy: str, island: int = 1, is_tensor: bool = False) -> LearnerState:
+        """The state from which learner `rank` of `world` resumes under a `strategy`, as `Strategy.described` has it,
+        with islands of `island` ranks, which divide the model by rows or, if `is_tensor`, by its plan of tensor
+        parallelism.
 
-        With as many learners in islands of the same size and kind as before, each resumes from its own state. Otherwise
-        all resume from the consensus weights, and learner r takes the optimizer state of former learner r modulo their
-        number; or the ranks of island i take that of former island i modulo their number. With islands the state is
-        then that of a whole model. In all cases the state includes all saved model shards, so that any learner can keep
-        any of them, and the longest training time of all learners. Raises CheckpointError if the checkpoint has no
-        learner states.
+        If nothing of this has changed, each learner resumes from its own state. Otherwise (`what_changed`) all resume
+        from the consensus weights, without the strategy's state, and with the optimizer state of former learner 0, or
+        of the first island: learners with different momentum would not keep one model. Learner r takes the buffers of
+        former learner r modulo their number. With islands the state is then that of a whole model. Under the same
+        strategy the state includes all saved model shards, so that any learner can keep any of them. In all cases it
+        has the longest training time of all learners. Raises CheckpointError if the checkpoint has no learner states.
         """
-        before = self.manifest.learners
+        before, changed = self.manifest.learners, self.what_changed(world, strategy, island, is_tensor)
         if before == 0:
             return self.learner(rank)
-        of_before = self.learner(0).shard_of_island
-        size = 1 if of_before is None else of_before.cut.size
-        was_tensor = of_before is not None and bool(of_before.cut.dims)
-        if (world, island, is_tensor) == (before, size, was_tensor) and size > 1:
-            return replace(self.learner(rank), minutes=self.manifest.minutes)
+        first = self.learner(0)
+        size = 1 if first.shard_of_island is None else first.shard_of_island.cut.size
         if before % size:
             raise CheckpointError(
                 f"{self.folder}: its {before} learners are not islands of {size}; use another checkpoint"
             )
-        if of_before is not None or island > 1:
-            return self._whole(rank, world, rank // island % (before // size) * size, size)
+        if not changed and size > 1:
+            return replace(self.learner(rank), minutes=self.manifest.minutes)
+        if size > 1 or island > 1:
+            return self._whole(rank, world, size)
         former = self.learner(rank % before)
-        shards = self._shards() | {(shard.start, shard.stop): shard for shard in former.shards}
-        start = replace(former, minutes=self.manifest.minutes, shards=tuple(shards.values()))
-        if world == before:
+        shards: dict[tuple[int, int], ShardState] = {}
+        if first.of_strategy == strategy:  # what an optimizer keeps for a shard means something under no other one
+            shards = self._shards() | {(shard.start, shard.stop): shard for shard in former.shards}
+        start = replace(former.for_computing(), minutes=self.manifest.minutes, shards=tuple(shards.values()))
+        if not changed:
             return start
         # a server's buffers are still those of the start of the run
-        buffers = former.buffers if former.is_worker else self.learner(0).buffers
-        strategy = beyond_membership(start.strategy)
-        return replace(start, rank=rank, world=world, weights=self.consensus(), buffers=buffers, strategy=strategy)
+        buffers = former.buffers if former.is_worker else first.buffers
+        return replace(
+            start,
+            rank=rank,
+            world=world,
+            weights=self.consensus(),
+            buffers=buffers,
+            optimizer=first.optimizer,
+            strategy={},
+        )
 
-    def _whole(self, rank: int, world: int, first: int, size: int) -> LearnerState:
-        """The state of a whole model for learner `rank`, with the optimizer state of the former island of `size` whose
-        ranks begin with `first`."""
-        formers = [self.learner(former) for former in range(first, first + size)]
+    def what_changed(self, world: int, strategy: str, island: int = 1, is_tensor: bool = False) -> str:
+        """Why learners cannot each resume from their own state, as the end of a sentence; empty: they can."""
+        if self.manifest.learners == 0:
+            return ""
+        first = self.learner(0)
+        if first.of_strategy != strategy:
+            return _other_strategy(first.of_strategy, strategy)
+        if world != self.manifest.learners:
+            return f"{self.manifest.learners} learners saved it, and this run has {world}"
+        cut = None if first.shard_of_island is None else first.shard_of_island.cut
+        if (island, is_tensor) != (1 if cut is None else cut.size, cut is not None and bool(cut.dims)):
+            return "this run has other islands"
+        return ""
+
+    def _whole(self, rank: int, world: int, size: int) -> LearnerState:
+        """The state of a whole model for learner `rank`, with the optimizer state of the first former island of
+        `size`."""
+        formers = [self.learner(former) for former in range(size)]
         own, optimizer = formers[rank % size], formers[0].optimizer
-        shard, strategy = own.shard_of_island, beyond_membership(own.strategy)
+        shard = own.shard_of_island
         if shard is not None:
             optimizer = shard.cut.whole_of_optimizer([former.optimizer for former in formers], shard.order)
-        for name, each in strategy.items():
-            if each.numel() == own.weights.numel() and shard is not None:
-                strategy[name] = shard.cut.whole([former.strategy[name] for former in formers])
-            elif each.numel() not in (1, own.weights.numel()):
-                raise CheckpointError(
-                    f"{self.folder}: the strategy's {name} cannot be divided in another way; resume with islands of "
-                    f"{size} and {self.manifest.learners} learners"
-                )
         return replace(
             own,
             rank=rank,
@@ -146,7 +166,9 @@ class Checkpoint:
             minutes=self.manifest.minutes,
             weights=self.consensus(),
             optimizer=optimizer,
-            strategy=strategy,
+            strategy={},
+            shards=(),
+            under_shards=None,
             shard_of_island=None,
         )
 
@@ -165,6 +187,29 @@ def _flat(weights: Tensor) -> Tensor:
     if weights.ndim != 1 or not weights.is_floating_point():
         raise ValueError(f"weights of shape {list(weights.shape)} and dtype {weights.dtype}")
     return weights
+
+
+def _check_under_shards(state: LearnerState) -> None:
+    """Raise ValueError if a worker's own weights are not of the size of its shards."""
+    size = sum(stop - start for start, stop in state.kept)
+    if state.under_shards is not None and state.under_shards.shape != (size,):
+        raise ValueError(f"under_shards of shape {list(state.under_shards.shape)} for {size} weights in shards")
+
+
+def _other_strategy(before: str, now: str) -> str:
+    """How the strategy that saved a checkpoint differs from that of a run; both as `Strategy.described` has them."""
+    if not before:
+        return "it does not say under which strategy it was saved"
+    try:
+        saved, resuming = json.loads(before), json.loads(now)
+        name, other, its, options = saved["name"], resuming["name"], saved["options"], resuming["options"]
+        keys = sorted(key for key in its.keys() | options.keys() if its.get(key) != options.get(key))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "it was saved under another strategy"
+    if name != other:
+        return f"{name} saved it, and this run trains with {other}"
+    pairs = (f"{key}={json.dumps(its.get(key))}, now {json.dumps(options.get(key))}" for key in keys)
+    return f"{name} saved it with other options ({'; '.join(pairs)})"
 
 
 def _decode_island(scalars: dict[str, Any], tensors: dict[str, Tensor]) -> ShardOfIsland:

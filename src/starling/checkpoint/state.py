@@ -32,6 +32,11 @@ def beyond_membership(strategy: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: each for name, each in strategy.items() if not name.startswith(MEMBERSHIP_PREFIX)}
 
 
+def has_common(strategy: Mapping[str, Tensor]) -> bool:
+    """Whether a strategy's state includes what all learners have in common."""
+    return any(not name.startswith(OWN_PREFIX) for name in strategy)
+
+
 @dataclass(frozen=True)
 class ShardState:
     """A model shard: a piece of the weights that one learner serves to all, or that all share in memory."""
@@ -71,6 +76,11 @@ class LearnerState:
     """What the strategy keeps between its steps, by name, on the CPU; see `Learner.strategy_state`."""
     shard_of_island: ShardOfIsland | None = None
     """Which part of an island's model `weights` `[P']` and `optimizer` are; None: they are those of a whole model."""
+    of_strategy: str = ""
+    """The strategy under which it trained, with its options, as `Strategy.described` has it; empty: unknown."""
+    under_shards: Tensor | None = None
+    """The weights with which a worker computes, where `weights` has those of its shards: `[n]`, for all its shards in
+    their order. None: they are the shards'."""
     is_worker: bool = True
     """Whether it computes gradients. The weights of a learner that does not are valid only in its shards."""
 
@@ -84,16 +94,29 @@ class LearnerState:
             optimizer=own(self.optimizer),
             strategy=own(self.strategy),
             shards=tuple(shards),
+            under_shards=own(self.under_shards),
         )
 
     def with_strategy_of(self, other: LearnerState) -> LearnerState:
         """This state with the common part of another learner's strategy state."""
         mine = {name: each for name, each in self.strategy.items() if name.startswith(OWN_PREFIX)}
-        return replace(self, strategy=own(other.strategy) | mine)
+        common = {name: each for name, each in other.strategy.items() if not name.startswith(OWN_PREFIX)}
+        return replace(self, strategy=own(common) | mine)
+
+    def for_computing(self) -> LearnerState:
+        """This state with the weights with which the learner computes, also where it keeps shards."""
+        if self.under_shards is None:
+            return self
+        weights, start = self.weights.clone(), 0
+        for shard in self.shards:
+            stop = start + shard.stop - shard.start
+            weights[shard.start : shard.stop] = self.under_shards[start:stop]
+            start = stop
+        return replace(self, weights=weights, under_shards=None)
 
     def tensors(self) -> Iterator[Tensor]:
         """All its tensors except the shards' weights, which are part of `weights`."""
-        kept = [self.strategy, [shard.optimizer for shard in self.shards]]
+        kept = [self.strategy, [shard.optimizer for shard in self.shards], self.under_shards]
         yield from _tensors([self.weights, self.buffers, self.optimizer, kept])
 
     @property

@@ -13,7 +13,7 @@ once, each in its own partial folder. They are completed in order, because the s
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ from starling.checkpoint.manifest import MANIFEST, MODEL, Listing, Manifest, Tic
 from starling.checkpoint.reader import Checkpoint, load
 from starling.checkpoint.retention import surplus
 from starling.checkpoint.state import LearnerState, ShardState
-from starling.consensus import consensus, consensus_distance
-from starling.errors import CheckpointError
+from starling.consensus import are_one_model, consensus, consensus_distance
+from starling.errors import CheckpointError, ProtocolError
 
 WriteModel = Callable[[Path, Tensor, dict[str, Tensor]], None]
 """Writes a model into a folder: `write_model(folder, weights, buffers)`, with weights `[P]`."""
@@ -51,7 +51,8 @@ class CheckpointWriter:
 
     `arrive(name)` returns how many learners, including this one, have written their part of checkpoint `name`. The last
     of them completes the checkpoint, and removes older ones beyond the newest `keep`; see `surplus`. `sync_group_size`
-    learners (None: all) claim mini-batches together.
+    learners (None: all) claim mini-batches together. With `has_one_model` learners whose weights differ by more than
+    rounding are an error, and no checkpoint.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class CheckpointWriter:
         fingerprints: dict[str, str],
         keep: int = 2,
         sync_group_size: int | None = None,
+        has_one_model: bool = False,
     ) -> None:
         self.folder = folder
         self._arrive = arrive
@@ -69,6 +71,7 @@ class CheckpointWriter:
         self._fingerprints = fingerprints
         self._keep = keep
         self._sync_group_size = sync_group_size
+        self._has_one_model = has_one_model
 
     def save(self, state: LearnerState) -> Checkpoint | None:
         """Write this learner's part; return the checkpoint if that completed it, else None.
@@ -98,6 +101,8 @@ class CheckpointWriter:
         partial = partial_folder(final)
         with writing(final, states[0].weights.nbytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
             partial.mkdir(parents=True, exist_ok=True)
+            if self._has_one_model:
+                _check_one_model(final, (state.weights for state in states))
             weights = consensus((state.weights for state in states), [state.kept for state in states])
             buffers = mean_of_buffers([state.buffers for state in states if state.is_worker])
             self._write_model(partial / MODEL, weights, buffers)
@@ -119,6 +124,9 @@ class CheckpointWriter:
         shard = state.shard_of_island
         size = 1 if shard is None else shard.cut.size
         parts = [consensus(map(_weights, paths[member::size]), kept[member::size]) for member in range(size)]
+        if self._has_one_model:
+            for member in range(size):
+                _check_one_model(final, map(_weights, paths[member::size]), size, member)
         weights = parts[0] if shard is None else shard.cut.whole(parts)
         workers = [path for path, each in zip(paths, scalars, strict=True) if each["is_worker"]]
         buffers = mean_of_buffers([_buffers(read_tensors(path)) for path in workers]) if state.buffers else {}
@@ -160,9 +168,26 @@ class CheckpointWriter:
         return Checkpoint(final, manifest)
 
 
+def _check_one_model(final: Path, weights: Iterable[Tensor], size: int = 1, member: int = 0) -> None:
+    """Raise ProtocolError unless rank `member` of each island of `size` has the same weights, up to rounding."""
+    all_weights = iter(weights)
+    first = next(all_weights)
+    for number, other in enumerate(all_weights, 1):
+        if not are_one_model(first, other):
+            distance = float((other - first).norm())
+            raise ProtocolError(
+                f"{final}: learner {number * size + member}'s weights are {distance:.3g} away from learner {member}'s "
+                f"(norm {float(first.norm()):.3g}), but their strategy keeps one model on all learners; the "
+                "checkpoint was not saved. Change weights alike on all learners, or not at all, and resume from the "
+                "last checkpoint"
+            )
+
+
 def write_learner(folder: Path, state: LearnerState) -> None:
     """Write one learner's state as `learner-<rank>.safetensors` and `learner-<rank>.json`."""
     tensors = {"weights": state.weights} | {f"buffer.{name}": buffer for name, buffer in state.buffers.items()}
+    if state.under_shards is not None:
+        tensors["under_shards"] = state.under_shards
     position = state.position
     scalars = {
         "rank": state.rank,
@@ -173,6 +198,7 @@ def write_learner(folder: Path, state: LearnerState) -> None:
         "optimizer": encode_state(state.optimizer, "optimizer", tensors),
         "strategy": encode_state(state.strategy, "strategy", tensors),
         "is_worker": state.is_worker,
+        "of_strategy": state.of_strategy,
         **({"island": _encode_island(state.shard_of_island)} if state.shard_of_island else {}),
         "shards": [_encode_shard(shard, tensors) for shard in state.shards],
         "is_finite": all_finite(state.tensors()),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from starling.checkpoint.reader import load
+from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter, WriteModel
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
@@ -57,9 +58,15 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
     regrouping = Regrouping(folder, place, tell)
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     sync_group_size = run.sync_group_size
-    keep = run.checkpoints.keep
+    job = task.make_job()
     writer = CheckpointWriter(
-        folder.checkpoints, regrouping.arrive, task.write_model, task.fingerprints, keep, sync_group_size
+        folder.checkpoints,
+        regrouping.arrive,
+        task.write_model,
+        task.fingerprints,
+        run.checkpoints.keep,
+        sync_group_size,
+        job.strategy.has_one_model,
     )
     validate_every = task.validate_every if link is not None else None
     saver = Saver(
@@ -69,7 +76,6 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
         SaveChoice(run.checkpoints.epochs, validate_every, folder, regrouping.agree),
         model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), task.write_model, sync_group_size),
     )
-    job = task.make_job()
     seen = Seen(segments(folder.seen)[-1], regrouping.count, task.max_skipped(job), lambda line: tell(Said(line)))
     timeline = Timeline(
         segments(folder.seen)[-1], warn=lambda path, error: tell(Said(f"{path} cannot be written ({error})"))
@@ -79,10 +85,6 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
     listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
     if link is not None:
         listeners.append(Metered(Messages(tell), world, SEND_EVERY))
-    start = None
-    if run.resume and not joins():
-        is_tensor = run.island.tensor > 1
-        start = load(run.resume).start(place.rank, place.world, run.island.size, is_tensor)
     waits = Waits()
     heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), waits, run.engine.explain_seconds)
     try:
@@ -93,7 +95,7 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
                 choose_device(run.engine.device, place),
                 task.digest,
                 Together([timeline, heartbeat, *listeners, seen, saver]),
-                start,
+                _start(run, job, place),
                 run.engine.timeout_seconds,
                 find_membership(place, link),
                 regrouping,
@@ -105,3 +107,11 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
         curves.close()
         timeline.close()
         seen.close()
+
+
+def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:
+    """The state from which this learner resumes; None: it begins, or joins a running experiment."""
+    if not run.resume or joins():
+        return None
+    strategy, is_tensor = job.strategy.described(job.options), run.island.tensor > 1
+    return load(run.resume).start(place.rank, place.world, strategy, run.island.size, is_tensor)

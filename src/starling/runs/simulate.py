@@ -61,6 +61,7 @@ def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
             fingerprints(recipe),
             recipe.checkpoints.keep,
             recipe.sync_group_size,
+            recipe.strategy.strategy.has_one_model,
         )
         writer.save_consensus(outcome.states)
         evaluate(folder.path, None, tell, console)
@@ -72,7 +73,8 @@ def _train(recipe: Recipe, folder: ExperimentFolder, events: Events, console: Co
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
     checkpoint = load(recipe.resume) if recipe.resume else None
-    start = [checkpoint.start(rank, recipe.learners) for rank in range(recipe.learners)] if checkpoint else None
+    strategy, learners = recipe.strategy.described, recipe.learners
+    start = [checkpoint.start(rank, learners, strategy) for rank in range(learners)] if checkpoint else None
     with (
         (folder.log / "virtual.log").open("w", encoding="utf-8") as log,
         Display(title, recipe.learners, console, events) as display,

@@ -16,7 +16,7 @@ from starling.strategies.parameter_server import PARAMETER_SERVER, Remote
 from starling.strategies.server import Server, ServerOptions
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn, optim
+    from torch import Tensor, nn
 
 
 class AsyncLocalOptions(Config):
@@ -55,12 +55,12 @@ class AsyncLocalOptions(Config):
         piece = self.served().kept(me)
         if piece is None:
             return None
-        return Server(me, piece, self.served(), lambda parameters: self._optimizer(me.world, parameters))
+        from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
 
-    def _optimizer(self, world: int, parameters: list[nn.Parameter]) -> optim.Optimizer:
-        from starling.strategies.delayed_nesterov import DelayedNesterov
+        def optimizer(parameters: list[nn.Parameter]) -> DelayedNesterov:
+            return DelayedNesterov(parameters, self.rate, self.momentum, self.pushes(me.world), self.spread)
 
-        return DelayedNesterov(parameters, self.rate, self.momentum, self.pushes(world), self.spread)
+        return Server(me, piece, self.served(), Loans(optimizer))
 
 
 async def async_local(me: Learner, options: AsyncLocalOptions) -> None:
@@ -84,8 +84,11 @@ async def async_local(me: Learner, options: AsyncLocalOptions) -> None:
         D = r (theta - x_l),  x_l <- x_l - a g_l(x_l) + D,  push D
         server:  theta <- theta - D
 
-    theta is pulled while the gradient is computed. At the end all learners push once more and take theta. A single
-    learner has no server, and its steps are all there is.
+    theta is pulled while the gradient is computed. At the end all learners push once more and take theta. A learner
+    that begins alone has no server, and its steps are all there is.
+
+    When a membership begins, and after a resume, a worker first pushes what it has not pushed: theta_l - x_l, or the D
+    of which it does not know whether it has arrived. A server takes a push only once. H begins with `every`.
 
     Args:
         me: The learner that runs this coroutine: a worker, a server, or both.
@@ -95,15 +98,17 @@ async def async_local(me: Learner, options: AsyncLocalOptions) -> None:
         Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135.
         Zhang, Choromanska & LeCun 2015, "Deep learning with Elastic Averaging SGD", arXiv 1412.6651.
     """
-    if me.world == 1:
+    if me.rank not in options.served().workers(me.world):
+        if (server := options.server(me)) is not None:
+            await server.serve()
+        return
+    centre = Centre(me, options)
+    if me.world == 1 and not centre.has_met_servers:
         await _alone(me)
         return
     if (server := options.server(me)) is not None:
-        if me.rank not in options.served().workers(me.world):
-            await server.serve()
-            return
         me.background(server.serve())
-    await (_agree if options.elasticity is None else _pull_together)(me, Centre(me, options))
+    await (_agree if options.elasticity is None else _pull_together)(me, centre)
 
 
 async def _alone(me: Learner) -> None:
@@ -112,20 +117,26 @@ async def _alone(me: Learner) -> None:
 
 
 async def _agree(me: Learner, centre: Centre) -> None:
+    await _push(me, centre)
     me.replace(await centre.pull())
     with suppress(LoopEnded):
         while me.claim():
             me.step(await me.gradient(me.weights))
             centre.count_step()
             if centre.is_due:
-                await centre.push(centre.theta - me.weights)
+                await _push(me, centre)
                 me.replace(await centre.pull())
-    if centre.has_steps:
-        await centre.push(centre.theta - me.weights)
+    await _push(me, centre)
     me.replace(await centre.leave())
 
 
+async def _push(me: Learner, centre: Centre) -> None:
+    if centre.has_steps or centre.has_sent:
+        await centre.push(centre.theta - me.weights)
+
+
 async def _pull_together(me: Learner, centre: Centre) -> None:
+    await centre.push_again()
     with suppress(LoopEnded):
         while me.claim():
             is_due = centre.is_due
@@ -147,31 +158,59 @@ async def _pull_together(me: Learner, centre: Centre) -> None:
 
 
 class Centre:
-    """A worker's connection to the servers, which keep theta."""
+    """A worker's connection to the servers, which keep theta.
+
+    What the worker has not pushed, or does not know to have arrived, is part of its own state: it pushes that first in
+    its next membership. Nothing of this state changes but at once with the worker's weights, between two waits.
+    """
 
     def __init__(self, me: Learner, options: AsyncLocalOptions) -> None:
-        served = options.served()
-        pieces = served.pieces(len(me.weights))
+        import torch
+
+        served, size = options.served(), len(me.weights)
+        pieces = served.pieces(size)
         self._servers = [Remote(me, served.server(s, me.world), piece, 2) for s, piece in enumerate(pieces)]
-        self.theta = me.weights.new_empty(len(me.weights))
+        counts = torch.zeros(2 + len(pieces), dtype=torch.int64)
+        self._counts = me.strategy_state("counts", counts, is_common=False)
+        """The steps since the last push began, those in a push that is not known to have arrived, and each server's
+        loan."""
+        for server, loan in zip(self._servers, self._counts[2:].tolist(), strict=True):
+            server.age = float(loan)
+        zeros = me.weights.new_zeros(size)
+        self.theta = zeros
         """theta as it was pulled last, `[P]`."""
+        self._sent: Tensor | None = None
+        if options.elasticity is None:
+            self.theta = me.strategy_state("theta", zeros, is_common=False)
+        else:
+            self._sent = me.strategy_state("sent", zeros, is_common=False)
         self.r = (options.elasticity or 0.0) / len(served.workers(me.world))
         self._options = options
-        self._period, self._num_steps, self._num_pushed = options.every, 0, 0
+        self._period, self._num_pushed = options.every, 0
 
     def count_step(self) -> None:
         """Count a step of this worker."""
-        self._num_steps += 1
+        self._counts[0] += 1
+
+    @property
+    def has_met_servers(self) -> bool:
+        """Whether it has pulled theta, perhaps in an earlier membership."""
+        return bool(self._counts[2:].any())
 
     @property
     def has_steps(self) -> bool:
         """Whether it has made steps since the last push."""
-        return self._num_steps > self._num_pushed
+        return bool(self._counts[0])
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether it does not know that its last push has arrived."""
+        return bool(self._counts[1])
 
     @property
     def is_due(self) -> bool:
         """Whether the period is over."""
-        return self._num_steps - self._num_pushed >= self._period
+        return int(self._counts[0]) >= self._period
 
     def ask(self) -> None:
         """Request theta; `answer` waits for it."""
@@ -179,12 +218,15 @@ class Centre:
             server.pull()
 
     async def answer(self) -> Tensor:
-        """Wait for theta `[P]`, if it was requested."""
-        for server in self._servers:
-            if (weights := await server.weights()) is not None:
-                self.theta[server.piece] = weights.to(self.theta.device)
+        """Wait for theta `[P]`, if it was requested: then all that was sent before has arrived."""
+        found = [(server, await server.weights()) for server in self._servers]
         for server in self._servers:
             await server.settle()
+        for number, (server, weights) in enumerate(found):
+            if weights is not None:
+                self.theta[server.piece] = weights.to(self.theta.device)
+                self._counts[2 + number] = int(server.age)
+                self._counts[1] = 0
         most, every = self._servers[0].most_finished, self._options.every
         if self._options.by_speed and min(most, self._num_pushed) > 0:
             self._period = min(every, max(1, round(every * self._num_pushed / most)))
@@ -197,7 +239,20 @@ class Centre:
 
     async def push(self, difference: Tensor) -> None:
         """Send the servers a difference `[P]`, which begins the next period."""
-        num_batches, self._num_pushed = self._num_steps - self._num_pushed, self._num_steps
+        self._counts[1] += self._counts[0]
+        self._counts[0] = 0
+        if self._sent is not None:
+            self._sent.copy_(difference)
+        await self._send(difference)
+
+    async def push_again(self) -> None:
+        """Send the difference again that was sent last, if it is not known to have arrived."""
+        if self._sent is not None and self.has_sent:
+            await self._send(self._sent)
+
+    async def _send(self, difference: Tensor) -> None:
+        num_batches = int(self._counts[1])
+        self._num_pushed += num_batches
         for server in self._servers:
             server.push(difference, server.age, num_batches)
         for server in self._servers:

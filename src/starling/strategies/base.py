@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from starling.configuration import Config
+from starling.configuration import Config, canonical
 from starling.learner import Learner
 from starling.strategies.compression import LowRank
 
@@ -111,6 +111,15 @@ class Strategy:
     lost or taken for progress, and the loop's next step refuses it."""
     steps_itself: bool = True
     """Whether each gradient of a learner becomes a step of its own optimizer, in the order of its claims."""
+
+    def described(self, options: Config) -> str:
+        """The strategy's name and all its options as JSON, the same for equal ones: what a checkpoint says of it."""
+        return canonical({"name": self.name, "options": options.model_dump(mode="json")})
+
+    def begins_equal(self, options: Config, has_common: bool) -> bool:
+        """Whether all learners must begin with the same weights: they have one model, or common state that begins with
+        their weights because they have none yet (`has_common` False)."""
+        return self.has_one_model or (self.has_common_state(options) and not has_common)
 
     def validate(self, options: Config, world: int) -> None:
         """Check that `options` fit `world` learners.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,7 @@ async def delayed(me: Learner, options: DelayOptions) -> None:
     is to study staleness apart from the other effects of asynchrony.
 
     The first d iterations make no step. The last d gradients are applied one after another at the end, so that each
-    gradient is applied once.
+    gradient is applied once. A checkpoint has the gradients that wait.
 
     Args:
         me: The learner that runs this coroutine.
@@ -45,15 +44,60 @@ async def delayed(me: Learner, options: DelayOptions) -> None:
         Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for Transformers", arXiv 1906.03496,
         which uses delayed updates to separate the effect of staleness from that of the batch size.
     """
-    late: deque[tuple[Tensor, int]] = deque()
+    late = Late(me, options.delay)
     with suppress(LoopEnded):
         while me.claim():
-            read_at = me.version
-            late.append(((await me.mean(me.gradient(me.weights))).clone(), read_at))
-            if len(late) > options.delay:
-                me.step(*late.popleft())
-    for gradient, read_at in late:
-        me.step(gradient, read_at)
+            late.append(await me.mean(me.gradient(me.weights)))
+            if late.num_waiting > options.delay:
+                late.step()
+    while late.num_waiting:
+        late.step()
+
+
+class Late:
+    """The gradients that wait for their step, at most d and the newest; the same on all learners.
+
+    In a new membership the mini-batches that have been claimed since the last one began and have made no step are
+    computed again. As many gradients are dropped, the newest ones: so each is applied once.
+    """
+
+    def __init__(self, me: Learner, delay: int) -> None:
+        import torch
+
+        self._me = me
+        counts = torch.zeros(3, dtype=torch.int64)
+        self._gradients = me.strategy_state("late", me.weights.new_zeros(delay + 1, len(me.weights)))
+        self._read_after = me.strategy_state("read after", torch.zeros(delay + 1, dtype=torch.int64))  # how many steps
+        self._counts = me.strategy_state("queue", counts)
+        is_resumed = me.strategy_state("resumed", counts[:1], for_membership=True)
+        if not is_resumed:
+            self._counts[1] -= self._counts[2]
+        self._counts[2] = 0
+        is_resumed.fill_(1)
+
+    # its three numbers: the steps made, the gradients that wait, and by how many mini-batches more than steps were
+    # claimed in this membership; a gradient's place is its number among all, modulo the places
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of gradients that wait."""
+        return int(self._counts[1])
+
+    def append(self, gradient: Tensor) -> None:
+        """Let a gradient `[P]` wait that was taken at the present weights."""
+        num_steps, num_waiting, _ = self._counts.tolist()
+        place = (num_steps + num_waiting) % len(self._gradients)
+        self._gradients[place].copy_(gradient)
+        self._read_after[place] = num_steps
+        self._counts[1:] += 1
+
+    def step(self) -> None:
+        """Make a step with the oldest gradient."""
+        num_steps = int(self._counts[0])
+        place = num_steps % len(self._gradients)
+        staleness = num_steps - int(self._read_after[place])
+        self._me.step(self._gradients[place], self._me.version - staleness)
+        self._counts += self._counts.new_tensor([1, -1, -1])
 
 
 DELAYED = Strategy(
@@ -62,6 +106,7 @@ DELAYED = Strategy(
     delayed,
     options=DelayOptions,
     has_one_model=True,
+    keeps_state=True,
     averages_gradients=lambda options: True,
     kind="all-reduce",
 )

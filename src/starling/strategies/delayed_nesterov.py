@@ -2,10 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+NO_LOANS: dict[str, Any] = {"num_loans": 0, "out": ()}
+
+
+class Loans:
+    """The copies of theta that a server has lent to workers and not had back, by number: each is for one push.
+
+    A worker whose membership has ended cannot know whether its last push has arrived. It pushes again, and the server
+    takes it only if that copy is still out. The numbers are kept by the server's optimizer, which `make` makes, so
+    that a checkpoint has them as they are after the same push as theta.
+    """
+
+    def __init__(self, make: Callable[[list[nn.Parameter]], DelayedNesterov]) -> None:
+        self._make = make
+        self._optimizer: DelayedNesterov | None = None
+        self._kept = dict(NO_LOANS)  # in a simulation of time alone, without an optimizer
+        self._ages: dict[int, int] = {}
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
+        """The server's optimizer."""
+        self._optimizer = self._make(parameters)
+        return self._optimizer
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        return self._kept if self._optimizer is None else self._optimizer.param_groups[0]
+
+    def lend(self, number: int, age: int) -> int:
+        """The number of a copy of this age for a worker: that of the one it has, unless it has pushed since."""
+        group = self._group
+        if number not in group["out"]:
+            number = group["num_loans"] + 1
+            group["num_loans"], group["out"] = number, (*group["out"], number)
+        self._ages[number] = age
+        return number
+
+    def pay_back(self, number: int) -> int | None:
+        """Expect that the push for a copy is taken next; its age, 0 if that is unknown. None: it has been taken."""
+        group = self._group
+        if number <= group["num_loans"] and number not in group["out"]:
+            return None
+        group["num_loans"] = max(number, group["num_loans"])  # it may have been lent after the server was saved
+        if self._optimizer is None:
+            group["out"] = tuple(each for each in group["out"] if each != number)
+        else:
+            self._optimizer.loan = number
+        return self._ages.pop(number, 0)
 
 
 class DelayedNesterov(torch.optim.Optimizer):
@@ -17,11 +65,13 @@ class DelayedNesterov(torch.optim.Optimizer):
         theta <- theta - eta ((1 - c N + c) beta m + D / N)       at each N-th push
 
     m and B are initially 0. With N = 1 this is Nesterov's momentum. eta and beta are those of the run, also after a
-    resume; a checkpoint holds m, B and the number of pushes.
+    resume; a checkpoint holds m, B, the number of pushes and the numbers of `Loans`.
     """
 
     def __init__(self, parameters: list[nn.Parameter], rate: float, momentum: float, delay: int, spread: float) -> None:
-        super().__init__(parameters, {"num_pushes": 0})
+        super().__init__(parameters, {"num_pushes": 0, **NO_LOANS})
+        self.loan = 0
+        """The loan that the next push pays back."""
         self._rate, self._momentum, self._delay, self._spread = rate, momentum, delay, spread
 
     @torch.no_grad()
@@ -29,6 +79,7 @@ class DelayedNesterov(torch.optim.Optimizer):
         """Take one push."""
         for group in self.param_groups:
             group["num_pushes"] += 1
+            group["out"] = tuple(each for each in group["out"] if each != self.loan)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._push(parameter, parameter.grad, group["num_pushes"] % self._delay == 0)

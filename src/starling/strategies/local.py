@@ -141,7 +141,8 @@ class Period:
             self._v = me.strategy_state("momentum", me.weights.new_zeros(len(me.weights)), is_common)
         self._under_way: tuple[slice, Awaitable[Tensor]] | None = None
         if options.overlap:
-            self._sent = me.strategy_state("sent", me.weights, is_common=False)
+            whole = self._theta - me.weights if self._means.are_encoded else me.weights
+            self._sent = me.strategy_state("sent", whole, is_common=False)
             self._start_again()
 
     @property

@@ -26,16 +26,16 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Handle, Learner
 from starling.strategies.server_rules import Asynchronous, Hybrid, Rule, Summed, Synchronous
-from starling.strategies.staleness import Staleness, correction, rate_scale
+from starling.strategies.staleness import Staleness, correction, keeping, rate_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from starling.learner import MakeOptimizer
+    from starling.strategies.delayed_nesterov import Loans
 
 REPORT, GRADIENT, AGE, WEIGHTS = range(4)
-"""The tags of the four kinds of messages. An age `[1]` is the number of steps in the weights; `[2]`: and the largest
-number of mini-batches that a worker has reported."""
+"""The tags of the four kinds of messages. An age `[1]` is the number of steps in the weights; `[2]`: the number of a
+loan, and the largest number of mini-batches that a worker has reported."""
 
 DROPPED = ("worker", "asking", "age", "told", "message", "report", "tag")
 """A message that a server is handling when a membership ends belongs to that membership."""
@@ -155,30 +155,32 @@ class Push:
     worker: int
     report: Report
     gradient: Tensor
+    read_at: int
+    """The number of the shard's steps in the weights at which it was taken."""
 
 
 class Server:
     """The server of one model shard. It handles messages one at a time, in one coroutine.
 
-    With `make_optimizer` it tells workers the largest number of mini-batches, too; what they push is then no gradient.
-    What workers have reported or requested belongs to a membership.
+    With `loans` workers push what is no gradient: the age that it tells them and they return is then the number of a
+    loan, and it tells them the largest number of mini-batches, too. What workers have reported or requested belongs to
+    a membership.
     """
 
     DROPPED = ("_announced", "_finished", "_asking", "_most")
 
-    def __init__(
-        self, me: Learner, piece: slice, options: ServerOptions, make_optimizer: MakeOptimizer | None = None
-    ) -> None:
+    def __init__(self, me: Learner, piece: slice, options: ServerOptions, loans: Loans | None = None) -> None:
         workers = options.workers(me.world)
         self._me, self._options = me, options
         self._rule = options.rule(len(workers))
-        self._correction = correction(options.staleness)
-        self._shard = me.keep(piece, make_optimizer)
-        self._most = None if make_optimizer is None else 0.0  # the largest number of mini-batches reported
+        self._correction = correction(options.staleness, keeping(me))
+        self._loans = loans
+        self._shard = me.keep(piece, None if loans is None else loans.optimizer)
+        self._most = 0.0  # the largest number of mini-batches reported
         self._announced: dict[int, Report] = {}  # by worker; the gradient is on its way
         self._waiting: list[Push] = []
         self._finished: dict[int, float] = dict.fromkeys(workers, 0.0)  # `num_finished` of each worker's last report
-        self._asking: list[int] = []  # workers that have requested the weights, in order
+        self._asking: dict[int, int] = {}  # by worker that has requested the weights, in order: the age it has
 
     async def serve(self) -> None:
         """Serve until all workers have left and received the final weights."""
@@ -199,7 +201,7 @@ class Server:
             for asking in [each for each in self._asking if self._grants(each)]:
                 for sending in replies[asking]:
                     await sending
-                replies[asking] = await self._answer(asking)
+                replies[asking] = await self._answer(asking, self._asking.pop(asking))
         for sending in [each for handles in replies.values() for each in handles]:
             await sending
 
@@ -207,12 +209,15 @@ class Server:
         """Handle a worker's message. Returns the tag of its next message, or None after its last."""
         if worker in self._announced:
             report = self._announced.pop(worker)
-            self._waiting.append(Push(worker, report, message))
+            age = int(report.age)
+            read_at = age if self._loans is None else self._loans.pay_back(age)
+            if read_at is not None:
+                self._waiting.append(Push(worker, report, message, read_at))
             await self._record(worker, report)
             return REPORT
         report = Report.decode(message)
         if report.num_finished == self._finished[worker]:
-            self._asking.append(worker)
+            self._asking[worker] = int(report.age)
             return None if report.is_last else REPORT
         if report.has_gradient and not report.is_last:
             self._announced[worker] = report
@@ -223,7 +228,7 @@ class Server:
     async def _record(self, worker: int, report: Report) -> None:
         """Record that a worker has finished a mini-batch, or leaves; make a step if one is due."""
         self._finished[worker] = report.num_finished
-        if self._most is not None and not report.is_last:
+        if not report.is_last:
             self._most = max(self._most, report.num_finished)
         if report.is_last:
             self._rule.leave(worker)
@@ -240,7 +245,7 @@ class Server:
     async def _step(self) -> None:
         """Make a step with the waiting gradients, in the order of their workers' ranks."""
         pushes, self._waiting = sorted(self._waiting, key=lambda push: push.worker), []
-        read_at = [int(push.report.age) for push in pushes]
+        read_at = [push.read_at for push in pushes]
         staleness = self._shard.num_steps - sum(read_at) / len(read_at)
         scale = rate_scale(staleness) if self._options.scale_by_staleness else 1.0
         newest = max((push.report for push in pushes), key=lambda report: report.age)
@@ -268,12 +273,12 @@ class Server:
         ahead = self._finished[worker] + self._options.overlap - min(self._finished.values())
         return (bound is None or ahead <= bound) and self._rule.grant(worker)
 
-    async def _answer(self, worker: int) -> list[Handle[None]]:
-        """Start sending the current weights."""
-        self._asking.remove(worker)
+    async def _answer(self, worker: int, has: int) -> list[Handle[None]]:
+        """Start sending the current weights to a worker that has those of the age `has`."""
         import torch
 
-        told = [self._shard.num_steps] if self._most is None else [self._shard.num_steps, self._most]
+        num_steps = self._shard.num_steps
+        told = [num_steps] if self._loans is None else [self._loans.lend(has, num_steps), self._most]
         age = torch.tensor(told, dtype=torch.float64)
         weights = await self._shard.read()
         if self._correction is not None:

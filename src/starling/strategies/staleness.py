@@ -8,6 +8,7 @@ workers' gradients have moved; on a learner of `adpsgd` w is its own weights, wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -34,6 +35,9 @@ class DelayCompensation(Config):
 
 Staleness = Literal["none", "gap-aware"] | DelayCompensation
 """What is made of stale gradients."""
+Keep = Callable[[str, "Tensor"], "Tensor"]
+"""Returns the tensor in which a rule keeps what it remembers, from a name and its initial value: that of a checkpoint,
+if there is one."""
 
 
 class Correction(ABC):
@@ -50,7 +54,7 @@ class Correction(ABC):
 
     def correct(self, worker: int, age: float, gradient: Tensor, now: Tensor) -> Tensor:
         """The corrected gradient of a worker, which took it at weights of that age."""
-        given = [each for each in self._given[worker] if each[0] >= age]
+        given = [each for each in self._given[worker] if each[0] >= age]  # not saved: a resumed worker pulls first
         self._given[worker] = given
         return self.corrected(gradient, now - given[0][1])
 
@@ -77,17 +81,18 @@ class Compensation(Correction):
         Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", arXiv 1609.08326.
     """
 
-    def __init__(self, options: DelayCompensation) -> None:
+    def __init__(self, options: DelayCompensation, keep: Keep) -> None:
         super().__init__()
-        self._options = options
+        self._options, self._keep = options, keep
         self._mean_square: Tensor | None = None
 
     def corrected(self, gradient: Tensor, moved: Tensor) -> Tensor:
         factor = self._options.delay_compensation
         change = gradient * gradient * moved * factor
         if (rho := self._options.mean_square) is not None:
-            before = gradient * 0.0 if self._mean_square is None else self._mean_square
-            self._mean_square = before * rho + gradient * gradient * (1.0 - rho)
+            if self._mean_square is None:
+                self._mean_square = self._keep("mean square", gradient.new_zeros(len(gradient)))
+            self._mean_square.mul_(rho).add_(gradient * gradient * (1.0 - rho))
             change = change / (self._mean_square + EPSILON) ** 0.5
         return _changed(gradient, change)
 
@@ -104,10 +109,12 @@ class GapAware(Correction):
         Barkai, Hakimi & Schuster 2019, "Gap Aware Mitigation of Gradient Staleness", arXiv 1909.10802.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Keep) -> None:
+        import torch
+
         super().__init__()
-        self._before: Tensor | None = None
-        self._num_steps, self._length = 0, 0.0
+        self._before: Tensor | None = None  # the step that begins there is not counted if the server is saved now
+        self._steps = keep("steps", torch.zeros(2, dtype=torch.float64))  # their number and their whole length
 
     def before_step(self, now: Tensor) -> None:
         if self._before is not None:
@@ -116,23 +123,28 @@ class GapAware(Correction):
 
     def stepped(self, before: Tensor, after: Tensor) -> None:
         if _has_numbers(after):
-            self._num_steps += 1
-            self._length += float((after - before).norm())
+            self._steps += self._steps.new_tensor([1.0, float((after - before).norm())])
 
     def corrected(self, gradient: Tensor, moved: Tensor) -> Tensor:
         if not _has_numbers(moved):
             return gradient
         distance = float(moved.norm())
-        if distance == 0.0 or self._length == 0.0:
+        num_steps, length = float(self._steps[0]), float(self._steps[1])
+        if distance == 0.0 or length == 0.0:
             return gradient
-        return gradient / (1.0 + distance * self._num_steps / self._length)
+        return gradient / (1.0 + distance * num_steps / length)
 
 
-def correction(staleness: Staleness) -> Correction | None:
-    """A new correction; None: gradients are used as they are."""
+def correction(staleness: Staleness, keep: Keep) -> Correction | None:
+    """A correction, which remembers by `keep`; None: gradients are used as they are."""
     if isinstance(staleness, DelayCompensation):
-        return Compensation(staleness)
-    return GapAware() if staleness == "gap-aware" else None
+        return Compensation(staleness, keep)
+    return GapAware(keep) if staleness == "gap-aware" else None
+
+
+def keeping(me: Learner) -> Keep:
+    """Keeps what a rule remembers with a learner's own state."""
+    return lambda name, initial: me.strategy_state(f"staleness {name}", initial, is_common=False)
 
 
 def rate_scale(staleness: float) -> float:
@@ -151,7 +163,8 @@ class StaleSteps:
     """
 
     def __init__(self, me: Learner, staleness: Staleness, scale_by_staleness: bool) -> None:
-        self._me, self._correction, self._scales = me, correction(staleness), scale_by_staleness
+        self._me, self._scales = me, scale_by_staleness
+        self._correction = correction(staleness, keeping(me))
         self._taken_at: Tensor | None = None  # Phi; kept only for a correction
 
     def snapshot(self) -> Tensor:

@@ -265,7 +265,10 @@ class Course:
         """This learner's state for continuing from `position`. Call between two mini-batches; it shares memory with the
         learner."""
         weights, shards = self._replica.on_host(), tuple(shard.state() for shard in self.shards.held)
+        under_shards = None
         if shards:
+            if self._is_worker and self.job.strategy.steps_itself:  # its weights are more than a copy of the shards'
+                under_shards = torch.cat([weights[shard.start : shard.stop] for shard in shards])
             weights = weights.clone()
             for shard in shards:
                 weights[shard.start : shard.stop] = shard.weights
@@ -281,6 +284,8 @@ class Course:
             strategy=dict(self._replica.strategy_state),
             shards=shards,
             shard_of_island=self._shard_of_island,
+            of_strategy=self.job.strategy.described(self.job.options),
+            under_shards=under_shards,
             is_worker=self._is_worker,
         )
 

@@ -102,7 +102,7 @@ class Plan:
         """The state with which learner `rank` begins. If it has none, it later receives its weights from `source`."""
         own = own or LearnerState(rank, self.world, self.position, self.minutes, torch.empty(0), {}, {})
         return replace(
-            own,
+            own.for_computing(),
             rank=rank,
             world=self.world,
             position=self.position,

@@ -180,12 +180,8 @@ class IslandModel:
                 )
             return state
         order = self._order(make_optimizer(self.parameters))
-        strategy = {
-            name: cut.part(each, member) if len(each) == len(state.weights) else each
-            for name, each in state.strategy.items()
-        }
         optimizer = cut.part_of_optimizer(state.optimizer, member, order)
-        return replace(state, weights=cut.part(state.weights, member), optimizer=optimizer, strategy=strategy)
+        return replace(state, weights=cut.part(state.weights, member), optimizer=optimizer)
 
     def shard_of_island(self, optimizer: torch.optim.Optimizer) -> ShardOfIsland:
         """Which part of the model this rank holds."""

@@ -41,7 +41,8 @@ from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import process_group
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import end_with_threads
-from starling.errors import PeerLost, StarlingError
+from starling.errors import PeerLost, ProtocolError, StarlingError
+from starling.training.equality import are_apart, different_weights, must_begin_equal, sketch
 from starling.training.flat import FlatModel, Model, trainable
 from starling.training.job import Job, Named, Observer
 from starling.training.loading import Loader
@@ -231,6 +232,7 @@ class _Member:
                     learner = self.learner = self._make_learner(
                         place, flat, island, start, membership, plan.shares, look_around
                     )
+                self._check_weights(store, rank, world, start, look_around)
                 connections.note()
                 self.feed.enter(membership)
 
@@ -301,7 +303,10 @@ class _Member:
         size = self.job.island.size
         sources = range(plan.source, plan.source + size)
         shared = [share_state(state, source) for source in sources][rank % size]
-        return shared if rank in plan.takers else state.with_strategy_of(shared)
+        begun = state.with_strategy_of(shared)
+        if rank not in plan.takers:
+            return begun
+        return replace(begun, weights=shared.weights, buffers=shared.buffers, optimizer=shared.optimizer)
 
     def _make_model(self, place: Place) -> tuple[Model, IslandGroup | None]:
         """The model of a membership: this learner's own, or its part of its island's."""
@@ -342,6 +347,26 @@ class _Member:
             look_around,
             island,
         )
+
+    def _check_weights(
+        self, store: Store, rank: int, world: int, start: LearnerState | None, look_around: LookAround
+    ) -> None:
+        """Raise ProtocolError if learners that must begin with the same weights have others; all find the same."""
+        job, size = self.job, self.job.island.size
+        if self.learner is None or not must_begin_equal(job, start):
+            return
+
+        def compare(sketches: list[bytes]) -> str:
+            found = [json.loads(each) for each in sketches]
+            unlike = (other for other in range(size, world) if are_apart(found[other % size], found[other]))
+            return next((different_weights(job, other, other % size) for other in unlike), "")
+
+        own, what = json.dumps(sketch(self.learner.weights)), "comparing the weights of all learners"
+        problem = gather(
+            store, rank, world, "weights", own, compare, self.timeout_seconds, look_around, what, self.waits
+        )
+        if problem:
+            raise ProtocolError(problem.decode())
 
     def _part(self, membership: Membership, store: Store, rank: int, look_around: LookAround) -> None:
         """Pass the closing barrier, unless some learners continue in a next membership: then all do."""

@@ -14,7 +14,7 @@ from simpy.events import Initialize
 from torch import Tensor
 
 from starling.checkpoint.state import LearnerState
-from starling.consensus import consensus, consensus_distance
+from starling.consensus import are_one_model, consensus, consensus_distance
 from starling.engines.virtual.batches import MembershipBatches
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.computation import Computation
@@ -23,6 +23,7 @@ from starling.engines.virtual.learner import FOREGROUND, Surroundings, VirtualLe
 from starling.engines.virtual.lives import VirtualLife
 from starling.engines.virtual.network import Network, VirtualGradient, VirtualHandle, VirtualRounds
 from starling.errors import Deadlock, ProtocolError
+from starling.training.equality import different_weights, must_begin_equal
 from starling.training.job import Job, Observer
 from starling.training.loading import Loader
 from starling.training.membership import Membership, MembershipChanged
@@ -91,6 +92,7 @@ class VirtualMembership:
         self._activities: dict[tuple[int, str], _Activity] = {}
         self._driven: VirtualLife | None = None
         self._shared: tuple[Tensor, Tensor] | None = None
+        self._first_state = starts[0]
         self.batches = MembershipBatches(job, world, plan, simulation.loader, self._now)
         self._rounds = VirtualRounds(environment, world)
         self.network = Network(
@@ -122,12 +124,21 @@ class VirtualMembership:
         return float(self._environment.now) - self._begun
 
     def begin(self) -> None:
-        """Let all learners start."""
+        """Let all learners start. Raises ProtocolError if some must begin with the same weights and do not."""
+        self._check_weights()
         for learner in self.learners:
             if not learner.life.is_dead:
                 job = self._simulation.job
                 self._start(learner, job.strategy.start(learner, job.options), FOREGROUND)
         self._look_whether_over()
+
+    def _check_weights(self) -> None:
+        job, first = self._simulation.job, self.learners[0]
+        if not self._simulation.computation.holds_weights or not must_begin_equal(job, self._first_state):
+            return
+        for learner in self.learners[1:]:
+            if not are_one_model(first.weights, learner.weights):
+                raise ProtocolError(different_weights(job, learner.life.name, first.life.name))
 
     def _start(self, learner: VirtualLearner, coroutine: Coroutine[Any, Any, None], activity: str) -> None:
         """Begin to drive one of a learner's coroutines."""

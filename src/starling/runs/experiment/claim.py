@@ -11,7 +11,7 @@ from pathlib import Path
 
 from starling.checkpoint.files import PARTIAL, remove_partial
 from starling.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, read_manifest, sort_key
-from starling.checkpoint.reader import checkpoints_in, latest, load
+from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load
 from starling.checkpoint.retention import is_finite, newest_good
 from starling.configuration import differing
 from starling.errors import CheckpointError, ConfigError, StarlingError
@@ -71,7 +71,7 @@ def checkpoint_to_resume(
             advice = f"{good} is intact and finite: to continue from it, move later checkpoints away first"
         raise CheckpointError(f"{folder}: some of its numbers are not finite; {advice}, and lower the learning rate")
     _check_budget(run, folder, checkpoint.manifest)
-    checkpoint.start(0, run.learners)
+    checkpoint.start(0, run.learners, run.strategy.described)
     return folder
 
 
@@ -155,6 +155,8 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
     """
     folder = ExperimentFolder(run.folder)
     check_claim(run)
+    if run.resume is not None and (line := _fresh_strategy(run, run.resume)):
+        say(line)
     existing = [path for path in folder.checkpoints.glob("[!.]*") if (path / MANIFEST).is_file()]
     try:
         is_new = run.resume is None or _is_elsewhere(run)
@@ -172,6 +174,19 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
     except OSError as error:
         raise unwritable(folder.path, error) from error
     return folder
+
+
+def _fresh_strategy(run: RunConfig, checkpoint: Path) -> str:
+    """The line that a resumed run begins from the consensus, and why; empty if each learner has its own state."""
+    island = run.island
+    saved = Checkpoint(checkpoint, read_manifest(checkpoint))  # it has been verified
+    changed = saved.what_changed(run.learners, run.strategy.described, island.size, island.tensor > 1)
+    if not changed:
+        return ""
+    return (
+        f"resume: {changed}; all learners begin with the mean of its models, without what the strategy keeps between "
+        "steps"
+    )
 
 
 def _is_elsewhere(run: RunConfig) -> bool:

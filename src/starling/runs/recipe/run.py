@@ -50,6 +50,11 @@ class StrategyChoice(BaseModel):
         """The options, as the strategy's own model. Raises pydantic's ValidationError if they are wrong."""
         return self.strategy.options.model_validate(self.model_extra or {})
 
+    @property
+    def described(self) -> str:
+        """The strategy and all its options, as a checkpoint names them."""
+        return self.strategy.described(self.options)
+
     def check_for(self, learners: int, island: Island = NO_ISLANDS) -> None:
         """Raise ConfigError if the strategy's options do not fit this number of learners in islands."""
         if self.is_auto and island.size > 1:
