@@ -149,7 +149,7 @@ def test_what_a_strategy_keeps_is_for_the_same_one_and_as_many_learners_alone(tm
         (5, DILOCO, "2 learners saved it, and this run has 5"),
     ],
 )
-def test_a_checkpoint_says_why_learners_do_not_go_their_own_ways(
+def test_a_checkpoint_says_why_learners_cannot_continue_from_their_own_states(
     tmp_path: Path, world: int, strategy: str, said: str
 ) -> None:
     """For the line that a resumed run prints."""

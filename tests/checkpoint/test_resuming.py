@@ -188,7 +188,7 @@ def steps_in(weights: Tensor, rate: float) -> float:
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_delayed_gradients_are_each_applied_once_whoever_is_lost(resumes: bool, tmp_path: Path) -> None:
+def test_delayed_gradients_are_each_applied_once_when_a_learner_is_lost(resumes: bool, tmp_path: Path) -> None:
     """At any event: the mini-batches whose gradients waited are computed again, unless a checkpoint brought these."""
     choice: Choice = ("delayed", {"delay": 2})
     settings: dict[str, Any] = {"workload": ConstantGradient(5), "checkpoint_every": 6}

@@ -227,6 +227,14 @@ def test_survivors_take_the_common_part_of_a_strategys_state_from_one_of_them() 
     assert theirs.strategy["steps"].item() == 1
 
 
+def test_a_joiner_does_not_get_what_is_another_learners_own() -> None:
+    """A residual or a push of its donor's would be delivered twice."""
+    donor = LearnerState(0, 2, Position(), 1.0, torch.zeros(2), {}, {}, strategy={"steps": torch.tensor([3])})
+    donor.strategy[f"{OWN_PREFIX}residual"] = torch.ones(2)
+    joiner = LearnerState(1, 2, Position(), 1.0, torch.zeros(2), {}, {})
+    assert set(joiner.with_strategy_of(donor).strategy) == {"steps"}
+
+
 def test_a_change_carries_its_membership() -> None:
     """And says why."""
     membership = Membership(3, (0, 2), "learner 1 was killed")
