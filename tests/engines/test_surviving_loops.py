@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,38 @@ def test_three_of_four_finish_when_one_is_killed(strategy: str, lost: int, withi
         died = started.died(lost)
         survivors = [rank for rank in range(4) if rank != lost]
         check_survivors(started.results(*survivors), died, within, 80)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "children", "within"),
+    [("adpsgd", "helped", 2.0), ("allreduce", "helped", 5.0), ("adpsgd", "loads", 2.0)],
+)
+def test_a_child_that_a_learner_forked_does_not_hide_its_death(
+    strategy: str, children: str, within: float, tmp_path: Path
+) -> None:
+    """Whether a helper or the loading processes of a `DataLoader`: they live on, and the pause is as short as ever."""
+    case = {"strategy": strategy, "steps": 80, "seconds": 0.002, "deaths": {"1": 20}, children: 1}
+    with loops(case, 3, tmp_path) as started:
+        died = started.died(1)
+        pids = [int(pid) for pid in started.await_file("children").split()]
+        assert all(psutil.pid_exists(pid) for pid in pids) and pids
+        try:
+            check_survivors(started.results(0, 2), died, within, 80)
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("on_loss", ["continue", "stop"])
+def test_a_child_that_a_learner_forked_may_end_as_any_program(on_loss: str, tmp_path: Path) -> None:
+    """Its exit handlers end nobody's run, and its exit code is its own."""
+    case = {"strategy": "adpsgd", "steps": 30, "forks": 0, "on_loss": on_loss}
+    with loops(case, 2, tmp_path, is_warm=on_loss == "continue") as started:
+        results = started.results(0, 1)
+        assert started.await_file("child-ended") == "7"
+    assert all(int(each["membership"]) == 0 and int(each["steps"][1]) == 30 for each in results)
+    assert torch.equal(results[0]["final"], results[1]["final"])
 
 
 def test_a_restarted_process_joins_and_continues_from_a_survivor(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes import run_token
+from starling.engines.processes.forks import clone_store, own_connections
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
 from starling.errors import PeerLost, ProtocolError
@@ -60,7 +61,7 @@ class CoordinatorLink:
         self._error: PeerLost | None = None
         self._has_left = False
         self._on_lost: Callable[[PeerLost], None] = lambda error: None
-        self.listening: Store = place.store.clone()  # type: ignore[attr-defined]
+        self.listening: Store = clone_store(place.store)
         self.listening.set_timeout(timedelta(days=20))
         store_connections.note()
         for target, name in ((self._hear, "hears"), (self._beat, "beats")):
@@ -155,7 +156,8 @@ def find_store(seconds: float, host_store: Store | None = None) -> Place:
     rank, world, local_rank, local_world = ranks_of_environment(may_join=True)
 
     def attempt(address: str, port: int) -> Place:
-        return Place(rank, world, local_rank, local_world, _find_store(rank, address, port, seconds)[0])
+        with own_connections():
+            return Place(rank, world, local_rank, local_world, _find_store(rank, address, port, seconds)[0])
 
     return _reach(rank, seconds, host_store, attempt)
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from torch.distributed.rendezvous import rendezvous
 
+from starling.engines.processes.forks import own_connections
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, ProtocolError
 from starling.launch.link import JOINS, OWN_DEVICE, WATCHED, Link
@@ -69,7 +70,8 @@ def find_place(timeout_seconds: float = CONNECT) -> Place:
     rank, world, local_rank, local_world = ranks_of_environment(joins())
     address = os.environ["MASTER_ADDR"]
     try:
-        store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
+        with own_connections():
+            store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
     except (RuntimeError, OSError) as error:
         port = os.environ["MASTER_PORT"]
         raise ProtocolError(

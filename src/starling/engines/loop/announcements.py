@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import Store
 
 from starling.engines.loop.progress import Consensus
 from starling.engines.processes.collectives import OrderedMean
+from starling.engines.processes.forks import clone_store
 from starling.errors import ProtocolError
 
 _ENDED = "ended"
@@ -64,7 +65,7 @@ class AnnouncementListener(threading.Thread):
         self.bytes_sent = 0
         self._store = store
         # its own connection, because it blocks
-        self._own = listening or store.clone()  # type: ignore[attr-defined]
+        self._own = listening or clone_store(store)
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world, self._means = rank, world, means
         self._contribution = contribution

@@ -171,8 +171,13 @@ class LoopLife:
         if place.world > 1:
             shake_hands(place.store, place.rank, self._handshake(place.world), self._timeout_seconds, waits=self._waits)
             device = self._replica.weights.device
-            self._stack.enter_context(process_group(place, device, self._timeout_seconds, waits=self._waits))
-        self.learner = self._make_learner(place, None)
+            connections = self._stack.enter_context(
+                process_group(place, device, self._timeout_seconds, waits=self._waits)
+            )
+            self.learner = self._make_learner(place, None)
+            connections.note()
+        else:
+            self.learner = self._make_learner(place, None)
 
     def _make_learner(self, place: Place, entry: Entry | None) -> LoopLearner:
         return LoopLearner(
