@@ -287,8 +287,8 @@ class JoinedLearner:
                 return
         elif error is None and not self._is_closed:
             sys.stderr.write(
-                f"learner {self._learner_id} ended without close(), after {self.num_steps} steps: call close() of the joined "
-                "learner at the end, or use it in a with statement\n"
+                f"learner {self._learner_id} ended without close(), after {self.num_steps} steps: call close() of the "
+                "joined learner at the end, or use it in a with statement\n"
             )
         self._abandon(error)
         if self.world > 1 or self._life.survives:

@@ -1,8 +1,8 @@
 """Children that a process of a run forks, such as loading processes, do not hold its connections.
 
 A connection ends with the last process that holds it, so a forked child would hide its parent's death from the others.
-Most sockets belong to torch, which says nothing of their descriptors: they are those that appear while it connects. In a
-child, /dev/null takes their numbers, because whoever closes them later must not close something else.
+Most sockets belong to torch, which says nothing of their descriptors: they are those that appear while it connects. In
+a child, /dev/null takes their numbers, because torch, which closes them later, must not close something else.
 """
 
 import ctypes
