@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from starling.launch.rendezvous import find_place
 @contextmanager
 def http_server() -> Iterator[int]:
     """A web server, which waits for a whole line before it answers."""
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        server.daemon_threads, server.block_on_close = True, False
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
