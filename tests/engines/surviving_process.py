@@ -48,7 +48,8 @@ def main(case: dict[str, Any], folder: Path) -> None:
             _fork_loaders(folder)
         began = learner.num_steps
         start = flat(model).clone()
-        while learner.num_steps < case["steps"]:
+        num_own = case["epochs"][rank] if "epochs" in case else None
+        while learner.num_steps < case["steps"] if num_own is None else len(times) < num_own:
             optimizer.zero_grad()
             loss_of(model, 1 + learner.num_steps * 8 + learner.learner_id).backward()  # type: ignore[no-untyped-call]
             time.sleep(case.get("seconds", 0.0))
@@ -70,6 +71,9 @@ def main(case: dict[str, Any], folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         with learner.consensus(final=True):
             final = flat(model).clone()
+            if case.get("stopped") == rank:
+                (folder / "stopped").write_text("1")
+                os.kill(os.getpid(), signal.SIGSTOP)
         seen = {
             "start": start,
             "final": final,

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import starling
 from starling.engines.loop.progress import Past, plan
-from starling.errors import ConfigError
+from starling.errors import ConfigError, FinishedApart
 from tests.engines.drop_in_process import flat
 from tests.engines.surviving_process import loss_of, make_model
 from tests.warm_start import WarmPopen
@@ -187,6 +188,51 @@ def test_a_child_that_a_learner_forked_may_end_as_any_program(on_loss: str, tmp_
         assert started.await_file("child-ended") == "7"
     assert all(int(each["membership"]) == 0 and int(each["steps"][1]) == 30 for each in results)
     assert torch.equal(results[0]["final"], results[1]["final"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("diloco", {"every": 8}), ("streaming-diloco", {"every": 8, "fragments": 2, "overlap": 2})],
+)
+def test_loops_of_epochs_end_together_after_a_loss(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Each process counts its own mini-batches, and the loss lets some of them skip a step: the last step is one for
+    all, and so is the model."""
+    case = {"strategy": strategy, "options": options, "steps": 10**6, "epochs": [61, 62, 63, 61], "deaths": {"3": 21}}
+    with loops(case, 4, tmp_path) as started:
+        started.died(3)
+        results = started.results(0, 1, 2)
+    assert len({int(each["steps"][1]) for each in results}) == 1
+    assert [int(each["steps"][2]) for each in results] == [61, 62, 63]
+    assert all(torch.equal(each["final"], results[0]["final"]) for each in results)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("diloco", {"every": 4}), ("allreduce", {})])
+def test_loops_whose_ends_are_too_far_apart_all_fail_alike(
+    strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same error on all of them, with one number for each learner, although others were lost before."""
+    epochs = [60, 40, 60, 60]
+    case = {"strategy": strategy, "options": options, "steps": 10**6, "epochs": epochs, "deaths": {"0": 21}}
+    with loops(case, 4, tmp_path) as started:
+        started.died(0)
+        codes = [started.processes[rank].wait(WITHIN) for rank in (1, 2, 3)]
+        said = [re.search("ProtocolError: (.*)", started.said(rank)) for rank in (1, 2, 3)]
+    assert codes == [1, 1, 1]
+    messages = {each[1] for each in said if each}
+    assert len(messages) == 1 and None not in said
+    message = r"learner 1 has closed after 4\d steps, but learner [23] (is in step|has closed after) \d+: under "
+    assert re.match(message, messages.pop())
+
+
+def test_a_learner_that_finishes_apart_says_so_and_exits_with_a_code_of_its_own(tmp_path: Path) -> None:
+    """It was stopped after the final consensus for longer than the time-out, and the others ended without it."""
+    case = {"strategy": "adpsgd", "steps": 30, "stopped": 2, "timeout": 2.0}
+    with loops(case, 3, tmp_path) as started:
+        started.await_file("stopped")
+        started.results(0, 1)
+        os.kill(started.processes[2].pid, signal.SIGCONT)
+        assert started.processes[2].wait(WITHIN) == FinishedApart.exit_code == 9
+        assert "FinishedApart: learner 2 has finished apart from the others" in started.said(2)
 
 
 def test_a_restarted_process_joins_and_continues_from_a_survivor(tmp_path: Path) -> None:

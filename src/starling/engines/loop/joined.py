@@ -276,7 +276,7 @@ class JoinedLearner:
         if self._is_in_child:
             return
         error = getattr(sys, "last_value", None)
-        is_attached = self._hook is not None and (self._life.survives or self._life.learner.is_alive)
+        is_attached = self._hook is not None and (self._life.survives or self._life.learner.failure is None)
         if error is None and not self._is_closed and (is_attached or self._life.progress.final is not None):
             try:
                 self.close()
