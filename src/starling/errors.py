@@ -60,6 +60,12 @@ class Deadlock(StarlingError):  # noqa: N818 - the usual term
     exit_code = 8
 
 
+class FinishedApart(StarlingError):  # noqa: N818 - an outcome, not a fault of this learner
+    """This learner has ended with a model that its peers do not have."""
+
+    exit_code = 9
+
+
 class Stopped(StarlingError):  # noqa: N818 - a request, not an error
     """A signal stopped the run; the exit code is 128 + its number, as in shells.
 

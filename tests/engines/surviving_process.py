@@ -5,12 +5,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import starling
 from tests.engines.drop_in_process import flat
@@ -39,15 +42,22 @@ def main(case: dict[str, Any], folder: Path) -> None:
     ) as learner:
         if is_restarted:
             (folder / "joined").touch()
+        if case.get("helped") == rank:
+            _fork_helper(folder)
+        if case.get("loads") == rank:
+            _fork_loaders(folder)
         began = learner.num_steps
         start = flat(model).clone()
-        while learner.num_steps < case["steps"]:
+        num_own = case["epochs"][rank] if "epochs" in case else None
+        while learner.num_steps < case["steps"] if num_own is None else len(times) < num_own:
             optimizer.zero_grad()
             loss_of(model, 1 + learner.num_steps * 8 + learner.learner_id).backward()  # type: ignore[no-untyped-call]
             time.sleep(case.get("seconds", 0.0))
             if learner.num_steps >= deadly.get(str(rank), case["steps"]):
                 (folder / f"died-{rank}").write_text(f"{time.time()}\n{learner.num_steps}")
                 os.kill(os.getpid(), signal.SIGKILL)
+            if case.get("forks") == rank and learner.num_steps == 5:
+                _fork_and_exit(folder)
             if case.get("fails") == rank and learner.num_steps == 5:
                 raise ValueError("a bad mini-batch")
             while case.get("until") == learner.num_steps and not is_restarted and not (folder / "joined").exists():
@@ -61,6 +71,9 @@ def main(case: dict[str, Any], folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         with learner.consensus(final=True):
             final = flat(model).clone()
+            if case.get("stopped") == rank:
+                (folder / "stopped").write_text("1")
+                os.kill(os.getpid(), signal.SIGSTOP)
         seen = {
             "start": start,
             "final": final,
@@ -71,6 +84,34 @@ def main(case: dict[str, Any], folder: Path) -> None:
             "loss": loss_of(model, 0).detach(),
         }
     save_file(seen, folder / f"result-{rank}.safetensors")
+
+
+_loaders: list[Iterator[Tensor]] = []
+
+
+def _fork_helper(folder: Path) -> None:
+    """A child that outlives this process; the test ends it."""
+    if (pid := os.fork()) == 0:
+        while True:
+            signal.pause()
+    (folder / "children").write_text(str(pid))
+
+
+def _fork_loaders(folder: Path) -> None:
+    """The loading processes of a `DataLoader`, which find out within five seconds that this process has ended."""
+    loader = DataLoader(list(range(1000)), num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+    _loaders.append(iter(loader))
+    next(_loaders[0])
+    children = psutil.Process().children()
+    (folder / "children").write_text(" ".join(str(each.pid) for each in children))
+
+
+def _fork_and_exit(folder: Path) -> None:
+    """A child that ends as a program does, with its exit handlers; its exit code is its own."""
+    if (pid := os.fork()) == 0:
+        sys.exit(7)
+    (folder / "children").write_text(str(pid))
+    (folder / "child-ended").write_text(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
 
 
 def make_model() -> nn.Module:

@@ -3,12 +3,13 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import starling
 from starling.engines.loop.progress import Past, plan
-from starling.errors import ConfigError
+from starling.errors import ConfigError, FinishedApart
 from tests.engines.drop_in_process import flat
 from tests.engines.surviving_process import loss_of, make_model
 from tests.warm_start import WarmPopen
@@ -155,6 +156,83 @@ def test_three_of_four_finish_when_one_is_killed(strategy: str, lost: int, withi
         died = started.died(lost)
         survivors = [rank for rank in range(4) if rank != lost]
         check_survivors(started.results(*survivors), died, within, 80)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "children", "within"),
+    [("adpsgd", "helped", 2.0), ("allreduce", "helped", 5.0), ("adpsgd", "loads", 2.0)],
+)
+def test_a_child_that_a_learner_forked_does_not_hide_its_death(
+    strategy: str, children: str, within: float, tmp_path: Path
+) -> None:
+    """Whether a helper or the loading processes of a `DataLoader`: they live on, and the pause is as short as ever."""
+    case = {"strategy": strategy, "steps": 80, "seconds": 0.002, "deaths": {"1": 20}, children: 1}
+    with loops(case, 3, tmp_path) as started:
+        died = started.died(1)
+        pids = [int(pid) for pid in started.await_file("children").split()]
+        assert all(psutil.pid_exists(pid) for pid in pids) and pids
+        try:
+            check_survivors(started.results(0, 2), died, within, 80)
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("on_loss", ["continue", "stop"])
+def test_a_child_that_a_learner_forked_may_end_as_any_program(on_loss: str, tmp_path: Path) -> None:
+    """Its exit handlers end nobody's run, and its exit code is its own."""
+    case = {"strategy": "adpsgd", "steps": 30, "forks": 0, "on_loss": on_loss}
+    with loops(case, 2, tmp_path, is_warm=on_loss == "continue") as started:
+        results = started.results(0, 1)
+        assert started.await_file("child-ended") == "7"
+    assert all(int(each["membership"]) == 0 and int(each["steps"][1]) == 30 for each in results)
+    assert torch.equal(results[0]["final"], results[1]["final"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("diloco", {"every": 8}), ("streaming-diloco", {"every": 8, "fragments": 2, "overlap": 2})],
+)
+def test_loops_of_epochs_end_together_after_a_loss(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Each process counts its own mini-batches, and the loss lets some of them skip a step: the last step is one for
+    all, and so is the model."""
+    case = {"strategy": strategy, "options": options, "steps": 10**6, "epochs": [61, 62, 63, 61], "deaths": {"3": 21}}
+    with loops(case, 4, tmp_path) as started:
+        started.died(3)
+        results = started.results(0, 1, 2)
+    assert len({int(each["steps"][1]) for each in results}) == 1
+    assert [int(each["steps"][2]) for each in results] == [61, 62, 63]
+    assert all(torch.equal(each["final"], results[0]["final"]) for each in results)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("diloco", {"every": 4}), ("allreduce", {})])
+def test_loops_whose_ends_are_too_far_apart_all_fail_alike(
+    strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same error on all of them, with one number for each learner, although others were lost before."""
+    epochs = [60, 40, 60, 60]
+    case = {"strategy": strategy, "options": options, "steps": 10**6, "epochs": epochs, "deaths": {"0": 21}}
+    with loops(case, 4, tmp_path) as started:
+        started.died(0)
+        codes = [started.processes[rank].wait(WITHIN) for rank in (1, 2, 3)]
+        said = [re.search("ProtocolError: (.*)", started.said(rank)) for rank in (1, 2, 3)]
+    assert codes == [1, 1, 1]
+    messages = {each[1] for each in said if each}
+    assert len(messages) == 1 and None not in said
+    message = r"learner 1 has closed after 4\d steps, but learner [23] (is in step|has closed after) \d+: under "
+    assert re.match(message, messages.pop())
+
+
+def test_a_learner_that_finishes_apart_says_so_and_exits_with_a_code_of_its_own(tmp_path: Path) -> None:
+    """It was stopped after the final consensus for longer than the time-out, and the others ended without it."""
+    case = {"strategy": "adpsgd", "steps": 30, "stopped": 2, "timeout": 2.0}
+    with loops(case, 3, tmp_path) as started:
+        started.await_file("stopped")
+        started.results(0, 1)
+        os.kill(started.processes[2].pid, signal.SIGCONT)
+        assert started.processes[2].wait(WITHIN) == FinishedApart.exit_code == 9
+        assert "FinishedApart: learner 2 has finished apart from the others" in started.said(2)
 
 
 def test_a_restarted_process_joins_and_continues_from_a_survivor(tmp_path: Path) -> None:

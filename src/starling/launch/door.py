@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+from starling.engines.processes.forks import owned
 from starling.timeouts import DOOR, TERMINATION, UNREACHABLE
 
 _LONGEST_HELLO = 1024
@@ -68,7 +69,7 @@ class Door:
             line.sendall(_proof(self._token, "launcher", challenge, name, theirs).encode() + b"\n")
             line.settimeout(None)
             _notice_lost_machine(line)
-            self._admit(name, node, line)
+            self._admit(name, node, owned(line))
         except (OSError, ValueError, KeyError, TypeError):
             line.close()
 
@@ -85,6 +86,7 @@ def knock(address: str, port: int, token: str, name: str, node: str) -> socket.s
             raise ConnectionRefusedError("what listens there is not the launcher of this run")
         line.settimeout(None)
         _notice_lost_machine(line)
+        owned(line)
     except BaseException:
         line.close()
         raise

@@ -4,6 +4,7 @@ The coordinator listens on MASTER_PORT. Where something else holds a store there
 process group of a host framework), it takes any free port, which learner 0 publishes in that store.
 """
 
+import logging
 import os
 import socket
 import threading
@@ -17,6 +18,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes import run_token
+from starling.engines.processes.forks import clone_store, own_connections
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
 from starling.errors import PeerLost, ProtocolError
@@ -33,12 +35,13 @@ from starling.launch.messages import (
     decode_from_launcher,
     encode,
 )
-from starling.launch.rendezvous import LOOPBACK, find_place, ranks_of_environment
+from starling.launch.probe import USUAL_SECONDS, check_store
+from starling.launch.rendezvous import AGENT, LOOPBACK, find_place, ranks_of_environment
 from starling.timeouts import HEARTBEAT_EVERY
 from starling.training.membership import Membership, MembershipFeed
 
 T = TypeVar("T")
-_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+_LOG = logging.getLogger("starling")
 _PUBLISHED = "coordinator/port"
 _RETRY_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
@@ -60,7 +63,7 @@ class CoordinatorLink:
         self._error: PeerLost | None = None
         self._has_left = False
         self._on_lost: Callable[[PeerLost], None] = lambda error: None
-        self.listening: Store = place.store.clone()  # type: ignore[attr-defined]
+        self.listening: Store = clone_store(place.store)
         self.listening.set_timeout(timedelta(days=20))
         store_connections.note()
         for target, name in ((self._hear, "hears"), (self._beat, "beats")):
@@ -155,7 +158,8 @@ def find_store(seconds: float, host_store: Store | None = None) -> Place:
     rank, world, local_rank, local_world = ranks_of_environment(may_join=True)
 
     def attempt(address: str, port: int) -> Place:
-        return Place(rank, world, local_rank, local_world, _find_store(rank, address, port, seconds)[0])
+        with own_connections():
+            return Place(rank, world, local_rank, local_world, _find_store(rank, address, port, seconds)[0])
 
     return _reach(rank, seconds, host_store, attempt)
 
@@ -167,19 +171,23 @@ _started: list[StartedCoordinator] = []
 def _reach(rank: int, seconds: float, host_store: Store | None, attempt: Callable[[str, int], T]) -> T:
     """The result of `attempt` at the address and port of the coordinator, which learner 0 starts if there is none."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agent_store = find_place(seconds).store if os.environ.get(_AGENT) == "True" else host_store
-    deadline = time.monotonic() + seconds
+    agent_store = find_place(seconds).store if os.environ.get(AGENT) == "True" else host_store
+    begin, has_said = time.monotonic(), False
     while True:
         try:
             return attempt(address, port if agent_store is None else _published(agent_store))
         except _NotThere as reason:
             if rank == 0 and not _started and str(reason) != OVER:
                 _started.append(_start(address, port, agent_store))
-            elif time.monotonic() > deadline:
+            elif time.monotonic() - begin > seconds:
                 raise ProtocolError(
                     f"learner {rank} cannot reach the coordinator at {address}:{port}: {reason}; is learner 0 "
                     "alive, and is the port free?"
                 ) from reason
+            elif time.monotonic() - begin > USUAL_SECONDS and not has_said:
+                has_said = True
+                what = "learner %d waits for the coordinator at %s:%d, which learner 0 starts (%s); %g s at most"
+                _LOG.warning(what, rank, address, port, reason, seconds)
             time.sleep(_RETRY_SECONDS)
 
 
@@ -214,7 +222,10 @@ def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> 
 
 def _find_store(rank: int, address: str, port: int, seconds: float) -> tuple[Store, int]:
     """The coordinator's store, and the port on which it hears learners."""
-    _open(address, port).close()
+    try:
+        check_store(rank, address, port, seconds)
+    except OSError as error:
+        raise _NotThere(error.strerror or str(error)) from error
     try:
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
         store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))

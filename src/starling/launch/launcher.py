@@ -19,6 +19,7 @@ from types import FrameType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.engines.processes import run_token
+from starling.engines.processes.forks import own_connections, owned
 from starling.launch.joiners import Changes, Joiners
 from starling.launch.process import (
     LearnerProcess,
@@ -40,14 +41,15 @@ Seconds = float
 @contextmanager
 def loopback_store(address: str = "127.0.0.1") -> Generator[int, None, None]:
     """Run a store that listens on the interface of `address` only, by default the loopback, and yield its port."""
-    with socket.socket() as listener:
+    with owned(socket.socket()) as listener:
         listener.bind((address, 0))
         listener.listen(128)
         port = int(listener.getsockname()[1])
         # passing a bound socket is the only way to keep TCPStore off the other interfaces
-        store = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-        )
+        with own_connections():
+            store = TCPStore(
+                address, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+            )
         yield port
         del store
 

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
+from starling.engines.processes.forks import owned
 from starling.errors import ProtocolError, StarlingError
 from starling.launch.messages import Failed, Heartbeat, LauncherMessage, LearnerMessage, decode_from_launcher, encode
 from starling.timeouts import HEARTBEAT_EVERY
@@ -38,7 +39,7 @@ class Link:
     """A learner's end of the socket."""
 
     def __init__(self, line: socket.socket) -> None:
-        self._line = line
+        self._line = owned(line)
         self._lock = threading.Lock()
         self._listening = threading.Lock()
         self._heard: list[LauncherMessage] = []

@@ -19,6 +19,7 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Protocol
 
 from starling.engines.processes import run_token
+from starling.engines.processes.forks import owned
 from starling.errors import StarlingError
 from starling.launch.link import JOINS, SCRATCH, VARIABLE, WATCHED
 from starling.launch.messages import LauncherMessage, encode
@@ -225,7 +226,7 @@ def start(
             start_new_session=True,  # so that a signal to the group also reaches its loading processes
             cwd=folder,
         )
-    return LocalProcess(log, ours, popen=popen)
+    return LocalProcess(log, owned(ours), popen=popen)
 
 
 def scratch_folder() -> Path:

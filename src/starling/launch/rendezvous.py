@@ -7,15 +7,19 @@ from datetime import timedelta
 
 from torch.distributed.rendezvous import rendezvous
 
+from starling.engines.processes.forks import own_connections
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, ProtocolError
 from starling.launch.link import JOINS, OWN_DEVICE, WATCHED, Link
 from starling.launch.messages import Arrived, Entered, LauncherMessage, NewMembership, Ready
+from starling.launch.probe import await_store
 from starling.launch.process import loopback_interface
 from starling.timeouts import CONNECT
 from starling.training.membership import Membership, MembershipFeed
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+"""Environment variable: True if learner 0 does not own the store."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -68,8 +72,11 @@ def find_place(timeout_seconds: float = CONNECT) -> Place:
     """
     rank, world, local_rank, local_world = ranks_of_environment(joins())
     address = os.environ["MASTER_ADDR"]
+    if rank != 0 or os.environ.get(AGENT) == "True":  # otherwise it starts the store
+        timeout_seconds = await_store(rank, address, _number("MASTER_PORT"), timeout_seconds)
     try:
-        store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
+        with own_connections():
+            store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
     except (RuntimeError, OSError) as error:
         port = os.environ["MASTER_PORT"]
         raise ProtocolError(

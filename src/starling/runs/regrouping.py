@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from torch.distributed import DistError
 
 from starling.checkpoint.files import remove_partial
+from starling.engines.processes.forks import clone_store
 from starling.engines.processes.place import Place
 from starling.errors import PeerLost
 from starling.launch.messages import LearnerMessage, Said
@@ -24,7 +25,7 @@ class Regrouping:
         self._folder = folder
         self._place = place
         # for the saving thread, because a store's connection serves one request at a time
-        self._background_store = place.store.clone()  # type: ignore[attr-defined]
+        self._background_store = clone_store(place.store)
         self._tell = tell
         self._generation = 0
         self._records: tuple[Seen | Timeline, ...] = ()

@@ -4,7 +4,8 @@ Announcements are numbered keys in the store, the same sequence for all learners
 next one, without polling. So learners take part in a consensus while their loops compute, and all these threads end
 after the same announcement.
 
-A learner ends in three steps. `finished`: it has made its last step; once all have, the strategies run to their ends.
+A learner ends in stages. `last step`: its loop has made it; those that step together then agree on the last one.
+`finished`: its strategy needs no more gradients; once all have finished, the strategies run to their ends.
 `settled`: its weights are final; once all have settled, the final consensus follows, if a learner wants it. `closed`:
 it no longer needs the others.
 """
@@ -13,7 +14,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from datetime import timedelta
@@ -26,6 +27,7 @@ from torch.distributed.distributed_c10d import Store
 
 from starling.engines.loop.progress import Consensus
 from starling.engines.processes.collectives import OrderedMean
+from starling.engines.processes.forks import clone_store
 from starling.errors import ProtocolError
 
 _ROUNDING = 1e-4
@@ -55,8 +57,14 @@ class AnnouncementListener(threading.Thread):
         must_be_equal: str | None = None,
     ) -> None:
         super().__init__(name=f"starling-announcements-{rank}", daemon=True)  # it must not keep a failed process alive
-        self.finished: dict[int, int] = {}
-        """The number of steps of each rank that has made its last step."""
+        self.ended: dict[int, tuple[int, int]] = {}
+        """Of each rank whose loop has ended: its number of steps, and by how many it may be ahead of the others."""
+        self.ahead: dict[int, int] = {}
+        """The newest step of each rank that still makes some although another one has ended before it."""
+        self.unequal: str | None = None
+        """Why learners that must make equal numbers of steps cannot end together."""
+        self.finished: set[int] = set()
+        """The ranks whose strategies need no more gradients."""
         self.settled: set[int] = set()
         """The ranks whose weights are final."""
         self.final: Future[Consensus | None] = Future()
@@ -69,7 +77,7 @@ class AnnouncementListener(threading.Thread):
         self.bytes_sent = 0
         self._store = store
         # its own connection, because it blocks
-        self._own = listening or store.clone()  # type: ignore[attr-defined]
+        self._own = listening or clone_store(store)
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world, self._means = rank, world, means
         self._contribution = contribution
@@ -88,7 +96,7 @@ class AnnouncementListener(threading.Thread):
         self._on_news, self._on_error = on_news, on_error
         self.start()
 
-    def announce(self, what: str, word: int | str = "") -> int:
+    def announce(self, what: str, word: int | str | Sequence[int] = "") -> int:
         """Tell all learners, including this one; returns the number of the announcement."""
         number = self._store.add("announced", 1) - 1
         self._store.set(f"announced/{number}", json.dumps([self._rank, what, word]))
@@ -111,6 +119,12 @@ class AnnouncementListener(threading.Thread):
             # nothing else sets this key if the learner that was to set it has died
             self._store.compare_set(f"announced/{self._awaited}", "", ended)
             self.join(0.01)
+
+    def last_step(self, ranks: Sequence[int]) -> int:
+        """The last step that any of these ranks is known to make."""
+        return max(
+            [self.ended[rank][0] for rank in ranks if rank in self.ended] + [self.ahead.get(rank, 0) for rank in ranks]
+        )
 
     @property
     def is_over(self) -> bool:
@@ -144,8 +158,15 @@ class AnnouncementListener(threading.Thread):
                 self._take_last_part()
             self._on_news()
         else:
-            if what == "finished":
-                self.finished[rank] = int(word)
+            if what == "last step":
+                steps, lead = word
+                self.ended[rank] = int(steps), int(lead)
+            elif what == "ahead":
+                self.ahead[rank] = int(word)
+            elif what == "unequal":
+                self.unequal = self.unequal or str(word)
+            elif what == "finished":
+                self.finished.add(rank)
             elif what == "closed":
                 self.closed.add(rank)
             elif what == "lost peer":
@@ -153,6 +174,8 @@ class AnnouncementListener(threading.Thread):
             else:
                 self.failed[rank] = str(word)
             self._on_news()
+            if what == "unequal":
+                self._store.set(f"unequal/{self._rank}", "")
 
     def _take_last_part(self) -> None:
         if self._is_final_wanted:

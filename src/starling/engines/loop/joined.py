@@ -2,11 +2,11 @@
 
 import atexit
 import hashlib
-import logging
 import os
 import sys
+import traceback
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -22,7 +22,8 @@ from starling.engines.loop.optimizers import describe, members_of
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.processes.handshake import Handshake
 from starling.engines.processes.place import Place
-from starling.errors import ConfigError, ProtocolError
+from starling.engines.processes.threads import end_now
+from starling.errors import ConfigError, FinishedApart, ProtocolError
 from starling.strategies import Strategy
 
 
@@ -112,6 +113,7 @@ class JoinedLearner:
         )
         replica.leave_to_loop()
         self._learner_id = place.rank
+        self._process = os.getpid()
         atexit.register(self._at_exit)
 
     @property
@@ -263,14 +265,19 @@ class JoinedLearner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None and not self._is_in_child:
             self.close()
         else:
             self._abandon(error)
 
+    @property
+    def _is_in_child(self) -> bool:
+        """Whether this process is a child that the learner's process has forked, whose learner this is not."""
+        return os.getpid() != self._process
+
     def _abandon(self, error: BaseException | None) -> None:
         """Notify the others, and leave without waiting."""
-        if self._is_closed:
+        if self._is_closed or self._is_in_child:
             return
         self._is_closed = True
         self._detach()
@@ -283,18 +290,34 @@ class JoinedLearner:
 
     def _at_exit(self) -> None:
         """End a process whose learner has not closed: otherwise torch would wait for its process groups, and Python
-        would abort when one of their threads wakes up."""
-        error = getattr(sys, "last_value", None)
-        if self._hook is not None and error is None and (self._life.survives or self._life.learner.is_alive):
-            self.close()
+        would abort when one of their threads wakes up. One that has finished closes, as does an attached one."""
+        if self._is_in_child:
             return
+        error = getattr(sys, "last_value", None)
+        is_attached = self._hook is not None and (self._life.survives or self._life.learner.failure is None)
+        if error is None and not self._is_closed and (is_attached or self._life.progress.final is not None):
+            try:
+                self.close()
+            except BaseException as failure:
+                traceback.print_exc()
+                error = failure
+            else:
+                return
+        elif error is None and not self._is_closed:
+            sys.stderr.write(
+                f"learner {self._learner_id} ended without close(), after {self.num_steps} steps: call close() of the "
+                "joined learner at the end, or use it in a with statement\n"
+            )
         self._abandon(error)
         if self.world > 1 or self._life.survives:
-            logging.shutdown()
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+            end_now(_exit_code(error), self._at_exit)
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """The exit code of a process whose learner has not closed."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, FinishedApart) else 1
 
 
 def _digest(model: nn.Module) -> str:

@@ -42,6 +42,9 @@ from starling.strategies import Strategy
 from starling.training.checks import check_group
 from starling.training.shards import MakeOptimizer, Shards
 
+_HEARD_SECONDS = 2.0
+"""How long a learner waits until all others have heard why they cannot end together."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -56,6 +59,8 @@ class Entry:
     """The store, over a connection for announcements."""
     end: Callable[[], None]
     """Called when all learners have closed. Raises `MembershipChanged` if the run continues nevertheless."""
+    members: tuple[int, ...]
+    """The permanent number of each rank, by which messages name learners."""
 
 
 class LoopLearner(Learner):
@@ -84,11 +89,12 @@ class LoopLearner(Learner):
         self._place, self._rank, self._world, self._seed = place, place.rank, place.world, seed
         self._timeout_seconds = timeout_seconds
         self._most_not_finite = most_not_finite
-        self._strategy = strategy
+        self._strategy, self._options = strategy, options
         self._num_groups = len(replica.optimizer.param_groups)
         self._gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self._is_ending = self._has_finished = False
-        self._all_finished = threading.Event()  # or something failed
+        self._ends_changed = threading.Event()  # or something failed
+        self._all_finished = threading.Event()
         self._all_settled = threading.Event()
         self._all_closed = threading.Event()
         self._listener: AnnouncementListener | None = None
@@ -163,8 +169,8 @@ class LoopLearner(Learner):
         rates = [float(group["lr"]) for group in self.replica.optimizer.param_groups]
         if len(rates) != self._num_groups:
             raise ProtocolError(
-                f"learner {self._rank}: its optimizer has {len(rates)} parameter groups, but had {self._num_groups} at "
-                "starling.join; add groups before starling.join"
+                f"{self._name(self._rank)}: its optimizer has {len(rates)} parameter groups, but had "
+                f"{self._num_groups} at starling.join; add groups before starling.join"
             )
         return torch.tensor(rates, dtype=torch.float64)
 
@@ -284,10 +290,10 @@ class LoopLearner(Learner):
         """Take the gradient that the loop has computed in its parameters; for one of several optimizers."""
         progress = self.progress
         self.check_in_use("step()")
-        self.replica.take_from_loop(f"learner {self._rank}")
+        self.replica.take_from_loop(self._name(self._rank))
         if scaler is not None:
             for member in members_of(optimizer or self.replica.optimizer):
-                _unscale(scaler, member, f"learner {self._rank}")
+                _unscale(scaler, member, self._name(self._rank))
         progress.statistics.spent.computing += self._now() - progress.resumed_at
         progress.gradient = "given"
 
@@ -306,7 +312,9 @@ class LoopLearner(Learner):
         progress.gradient = "none"
         progress.num_steps += 1
         progress.num_calls += 1
-        if self._listener is not None and self._listener.finished:  # finished learners wait for this heartbeat
+        if self._listener is not None and (
+            self._listener.finished or self._listener.ended
+        ):  # who wait for this heartbeat
             with self._naming_the_store():
                 self._place.store.set(f"steps/{self._rank}", str(progress.num_steps))
         self.replica.leave_to_loop()
@@ -316,7 +324,7 @@ class LoopLearner(Learner):
     def prepare_consensus(self) -> None:
         """Check that a consensus can be requested now."""
         self.check_in_use("consensus()")
-        self.replica.take_from_loop(f"learner {self._rank}")
+        self.replica.take_from_loop(self._name(self._rank))
         self._warn_without_steps()
 
     def agree(self) -> Consensus:
@@ -340,10 +348,10 @@ class LoopLearner(Learner):
         self._release.check()
         if self.progress.is_over:
             how = "closed" if self.progress.final is None else "finished"
-            raise ProtocolError(f"learner {self._rank} has {how}: {what} must be called before that")
+            raise ProtocolError(f"{self._name(self._rank)} has {how}: {what} must be called before that")
         if self.replica.is_showing:
             raise ProtocolError(
-                f"learner {self._rank}: {what} was called within consensus(), where the weights are not its own"
+                f"{self._name(self._rank)}: {what} was called within consensus(), where the weights are not its own"
             )
 
     def close(self) -> None:
@@ -389,7 +397,7 @@ class LoopLearner(Learner):
     def fail(self, error: BaseException) -> None:
         """End all waits of this learner with `error`. May be called by any thread."""
         self._communicator.fail(error)
-        for event in (self._all_finished, self._all_settled, self._all_closed):
+        for event in (self._ends_changed, self._all_finished, self._all_settled, self._all_closed):
             event.set()
 
     def announce_failure(self, error: BaseException | None) -> None:
@@ -398,9 +406,9 @@ class LoopLearner(Learner):
             self._listener.announce("lost peer" if isinstance(error, PeerLost) else "failed", one_line(error))
 
     @property
-    def is_alive(self) -> bool:
-        """Whether neither this learner nor another has failed."""
-        return self._release.error is None
+    def failure(self) -> BaseException | None:
+        """Why this learner has failed, also because of another one."""
+        return self._release.error
 
     @property
     def bytes_sent(self) -> int:
@@ -416,19 +424,23 @@ class LoopLearner(Learner):
         if progress.final is not None:
             return progress.final
         if not progress.is_over:
-            self.replica.take_from_loop(f"learner {self._rank}")
+            self.replica.take_from_loop(self._name(self._rank))
         spent, communicator = self.statistics.spent, self._communicator
         if not progress.is_over:
             spent.computing += self._now() - progress.resumed_at
-        progress.is_over = self._is_ending = True
+        progress.is_over = True
         begin, listener = self._now(), self._listener
+        if listener is not None and len(self._sync_group) > 1:
+            with self._naming_the_store():
+                self._end_together(listener)
+        self._is_ending = True
         communicator.warn_of_few_rounds()
         with self._naming_the_store():
             communicator.rounds.finish()
             with suppress(LoopEnded, StopIteration):  # run it until it waits for the others' end
                 self._coroutine.throw(LoopEnded())
             if listener is not None:
-                listener.announce("finished", progress.num_steps)
+                listener.announce("finished")
                 self._meet_all(lambda: self._wait_for_all(self._all_finished, listener.finished))
             with suppress(StopIteration):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
@@ -456,6 +468,88 @@ class LoopLearner(Learner):
 
     # implementation
 
+    def _end_together(self, listener: AnnouncementListener) -> None:
+        """Wait until the loops of all learners have ended. Those that step together end after the same step: one whose
+        loop ended before makes the steps that it lacks without a gradient."""
+        progress = self.progress
+
+        def make_up() -> None:
+            while True:
+                self._ends_changed.clear()
+                self._release.check()
+                have_all_ended = len(listener.ended) == self._world
+                if progress.num_steps < listener.last_step(self._sync_group):
+                    self._step_without_gradient()
+                elif have_all_ended:
+                    return
+                else:
+                    self._wait_for_all(self._ends_changed, listener.ended)
+
+        listener.announce("last step", [progress.num_steps, self._lead])
+        self._meet_all(make_up)
+
+    def _step_without_gradient(self) -> None:
+        """Make a step of the strategy with a gradient that is not finite, which changes no weights. Where learners step
+        with the mean of their gradients, none of them makes it."""
+        progress, parameters = self.progress, self.replica.parameters
+        before = progress.num_skipped, progress.num_skipped_in_a_row
+        gradients = [parameter.grad for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, math.nan)
+            progress.gradient = "given"
+            self._gradient.is_supplied = True
+            self._proceed()
+            progress.num_steps += 1
+        finally:
+            progress.gradient = "none"
+            progress.num_skipped, progress.num_skipped_in_a_row = before
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    @property
+    def _lead(self) -> int:
+        """How many steps more than another of its sync group this learner may make: less than one period, or as many as
+        a change of the membership made it skip, which its loop may not have counted."""
+        period = int(getattr(self._options, "every", 1))
+        return max(period - 1, self.progress.num_jumped)
+
+    def _check_ends(self, listener: AnnouncementListener) -> None:
+        """Compare the ends of the loops that must make equal numbers of steps. If they are too far apart, all fail."""
+        begun, lead = self.progress.steps_begun, self._lead
+        for rank, (steps, their_lead) in list(listener.ended.items()):
+            if rank == self._rank or rank not in self._sync_group:
+                continue
+            is_behind = self._rank in listener.ended and steps - begun > their_lead
+            if begun - steps > lead or is_behind:
+                done = "has closed after" if self.progress.is_over else "is in step"
+                unequal = (
+                    f"{self._name(rank)} has closed after {steps} steps, but {self._name(self._rank)} {done} "
+                    f"{begun}: under {self._strategy.name} they must make equal numbers of steps; give "
+                    "them equal numbers of mini-batches"
+                    + (" (let learner.num_steps count them)" if self._entry else "")
+                    + ", or choose an asynchronous strategy, such as adpsgd"
+                )
+                self._fail_together(listener, unequal)
+            elif begun > max(steps, listener.ahead.get(self._rank, 0)):
+                listener.ahead[self._rank] = begun
+                listener.announce("ahead", begun)
+
+    def _fail_together(self, listener: AnnouncementListener, unequal: str) -> None:
+        """End all learners with one error, none of them with a model that the others do not have."""
+        if listener.unequal is None:
+            listener.unequal = unequal
+            listener.announce("unequal", unequal)
+            self._place.store.set(f"unequal/{self._rank}", "")
+            others = [f"unequal/{rank}" for rank in range(self._world) if rank != self._rank]
+            with suppress(dist.DistError):  # some may have ended already
+                self._place.store.wait(others, timedelta(seconds=_HEARD_SECONDS))
+        self.fail(ProtocolError(listener.unequal))
+
+    def _name(self, rank: int) -> str:
+        """How messages name a learner: by its permanent number, which is its rank unless learners may be lost."""
+        return f"learner {rank if self._entry is None else self._entry.members[rank]}"
+
     def _meet_all(self, wait: Callable[[], object]) -> None:
         """Call `wait`, then meet all learners in a closing barrier, which fails immediately if one of them dies. A
         learner that survives losses hears of a death without it."""
@@ -477,7 +571,7 @@ class LoopLearner(Learner):
         progress.num_skipped += not is_finite
         if progress.num_skipped_in_a_row == self._most_not_finite:
             raise NonFiniteError(
-                f"learner {self._rank}: the gradient of step {progress.steps_begun} is not finite, nor were the "
+                f"{self._name(self._rank)}: the gradient of step {progress.steps_begun} is not finite, nor were the "
                 f"{self._most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
                 "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
             )
@@ -490,7 +584,7 @@ class LoopLearner(Learner):
         """Called before a step of an optimizer of the loop's parameters that is no step of this learner."""
         if is_joined:
             raise ProtocolError(
-                f"learner {self._rank}: optimizer.step() was called on an optimizer given to starling.join, so the "
+                f"{self._name(self._rank)}: optimizer.step() was called on an optimizer given to starling.join, so the "
                 "other learners would not see the step; call step() of the joined learner instead, and "
                 "step(scaler) instead of scaler.step(optimizer), or use starling.attach"
             )
@@ -505,8 +599,8 @@ class LoopLearner(Learner):
         if progress.steps_begun == 0 and self.replica.has_gradients and not progress.has_warned:
             progress.has_warned = True
             warnings.warn(
-                f"learner {self._rank} has computed gradients but made no step, so nothing was trained. Call step() of "
-                "the joined learner after each backward",
+                f"{self._name(self._rank)} has computed gradients but made no step, so nothing was trained. Call "
+                "step() of the joined learner after each backward",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -532,7 +626,7 @@ class LoopLearner(Learner):
         """The error to raise if the store does not respond."""
         host = "learner 0 or the launcher" if self._entry is None else "the coordinator"
         return self._release.error or PeerLost(
-            f"learner {self._rank} lost the store, {self._where()}: {host}, which hosts it, has "
+            f"{self._name(self._rank)} lost the store, {self._where()}: {host}, which hosts it, has "
             f"ended ({str(error).splitlines()[0]})"
         )
 
@@ -609,9 +703,9 @@ class LoopLearner(Learner):
         before = progress()
         while not event.wait(self._timeout_seconds):
             if (now := progress()) == before:
-                names = " and ".join(f"learner {rank}" for rank, _ in now)
+                names = " and ".join(self._name(rank) for rank, _ in now)
                 raise PeerLost(
-                    f"learner {self._rank} has closed and lost {names}: no step and no close() within "
+                    f"{self._name(self._rank)} has closed and lost {names}: no step and no close() within "
                     f"{self._timeout_seconds:g} s; increase timeout_seconds if steps take that long"
                 )
             before = now
@@ -623,24 +717,17 @@ class LoopLearner(Learner):
             return
         for rank, why in list(listener.failed.items()):
             if rank != self._rank:
-                self.fail(PeerLost(f"learner {self._rank} lost learner {rank}, {self._where()}: {why}"))
+                self.fail(PeerLost(f"{self._name(self._rank)} lost {self._name(rank)}, {self._where()}: {why}"))
         for rank, why in list(listener.lost_peer.items()):
             if rank != self._rank and self._release.error is None:
                 lost = self._name_lost(None)
-                self.fail(PeerLost(f"learner {self._rank} lost {lost}, {self._where()}: {why}"))
-        for rank, steps in list(listener.finished.items()):
-            begun = self.progress.steps_begun
-            if rank in self._sync_group and (steps < begun or (self._rank in listener.finished and steps != begun)):
-                counting = " (let learner.num_steps count them)" if self._entry else ""
-                done = "has closed after" if self.progress.is_over else "is in step"
-                self.fail(
-                    ProtocolError(
-                        f"learner {rank} has closed after {steps} steps, but learner {self._rank} {done} "
-                        f"{begun}: under {self._strategy.name} they must make equal numbers of steps; give "
-                        f"them equal numbers of mini-batches{counting}, or choose an asynchronous strategy, such as "
-                        "adpsgd"
-                    )
-                )
+                self.fail(PeerLost(f"{self._name(self._rank)} lost {lost}, {self._where()}: {why}"))
+        if listener.unequal is not None:
+            self.fail(ProtocolError(listener.unequal))
+        elif self._release.error is None:
+            with suppress(dist.DistError):  # a lost store is noticed elsewhere
+                self._check_ends(listener)
+        self._ends_changed.set()
         if len(listener.finished) == self._world:
             self._all_finished.set()
         if len(listener.settled) == self._world:
@@ -673,7 +760,7 @@ class LoopLearner(Learner):
             lost = silent_learners(store, rank, world)
         except dist.DistError:
             return "the store"
-        failed = [f"learner {rank} ({why})" for rank, why in self._listener.failed.items() if rank != self._rank]
+        failed = [f"{self._name(rank)} ({why})" for rank, why in self._listener.failed.items() if rank != self._rank]
         return failed[0] if failed else lost
 
     def _where(self) -> str:

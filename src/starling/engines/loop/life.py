@@ -29,7 +29,7 @@ from starling.engines.processes.handshake import Handshake, check_alike, gather,
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections, process_group
 from starling.engines.processes.stalls import Waits
-from starling.errors import ConfigError, PeerLost, ProtocolError
+from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError
 from starling.strategies import Strategy
 from starling.timeouts import CAUSE, REGROUP
 from starling.training.membership import Membership, MembershipChanged, MembershipFeed
@@ -128,8 +128,16 @@ class LoopLife:
 
     def close(self) -> None:
         """Close the learner, and leave once all have closed."""
-        with suppress(Closed):
-            self.run(lambda learner: learner.close())
+        try:
+            with suppress(Closed):
+                self.run(lambda learner: learner.close())
+        except PeerLost as error:
+            if not self.survives or self.progress.final is None:
+                raise
+            raise FinishedApart(
+                f"learner {self._root.rank} has finished apart from the others, which may end with another model than "
+                f"its own: {error}; use the model of a learner that ended well"
+            ) from error
         with self._lock:
             self._is_over = True
             self.learner.leave_optimizer()
@@ -155,7 +163,7 @@ class LoopLife:
         them."""
         self._is_over = True
         self.learner.leave_optimizer()
-        unclosed = ProtocolError(f"learner {self.place.rank} ended without close()")
+        unclosed = ProtocolError(f"learner {self._root.rank} ended without close()")
         self.learner.fail(error or unclosed)
         if self._coordination is not None:
             self._coordination.leave(error or unclosed)
@@ -170,8 +178,13 @@ class LoopLife:
         if place.world > 1:
             shake_hands(place.store, place.rank, self._handshake(place.world), self._timeout_seconds, waits=self._waits)
             device = self._replica.weights.device
-            self._stack.enter_context(process_group(place, device, self._timeout_seconds, waits=self._waits))
-        self.learner = self._make_learner(place, None)
+            connections = self._stack.enter_context(
+                process_group(place, device, self._timeout_seconds, waits=self._waits)
+            )
+            self.learner = self._make_learner(place, None)
+            connections.note()
+        else:
+            self.learner = self._make_learner(place, None)
 
     def _make_learner(self, place: Place, entry: Entry | None) -> LoopLearner:
         return LoopLearner(
@@ -235,8 +248,12 @@ class LoopLife:
             self._fail(error)
 
     def _leave(self) -> bool:
-        """Leave the membership that has ended. Returns whether all learners have closed in it, so that the run is
-        over."""
+        """Leave the membership that has ended. Returns whether the run is over: all learners have closed in it, or this
+        one has failed, which its loop may not have noticed yet."""
+        failure = self.learner.failure
+        if failure is not None and not isinstance(failure, _LOSSES):
+            self._fail(failure)
+            return True
         store = self.place.store
         if store.compare_set(_OUTCOME, "", _CHANGED).decode() == _OVER:
             with self._changed:
@@ -298,7 +315,7 @@ class LoopLife:
         is_in_step = self._strategy.sync_group_size(self._options, 2) == 2
         how = plan(pasts, self._strategy.has_one_model, is_in_step, self._strategy.keeps_state)
         listening = PrefixStore(membership.key, listening)
-        entry = Entry(how, explain, look_around, listening, end)
+        entry = Entry(how, explain, look_around, listening, end, membership.members)
         telling = partial(feed.telling, membership)
         if world == 1:
             learner = self._make_learner(place, entry)

@@ -30,6 +30,8 @@ class Progress:
     """Whether it has entered a membership; a joiner first copies the state of another learner."""
     num_steps: int = 0
     """Steps of the run: a joiner begins with the number of the learner that it copies."""
+    num_jumped: int = 0
+    """Steps of the run that it skipped because others had made them when the membership changed."""
     num_calls: int = 0
     """Calls of `step`."""
     num_skipped: int = 0
@@ -62,7 +64,8 @@ class Progress:
         if self.gradient == "given":
             behind = num_done > self.num_steps
             self.gradient = "used" if is_taker and self.has_state else "alone" if behind else "given"
-        self.num_steps = num_done - (self.gradient in ("used", "alone"))
+        before, self.num_steps = self.num_steps, num_done - (self.gradient in ("used", "alone"))
+        self.num_jumped += self.num_steps - before if self.has_state else 0
         self.has_state = True
 
 

@@ -18,6 +18,7 @@ from itertools import count
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
+from starling.engines.processes.forks import clone_store
 from starling.engines.processes.handshake import await_keys, do_nothing
 from starling.engines.processes.stalls import Waits
 
@@ -91,7 +92,7 @@ class CheckpointBarrier(threading.Thread):
         super().__init__(name=f"starling-barriers-{rank}", daemon=True)  # it must not keep a failed learner alive
         self._store: Store | None = None
         if save_requests is not None:  # its own connection: a store serves one request at a time
-            self._store = store.clone()  # type: ignore[attr-defined]
+            self._store = clone_store(store)
         self._rank, self._world = rank, world
         self._requests = save_requests or SaveRequests()
         self._on_barrier = on_barrier

@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
+from starling.engines.processes.forks import clone_store
 from starling.engines.processes.handshake import await_keys
 from starling.engines.processes.stalls import Waits
 
@@ -61,7 +62,7 @@ class Draws(threading.Thread):
     def begin(self) -> None:
         """Begin one more draw."""
         if self.ident is None:
-            self._store = self._store.clone()  # type: ignore[attr-defined]  # a store serves one request at a time
+            self._store = clone_store(self._store)
             self.start()
         self._begun_at.append(self._clock())
         self._asked.put(True)

@@ -6,39 +6,38 @@ does: all waits on it fail immediately, in both processes. NCCL waits on the dev
 
 import os
 import socket
-import stat
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from starling.engines.processes import nccl
+from starling.engines.processes.forks import Identity, clone_store, identity, keep_from_children, sockets
 from starling.engines.processes.handshake import silent_learners
 from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import Waits
 from starling.errors import PeerLost
 from starling.training.membership import Membership
 
-_Identity = tuple[int, int]
-
 
 class Connections:
-    """The TCP connections that this process opens between construction and `note`, without listening sockets."""
+    """The TCP connections that this process opens between construction and `note`, without listening sockets. Its
+    children hold none of them."""
 
     def __init__(self) -> None:
-        self._before = _sockets()
-        self._made: dict[int, _Identity] = {}
+        self._before = sockets()
+        self._made: dict[int, Identity] = {}
         self._aborted: set[str] = set()
         self._aborting = threading.Lock()  # groups destroyed after a cut must have been aborted
 
     def note(self) -> None:
         """Record the connections opened so far."""
-        self._made = {number: own for number, own in _sockets().items() if self._before.get(number) != own}
+        self._made = {number: own for number, own in sockets().items() if self._before.get(number) != own}
+        keep_from_children(self._made)
 
     def cut_all(self) -> None:
         """Shut down all connections opened so far. May be called by any thread."""
@@ -50,26 +49,10 @@ class Connections:
         thread, repeatedly."""
         for number, own in self._made.items():
             with suppress(OSError):  # the connection is already closed
-                if _identity(number) == own:
+                if identity(number) == own:
                     _shut_down(number)
         with self._aborting:
             self._aborted |= nccl.abort(self._aborted)
-
-
-def _sockets() -> dict[int, _Identity]:
-    """All sockets of this process by descriptor."""
-    found: dict[int, _Identity] = {}
-    for path in Path("/dev/fd").iterdir():
-        with suppress(OSError):  # such as the descriptor of the listing itself
-            if identity := _identity(int(path.name)):
-                found[int(path.name)] = identity
-    return found
-
-
-def _identity(descriptor: int) -> _Identity | None:
-    """Identifies a socket; None for any other file."""
-    status = os.fstat(descriptor)
-    return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None
 
 
 def _shut_down(descriptor: int) -> None:
@@ -103,7 +86,7 @@ def process_group(
     if by_nccl and outlives_losses:
         nccl.outlive_lost_peers()
     connections = Connections()
-    store = place.store.clone()  # type: ignore[attr-defined]  # a connection of its own, which can be cut while it waits
+    store = clone_store(place.store)  # its connection can be cut while it waits
     try:
         with (
             telling(lambda change: connections.cut_all()),

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
+from starling.engines.processes.forks import clone_store
 from starling.training.pace import Pace
 
 ENDED = 1 << 30
@@ -51,7 +52,7 @@ class StoreBoard(Board):
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._store = store
-        self._own = store.clone()  # type: ignore[attr-defined]  # its own connection: a store serves one wait or one request at a time
+        self._own = clone_store(store)
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world = rank, world
 

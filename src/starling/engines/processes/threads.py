@@ -24,15 +24,23 @@ def end_with_threads(exit_code: int) -> None:
     exit handlers this function ends the process: with code 1 after an uncaught exception, otherwise with `exit_code`.
     """
 
+    process = os.getpid()
+
     def end() -> None:
-        atexit.unregister(end)
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1 if hasattr(sys, "last_value") else exit_code)
+        if os.getpid() == process:  # not in a child that this process has forked
+            end_now(1 if hasattr(sys, "last_value") else exit_code, end)
 
     atexit.register(end)
+
+
+def end_now(exit_code: int, handler: Callable[[], None]) -> None:
+    """End this process from its exit handler `handler`, once all others have run."""
+    atexit.unregister(handler)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 class Worker:
