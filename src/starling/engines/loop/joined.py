@@ -174,13 +174,13 @@ class JoinedLearner:
         """
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ProtocolError(
-                f"learner {self.rank}: step() accepts only a GradScaler, got {type(scaler).__name__}; instead of a "
+                f"learner {self.learner_id}: step() accepts only a GradScaler, got {type(scaler).__name__}; instead of a "
                 "closure, call backward() before step()"
             )
         members = members_of(self._replica.optimizer)
         if optimizer is not None and not any(optimizer is each for each in members):
             raise ProtocolError(
-                f"learner {self.rank}: step(optimizer=…) got a {type(optimizer).__name__} that was not given to "
+                f"learner {self.learner_id}: step(optimizer=…) got a {type(optimizer).__name__} that was not given to "
                 "starling.join; join the model with a list of all its optimizers"
             )
         with self._replica.only(optimizer):
