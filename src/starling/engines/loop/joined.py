@@ -174,8 +174,8 @@ class JoinedLearner:
         """
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ProtocolError(
-                f"learner {self.learner_id}: step() accepts only a GradScaler, got {type(scaler).__name__}; instead of a "
-                "closure, call backward() before step()"
+                f"learner {self.learner_id}: step() accepts only a GradScaler, got {type(scaler).__name__}; instead of "
+                "a closure, call backward() before step()"
             )
         members = members_of(self._replica.optimizer)
         if optimizer is not None and not any(optimizer is each for each in members):

@@ -589,9 +589,9 @@ class LoopLearner(Learner):
                 "step(scaler) instead of scaler.step(optimizer), or use starling.attach"
             )
         raise ProtocolError(
-            f"{self._name(self._rank)}: a step of {type(optimizer).__name__} would change parameters of the joined model, "
-            "but this optimizer was not given to starling.join, so the other learners would not see the step; join the "
-            "model with a list of all its optimizers, and call step(optimizer=…) of the joined learner"
+            f"{self._name(self._rank)}: a step of {type(optimizer).__name__} would change parameters of the joined "
+            "model, but this optimizer was not given to starling.join, so the other learners would not see the step; "
+            "join the model with a list of all its optimizers, and call step(optimizer=…) of the joined learner"
         )
 
     def _warn_without_steps(self) -> None:
