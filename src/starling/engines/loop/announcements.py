@@ -29,6 +29,8 @@ from starling.engines.processes.collectives import OrderedMean
 from starling.engines.processes.forks import clone_store
 from starling.errors import ProtocolError
 
+UNEQUAL = "unequal"
+"""The key, and the announcement, of why learners that must make equal numbers of steps cannot end together."""
 _ENDED = "ended"
 """Announces that the membership has ended, of which these announcements are part."""
 
@@ -157,7 +159,7 @@ class AnnouncementListener(threading.Thread):
                 self.ended[rank] = int(steps), int(lead)
             elif what == "ahead":
                 self.ahead[rank] = int(word)
-            elif what == "unequal":
+            elif what == UNEQUAL:
                 self.unequal = self.unequal or str(word)
             elif what == "finished":
                 self.finished.add(rank)
@@ -168,8 +170,6 @@ class AnnouncementListener(threading.Thread):
             else:
                 self.failed[rank] = str(word)
             self._on_news()
-            if what == "unequal":
-                self._store.set(f"unequal/{self._rank}", "")
 
     def _take_last_part(self) -> None:
         if self._is_final_wanted:
