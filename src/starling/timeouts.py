@@ -49,6 +49,8 @@ COORDINATOR_LOOKS: Seconds = 0.5
 COORDINATOR_TELLS: Seconds = 1.0
 """How long a coordinator tries to send a message of some hundred bytes to a learner. If that fails, the learner is not
 reading, and its connection closes soon."""
+FULL_PAUSE: Seconds = 0.1
+"""How long a process that can open no more files waits before it accepts a connection again."""
 CAUSE: Seconds = 5.0
 """How long a learner that lost a connection waits for the announcement that explains it. It takes milliseconds if a
 process died, and up to 9 s if a machine did: until then, the error is a lost peer, and `REGROUP` applies."""

@@ -5,8 +5,11 @@ lost. It never starts or kills a learner. A learner is lost when its connection 
 learners that reach this process can continue or finish, so two halves of a split network never both do.
 """
 
+import errno
+import hmac
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -17,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from starling.engines.processes.run_token import verified
+from starling.engines.processes.run_token import VARIABLE, own_token, proof
 from starling.errors import ProtocolError
 from starling.launch.messages import (
     Ended,
@@ -30,12 +33,14 @@ from starling.launch.messages import (
     decode_from_learner,
     encode,
 )
-from starling.timeouts import COORDINATOR_LOOKS, COORDINATOR_TELLS
+from starling.timeouts import COORDINATOR_LOOKS, COORDINATOR_TELLS, FULL_PAUSE
 
 Seconds = float
 LINK = "coordinator/link"
 """The key in the store that holds the port on which the coordinator hears learners."""
 OVER = "the run is ending"
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""The errors of a process or a machine that can open no more files."""
 _LONGEST_LINE = 1 << 16
 
 
@@ -44,6 +49,7 @@ class _Line:
     """The connection of one learner."""
 
     connection: socket.socket
+    challenge: str = field(default_factory=lambda: secrets.token_hex(16))
     unread: bytearray = field(default_factory=bytearray)
     learner_id: int | None = None
     silence_limit: Seconds = 60.0
@@ -99,11 +105,17 @@ class Coordinator:
                 self._drop(line, f"was silent for {line.silence_limit:g} s", reasons)
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        try:
             connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in FULL:  # the connection remains in the queue: without a pause this would be tried for ever
+                time.sleep(FULL_PAUSE)
+            return
+        with suppress(OSError):
             keep_alive(connection)
             connection.settimeout(COORDINATOR_TELLS)
             line = _Line(connection)
+            connection.sendall(line.challenge.encode() + b"\n")
             self._lines.add(line)
             self._selector.register(connection, selectors.EVENT_READ, line)
 
@@ -134,17 +146,31 @@ class Coordinator:
                 self._greet(line, message)
             case _ if line.learner_id is None:
                 self._refuse(line, "a learner must first say which it is")
+            case Ready() if self._is_over and line.learner_id not in self._membership.members:
+                self._refuse(line, OVER)
             case Ready():
                 line.is_ready = self._has_changed = True
             case Failed():
                 raise _Gone(f"failed: {message.error}: {message.text}")
             case Ended():
                 self._is_over = True
+                for other in set(self._lines).difference(self._learners[each] for each in self._present()):
+                    self._refuse(other, OVER)  # joiners, for whom no learner would wait
             case _:
                 pass
 
+    def _present(self) -> list[int]:
+        """The members of the newest membership that are connected."""
+        return [each for each in self._membership.members if each in self._learners]
+
     def _greet(self, line: _Line, hello: Hello) -> None:
-        verified(-1, hello.learner_id, hello.signed.encode())
+        name, token = str(hello.learner_id), own_token()
+        expected = proof(token, "learner", line.challenge, name, str(hello.world), hello.challenge)
+        if not hmac.compare_digest(hello.proof.encode(), expected.encode()):
+            raise ProtocolError(
+                f"learner {name} does not belong to this run: its run token is another one; set {VARIABLE} to the same "
+                "value for all learners of a run, or for none of them"
+            )
         self._world = self._world or hello.world
         if self._is_over:
             self._refuse(line, OVER)
@@ -157,7 +183,7 @@ class Coordinator:
             self._learners[hello.learner_id] = line
             self._deadline = 0.0
             with suppress(OSError):
-                line.connection.sendall(encode(Greeted()))
+                line.connection.sendall(encode(Greeted(proof=proof(token, "coordinator", hello.challenge, name))))
 
     def _refuse(self, line: _Line, why: str) -> None:
         with suppress(OSError):
@@ -191,7 +217,7 @@ class Coordinator:
             return
         self._membership = NewMembership(before.generation + 1, members, "; ".join(reasons))
         announcement = encode(self._membership)
-        for line in [self._learners[each] for each in members if each in self._learners]:
+        for line in [self._learners[each] for each in self._present()]:
             try:
                 sent = line.connection.send(announcement, socket.MSG_DONTWAIT)
             except BlockingIOError:

@@ -9,10 +9,13 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from starling.engines.processes.forks import owned
-from starling.timeouts import DOOR, TERMINATION, UNREACHABLE
+from starling.engines.processes.run_token import proof
+from starling.launch.coordinator import FULL
+from starling.timeouts import DOOR, FULL_PAUSE, TERMINATION, UNREACHABLE
 
 _LONGEST_HELLO = 1024
 _LOOK_EVERY = 0.5
@@ -53,8 +56,11 @@ class Door:
                 line, _ = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno not in FULL:
+                    return
+                time.sleep(FULL_PAUSE)
+                continue
             threading.Thread(target=self._answer, args=[line], daemon=True).start()
 
     def _answer(self, line: socket.socket) -> None:
@@ -62,11 +68,11 @@ class Door:
             line.settimeout(DOOR)
             challenge = secrets.token_hex(16)
             line.sendall(challenge.encode() + b"\n")
-            hello = {key: str(value) for key, value in dict(json.loads(_read_line(line))).items()}
+            hello = {key: str(value) for key, value in dict(json.loads(read_line(line))).items()}
             name, node, theirs = hello["name"], hello["node"], hello["challenge"]
-            if not hmac.compare_digest(hello["proof"], _proof(self._token, "node", challenge, name, node, theirs)):
+            if not hmac.compare_digest(hello["proof"], proof(self._token, "node", challenge, name, node, theirs)):
                 raise ConnectionRefusedError
-            line.sendall(_proof(self._token, "launcher", challenge, name, theirs).encode() + b"\n")
+            line.sendall(proof(self._token, "launcher", challenge, name, theirs).encode() + b"\n")
             line.settimeout(None)
             _notice_lost_machine(line)
             self._admit(name, node, owned(line))
@@ -78,11 +84,11 @@ def knock(address: str, port: int, token: str, name: str, node: str) -> socket.s
     """Connect to the launcher's door as `node`, for the learner that was started as `name`."""
     line = socket.create_connection((address, port), timeout=DOOR)
     try:
-        challenge, own = _read_line(line), secrets.token_hex(16)
+        challenge, own = read_line(line), secrets.token_hex(16)
         hello = {"name": name, "node": node, "challenge": own}
-        hello["proof"] = _proof(token, "node", challenge, name, node, own)
+        hello["proof"] = proof(token, "node", challenge, name, node, own)
         line.sendall(json.dumps(hello).encode() + b"\n")
-        if not hmac.compare_digest(_read_line(line), _proof(token, "launcher", challenge, name, own)):
+        if not hmac.compare_digest(read_line(line), proof(token, "launcher", challenge, name, own)):
             raise ConnectionRefusedError("what listens there is not the launcher of this run")
         line.settimeout(None)
         _notice_lost_machine(line)
@@ -93,12 +99,7 @@ def knock(address: str, port: int, token: str, name: str, node: str) -> socket.s
     return line
 
 
-def _proof(token: str, *said: str) -> str:
-    """Shows that the process that computed it knows the token."""
-    return hmac.new(token.encode(), json.dumps(said).encode(), "sha256").hexdigest()
-
-
-def _read_line(line: socket.socket) -> str:
+def read_line(line: socket.socket) -> str:
     """A short line, read byte by byte, so that nothing after it is taken."""
     content = bytearray()
     while not content.endswith(b"\n"):

@@ -4,8 +4,10 @@ The coordinator listens on MASTER_PORT. Where something else holds a store there
 process group of a host framework), it takes any free port, which learner 0 publishes in that store.
 """
 
+import hmac
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -23,6 +25,7 @@ from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
 from starling.errors import PeerLost, ProtocolError
 from starling.launch.coordinator import LINK, OVER, StartedCoordinator, await_coordinator, keep_alive
+from starling.launch.door import read_line
 from starling.launch.messages import (
     Ended,
     Failed,
@@ -112,19 +115,24 @@ class CoordinatorLink:
                 self._send(Heartbeat())
 
     def _hear(self) -> None:
-        why = "its connection closed"
+        why, refused = "its connection closed", ""
         try:
             with self._line.makefile("rb") as lines:
                 for line in lines:
                     new = decode_from_launcher(line)
                     if isinstance(new, NewMembership):
                         self.feed.announce(Membership(new.generation, new.members, new.reason))
+                    elif isinstance(new, Greeted) and new.refused:
+                        refused = new.refused
+                        break
         except (OSError, ProtocolError) as error:
             why = str(error)
         if not self._has_left:
             self._error = PeerLost(
-                f"learner {self.feed.name} lost the coordinator of its run ({why}): its process or machine has ended, "
-                "or the network to it; learners that reach it continue"
+                f"learner {self.feed.name} cannot join: {refused}, and no learner is left to continue with"
+                if refused
+                else f"learner {self.feed.name} lost the coordinator of its run ({why}): its process or machine has "
+                "ended, or the network to it; learners that reach it continue"
             )
             self._on_lost(self._error)
             self._store_connections.cut()
@@ -210,9 +218,19 @@ def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> 
     """The coordinator's store, and a connection over which it has taken this learner."""
     store, link = _find_store(rank, address, port, seconds)
     line = _open(address, link)
-    refused = _greet(line, Hello(rank, world, seconds, run_token.sign(rank, "hello")))
+    token, own = run_token.own_token(), secrets.token_hex(16)
+    try:
+        challenge = read_line(line)
+    except OSError as error:
+        raise _NotThere(error.strerror or str(error)) from error
+    said = run_token.proof(token, "learner", challenge, str(rank), str(world), own)
+    answer = _greet(line, Hello(rank, world, seconds, own, said))
+    refused = answer.refused
     if refused == OVER:
         raise _NotThere(OVER)
+    expected = run_token.proof(token, "coordinator", own, str(rank))
+    if not refused and not hmac.compare_digest(answer.proof.encode(), expected.encode()):
+        refused = "what listens there does not know the run token"
     if refused:
         raise ProtocolError(f"learner {rank} cannot join the run at {address}:{port}: {refused}")
     keep_alive(line)
@@ -239,8 +257,8 @@ def _find_store(rank: int, address: str, port: int, seconds: float) -> tuple[Sto
     return store, link
 
 
-def _greet(line: socket.socket, hello: Hello) -> str:
-    """Introduce this learner; returns why it may not take part, or nothing."""
+def _greet(line: socket.socket, hello: Hello) -> Greeted:
+    """Introduce this learner; returns the coordinator's answer."""
     said = b""
     try:
         line.sendall(encode(hello))
@@ -251,7 +269,7 @@ def _greet(line: socket.socket, hello: Hello) -> str:
     except OSError as error:
         raise _NotThere(error.strerror or str(error)) from error
     answer = decode_from_launcher(said)
-    return answer.refused if isinstance(answer, Greeted) else "it did not answer"
+    return answer if isinstance(answer, Greeted) else Greeted("it did not answer")
 
 
 def _open(address: str, port: int) -> socket.socket:

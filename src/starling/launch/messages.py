@@ -63,8 +63,10 @@ class Hello(_Message):
     """The number of learners with which the run starts."""
     timeout_seconds: Seconds
     """The silence after which it is lost."""
-    signed: str
-    """A text that it has signed with the run token."""
+    challenge: str
+    """A random number, over which the coordinator proves that it knows the run token."""
+    proof: str
+    """Shows, over the coordinator's random number, that this learner knows the run token."""
     _: KW_ONLY
     kind: Literal["hello"] = "hello"
 
@@ -313,6 +315,8 @@ class Greeted(_Message):
 
     refused: str = ""
     """Why the loop may not take part; empty: it may."""
+    proof: str = ""
+    """Shows that the coordinator knows the run token."""
     _: KW_ONLY
     kind: Literal["greeted"] = "greeted"
 

@@ -32,6 +32,8 @@ from starling.errors import ProtocolError
 
 _ROUNDING = 1e-4
 """How far equal replicas may be apart, relative to the norm of their weights: what different processors round."""
+UNEQUAL = "unequal"
+"""The key, and the announcement, of why learners that must make equal numbers of steps cannot end together."""
 _ENDED = "ended"
 """Announces that the membership has ended, of which these announcements are part."""
 
@@ -163,7 +165,7 @@ class AnnouncementListener(threading.Thread):
                 self.ended[rank] = int(steps), int(lead)
             elif what == "ahead":
                 self.ahead[rank] = int(word)
-            elif what == "unequal":
+            elif what == UNEQUAL:
                 self.unequal = self.unequal or str(word)
             elif what == "finished":
                 self.finished.add(rank)
@@ -174,8 +176,6 @@ class AnnouncementListener(threading.Thread):
             else:
                 self.failed[rank] = str(word)
             self._on_news()
-            if what == "unequal":
-                self._store.set(f"unequal/{self._rank}", "")
 
     def _take_last_part(self) -> None:
         if self._is_final_wanted:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from starling.checkpoint.state import name_of_state
 from starling.configuration import Config
-from starling.engines.loop.announcements import AnnouncementListener
+from starling.engines.loop.announcements import UNEQUAL, AnnouncementListener
 from starling.engines.loop.optimizers import StepGuard, members_of
 from starling.engines.loop.progress import Consensus, LoopPlan, Progress
 from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
@@ -537,14 +537,17 @@ class LoopLearner(Learner):
 
     def _fail_together(self, listener: AnnouncementListener, unequal: str) -> None:
         """End all learners with one error, none of them with a model that the others do not have."""
+        store = self._place.store
+        first = store.compare_set(UNEQUAL, "", unequal).decode()
         if listener.unequal is None:
-            listener.unequal = unequal
-            listener.announce("unequal", unequal)
-            self._place.store.set(f"unequal/{self._rank}", "")
-            others = [f"unequal/{rank}" for rank in range(self._world) if rank != self._rank]
+            listener.unequal = first
+            listener.announce(UNEQUAL, first)
+        if self._entry is None:  # otherwise the store outlives this learner
+            store.set(f"{UNEQUAL}/{self._rank}", "")
             with suppress(dist.DistError):  # some may have ended already
-                self._place.store.wait(others, timedelta(seconds=_HEARD_SECONDS))
-        self.fail(ProtocolError(listener.unequal))
+                others = [f"{UNEQUAL}/{rank}" for rank in range(self._world) if rank != self._rank]
+                store.wait(others, timedelta(seconds=_HEARD_SECONDS))
+        self.fail(ProtocolError(first))
 
     def _name(self, rank: int) -> str:
         """How messages name a learner: by its permanent number, which is its rank unless learners may be lost."""
@@ -722,10 +725,10 @@ class LoopLearner(Learner):
             if rank != self._rank and self._release.error is None:
                 lost = self._name_lost(None)
                 self.fail(PeerLost(f"{self._name(self._rank)} lost {lost}, {self._where()}: {why}"))
-        if listener.unequal is not None:
-            self.fail(ProtocolError(listener.unequal))
-        elif self._release.error is None:
-            with suppress(dist.DistError):  # a lost store is noticed elsewhere
+        with suppress(dist.DistError):  # a lost store is noticed elsewhere
+            if listener.unequal is not None and self._release.error is None:
+                self._fail_together(listener, listener.unequal)
+            elif self._release.error is None:
                 self._check_ends(listener)
         self._ends_changed.set()
         if len(listener.finished) == self._world:

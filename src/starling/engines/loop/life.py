@@ -20,6 +20,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.configuration import Config
+from starling.engines.loop.announcements import UNEQUAL
 from starling.engines.loop.hooks import MakeStep, StepHook
 from starling.engines.loop.learner import Entry, LoopLearner
 from starling.engines.loop.progress import Past, Progress, plan
@@ -250,11 +251,12 @@ class LoopLife:
     def _leave(self) -> bool:
         """Leave the membership that has ended. Returns whether the run is over: all learners have closed in it, or this
         one has failed, which its loop may not have noticed yet."""
-        failure = self.learner.failure
+        store, failure = self.place.store, self.learner.failure
+        if store.check([UNEQUAL]):
+            failure = ProtocolError(store.get(UNEQUAL).decode())
         if failure is not None and not isinstance(failure, _LOSSES):
             self._fail(failure)
             return True
-        store = self.place.store
         if store.compare_set(_OUTCOME, "", _CHANGED).decode() == _OVER:
             with self._changed:
                 self._is_over = True

@@ -4,6 +4,7 @@
 """
 
 import hmac
+import json
 import os
 import secrets
 
@@ -22,6 +23,17 @@ def new_token() -> str:
 def sign(rank: int, text: str) -> str:
     """`text`, signed as learner `rank` of this process's run. Without a token, any process can forge the signature."""
     return _signature(rank, text.encode()).decode() + text
+
+
+def proof(token: str, *said: str) -> str:
+    """Shows that the process that computed it knows the token. To be fresh, it must be over a random number of the
+    other side."""
+    return hmac.new(token.encode(), json.dumps(said).encode(), "sha256").hexdigest()
+
+
+def own_token() -> str:
+    """The token of this process; empty if it has none."""
+    return os.environ.get(VARIABLE, "")
 
 
 def verified(rank: int, other: int, message: bytes) -> str:

@@ -1,0 +1,108 @@
+"""The coordinator of joined loops: whom it lets in, whom it sends away, and what it does when it can open no file."""
+
+import errno
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from starling.engines.processes.run_token import VARIABLE, proof
+from starling.launch.coordinator import OVER, Coordinator
+from starling.launch.door import read_line
+from starling.launch.messages import Ended, Greeted, Hello, NewMembership, Ready, decode_from_launcher, encode
+
+TOKEN = "a secret of this test"
+Answer = Greeted | NewMembership
+
+
+class FullListener(socket.socket):
+    """A listener in a process that can open no more files."""
+
+    num_tries = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.num_tries += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a coordinator that ends with its last learner."""
+    monkeypatch.setenv(VARIABLE, TOKEN)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=Coordinator(listener, None, 20.0).serve, daemon=True)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        thread.join(30.0)
+        assert not thread.is_alive()
+
+
+class Line:
+    """A learner's connection to the coordinator."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10.0)
+        self.challenge = read_line(self.socket)
+
+    def greet(self, rank: int, world: int) -> Hello:
+        said = proof(TOKEN, "learner", self.challenge, str(rank), str(world), "own")
+        hello = Hello(rank, world, 20.0, "own", said)
+        self.socket.sendall(encode(hello))
+        return hello
+
+    def hear(self) -> Answer:
+        answer = decode_from_launcher(_line_of(self.socket))
+        assert isinstance(answer, Greeted | NewMembership)
+        return answer
+
+
+def _line_of(line: socket.socket) -> bytes:
+    content = b""
+    while not content.endswith(b"\n"):
+        received = line.recv(1)
+        assert received, "the coordinator closed the connection"
+        content += received
+    return content
+
+
+def test_a_joiner_that_no_learner_is_left_to_continue_with_hears_so_at_once(port: int) -> None:
+    """Whether it has come before the run's end, or is ready only after it; it would wait for its whole time-out."""
+    member = Line(port)
+    member.greet(0, 1)
+    assert member.hear() == Greeted(proof=proof(TOKEN, "coordinator", "own", "0"))
+    member.socket.sendall(encode(Ready()))
+    assert isinstance(member.hear(), NewMembership)
+    joiner = Line(port)
+    joiner.greet(1, 1)
+    assert joiner.hear() == Greeted(proof=proof(TOKEN, "coordinator", "own", "1"))
+    member.socket.sendall(encode(Ended(0)))
+    assert joiner.hear() == Greeted(OVER)
+    member.socket.close()
+
+
+def test_what_a_learner_has_said_lets_no_other_process_in(port: int) -> None:
+    """A recorded greeting is over a random number of another connection."""
+    member = Line(port)
+    recorded = member.greet(0, 1)
+    assert member.hear() == Greeted(proof=proof(TOKEN, "coordinator", "own", "0"))
+    stranger = Line(port)
+    stranger.socket.sendall(encode(recorded))
+    answer = stranger.hear()
+    assert isinstance(answer, Greeted) and "learner 0 does not belong to this run" in answer.refused
+    assert TOKEN not in json.dumps(answer.refused)
+    member.socket.close()
+
+
+def test_a_coordinator_that_can_open_no_more_files_does_not_spin() -> None:
+    """The connection stays in the queue, and it tries again now and then."""
+    with FullListener(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname()):
+            begin = time.process_time()
+            Coordinator(listener, None, 1.0).serve()
+            assert time.process_time() - begin < 0.5
+            assert 1 <= listener.num_tries <= 20
