@@ -165,7 +165,7 @@ def of_sample() -> list[Cell]:
     cells = []
     for number, method in enumerate(reversed(chosen.values())):
         order = [
-            Cell(method, KINDS[(number + shift) % 4], SPEEDS[number // 4 % 2], 3 + (number + world) % 3)
+            Cell(method, KINDS[(number + shift) % 4], SPEEDS[number // 4 % 2], 3 + (number + world) % 2)
             for shift in range(1, 5)
             for world in range(4)
         ]
