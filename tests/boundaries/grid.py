@@ -322,9 +322,10 @@ def run_cell(
     steps_each: int,
     folder: Path,
     between: tuple[float, float] = (0.0, 0.95),
+    fewest: int = 1,
 ) -> Run:
     """Run a cell, with `steps_each` mini-batches for each learner; the first that happens lies `between` two shares of
-    the run. Raises `NothingHappened` unless it did."""
+    the run. No more are lost, and no fewer resume, than `fewest`. Raises `NothingHappened` unless it happened."""
     steps, world, draw = steps_each * cell.world, cell.world, cell.random
 
     def shards(world: int) -> object:
@@ -352,19 +353,22 @@ def run_cell(
     check_happened(cell, len(saved) > 0)
     latest = 0.5 if cell.kind == "several" else 1.0
     chosen = saved[int(latest * draw.uniform(*between) * len(saved))]
-    among = [each for each in (len(chosen), len(chosen) - 1, len(chosen) + 1) if each in WORLDS]
+    among = [each for each in (len(chosen), len(chosen) - 1, len(chosen) + 1) if fewest <= each <= max(WORLDS)]
     among = [each for each in among if cell.method.fits(each) and shards(each) == shards(len(chosen))]
     again = replace(cell, world=among[cell.random.randrange(len(among))])
     start = resumed(chosen, folder, job, again.world)
     faults = []
     if cell.kind == "several":
         at = draw.uniform(0.05, 0.3)
-        faults += [Kill(kill=draw.choice(again.victims), at_event=draw.randrange(3, 15))] if again.victims else []
+        if again.victims and again.world > fewest:
+            faults.append(Kill(kill=draw.choice(again.victims), at_event=draw.randrange(3, 15)))
         faults += [Join(join=again.world + number, at_seconds=at) for number in range(again.joiners)]
     outcome, _, after = run(faults, again.world, start=start)
     check_happened(cell, (outcome.num_memberships >= 2) == bool(faults))
     worlds = (world, *watch.worlds, again.world, *after.worlds)
-    distance = torch.stack([*watch.apart, apart([each.weights for each in chosen if each.is_worker]), *after.apart]).sum(dim=0)
+    distance = torch.stack(
+        [*watch.apart, apart([each.weights for each in chosen if each.is_worker]), *after.apart]
+    ).sum(dim=0)
     return Run(outcome, worlds, distance, watch.lost | after.lost, again.world != len(chosen))
 
 

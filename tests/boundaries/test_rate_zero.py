@@ -75,7 +75,8 @@ def drift(method: Method) -> float:
 
 def problem(cell: Cell, folder: Path) -> str | None:
     """What a cell breaks. Where lossy messages move nothing, nothing may move; where they let weights drift by
-    rounding, learners that leave a membership a round apart are apart by as much; elsewhere they round weights to bfloat16."""
+    rounding, learners that leave a membership a round apart are apart by as much; elsewhere weights are rounded to
+    bfloat16."""
     try:
         weights = run_cell(cell, WORKLOAD, optimizer(rate_of(cell.method)), STEPS, folder).weights
     except NothingHappened:
