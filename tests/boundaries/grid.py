@@ -218,7 +218,7 @@ _NUMBERS = count()
 
 
 def resumed(states: Sequence[LearnerState], folder: Path, job: Job, world: int) -> list[LearnerState]:
-    """What `world` learners resume from, after the states of all learners have been written to files and read."""
+    """What `world` learners of `job` resume from, after the states of all learners have been written and read."""
     num_written = count(1)
     (folder / "checkpoints").mkdir(exist_ok=True, parents=True)
     writer = CheckpointWriter(
@@ -232,7 +232,8 @@ def resumed(states: Sequence[LearnerState], folder: Path, job: Job, world: int) 
     for state in states:
         checkpoint = writer.save(state)
     assert checkpoint is not None
-    return [checkpoint.start(rank, world) for rank in range(world)]
+    strategy = job.strategy.described(job.options)
+    return [checkpoint.start(rank, world, strategy) for rank in range(world)]
 
 
 @dataclass(frozen=True)
@@ -344,7 +345,7 @@ def run_cell(
             faults += [Join(join=world + number, at_seconds=moment * whole.seconds) for number in range(cell.joiners)]
         else:
             faults += [Kill(kill=draw.choice(cell.victims), at_event=1 + int(moment * (whole.num_events - 1)))]
-    outcome, job, watch = run(faults, world, saves=cell.kind in ("resume", "several"))
+    outcome, _, watch = run(faults, world, saves=cell.kind in ("resume", "several"))
     check_happened(cell, len(outcome.losses) == (cell.kind in ("kill", "several")))
     check_happened(cell, (outcome.num_memberships >= 2) == (cell.kind != "resume"))
     if cell.kind in ("kill", "join"):
@@ -356,7 +357,7 @@ def run_cell(
     among = [each for each in (len(chosen), len(chosen) - 1, len(chosen) + 1) if fewest <= each <= max(WORLDS)]
     among = [each for each in among if cell.method.fits(each) and shards(each) == shards(len(chosen))]
     again = replace(cell, world=among[cell.random.randrange(len(among))])
-    start = resumed(chosen, folder, job, again.world)
+    start = resumed(chosen, folder, cell.method.job(workload, optimizer, steps, again.world), again.world)
     faults = []
     if cell.kind == "several":
         at = draw.uniform(0.05, 0.3)
