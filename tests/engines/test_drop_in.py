@@ -341,6 +341,22 @@ def test_unequal_steps_in_step_are_a_named_error(strategy: str, tmp_path: Path) 
     assert re.search(f"ProtocolError: {message}", ends[0][1] + ends[1][1]), ends
 
 
+@pytest.mark.parametrize(("ends", "code"), [("finished", 0), ("unfinished", 1)])
+def test_loops_that_never_close_end_well_if_they_have_finished_and_say_so_if_not(
+    ends: str, code: int, tmp_path: Path
+) -> None:
+    """And the exit handlers of the user's own run in either case, also those registered before joining."""
+    program = "import atexit, runpy, sys; from pathlib import Path; import os; "
+    program += "atexit.register((Path(sys.argv[1]) / f'earlier-{os.environ[\"RANK\"]}').touch); "
+    program += "runpy.run_module('tests.engines.forgetful_process', run_name='__main__')"
+    with start_learners([sys.executable, "-c", program, str(tmp_path), ends], 2, tmp_path) as learners:
+        found = [learners.end(rank) for rank in range(2)]
+    assert [each for each, _ in found] == [code, code], found
+    for rank, (_, said) in enumerate(found):
+        assert (f"learner {rank} ended without close(), after 3 steps" in said) == (ends == "unfinished"), said
+        assert (tmp_path / f"earlier-{rank}").exists() and (tmp_path / f"later-{rank}").exists()
+
+
 @pytest.mark.parametrize(("fails", "code"), [("raises", 1), ("killed", -9)])
 @pytest.mark.parametrize("strategy", ["adpsgd", "allreduce", "parameter-server"])
 def test_survivors_name_the_learner_that_failed(strategy: str, fails: str, code: int, tmp_path: Path) -> None:

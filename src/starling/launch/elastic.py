@@ -20,6 +20,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes import run_token
+from starling.engines.processes.backend import check_files
 from starling.engines.processes.forks import clone_store, own_connections
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
@@ -276,4 +277,5 @@ def _open(address: str, port: int) -> socket.socket:
     try:
         return socket.create_connection((address, port), timeout=_ANSWER_SECONDS)
     except OSError as error:
+        check_files(int(os.environ["RANK"]))
         raise _NotThere(error.strerror or str(error)) from error

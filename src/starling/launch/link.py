@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from starling.engines.processes.forks import owned
 from starling.errors import ProtocolError, StarlingError
@@ -46,6 +47,8 @@ class Link:
         self._listeners: list[Callable[[LauncherMessage], None]] = []
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
         """Makes the message that is sent every `HEARTBEAT_EVERY` seconds."""
+        self.leftovers = [Path(os.environ[SCRATCH])] if SCRATCH in os.environ else []
+        """The folders that are removed if the launcher dies, which removes them otherwise."""
         threading.Thread(target=self._watch_launcher, name="starling-link", daemon=True).start()
         threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
 
@@ -92,8 +95,8 @@ class Link:
         with suppress(OSError):  # the disk may be full
             sys.stderr.write(f"{reason}\n")
             sys.stderr.flush()
-        if SCRATCH in os.environ:
-            shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
+        for folder in self.leftovers:
+            shutil.rmtree(folder, ignore_errors=True)
         if os.getpgrp() == os.getpid():  # the process group consists of this learner and its loading processes
             os.killpg(0, signal.SIGTERM)  # SIGKILL would leave their semaphores in shared memory
         os._exit(code)

@@ -3,6 +3,7 @@
 import io
 import pickle
 from multiprocessing import current_process, spawn
+from pathlib import Path
 
 from starling.errors import ConfigError
 from starling.runs.recipe.run import RunConfig
@@ -23,6 +24,12 @@ def pack(job: Job, run: JobConfig) -> bytes:
     """
     preparation = spawn.get_preparation_data("starling-learner")
     preparation.pop("authkey", None)
+    script = preparation.get("init_main_from_path")
+    if script is not None and not Path(script).exists():
+        raise ConfigError(
+            f"job: learner processes import the script that calls starling.train, but {Path(script).name} is no file; "
+            "save the script in a file, and start that instead of reading it from standard input"
+        )
     buffer = io.BytesIO()
     pickle.dump((preparation, run.model_dump(mode="json")), buffer)
     try:

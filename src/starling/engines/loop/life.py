@@ -109,7 +109,9 @@ class LoopLife:
         coordination.watch(self._fail)
         if PrefixStore(Membership(0, ()).key, place.store).check(["handshake/0"]):
             check_alike(PrefixStore(Membership(0, ()).key, place.store), coordination.feed.name, handshake(0))
-        self._regroup(coordination, coordination.await_first())
+        first = coordination.await_first()
+        self.progress.has_joined = first.number > 0
+        self._regroup(coordination, first)
         thread = threading.Thread(target=self._follow, args=[coordination], name="starling-regroup", daemon=True)
         thread.start()
 
@@ -314,6 +316,11 @@ class LoopLife:
 
         shake_hands(store, rank, self._handshake(world), self._timeout_seconds, look_around, self._waits)
         pasts = self._pasts(place, look_around)
+        if all(past.has_joined and not past.has_state for past in pasts):
+            raise ProtocolError(
+                f"learner {feed.name} has joined, but all learners that had the run's model were lost before it was "
+                "copied; start the run again, from your loop's last checkpoint"
+            )
         is_in_step = self._strategy.sync_group_size(self._options, 2) == 2
         how = plan(pasts, self._strategy.has_one_model, is_in_step, self._strategy.keeps_state)
         listening = PrefixStore(membership.key, listening)

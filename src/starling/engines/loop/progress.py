@@ -28,6 +28,8 @@ class Progress:
     now: Callable[[], float] = field(default_factory=stopwatch)
     has_state: bool = False
     """Whether it has entered a membership; a joiner first copies the state of another learner."""
+    has_joined: bool = False
+    """Whether it was not there when the run began."""
     num_steps: int = 0
     """Steps of the run: a joiner begins with the number of the learner that it copies."""
     num_jumped: int = 0
@@ -57,7 +59,7 @@ class Progress:
     def past(self) -> "Past":
         """What the others need to know before the next membership."""
         num_done = self.num_steps + (self.gradient == "used")
-        return Past(self.has_state, num_done, self.final is not None)
+        return Past(self.has_state, num_done, self.final is not None, self.has_joined)
 
     def continue_from(self, num_done: int, is_taker: bool) -> None:
         """Continue after `num_done` steps of the run. A taker has copied a state that includes its gradient."""
@@ -77,6 +79,8 @@ class Past:
     num_done: int
     has_final: bool
     """Whether it has the final consensus."""
+    has_joined: bool = False
+    """Whether it was not there when the run began."""
 
     def encode(self) -> str:
         """It as JSON."""

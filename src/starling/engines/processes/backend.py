@@ -1,5 +1,8 @@
 """Calls of a communication backend. Its errors are recognised by where they are raised, not by their messages."""
 
+import errno
+import os
+import resource
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -11,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+
+from starling.errors import StarlingError
 
 
 class ConnectionFailed(Exception):  # noqa: N818 - becomes a PeerLost once the lost learner is known
@@ -25,6 +30,21 @@ def communicating() -> Generator[None, None, None]:
         yield
     except RuntimeError as error:
         raise ConnectionFailed(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+def check_files(learner: int) -> None:
+    """Raise StarlingError if this process can open no more files: then it has failed, and not the peer to which a
+    connection could not be made."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            return
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise StarlingError(
+            f"learner {learner}: this process can open no more files ({error.strerror}; its limit is {most}): close "
+            "files and connections that are no longer needed, or raise the limit with `ulimit -n`"
+        ) from error
 
 
 def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:

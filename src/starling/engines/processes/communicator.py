@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from starling.engines.processes import nccl
-from starling.engines.processes.backend import ConnectionFailed, ReducingModel, communicating, local_group, wait_for
+from starling.engines.processes.backend import (
+    ConnectionFailed,
+    ReducingModel,
+    check_files,
+    communicating,
+    local_group,
+    wait_for,
+)
 from starling.engines.processes.collectives import OrderedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, await_keys, do_nothing, silent_learners
 from starling.engines.processes.links import LinkBoard, Links, SharedMean
@@ -520,6 +527,7 @@ class Communicator:
             yield
         except (ConnectionFailed, dist.DistError) as error:
             self.release.check()
+            check_files(self._name)
             self._explain(error)
             raise PeerLost(
                 f"learner {self._name} lost {self._name_lost(peer)} in {what}, {self._where()} "

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from starling.averaging import rank_ordered_mean
-from starling.engines.processes.backend import ConnectionFailed
+from starling.engines.processes.backend import ConnectionFailed, check_files
 from starling.engines.processes.handshake import do_nothing, gather, in_one_list
 from starling.engines.processes.rounds import Board
 from starling.engines.processes.stalls import Waits
@@ -305,11 +305,13 @@ class Links:
                 self._await(connection, end, look_around)
                 self._greet(connection, world)
         except OSError as error:
+            check_files(self._rank)
             raise ConnectionFailed(f"no link to another learner of this machine ({error.strerror})") from error
 
     def _greet(self, connection: socket.socket, world: int) -> None:
         said, files, _, _ = socket.recv_fds(connection, _HELLO.size, 2, socket.MSG_CMSG_CLOEXEC)
         if len(said) != _HELLO.size or len(files) != 2:
+            check_files(self._rank)  # what could not be opened was left out
             raise ConnectionFailed("another learner of this machine disconnected before it was linked")
         peer, num_bytes = _HELLO.unpack(said)
         try:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from starling.engines.processes import nccl
+from starling.engines.processes.backend import check_files
 from starling.engines.processes.forks import Identity, clone_store, identity, keep_from_children, sockets
 from starling.engines.processes.handshake import silent_learners
 from starling.engines.processes.place import Place
@@ -103,6 +104,7 @@ def process_group(
         _world.group_count = (
             0  # so that later groups have the same names on all learners, even if only some failed here
         )
+        check_files(place.rank)
         lost = silent_learners(place.store, place.rank, place.world)
         raise PeerLost(
             f"learner {place.rank} lost {lost} while connecting to the others ({str(error).splitlines()[0]})"
