@@ -330,8 +330,8 @@ def other_options(loop: Loop) -> None:
 
 
 def unequal_ends(loop: Loop) -> None:
-    """Learner 1 makes two steps more."""
-    loop.steps = STEPS + 2 * loop.rank
+    """Learner 1 makes more steps."""
+    loop.steps = STEPS + int(loop.case["more"]) * loop.rank
 
 
 TROUBLES: dict[str, Callable[[Loop], None]] = {
