@@ -111,13 +111,6 @@ def drops_some(method: Method, world: int) -> bool:
     return float(found.max() - found.min()) > 2 * SMALL * float(found.max())
 
 
-def settles(method: Method) -> bool:
-    """Whether its learners end with one model. Elastic averaging sends differences that stay, and feeds back what
-    `top_k` takes from them: see `test_known_defects.py`."""
-    options = method.options(4)
-    return not (getattr(options, "elastic", False) and isinstance(getattr(options, "compression", None), TopK))
-
-
 def problem(cell: Cell, folder: Path) -> str | None:
     """What a cell breaks.
 
@@ -161,7 +154,7 @@ def problems(cells: Sequence[Cell], folder: Path) -> list[str]:
 
 def of_sample() -> list[Cell]:
     """Of each strategy one cell in which numbers are sent as they are, and one in which they are encoded."""
-    chosen = {(each.strategy.name, each.is_lossy): each for each in reversed(methods().values()) if settles(each)}
+    chosen = {(each.strategy.name, each.is_lossy): each for each in reversed(methods().values())}
     cells = []
     for number, method in enumerate(reversed(chosen.values())):
         order = [
@@ -182,12 +175,7 @@ def test_each_mini_batch_counts_once_whatever_happens_once(cell: Cell, tmp_path:
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [
-        marked("conservation", f"{method.name} {kind}", method, kind)
-        for method in methods().values()
-        if settles(method)
-        for kind in KINDS
-    ],
+    [marked("conservation", f"{method.name} {kind}", method, kind) for method in methods().values() for kind in KINDS],
 )
 def test_each_mini_batch_counts_once_whatever_happens(method: Method, kind: str, tmp_path: Path) -> None:
     """The same under every method, in every encoding, with 2 to 4 learners of unequal speeds."""

@@ -212,13 +212,3 @@ def test_gossip_of_changes_does_not_drift_at_rate_zero() -> None:
         for rounds in (20, 100)
     )
     assert many <= max(1e-7, 2 * few)
-
-
-@defect("new, with item 12: elastic averaging sends differences that stay, and error feedback adds them up")
-def test_elastic_averaging_with_top_k_settles() -> None:
-    """After the last gradient learners agree ever more closely, as they do without an encoding."""
-    few, many = (
-        run(Once(4, size=64), "easgd", 2, steps, sgd(1.0), every=2, compression={"top_k": 0.1}).states[0].weights
-        for steps in (200, 400)
-    )
-    assert float((many - few).norm()) <= 0.05 * float(many.norm())

@@ -318,6 +318,7 @@ def test_gossip_of_changes_sends_float32_once_and_then_encoded_bytes() -> None:
         ("dpsgd", {"consensus_rate": 0.5}, "only for compression int8, int4 or top_k"),
         ("hadpsgd", {"per_node": 1, "pattern": "pairs", "compression": "int4"}, "neighbours change"),
         ("streaming-diloco", {"compression": LOW_RANK}, "leave out fragments and overlap"),
+        ("easgd", {"compression": {"top_k": 0.1}}, "would be added up without end; choose bfloat16, int8 or int4"),
     ],
 )
 def test_options_that_cannot_work_are_refused(name: str, options: dict[str, Any], message: str) -> None:

@@ -341,6 +341,11 @@ def _check(options: LocalOptions, world: int) -> None:
         raise ConfigError(
             "strategy.blend: with elastic, learners keep weights of their own already; leave out one of both"
         )
+    if options.elastic and isinstance(options.compression, TopK):
+        raise ConfigError(
+            "strategy.compression: learners that keep weights of their own differ from theta for good, and what top_k "
+            "leaves out of these differences would be added up without end; choose bfloat16, int8 or int4"
+        )
     if options.feedback < 1.0 and isinstance(options.compression, LowRank):
         raise ConfigError("strategy.feedback: low_rank feeds back all of its error; leave out feedback")
     if isinstance(options.compression, LowRank) and (options.fragments > 1 or options.overlap):
@@ -429,15 +434,6 @@ class SparseLoCoOptions(LocalOptions):
     feedback: float = Field(default=0.95, ge=0.0, le=1.0)
 
 
-def _takes_mean_at_once(options: LocalOptions) -> bool:
-    """Whether an agreement is the mean of the present weights, and not a step from those last agreed on."""
-    return (
-        options.rate == 1.0
-        and options.momentum == 0.0
-        and not (options.elastic or options.overlap or options.compression != "none" or options.pull is not None)
-    )
-
-
 def _strategy(name: str, summary: str, options: type[LocalOptions]) -> Strategy:
     return Strategy(
         name,
@@ -445,7 +441,7 @@ def _strategy(name: str, summary: str, options: type[LocalOptions]) -> Strategy:
         local,
         options=options,
         check=_check,
-        adopts_changes=_takes_mean_at_once,
+        adopts_changes=lambda options: _takes_means(options) and options.pull is None,
         keeps_state=True,
         family="local",
         kind="periodic",
