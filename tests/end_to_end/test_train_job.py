@@ -1,9 +1,13 @@
 """`starling.train` trains anybody's model and data on real processes, with what a recipe's run has."""
 
 import json
+import os
 import re
 import subprocess
+import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -129,6 +133,43 @@ def test_what_cannot_work_is_one_clear_error(tmp_path: Path, text: str, message:
     assert done.returncode != 0
     assert message in done.stderr, done.stderr
     assert not list(scratch.iterdir())
+
+
+def test_a_script_from_standard_input_is_one_clear_error(tmp_path: Path) -> None:
+    """Learners could not import it; the remedy is named, and nothing is left behind."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-", "1", "1"],
+        input=SCRIPT + TRAIN,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "save the script in a file, and start that instead of reading it from standard input" in done.stderr
+    assert not list(scratch.iterdir())
+
+
+def test_a_launcher_that_is_killed_leaves_no_temporary_file(tmp_path: Path) -> None:
+    """Its learners remove what it would have removed: their own files, and the job that it has packed for them."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "quadrants.py").write_text(SCRIPT + TRAIN, encoding="utf-8")
+    with WarmProgram(["quadrants.py", "1", "100000"], tmp_path, TMPDIR=str(scratch)) as program:
+        _await(lambda: list((tmp_path / "exp").rglob("events.out.tfevents*")), "no learner has begun")
+        assert list(scratch.glob(".starling-job-*"))
+        program.kill()
+        _await(lambda: not list(scratch.iterdir()), "files are left")
+
+
+def _await(is_so: Callable[[], object], otherwise: str) -> None:
+    deadline = time.monotonic() + 60.0
+    while not is_so():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
 
 
 def test_a_resume_with_another_model_is_refused_by_name(tmp_path: Path) -> None:
