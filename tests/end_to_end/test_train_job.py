@@ -5,9 +5,7 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -151,25 +149,6 @@ def test_a_script_from_standard_input_is_one_clear_error(tmp_path: Path) -> None
     assert done.returncode != 0
     assert "save the script in a file, and start that instead of reading it from standard input" in done.stderr
     assert not list(scratch.iterdir())
-
-
-def test_a_launcher_that_is_killed_leaves_no_temporary_file(tmp_path: Path) -> None:
-    """Its learners remove what it would have removed: their own files, and the job that it has packed for them."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    (tmp_path / "quadrants.py").write_text(SCRIPT + TRAIN, encoding="utf-8")
-    with WarmProgram(["quadrants.py", "1", "100000"], tmp_path, TMPDIR=str(scratch)) as program:
-        _await(lambda: list((tmp_path / "exp").rglob("events.out.tfevents*")), "no learner has begun")
-        assert list(scratch.glob(".starling-job-*"))
-        program.kill()
-        _await(lambda: not list(scratch.iterdir()), "files are left")
-
-
-def _await(is_so: Callable[[], object], otherwise: str) -> None:
-    deadline = time.monotonic() + 60.0
-    while not is_so():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.05)
 
 
 def test_a_resume_with_another_model_is_refused_by_name(tmp_path: Path) -> None:
