@@ -1,8 +1,10 @@
 """`starling.train` trains anybody's model and data on real processes, with what a recipe's run has."""
 
 import json
+import os
 import re
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -144,6 +146,24 @@ def test_what_cannot_work_is_one_clear_error(tmp_path: Path, text: str, message:
     done = run(tmp_path, text, "2", "1", TMPDIR=str(scratch))
     assert done.returncode != 0
     assert message in done.stderr, done.stderr
+    assert not list(scratch.iterdir())
+
+
+def test_a_script_from_standard_input_is_one_clear_error(tmp_path: Path) -> None:
+    """Learners could not import it; the remedy is named, and nothing is left behind."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-", "1", "1"],
+        input=SCRIPT + TRAIN,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "save the script in a file, and start that instead of reading it from standard input" in done.stderr
     assert not list(scratch.iterdir())
 
 

@@ -352,8 +352,9 @@ def test_loops_that_never_close_end_well_if_they_have_finished_and_say_so_if_not
     with start_learners([sys.executable, "-c", program, str(tmp_path), ends], 2, tmp_path) as learners:
         found = [learners.end(rank) for rank in range(2)]
     assert [each for each, _ in found] == [code, code], found
-    for rank, (_, said) in enumerate(found):
-        assert (f"learner {rank} ended without close(), after 3 steps" in said) == (ends == "unfinished"), said
+    says = [f"learner {rank} ended without close(), after 3 steps" in said for rank, (_, said) in enumerate(found)]
+    assert any(says) == (ends == "unfinished"), found  # the first to end is the error of the other
+    for rank in range(2):
         assert (tmp_path / f"earlier-{rank}").exists() and (tmp_path / f"later-{rank}").exists()
 
 

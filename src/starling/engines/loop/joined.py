@@ -57,7 +57,8 @@ class JoinedLearner:
     Call `step()` in place of `optimizer.step()`. Evaluate and save within `with consensus():` during the loop and
     within `with consensus(final=True):` after it, and call `close()` at the end. As a context manager it closes itself,
     and notifies the others immediately if your loop fails. If another learner is lost, `step`, `consensus` and `close`
-    raise `PeerLost`, which names it. A process that ends without closing exits with code 1, or 130 after Ctrl-C.
+    raise `PeerLost`, which names it. A process that ends without closing exits with code 1,
+    or 130 after Ctrl-C; after the final consensus it closes. Children that it forks are no learners.
     """
 
     def __init__(
