@@ -226,7 +226,6 @@ def resumed(states: Sequence[LearnerState], folder: Path, job: Job, world: int) 
         lambda name: next(num_written),
         lambda path, weights, buffers: path.mkdir(),
         {},
-        sync_group_size=job.sync_group_size(states[0].world),
     )
     checkpoint: Checkpoint | None = None
     for state in states:

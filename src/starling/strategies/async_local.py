@@ -164,6 +164,9 @@ class Centre:
     its next membership. Nothing of this state changes but at once with the worker's weights, between two waits.
     """
 
+    DROPPED = ("theta", "_period", "_num_pushed")
+    """Elastic learners use what they pull at once; otherwise theta is kept. H by speed is counted afresh."""
+
     def __init__(self, me: Learner, options: AsyncLocalOptions) -> None:
         import torch
 

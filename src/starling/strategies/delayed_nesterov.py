@@ -16,8 +16,11 @@ class Loans:
 
     A worker whose membership has ended cannot know whether its last push has arrived. It pushes again, and the server
     takes it only if that copy is still out. The numbers are kept by the server's optimizer, which `make` makes, so
-    that a checkpoint has them as they are after the same push as theta.
+    that a checkpoint has them as they are after the same push as theta. The ages are for statistics.
     """
+
+    DROPPED = ("_optimizer", "_ages")
+    """The optimizer is not dropped, but saved with the server's shard."""
 
     def __init__(self, make: Callable[[list[nn.Parameter]], DelayedNesterov]) -> None:
         self._make = make

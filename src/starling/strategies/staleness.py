@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -43,7 +43,7 @@ if there is one."""
 class Correction(ABC):
     """Corrects gradients; it remembers the weights that each worker may be computing at, within a membership."""
 
-    DROPPED = ("_given",)
+    DROPPED: ClassVar[tuple[str, ...]] = ("_given",)
 
     def __init__(self) -> None:
         self._given: dict[int, list[tuple[float, Tensor]]] = {}
@@ -108,6 +108,8 @@ class GapAware(Correction):
     References:
         Barkai, Hakimi & Schuster 2019, "Gap Aware Mitigation of Gradient Staleness", arXiv 1909.10802.
     """
+
+    DROPPED = (*Correction.DROPPED, "_before")
 
     def __init__(self, keep: Keep) -> None:
         import torch
