@@ -13,7 +13,6 @@ ITEM_12 = "item 12: what is under way is sent again from weights, where it must 
 ITEM_13 = "item 13: residuals are misread after a membership change, and delivered twice after a join"
 ITEM_16 = "item 16: pieces of which a learner has no share are counted as sent"
 ITEM_18 = "item 18: what workers and staleness rules keep is not saved"
-WAITING = "new, with item 18: gradients that wait for a sum are lost with the membership"
 TRACKING = "new: gradient tracking loses or repeats a mini-batch if learners are a step apart when a membership ends"
 HALF = "new: a checkpoint of asynchronous gossip may hold one half of an exchange"
 
@@ -276,10 +275,6 @@ _FAILING: dict[str, dict[str, tuple[str, ...]]] = {
             "delayed/none",
             "delayed/none once",
         ),
-    },
-    WAITING: {
-        "conservation": ("server-summed/none join",),
-        "kept": ("server-summed/none",),
     },
     TRACKING: {
         "conservation": (
