@@ -11,7 +11,6 @@ import sys
 ITEM_12 = "item 12: what is under way is sent again from weights, where it must be theta - x"
 ITEM_13 = "item 13: residuals are misread after a membership change, and delivered twice after a join"
 ITEM_16 = "item 16: pieces of which a learner has no share are counted as sent"
-WAITING = "new, with item 18: gradients that wait for a sum are lost with the membership"
 TRACKING = "new: gradient tracking loses or repeats a mini-batch if learners are a step apart when a membership ends"
 HALF = "new: a checkpoint of learners that do not step together may hold one half of an exchange"
 
@@ -89,10 +88,6 @@ _FAILING: dict[str, dict[str, tuple[str, ...]]] = {
             "hadpsgd/top_k resume",
             "server-delayed-nesterov/none resume",
         ),
-    },
-    WAITING: {
-        "conservation": ("server-summed/none join",),
-        "kept": ("server-summed/none",),
     },
     TRACKING: {
         "conservation": (

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
@@ -37,6 +37,8 @@ REPORT, GRADIENT, AGE, WEIGHTS = range(4)
 """The tags of the four kinds of messages. An age `[1]` is the number of steps in the weights; `[2]`: the number of a
 loan, and the largest number of mini-batches that a worker has reported."""
 
+EARLIER = -1
+"""The rank of the workers of earlier memberships, before all others."""
 DROPPED = ("worker", "asking", "age", "told", "message", "report", "tag")
 """A message that a server is handling when a membership ends belongs to that membership."""
 
@@ -153,10 +155,59 @@ class Push:
     """A gradient that has arrived and is not yet part of a step."""
 
     worker: int
+    """Its rank in this membership, or `EARLIER`."""
     report: Report
     gradient: Tensor
     read_at: int
-    """The number of the shard's steps in the weights at which it was taken."""
+    """The number of the shard's steps in the weights at which it was taken; before this membership, below 0 or 0."""
+
+
+class Kept:
+    """The gradients that wait for a sum, where checkpoints and the next membership find them: at most `room`.
+
+    No step is made while a gradient waits, so its staleness stays the same, whatever steps are counted from.
+    """
+
+    def __init__(self, me: Learner, piece: slice, room: int) -> None:
+        import torch
+
+        self._rows: tuple[Tensor, Tensor, Tensor] | None = None
+        if room:
+            place, device = f"waiting {piece.start}", "meta" if me.weights.is_meta else "cpu"
+            gradients = torch.zeros(room, piece.stop - piece.start, dtype=me.weights.dtype, device=device)
+            told = torch.zeros(room, 1 + len(me.step_metadata), dtype=torch.float64)
+            self._rows = (
+                me.strategy_state(f"{place} gradients", gradients, is_common=False),
+                me.strategy_state(f"{place} staleness", told, is_common=False),
+                me.strategy_state(f"{place} number", torch.zeros(1, dtype=torch.int64), is_common=False),
+            )
+
+    def pushes(self) -> list[Push]:
+        """Those of earlier memberships, in the order in which they arrived. Their workers may be others by now."""
+        if self._rows is None:
+            return []
+        gradients, told, number = self._rows
+        return [
+            Push(EARLIER, Report(0.0, -float(told[row, 0]), told[row, 1:]), gradients[row], -int(told[row, 0]))
+            for row in range(int(number))
+        ]
+
+    def keep(self, push: Push, num_steps: int) -> Push:
+        """Keep a gradient that has arrived after so many steps, if there is room: one without room makes a step now."""
+        if self._rows is None or int(self._rows[2]) == len(self._rows[0]):
+            return push
+        gradients, told, number = self._rows
+        row = int(number)
+        gradients[row].copy_(push.gradient)
+        told[row, 0] = num_steps - push.read_at
+        told[row, 1:] = push.report.step_metadata
+        number += 1
+        return replace(push, gradient=gradients[row])
+
+    def clear(self) -> None:
+        """All have made a step."""
+        if self._rows is not None:
+            self._rows[2].zero_()
 
 
 class Server:
@@ -167,7 +218,7 @@ class Server:
     a membership.
     """
 
-    DROPPED = ("_announced", "_finished", "_asking", "_most")
+    DROPPED = ("_announced", "_finished", "_asking", "_most", "_waiting")  # `_kept` has what is waiting for a sum
 
     def __init__(self, me: Learner, piece: slice, options: ServerOptions, loans: Loans | None = None) -> None:
         workers = options.workers(me.world)
@@ -178,7 +229,8 @@ class Server:
         self._shard = me.keep(piece, None if loans is None else loans.optimizer)
         self._most = 0.0  # the largest number of mini-batches reported
         self._announced: dict[int, Report] = {}  # by worker; the gradient is on its way
-        self._waiting: list[Push] = []
+        self._kept = Kept(me, piece, self._rule.most_kept)
+        self._waiting = self._kept.pushes()
         self._finished: dict[int, float] = dict.fromkeys(workers, 0.0)  # `num_finished` of each worker's last report
         self._asking: dict[int, int] = {}  # by worker that has requested the weights, in order: the age it has
 
@@ -212,7 +264,8 @@ class Server:
             age = int(report.age)
             read_at = age if self._loans is None else self._loans.pay_back(age)
             if read_at is not None:
-                self._waiting.append(Push(worker, report, message, read_at))
+                push = Push(worker, report, message, read_at)
+                self._waiting.append(self._kept.keep(push, self._shard.num_steps))
             await self._record(worker, report)
             return REPORT
         report = Report.decode(message)
@@ -243,7 +296,8 @@ class Server:
         return math.isinf(min(self._finished.values()))
 
     async def _step(self) -> None:
-        """Make a step with the waiting gradients, in the order of their workers' ranks."""
+        """Make a step with the waiting gradients, in the order of their workers' ranks, after those of earlier
+        memberships."""
         pushes, self._waiting = sorted(self._waiting, key=lambda push: push.worker), []
         read_at = [push.read_at for push in pushes]
         staleness = self._shard.num_steps - sum(read_at) / len(read_at)
@@ -251,14 +305,19 @@ class Server:
         newest = max((push.report for push in pushes), key=lambda report: report.age)
         gradient = self._rule.combine(await self._corrected(pushes))
         await self._shard.step(gradient, newest.step_metadata, read_at, scale)
+        self._kept.clear()
 
     async def _corrected(self, pushes: Sequence[Push]) -> list[Tensor]:
-        """The gradients, corrected for their staleness if the options say so."""
+        """The gradients, corrected for their staleness if the options say so. The weights at which those of earlier
+        memberships were taken are not remembered: they stay as they are."""
         if self._correction is None:
             return [push.gradient for push in pushes]
         now, correct = await self._shard.read(), self._correction.correct
         self._correction.before_step(now)
-        return [correct(push.worker, push.report.age, push.gradient, now) for push in pushes]
+        return [
+            push.gradient if push.worker == EARLIER else correct(push.worker, push.report.age, push.gradient, now)
+            for push in pushes
+        ]
 
     def _grants(self, worker: int) -> bool:
         """Whether a worker that has requested the weights gets them now.

@@ -20,6 +20,9 @@ Combine = Literal["sum", "mean"]
 class Rule(ABC):
     """Decides when a server steps, and with which gradient."""
 
+    most_kept = 0
+    """The most gradients that wait for others although their workers continue: the next membership needs them."""
+
     @abstractmethod
     def finish(self, worker: int, num_waiting: int) -> bool:
         """Record that a worker has finished a mini-batch, with or without a finite gradient.
@@ -71,6 +74,7 @@ class Summed(Rule):
 
     def __init__(self, n: int, combine: Combine = "sum") -> None:
         self._n, self._combine = n, combine
+        self.most_kept = n - 1
 
     def finish(self, worker: int, num_waiting: int) -> bool:
         return num_waiting == self._n
