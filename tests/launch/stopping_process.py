@@ -130,7 +130,9 @@ def main(run: Run, link: Link | None) -> None:
             torch.device("cpu"),
             "same",
             keeping,
-            load(Path(run.resume)).start(place.rank, place.world) if run.resume else None,
+            load(Path(run.resume)).start(place.rank, place.world, job.strategy.described(job.options))
+            if run.resume
+            else None,
             30.0,
             find_membership(place, link),
             regrouping,

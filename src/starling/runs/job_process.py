@@ -13,9 +13,9 @@ def main(file: Path) -> None:
     """Train as a learner of the job that the launcher has packed into `file`."""
     link = Link.from_environment()
     with reported_errors(link):
-        if link is not None:
-            link.leftovers.append(file.parent)
         job, run = unpack(file.read_bytes())
+        if link is not None and run.launch.kind == "local":  # elsewhere a lost connection does not mean a dead launcher
+            link.leftovers.append(file.parent)
         learn_job(job, run, find_place(run.engine.timeout_seconds), link)
 
 

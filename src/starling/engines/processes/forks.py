@@ -5,15 +5,20 @@ Most sockets belong to torch, which says nothing of their descriptors: they are 
 a child, /dev/null takes their numbers, because torch, which closes them later, must not close something else.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import stat
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import AF_INET, AF_INET6, SO_ACCEPTCONN, SOL_SOCKET, socket
+from typing import TYPE_CHECKING
 
-from torch.distributed.distributed_c10d import Store, _world
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 Identity = tuple[int, int]
 
@@ -96,7 +101,9 @@ def _let_go() -> None:
         os.dup2(nothing, number, inheritable=False)
     os.close(nothing)
     _own.clear()
-    for group in _world.pg_map:  # its destructor waits for threads, which a child does not have
+    torch_distributed = sys.modules.get("torch.distributed.distributed_c10d")  # a launcher has not loaded it
+    for group in torch_distributed._world.pg_map if torch_distributed else ():
+        # its destructor waits for threads, which a child does not have
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
