@@ -323,12 +323,6 @@ def other_optimizer(loop: Loop) -> None:
         loop.optimizers = [torch.optim.Adam(loop.model.parameters(), lr=loop.rate)]
 
 
-def other_options(loop: Loop) -> None:
-    """Learner 1 has another momentum."""
-    if loop.rank == 1:
-        loop.optimizers = [torch.optim.SGD(loop.model.parameters(), lr=loop.rate, momentum=0.5)]
-
-
 def unequal_ends(loop: Loop) -> None:
     """Learner 1 makes more steps."""
     loop.steps = STEPS + int(loop.case["more"]) * loop.rank
@@ -357,7 +351,6 @@ TROUBLES: dict[str, Callable[[Loop], None]] = {
         sparse,
         complex_buffer,
         other_optimizer,
-        other_options,
     )
 }
 

@@ -105,7 +105,7 @@ def test_replicas_that_must_be_equal_and_are_not_are_an_error(tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize("coroutine", ["allreduce", "dpsgd", "adpsgd", "local-sgd", "diloco", "parameter-server"])
+@pytest.mark.parametrize("coroutine", ["allreduce", "adpsgd", "local-sgd", "diloco", "parameter-server"])
 def test_a_clamp_after_each_step_holds_or_is_refused(coroutine: str, tmp_path: Path) -> None:
     """Also through `data`, which no version counter sees."""
     asked = case("clamp", coroutine)
@@ -150,15 +150,13 @@ def test_in_step_the_loop_is_the_plain_loop_with_the_mean_gradient(trouble: str,
     assert is_trained(found)
 
 
-@pytest.mark.parametrize("trouble", ["gan", "muon", "compiled"])
-def test_several_optimizers_and_compiled_models_train_all_of_the_model(trouble: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trouble", ["gan", "muon"])
+def test_several_optimizers_train_all_of_the_model(trouble: str, tmp_path: Path) -> None:
     """Under `adpsgd`, where the loop computes on a copy of the weights."""
     assert is_trained(run(case(trouble, "adpsgd"), tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("trouble", "coroutine"), [("ema_swap", "adpsgd"), ("ema_swap", "diloco"), ("rewind", "adpsgd")]
-)
+@pytest.mark.parametrize(("trouble", "coroutine"), [("ema_swap", "diloco"), ("rewind", "adpsgd")])
 def test_weights_that_return_are_no_change(trouble: str, coroutine: str, tmp_path: Path) -> None:
     """At rate 0: neither adopted nor refused."""
     for each in run(case(trouble, coroutine, rate=0.0), tmp_path):
@@ -196,15 +194,9 @@ def test_complex_buffers_are_averaged(tmp_path: Path) -> None:
         assert torch.equal(each["buffer"], torch.tensor([0.5, 2.0]))
 
 
-@pytest.mark.parametrize(
-    ("trouble", "message"),
-    [
-        ("other_optimizer", r"differ in optimizer: '(SGD|Adam)\(.*\)' and '(SGD|Adam)\(.*\)'"),
-        ("other_options", r"differ in optimizer: .*momentum=0\.5"),
-    ],
-)
-def test_learners_whose_optimizers_differ_are_rejected(trouble: str, message: str, tmp_path: Path) -> None:
-    run(case(trouble, "adpsgd"), tmp_path, message)
+def test_learners_whose_optimizers_differ_are_rejected(tmp_path: Path) -> None:
+    message = r"differ in optimizer: '(SGD|Adam)\(.*\)' and '(SGD|Adam)\(.*\)'"
+    run(case("other_optimizer", "adpsgd"), tmp_path, message)
 
 
 @pytest.mark.parametrize("coroutine", ["allreduce", "adpsgd"])
