@@ -25,7 +25,7 @@ from starling.strategies.allreduce import AllReduceOptions
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.server import ServerOptions
-from starling.training.faults import NotFinite
+from starling.training.faults import Join, NotFinite
 from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.training.stragglers import Stragglers
 from starling.workload import Ticket
@@ -105,6 +105,27 @@ def test_summed_over_one_gradient_is_asynchronous(cluster: Cluster) -> None:
     asynchronous = run("parameter-server", ServerOptions(), 4, cluster)
     assert torch.equal(model(one), model(asynchronous))
     assert one.event_hash == asynchronous.event_hash
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("staleness", ["none", "gap-aware"])
+def test_gradients_that_wait_for_a_sum_outlive_a_join(staleness: Any, overlap: bool) -> None:
+    """Where messages take no time, each counts once, whenever a learner joins; a rule for staleness leaves those of the
+    earlier membership as they are."""
+    options = ServerOptions(update="summed", sum=7, shards=2, overlap=overlap, staleness=staleness)
+    uneven = VARYING.model_copy(update={"compute": ComputeModel(seconds=1.0, distribution="log-normal", spread=0.5)})
+    found = []
+    for tenth in range(5, 60, 4):
+        outcome = run(
+            "parameter-server", options, 3, uneven, sgd(2.0**-6), ConstantGradient(7), budget=Budget(steps=60),
+            faults=[Join(join=9, at_seconds=tenth / 10)],
+        )  # fmt: skip
+        assert outcome.num_memberships == 2
+        found.append(-model(outcome) * 2.0**6)
+    if staleness == "none":
+        assert all(torch.equal(each, torch.full_like(each, 60.0)) for each in found), found
+    else:
+        assert all(bool(((each > 0.0) & (each <= 60.0)).all()) for each in found), found
 
 
 @pytest.mark.parametrize("shards", [1, 2])
