@@ -56,7 +56,7 @@ class Loop:
         self.model: nn.Module = TinyRegression().make_model()
         self.rate = float(case.get("rate", RATE))
         self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(self.model.parameters(), lr=self.rate)]
-        self.steps = STEPS
+        self.steps = int(case.get("steps", STEPS))
         self.seen: dict[str, Tensor] = {}
         self.before: Callable[[int], None] = lambda step: None
         self.after: Callable[[int], None] = lambda step: None
@@ -123,8 +123,15 @@ def clamp(loop: Loop) -> None:
         for parameter in loop.model.parameters():
             parameter.data.clamp_(-BOUND, BOUND)
 
+    def after(step: int) -> None:
+        moved = max(
+            float(loop.rate * each.grad.abs().max()) for each in loop.model.parameters() if each.grad is not None
+        )
+        loop.seen["largest_step"] = torch.tensor(max(moved, float(loop.seen.get("largest_step", 0.0))))
+        clamp_all(step)
+
     loop.joined = lambda: clamp_all(0)
-    loop.after = clamp_all
+    loop.after = after
 
 
 def clamp_in_hook(loop: Loop) -> None:
