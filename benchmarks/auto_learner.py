@@ -21,11 +21,11 @@ from starling.budget import Budget
 from starling.engines.processes.handshake import part
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
+from starling.experiment.auto import measured_choice
+from starling.experiment.packing import JobConfig
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
-from starling.runs.packing import JobConfig
-from starling.runs.planning.auto import measured_choice
-from starling.runs.recipe.run import StrategyChoice
+from starling.recipe.run import StrategyChoice
 from starling.training.job import Job, Silence, StepReport
 from starling.training.stragglers import Stragglers
 

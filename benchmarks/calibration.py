@@ -28,11 +28,11 @@ from benchmarks.starting import (
     run_side_by_side,
 )
 from starling.engines.virtual.timing import simulate_timing
-from starling.runs.planning.costs import JobFacts, Profile
-from starling.runs.planning.measure import MEASURE, Figures
-from starling.runs.planning.predict import Arm, Machines
-from starling.runs.profiling.profile import profile_of
-from starling.runs.recipe.run import StrategyChoice
+from starling.experiment.profile import profile_of
+from starling.predict.costs import JobFacts, Profile
+from starling.predict.measure import MEASURE, Figures
+from starling.predict.predict import Arm, Machines
+from starling.recipe.run import StrategyChoice
 
 WORLD, ROUNDS = 4, 2
 NUM_PARAMETERS = 1 << 18

@@ -15,17 +15,17 @@ from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import choose_device
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.observers import Saver, Together
+from starling.experiment.regrouping import Regrouping
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, LearnerMessage, Saved, values_of
 from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.stopping import save_requests_of
-from starling.report.curves import Curves
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.job import ModelWriter
-from starling.runs.observers import Saver, Together
-from starling.runs.recipe.recipe import fingerprints
-from starling.runs.regrouping import Regrouping
+from starling.reporting.curves import Curves
+from starling.speech.recipe import fingerprints
+from starling.speech.training.job import ModelWriter
 from starling.training.job import Silence, StepReport
 
 WORLD, STEPS, PAIRS = 2, 300, 3

@@ -38,6 +38,7 @@ from starling.engines.processes.handshake import Handshake, part, shake_hands
 from starling.engines.processes.member import agree_on_plan, write_first_plan
 from starling.engines.processes.rounds import StoreBoard
 from starling.engines.processes.stalls import Waits
+from starling.experiment.observers import show
 from starling.launch.launcher import launch
 from starling.launch.link import Link
 from starling.launch.messages import (
@@ -54,8 +55,7 @@ from starling.launch.messages import (
 )
 from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.roster import Roster
-from starling.report.progress import Display
-from starling.runs.observers import show
+from starling.reporting.progress import Display
 from starling.timeouts import SEND_EVERY
 from starling.training.membership import Membership, MembershipChanged
 from starling.training.succession import Past, Plan, next_membership

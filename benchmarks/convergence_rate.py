@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from starling.budget import Budget
 from starling.chance import derive_seed
+from starling.comparing.table import Estimate, estimate
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Learner
-from starling.runs.compare.table import Estimate, estimate
 from starling.strategies.adpsgd import ADPSGD
 from starling.strategies.base import Strategy
 from starling.training.job import Job, Silence, StepReport

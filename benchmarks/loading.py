@@ -16,11 +16,11 @@ from benchmarks.measuring import Bar
 from benchmarks.runs import median_ratio
 from starling.chance import derive_seed
 from starling.errors import DataError
-from starling.runs.recipe.recipe import load_recipe
+from starling.speech.batch_plan import Planner
 from starling.speech.batches import BatchConfig, load_batch
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.planning import Planner
 from starling.speech.prepare import prepare
+from starling.speech.recipe import load_recipe
 from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer

@@ -10,7 +10,7 @@ from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.training import SideBySide, job_for
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
-from starling.runs.observers import Log, Metered, Together
+from starling.experiment.observers import Log, Metered, Together
 from starling.timeouts import LOG_EVERY
 
 STEPS = 800

@@ -19,7 +19,7 @@ import numpy as np
 import soundfile
 import yaml
 
-from starling.runs.recipe.file import read_recipe
+from starling.recipe.file import read_recipe
 from starling.speech.check.findings import list_path
 from starling.speech.store import SpeechSet
 

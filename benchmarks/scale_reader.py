@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from benchmarks.large_set import RATE
-from starling.runs.recipe.recipe import Recipe, check_recipe
-from starling.runs.training_plan import TrainingPlan
-from starling.runs.workload import SpeechWorkload
 from starling.speech.features import LogMel
+from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.tokens import CharacterTokenizer
+from starling.speech.training.plan import TrainingPlan
+from starling.speech.training.workload import SpeechWorkload
 from starling.speech.union import Member, SpeechSets
 from starling.workload import Ticket
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.convergence_rate import VARIANCE, measure, step_size
-from starling.runs.compare.table import Estimate, estimate
+from starling.comparing.table import Estimate, estimate
 from starling.strategies import STRATEGIES
 from starling.topology import PATTERNS, distance_of_noise, spectral_gap
 

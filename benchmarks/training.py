@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from starling.runs.experiment.claim import claim_folder
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.job import make_job
-from starling.runs.recipe.recipe import Recipe, load_recipe
-from starling.runs.setup import set_up
+from starling.experiment.claim import claim_folder
+from starling.experiment.folder import ExperimentFolder
+from starling.speech.recipe import Recipe, load_recipe
+from starling.speech.training.job import make_job
+from starling.speech.training.set_up import set_up
 from starling.training.job import Job, Silence, StepReport
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"

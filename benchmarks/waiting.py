@@ -11,8 +11,8 @@ from statistics import mean
 
 from benchmarks.measuring import Bar
 from starling.errors import DataError
-from starling.runs.recipe.recipe import load_recipe
 from starling.speech.prepare import prepare
+from starling.speech.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "fsdd.yaml"
 MOST = 0.02

@@ -9,10 +9,10 @@ import pytest
 import soundfile
 import yaml
 
-from starling.runs.compare.subject import check_comparison
-from starling.runs.recipe.file import merge, read_recipe
-from starling.runs.recipe.recipe import check_recipe
+from starling.comparing.subject import check_comparison
+from starling.recipe.file import merge, read_recipe
 from starling.speech.corpora import CorpusConfig, Utterance
+from starling.speech.recipe import check_recipe
 from tests.code_blocks import Block, code_blocks
 from tests.sessions import run_to_end
 from tests.test_documents import PAGES, ROOT, environment

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from starling.runs.recipe.recipe import check_recipe
+from starling.speech.recipe import check_recipe
 from tests.code_blocks import code_blocks
 from tests.sessions import run_to_end
 

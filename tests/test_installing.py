@@ -12,7 +12,7 @@ import starling
 from starling import extras
 from starling.cli import app
 from starling.errors import MissingExtraError
-from starling.runs.recipe.recipe import load_recipe
+from starling.speech.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -141,7 +141,7 @@ def test_the_wheel_holds_the_recipes_and_nothing_beside_the_package() -> None:
     """So that they are there after `pip install`."""
     files = {each.distribution_path for each in WheelBuilder(str(ROOT)).recurse_included_files()}
     assert {f"starling/recipes/{name}.yaml" for name in RECIPES} <= files
-    assert {"starling/py.typed", "starling/cli.py", "starling/report/page.html.jinja"} <= files
+    assert {"starling/py.typed", "starling/cli.py", "starling/reporting/page.html.jinja"} <= files
     assert all(file.startswith("starling/") for file in files)
 
 
@@ -195,7 +195,7 @@ def test_a_file_goes_before_a_recipe_of_the_same_name(tmp_path: Path, monkeypatc
 def test_the_demo_is_the_recipe_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the keys that are given; `make demo` trains it."""
     trained = []
-    monkeypatch.setattr("starling.runs.train.train", lambda recipe, tell, console: trained.append(recipe))
+    monkeypatch.setattr("starling.speech.training.train.train", lambda recipe, tell, console: trained.append(recipe))
     result = CliRunner().invoke(app, ["demo", "learners=2"])
     assert result.exit_code == 0, result.output
     assert trained == [load_recipe(Path("demo"), ["learners=2"])]

@@ -15,9 +15,9 @@ from starling.checkpoint.reader import latest, load
 from starling.cli import app
 from starling.configuration import differing
 from starling.errors import ConfigError
-from starling.runs.audit import audit
-from starling.runs.recipe.recipe import check_recipe, load_recipe, load_resolved
+from starling.speech.audit import audit
 from starling.speech.check.config import HEARD, KINDS
+from starling.speech.recipe import check_recipe, load_recipe, load_resolved
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 

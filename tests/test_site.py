@@ -15,9 +15,9 @@ import starling
 from starling import cli
 from starling.configuration import Config
 from starling.errors import StarlingError
-from starling.runs.recipe.file import SHIPPED, read_recipe
-from starling.runs.recipe.problems import known_keys
-from starling.runs.recipe.recipe import Recipe, check_recipe
+from starling.recipe.file import SHIPPED, read_recipe
+from starling.recipe.problems import known_keys
+from starling.speech.recipe import Recipe, check_recipe
 from starling.strategies import STRATEGIES
 from tests.sessions import run_to_end
 from tools.documentation import __main__ as site

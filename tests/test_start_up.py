@@ -202,7 +202,7 @@ def test_transcribing_loads_what_it_needs(kept: Path) -> None:
     assert found["said"].endswith("8.flac\tBA\n")
     assert "soundfile" in found["loaded"]
     needless = {"lhotse", "kaldialign", "rensa", "fsspec", "matplotlib", "scipy", "tensorboard", "torch._dynamo"}
-    assert not (needless | {"sentencepiece", "starling.runs.recipe.recipe"}) & set(found["loaded"])
+    assert not (needless | {"sentencepiece", "starling.speech.recipe"}) & set(found["loaded"])
 
 
 def test_checking_a_recipe_loads_neither_torch_nor_lhotse() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from starling.runs.recipe.recipe import Recipe, load_recipe
+from starling.speech.recipe import Recipe, load_recipe
 from starling.strategies import STRATEGIES, Strategy
 from starling.topology import (
     PATTERNS,

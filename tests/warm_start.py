@@ -36,9 +36,9 @@ MODULES = (
     "torch._dynamo",  # what the first optimizer of a process loads
     "torch.utils.tensorboard",
     "starling.cli",
-    "starling.runs.learner_process",
-    "starling.runs.train",
-    "starling.runs.train_job",
+    "starling.speech.training.learner_process",
+    "starling.speech.training.train",
+    "starling.experiment.train",
     "starling.launch.coordinator",
     "tests.contract.learner_process",
     "tests.contract.machines_process",

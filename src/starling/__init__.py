@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from starling.budget import Budget, Schedule
+    from starling.comparing.api import compare
+    from starling.comparing.table import Comparison
     from starling.configuration import Config
     from starling.engines.loop.joined import JoinedLearner, LoopStats
     from starling.engines.virtual.cluster import Cluster
     from starling.engines.virtual.engine import VirtualEngine
     from starling.errors import StarlingError
+    from starling.experiment.profile import profile
+    from starling.experiment.report import report
+    from starling.experiment.train import Simulated, Trained, simulate, train
     from starling.launch.joining import attach, join
     from starling.launch.sharing import SharedBatches, SharedSampler
     from starling.learner import Handle, Learner
-    from starling.runs.compare.api import compare
-    from starling.runs.compare.table import Comparison
-    from starling.runs.planning.costs import Profile
-    from starling.runs.planning.plan import Plan, plan
-    from starling.runs.profiling.profile import profile
-    from starling.runs.recipe.recipe import Recipe, load_recipe
-    from starling.runs.report import report
-    from starling.runs.train_job import Simulated, Trained, simulate, train
-    from starling.runs.transcribe import load_model
+    from starling.predict.costs import Profile
+    from starling.predict.plan import Plan, plan
+    from starling.speech.recipe import Recipe, load_recipe
     from starling.speech.recogniser import Recogniser
+    from starling.speech.transcribing.files import load_model
     from starling.speech.transcribing.transcriber import Live, Transcriber
     from starling.speech.transcribing.transcript import Segment, Transcript, Update, Word
     from starling.strategies import STRATEGIES, Strategy
@@ -86,7 +86,7 @@ _HOMES = {
     "STRATEGIES": "strategies",
     "Budget": "budget",
     "Cluster": "engines.virtual.cluster",
-    "Comparison": "runs.compare.table",
+    "Comparison": "comparing.table",
     "Config": "configuration",
     "DataWorkload": "training.data",
     "Handle": "learner",
@@ -96,20 +96,20 @@ _HOMES = {
     "Learner": "learner",
     "Live": "speech.transcribing.transcriber",
     "LoopStats": "engines.loop.joined",
-    "Plan": "runs.planning.plan",
-    "Profile": "runs.planning.costs",
-    "Recipe": "runs.recipe.recipe",
+    "Plan": "predict.plan",
+    "Profile": "predict.costs",
+    "Recipe": "speech.recipe",
     "Recogniser": "speech.recogniser",
     "Schedule": "budget",
     "Segment": "speech.transcribing.transcript",
     "SharedBatches": "launch.sharing",
     "SharedSampler": "launch.sharing",
-    "Simulated": "runs.train_job",
+    "Simulated": "experiment.train",
     "StarlingError": "errors",
     "Strategy": "strategies",
     "Ticket": "workload",
     "Topology": "topology",
-    "Trained": "runs.train_job",
+    "Trained": "experiment.train",
     "Transcriber": "speech.transcribing.transcriber",
     "Transcript": "speech.transcribing.transcript",
     "Update": "speech.transcribing.transcript",
@@ -117,15 +117,15 @@ _HOMES = {
     "Word": "speech.transcribing.transcript",
     "Workload": "workload",
     "attach": "launch.joining",
-    "compare": "runs.compare.api",
+    "compare": "comparing.api",
     "join": "launch.joining",
-    "load_model": "runs.transcribe",
-    "load_recipe": "runs.recipe.recipe",
-    "report": "runs.report",
-    "plan": "runs.planning.plan",
-    "profile": "runs.profiling.profile",
-    "simulate": "runs.train_job",
-    "train": "runs.train_job",
+    "load_model": "speech.transcribing.files",
+    "load_recipe": "speech.recipe",
+    "report": "experiment.report",
+    "plan": "predict.plan",
+    "profile": "experiment.profile",
+    "simulate": "experiment.train",
+    "train": "experiment.train",
 }
 
 _SPEECH = ("Live", "Recogniser", "Recipe", "Transcriber", "load_model", "load_recipe")

@@ -102,7 +102,7 @@ def prepare(
     """
     with _errors(debug):
         require("speech", "starling prepare")
-        from starling.runs import prepare
+        from starling.speech.preparing import command as prepare
 
         prepare.prepare(recipe, overrides or (), typer.echo, _console(), overwrite)
 
@@ -130,7 +130,7 @@ def check(
         require("speech", "starling check")
         from rich.console import Console
 
-        from starling.runs import check
+        from starling.speech.check import check
 
         check.check(data, overrides or (), drop, strict, typer.echo, Console(), _console(), model)
 
@@ -149,7 +149,7 @@ def bench_data(
         require("speech", "starling bench-data")
         from rich.console import Console
 
-        from starling.runs import bench_data
+        from starling.speech import bench_data_command as bench_data
 
         bench_data.bench_data(data, overrides or (), typer.echo, Console(), _console())
 
@@ -174,8 +174,8 @@ def demo(overrides: Overrides = None, debug: Debug = False) -> None:
 
 
 def _train(recipe: Path, overrides: Sequence[str]) -> None:
-    from starling.runs import learner_process, train
-    from starling.runs.recipe.recipe import load_recipe
+    from starling.speech.recipe import load_recipe
+    from starling.speech.training import learner_process, train
 
     if learner_process.is_learner():
         learner_process.run(recipe, overrides, typer.echo, _console())
@@ -191,7 +191,7 @@ def join(
 ) -> None:
     """Add learners to a running experiment. Lost learners are restarted first."""
     with _errors(debug):
-        from starling.runs import join
+        from starling.experiment import join
 
         join.join(experiment, learners, typer.echo)
 
@@ -201,8 +201,8 @@ def simulate(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug =
     """Train with virtual learners in this process, on a simulated cluster. The same seed gives the same events."""
     with _errors(debug):
         require("speech", "starling simulate")
-        from starling.runs import simulate
-        from starling.runs.recipe.recipe import load_recipe
+        from starling.speech.recipe import load_recipe
+        from starling.speech.training import simulate
 
         simulate.simulate(load_recipe(recipe, overrides or ()), typer.echo, _console())
 
@@ -217,8 +217,8 @@ def measure(
     """Measure what a recipe costs on this machine: gradients, exchanges, means, memory. `starling plan` reads it."""
     with _errors(debug):
         require("speech", "starling profile")
-        from starling.runs.profiling import commands
-        from starling.runs.recipe.recipe import load_recipe
+        from starling.speech import predicting as commands
+        from starling.speech.recipe import load_recipe
 
         commands.profile_recipe(load_recipe(recipe, overrides or ()), output, typer.echo, _console())
 
@@ -243,15 +243,15 @@ def plan(
     """Predict how long a recipe takes with each strategy and number of learners, and recommend one."""
     with _errors(debug):
         if published:
-            from starling.runs.planning.published import page, predictions
+            from starling.predict.published import page, predictions
 
             typer.echo(page(predictions()), nl=False)
             return
         if recipe is None:
             raise ConfigError("plan: name a recipe, such as demo, or ask for --published")
         require("speech", "starling plan")
-        from starling.runs.profiling import commands
-        from starling.runs.recipe.recipe import load_recipe
+        from starling.speech import predicting as commands
+        from starling.speech.recipe import load_recipe
 
         commands.plan_recipe(
             load_recipe(Path(recipe), overrides or ()),
@@ -294,7 +294,7 @@ def evaluate(
     """
     with _errors(debug):
         require("speech", "starling evaluate")
-        from starling.runs import evaluate
+        from starling.speech.scoring import evaluate
 
         given = conditions or ()
         evaluate.evaluate(experiment, sets, typer.echo, _console(), best, not greedy, jobs, given, average)
@@ -324,7 +324,7 @@ def score(
         require("speech", "starling score")
         from rich.console import Console
 
-        from starling.runs.score import Grouping, score_texts
+        from starling.speech.scoring.compare import Grouping, score_texts
 
         if table is not None and by is None:
             raise ConfigError("score: --table needs --by, the column to group by")
@@ -339,7 +339,7 @@ def audit(experiment: Experiment, debug: Debug = False) -> None:
     with _errors(debug):
         from rich.console import Console
 
-        from starling.runs import audit
+        from starling.speech import audit
 
         audit.audit(experiment, typer.echo, Console())
 
@@ -354,7 +354,7 @@ def status(
     with _errors(debug):
         from rich.console import Console
 
-        from starling.runs import status
+        from starling.experiment import status
 
         status.status(experiment, watch, Console())
 
@@ -378,7 +378,7 @@ def report(
     """
     with _errors(debug):
         require("report", "starling report")
-        from starling.runs.report import write_report
+        from starling.experiment.report import write_report
 
         write_report(experiments, output, typer.echo)
 
@@ -415,8 +415,8 @@ def transcribe(
     """
     with _errors(debug):
         require("speech", "starling transcribe")
-        from starling.runs.transcribe import checked_format
-        from starling.runs.transcribe import transcribe as transcribe_paths
+        from starling.speech.transcribing.files import checked_format
+        from starling.speech.transcribing.files import transcribe as transcribe_paths
 
         transcribe_paths(experiment, paths, typer.echo, best, beam, _console(), checked_format(form), output, raw_pcm)
 
@@ -440,8 +440,8 @@ def serve(
     """Serve the newest model of an experiment: a web page, files over HTTP, and microphones over a WebSocket."""
     with _errors(debug):
         require("serve", "starling serve")
-        from starling.runs.serving.guard import Limits
-        from starling.runs.serving.serve import serve as serve_model
+        from starling.speech.serving.guard import Limits
+        from starling.speech.serving.serve import serve as serve_model
 
         limits = Limits(round(1e6 * max_megabytes), 60 * max_minutes, stall_seconds)
         serve_model(experiment, typer.echo, host, port, best, beam, limits)
@@ -464,7 +464,7 @@ def export(
     """Write the newest model of an experiment to a folder: weights, tokens, language model, and a model card."""
     with _errors(debug):
         require("speech", "starling export")
-        from starling.runs.exporting.export import export
+        from starling.speech.exporting.export import export
 
         export(experiment, folder, typer.echo, onnx, best, average)
 
@@ -473,7 +473,7 @@ def export(
 def strategies(debug: Debug = False) -> None:
     """List the strategies by which learners can agree, by family, those of installed packages included."""
     with _errors(debug):
-        from starling.runs.recipe.auto import AUTO_STRATEGY
+        from starling.recipe.auto import AUTO_STRATEGY
         from starling.strategies import find_strategy, strategy_names
 
         found = {name: find_strategy(name) for name in strategy_names()} | {AUTO_STRATEGY.name: AUTO_STRATEGY}
@@ -489,7 +489,7 @@ def strategies(debug: Debug = False) -> None:
 def recipes(context: typer.Context) -> None:
     """List the recipes that come with Starling; commands accept their names."""
     if context.invoked_subcommand is None:
-        from starling.runs.recipe.shipped import summaries
+        from starling.recipe.shipped import summaries
 
         found = summaries()
         width = max(map(len, found))
@@ -505,7 +505,7 @@ def copy(
 ) -> None:
     """Copy a recipe, and the recipes that it builds on, to a folder."""
     with _errors(debug):
-        from starling.runs.recipe.shipped import copy_recipe
+        from starling.recipe.shipped import copy_recipe
 
         for path in copy_recipe(name, to):
             typer.echo(path)
@@ -546,14 +546,14 @@ def compare(
 
 def _listed(text: str | None) -> list[Any] | None:
     """The numbers in an option, and what is none as it is."""
-    from starling.runs.recipe.file import parse_yaml
+    from starling.recipe.file import parse_yaml
 
     return None if text is None else [parse_yaml(each, "a list") for each in text.split(",")]
 
 
 def _compare(recipe: Path, overrides: Sequence[str], strategies: Sequence[str] = (), **options: Any) -> None:
     require("speech", "starling compare")
-    from starling.runs.compare.api import compare_recipe, load_comparison
+    from starling.comparing.api import compare_recipe, load_comparison
 
     compare_recipe(load_comparison(recipe, overrides, strategies, **options), typer.echo, _console())
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from starling.launch.rendezvous import REQUIRED
-from starling.runs.recipe.file import read_recipe
-from starling.runs.recipe.overrides import apply_overrides
-from starling.runs.recipe.run import LaunchConfig
+from starling.recipe.file import read_recipe
+from starling.recipe.overrides import apply_overrides
+from starling.recipe.run import LaunchConfig
 from tests.sessions import run_to_end
 
 ROOT = Path(__file__).parents[2]

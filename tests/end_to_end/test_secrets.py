@@ -10,8 +10,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from starling.runs.recipe.recipe import check_recipe
-from starling.runs.simulate import simulate
+from starling.speech.recipe import check_recipe
+from starling.speech.training.simulate import simulate
 from tests.sessions import run_to_end
 
 Tree = dict[str, Any]

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.validate import best_model
+from starling.experiment.folder import ExperimentFolder
 from starling.speech.models.chunks import Chunks
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring import score
+from starling.speech.scoring.score import score
 from starling.speech.store import SpeechSet
 from starling.speech.streaming import Stream, streaming_network
+from starling.speech.training.validate import best_model
 
 
 @pytest.mark.soak

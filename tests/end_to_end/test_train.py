@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 from starling.checkpoint.reader import latest, load
 from starling.cli import app
+from starling.experiment.timeline import read_timeline
 from starling.launch.requests import taking_requests
-from starling.runs import validate
-from starling.runs.experiment.timeline import read_timeline
+from starling.speech.training import validate
 from tests.mounts import run_with, small_disk
 
 Tree = dict[str, Any]

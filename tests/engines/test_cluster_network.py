@@ -14,8 +14,8 @@ from starling.engines.virtual.links import Links
 from starling.engines.virtual.network import Network
 from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
-from starling.runs.planning.predict import AVERAGING
-from starling.runs.recipe.recipe import check_recipe
+from starling.predict.predict import AVERAGING
+from starling.speech.recipe import check_recipe
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.dpsgd import DpsgdOptions

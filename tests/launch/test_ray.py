@@ -27,10 +27,10 @@ import starling
 from benchmarks.ray_cluster import RayCluster, ray_cluster
 from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, MissingExtraError, PeerLost, StarlingError
+from starling.experiment.join import join
+from starling.experiment.seen import read_seen
+from starling.experiment.status import status as show_status
 from starling.launch.messages import Status, decode_status
-from starling.runs.experiment.seen import read_seen
-from starling.runs.join import join
-from starling.runs.status import status as show_status
 from tests.launch.ray_job import BATCHES, EPOCHS, make_job
 
 PATIENCE = 150.0
@@ -357,7 +357,7 @@ def learners_below() -> list[psutil.Process]:
     return [
         each
         for each in psutil.Process().children(recursive=True)
-        if each.status() != psutil.STATUS_ZOMBIE and "starling.runs.job_process" in each.cmdline()
+        if each.status() != psutil.STATUS_ZOMBIE and "starling.experiment.job_process" in each.cmdline()
     ]
 
 

@@ -8,8 +8,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.util.tensor_util import make_ndarray
 
 from starling.launch.messages import EpochEnd
-from starling.report.curves import Curves
-from starling.report.meter import Meter
+from starling.reporting.curves import Curves
+from starling.reporting.meter import Meter
 from tests.report.steps import step
 
 

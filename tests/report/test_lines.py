@@ -5,8 +5,16 @@ from dataclasses import replace
 import pytest
 
 from starling.launch.messages import EpochEnd
-from starling.report.lines import MORE_WORKERS, OTHER_STRATEGY, advice, advice_line, duration, epoch_line, progress_line
-from starling.report.meter import Meter
+from starling.reporting.lines import (
+    MORE_WORKERS,
+    OTHER_STRATEGY,
+    advice,
+    advice_line,
+    duration,
+    epoch_line,
+    progress_line,
+)
+from starling.reporting.meter import Meter
 from tests.report.steps import step
 
 

@@ -22,7 +22,7 @@ from starling.engines.processes.stalls import Stall
 from starling.errors import ConfigError, MissingExtraError
 from starling.launch.messages import EpochEnd, Heartbeat, LearnerMessage, NewMembership, Ready, Snapshot
 from starling.launch.roster import Roster
-from starling.report.metrics import Metrics, serving
+from starling.reporting.metrics import Metrics, serving
 from starling.training.faults import Kill
 from tests.launch.ray_job import make_job
 from tests.test_documents import ROOT

@@ -12,9 +12,18 @@ import pytest
 
 pytest.importorskip("plotly", reason="the extra `report` is not installed")
 
-from starling.report import figures
-from starling.report.evidence import Count, CurvePoint, Evidence, Happening, ScoredSet, Stretch, Utterance, Validation
-from starling.report.page import render
+from starling.reporting import figures
+from starling.reporting.evidence import (
+    Count,
+    CurvePoint,
+    Evidence,
+    Happening,
+    ScoredSet,
+    Stretch,
+    Utterance,
+    Validation,
+)
+from starling.reporting.page import render
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 

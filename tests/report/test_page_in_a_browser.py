@@ -15,9 +15,9 @@ pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from starling.runs.recipe.recipe import check_recipe
-from starling.runs.report import report
-from starling.runs.simulate import simulate
+from starling.experiment.report import report
+from starling.speech.recipe import check_recipe
+from starling.speech.training.simulate import simulate
 from tests.runs.conftest import data_of, songs
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

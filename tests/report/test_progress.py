@@ -12,10 +12,10 @@ from rich.console import Console
 
 from starling.errors import PeerLost
 from starling.launch.messages import EpochEnd, Saved, Snapshot
-from starling.report.epochs import Score
-from starling.report.events import Events
-from starling.report.meter import Meter
-from starling.report.progress import Bars, Display
+from starling.reporting.epochs import Score
+from starling.reporting.events import Events
+from starling.reporting.meter import Meter
+from starling.reporting.progress import Bars, Display
 from tests.report.steps import step
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from starling.engines.processes.stalls import Stall
 from starling.launch.messages import Activity, Entered, Heartbeat
 from starling.launch.roster import Roster
-from starling.report.stalls import Stalls
+from starling.reporting.stalls import Stalls
 
 BEAT = 0.5
 

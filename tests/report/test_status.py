@@ -11,10 +11,10 @@ from rich.console import Console
 
 from starling.engines.processes.stalls import Stall
 from starling.errors import ProtocolError
+from starling.experiment.status import is_alive
 from starling.launch.messages import Activity, Ended, Entered, Heartbeat, Snapshot, Status, decode_status, encode_file
 from starling.launch.roster import Roster
-from starling.report.status import describe, learners_of
-from starling.runs.status import is_alive
+from starling.reporting.status import describe, learners_of
 
 
 class Told:

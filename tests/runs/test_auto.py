@@ -16,18 +16,18 @@ import starling
 from benchmarks.workloads import EmulatedDevice
 from starling.engines.virtual.cluster import LinkModel
 from starling.errors import ConfigError
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.planning import choosing, predict
-from starling.runs.planning.at_hand import ACROSS, INSIDE, Allowance, AtHand, topologies
-from starling.runs.planning.auto import kept
-from starling.runs.planning.choosing import Choice, Surroundings, choose, surroundings_of
-from starling.runs.planning.costs import dump
-from starling.runs.planning.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, worth
-from starling.runs.planning.predict import Arm, simulate_briefly
-from starling.runs.profiling.commands import plan_recipe
-from starling.runs.recipe.auto import CANDIDATES, AutoOptions
-from starling.runs.recipe.recipe import check_recipe
-from starling.runs.simulate import simulate
+from starling.experiment.auto import kept
+from starling.experiment.folder import ExperimentFolder
+from starling.predict import choosing, predict
+from starling.predict.at_hand import ACROSS, INSIDE, Allowance, AtHand, topologies
+from starling.predict.choosing import Choice, Surroundings, choose, surroundings_of
+from starling.predict.costs import dump
+from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, worth
+from starling.predict.predict import Arm, simulate_briefly
+from starling.recipe.auto import CANDIDATES, AutoOptions
+from starling.speech.predicting import plan_recipe
+from starling.speech.recipe import check_recipe
+from starling.speech.training.simulate import simulate
 from starling.topology import is_doubly_stochastic
 from starling.training.stragglers import Stragglers
 from tests.runs.test_planning import measured_profile

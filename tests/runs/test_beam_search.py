@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from starling import extras
 from starling.cli import app
 from starling.errors import ConfigError, DataError
-from starling.runs.evaluate import evaluate
-from starling.runs.recipe.recipe import check_recipe
-from starling.runs.scored import read_texts
-from starling.runs.simulate import simulate
-from starling.runs.transcribe import transcribe
+from starling.speech.recipe import check_recipe
+from starling.speech.scoring.evaluate import evaluate
+from starling.speech.scoring.records import read_texts
+from starling.speech.training.simulate import simulate
+from starling.speech.transcribing.files import transcribe
 from tests.runs.conftest import Tree
 from tests.speech.tones import WORDS
 

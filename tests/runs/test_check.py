@@ -11,13 +11,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from starling.cli import app
-from starling.runs import evaluate as evaluation
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.recipe.recipe import Recipe, check_recipe, dump_recipe
-from starling.runs.setup import set_up_and_claim
+from starling.experiment.folder import ExperimentFolder
 from starling.speech.left_out import read_left_out
+from starling.speech.recipe import Recipe, check_recipe, dump_recipe
 from starling.speech.recogniser import Heard
+from starling.speech.scoring.score import evaluate as evaluation
 from starling.speech.store import SpeechSet
+from starling.speech.training.set_up import set_up_and_claim
 from tests.runs.conftest import Tree
 from tests.speech import planted as plants
 from tests.speech.planted import Planted

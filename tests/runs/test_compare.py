@@ -17,17 +17,17 @@ import pytest
 import yaml
 from rich.console import Console
 
+from starling.comparing.api import compare_recipe, load_comparison
+from starling.comparing.cell import run_cell
+from starling.comparing.grid import Cell
+from starling.comparing.memory import Memory
+from starling.comparing.results import CellResult, ResultFolder
+from starling.comparing.subject import check_comparison
+from starling.comparing.workers import compute
 from starling.errors import ConfigError, DataError, StarlingError
-from starling.runs.compare.api import compare_recipe, load_comparison
-from starling.runs.compare.cell import run_cell
-from starling.runs.compare.grid import Cell
-from starling.runs.compare.memory import Memory
-from starling.runs.compare.results import CellResult, ResultFolder
-from starling.runs.compare.subject import check_comparison
-from starling.runs.compare.workers import compute
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.recipe.recipe import check_recipe
-from starling.runs.setup import set_up
+from starling.experiment.folder import ExperimentFolder
+from starling.speech.recipe import check_recipe
+from starling.speech.training.set_up import set_up
 
 Tree = dict[str, Any]
 
@@ -180,7 +180,7 @@ def test_an_error_in_a_cell_names_it_and_what_is_kept(compared: Tree, monkeypatc
     def fail(*arguments: object) -> None:
         raise DataError("the disk is full")
 
-    monkeypatch.setattr("starling.runs.compare.workers.run_cell", fail)
+    monkeypatch.setattr("starling.comparing.workers.run_cell", fail)
     with pytest.raises(DataError, match="the disk is full") as caught:
         run(compared)
     assert caught.value.__notes__[0] == "in cell delay_1_lr0.01_seed1"

@@ -10,10 +10,10 @@ import yaml
 from typer.testing import CliRunner
 
 from starling.cli import app
+from starling.comparing.api import load_comparison
+from starling.comparing.grid import Cell, Row
+from starling.comparing.subject import RecipeSubject, check_comparison
 from starling.errors import ConfigError
-from starling.runs.compare.api import load_comparison
-from starling.runs.compare.grid import Cell, Row
-from starling.runs.compare.subject import RecipeSubject, check_comparison
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.server import ServerOptions
 
@@ -260,7 +260,7 @@ def test_sets_that_a_comparison_needs_are_asked_for(compared: Tree) -> None:
 
 def test_cells_in_the_order_of_their_seeds_keep_equal_mini_batches_together(compared: Tree) -> None:
     """So that a process loads each once."""
-    from starling.runs.compare.compare import _Cells
+    from starling.comparing.compare import _Cells
 
     subject = check_comparison(compared, "c.yaml")
     ordered = _Cells(subject, Path("x"), print, lambda *what: None)._ordered(cells(subject))  # type: ignore[arg-type]

@@ -13,9 +13,9 @@ from rich.console import Console
 from torch import nn
 
 import starling
+from starling.comparing.energy import metering
+from starling.comparing.table import Comparison
 from starling.errors import ConfigError, Stopped
-from starling.runs.compare.energy import metering
-from starling.runs.compare.table import Comparison
 from tests.warm_start import WarmProgram
 
 SIX = ("allreduce", "delay-by-one", "dpsgd", "adpsgd", "parameter-server", "hogwild")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from starling.runs.compare import picture
-from starling.runs.compare.grid import Cell, Row
-from starling.runs.compare.picture import draw_curves
-from starling.runs.compare.results import Metric
-from starling.runs.compare.table import choose, estimate
+from starling.comparing import picture
+from starling.comparing.grid import Cell, Row
+from starling.comparing.picture import draw_curves
+from starling.comparing.results import Metric
+from starling.comparing.table import choose, estimate
 from tests.runs.compare_results import WORD_ERRORS, made_up, result
 
 Tests = list[float | None]

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from starling.budget import Budget
 from starling.chance import derive_seed
+from starling.comparing.api import load_comparison
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError
-from starling.runs.compare.api import load_comparison
-from starling.runs.evaluate import evaluate
-from starling.runs.recipe.recipe import check_recipe, fixed_settings, load_resolved
-from starling.runs.recognisers import load_recogniser
-from starling.runs.scored import read_texts
-from starling.runs.simulate import simulate
-from starling.runs.transcribe import transcribe
 from starling.speech.batches import Batch
 from starling.speech.losses import ctc_loss, speech_loss
 from starling.speech.models import ModelConfig, build_model, count_parameters
+from starling.speech.recipe import check_recipe, fixed_settings, load_resolved
 from starling.speech.recogniser import Recogniser
+from starling.speech.recognisers import load_recogniser
+from starling.speech.scoring.evaluate import evaluate
+from starling.speech.scoring.records import read_texts
+from starling.speech.training.simulate import simulate
+from starling.speech.transcribing.files import transcribe
 from starling.strategies.compression import TopK
 from starling.training.job import Job
 from starling.workload import Ticket, Workload

@@ -13,16 +13,16 @@ from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, ConfigError, Stopped
-from starling.runs.experiment.claim import (
+from starling.experiment.claim import (
     check_claim,
     check_writable,
     claim_folder,
     describe_environment,
     resolve_resume,
 )
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.recipe.recipe import Recipe, check_recipe, fingerprints, load_recipe
-from starling.runs.train import resumable
+from starling.experiment.folder import ExperimentFolder
+from starling.speech.recipe import Recipe, check_recipe, fingerprints, load_recipe
+from starling.speech.training.train import resumable
 from starling.workload import Position, Ticket
 from tests.mounts import run_with
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import starling.runs.following
+import starling.experiment.following
 from starling.engines.processes.stalls import Stall, Waits
 from starling.errors import ConfigError, DataError, NonFiniteError
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.following import Following, read_record
+from starling.experiment.heartbeat import HeartbeatSource, beating
+from starling.experiment.seen import begin_segment
+from starling.experiment.status import is_alive, read_status
 from starling.launch.messages import Activity, Ended, Heartbeat
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.experiment.seen import begin_segment
-from starling.runs.following import Following, read_record
-from starling.runs.heartbeat import HeartbeatSource, beating
-from starling.runs.recipe.recipe import Recipe, check_recipe
-from starling.runs.status import is_alive, read_status
+from starling.speech.recipe import Recipe, check_recipe
 from starling.workload import Position, Ticket
 from tests.engines.test_waits import Clock
 
@@ -69,7 +69,7 @@ def test_a_stall_that_ends_just_before_the_run_is_reported(
     tree: Tree, folder: ExperimentFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although nobody looks once more while learners train."""
-    monkeypatch.setattr(starling.runs.following, "LOOK_EVERY", 3600.0)
+    monkeypatch.setattr(starling.experiment.following, "LOOK_EVERY", 3600.0)
     screen = console()
     with Following(check_recipe(tree | {"engine": {"explain_seconds": 1}}, "r.yaml"), folder, screen) as following:
         following.roster.hear(1, Heartbeat(7, Stall("a mean", (0,), True, False, 5.0, 0.1, 1)))

@@ -11,22 +11,22 @@ import soundfile
 import torch
 from rich.console import Console
 
+from starling.comparing.api import compare_recipe
+from starling.comparing.subject import check_comparison
 from starling.errors import CheckpointError, ConfigError, DataError
-from starling.runs import frames
-from starling.runs.audit import audit
-from starling.runs.compare.api import compare_recipe
-from starling.runs.compare.subject import check_comparison
-from starling.runs.evaluate import evaluate
-from starling.runs.experiment.claim import claim_folder
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.frames import FrameWorkload
-from starling.runs.recipe.recipe import Recipe, check_recipe, dump_recipe
-from starling.runs.recognisers import load_recogniser
-from starling.runs.setup import load_workload, set_up
-from starling.runs.simulate import simulate
-from starling.runs.transcribe import transcribe
+from starling.experiment.claim import claim_folder
+from starling.experiment.folder import ExperimentFolder
+from starling.speech.audit import audit
+from starling.speech.hybrid import frames
+from starling.speech.hybrid.frames import FrameWorkload
 from starling.speech.hybrid.losses import PADDING
+from starling.speech.recipe import Recipe, check_recipe, dump_recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.recognisers import load_recogniser
+from starling.speech.scoring.evaluate import evaluate
+from starling.speech.training.set_up import load_workload, set_up
+from starling.speech.training.simulate import simulate
+from starling.speech.transcribing.files import transcribe
 from starling.strategies import STRATEGIES
 from starling.training.loading import Loader
 from starling.workload import Ticket

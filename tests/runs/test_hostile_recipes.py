@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from starling.errors import ConfigError
-from starling.runs.recipe.file import parse_yaml, read_recipe
-from starling.runs.recipe.recipe import load_recipe
+from starling.recipe.file import parse_yaml, read_recipe
+from starling.speech.recipe import load_recipe
 from tests.computing import computing_below
 
 RECIPES = [

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from starling.errors import ConfigError
-from starling.runs.job import ModelWriter, loading_processes, make_job
-from starling.runs.recipe.recipe import check_recipe
-from starling.runs.setup import set_up_and_claim
+from starling.speech.recipe import check_recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.training.job import ModelWriter, loading_processes, make_job
+from starling.speech.training.set_up import set_up_and_claim
 from starling.training.flat import FlatModel
 
 Tree = dict[str, Any]

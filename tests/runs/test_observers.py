@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from starling.checkpoint.reader import load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, PeerLost
+from starling.experiment.observers import Keep, Log, Messages, Metered, Saver, show
 from starling.launch.messages import (
     EpochEnd,
     LearnerMessage,
@@ -21,10 +22,9 @@ from starling.launch.messages import (
     decode_from_learner,
     encode,
 )
-from starling.report.curves import Curves
-from starling.report.meter import FAR
-from starling.report.progress import Display
-from starling.runs.observers import Keep, Log, Messages, Metered, Saver, show
+from starling.reporting.curves import Curves
+from starling.reporting.meter import FAR
+from starling.reporting.progress import Display
 from starling.training.job import Averaging, EpochReport, Spent
 from starling.workload import Ticket
 from tests.checkpoint.test_checkpoints import state, write_model, writer

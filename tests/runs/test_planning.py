@@ -16,14 +16,14 @@ import starling
 from starling.cli import app
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
-from starling.runs.planning import published
-from starling.runs.planning.costs import Costs, JobFacts, Profile, Validation, dump, find_preset, read_profile
-from starling.runs.planning.deciding import TIE, WORTH, ranked
-from starling.runs.planning.facts import facts_of
-from starling.runs.planning.fits import fit_compute, fit_link, gradient_times
-from starling.runs.planning.plan import plan, read_cluster
-from starling.runs.planning.predict import Arm, Machines, bisect, simulate
-from starling.runs.profiling.profile import profile
+from starling.experiment.profile import profile
+from starling.predict import published
+from starling.predict.costs import Costs, JobFacts, Profile, Validation, dump, find_preset, read_profile
+from starling.predict.deciding import TIE, WORTH, ranked
+from starling.predict.facts import facts_of
+from starling.predict.fits import fit_compute, fit_link, gradient_times
+from starling.predict.plan import plan, read_cluster
+from starling.predict.predict import Arm, Machines, bisect, simulate
 from starling.strategies import NoOptions
 from starling.training.stragglers import Stragglers
 

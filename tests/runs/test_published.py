@@ -11,11 +11,11 @@ import transformers
 from rich.console import Console
 
 from starling.errors import ConfigError, DataError
-from starling.runs.experiment.claim import claim_folder
-from starling.runs.recipe.recipe import check_recipe
-from starling.runs.setup import load_workload, set_up, set_up_like
-from starling.runs.simulate import simulate
+from starling.experiment.claim import claim_folder
+from starling.speech.recipe import check_recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.training.set_up import load_workload, set_up, set_up_like
+from starling.speech.training.simulate import simulate
 from starling.workload import Ticket
 
 Tree = dict[str, Any]

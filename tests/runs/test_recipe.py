@@ -8,15 +8,15 @@ import pytest
 import yaml
 
 from starling.errors import ConfigError
-from starling.runs.recipe.file import read_recipe
-from starling.runs.recipe.recipe import (
+from starling.recipe.file import read_recipe
+from starling.speech.recipe import (
     check_recipe,
     dump_recipe,
     fingerprints,
     load_recipe,
     recipe_digest,
 )
-from starling.runs.train import check_engine
+from starling.speech.training.train import check_engine
 from starling.training.stragglers import Pause
 
 Tree = dict[str, Any]

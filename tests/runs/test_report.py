@@ -18,13 +18,13 @@ pytest.importorskip("plotly", reason="the extra `report` is not installed")
 import starling
 from starling.cli import app
 from starling.errors import ConfigError, DataError
-from starling.report.evidence import Evidence
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.recipe.recipe import check_recipe
-from starling.runs.report import MAX_EVENTS, PAGE, collect, read_events, report
-from starling.runs.scored import chosen, encoded, read_texts
-from starling.runs.simulate import simulate
-from starling.speech.scoring import align, score
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.report import MAX_EVENTS, PAGE, collect, read_events, report
+from starling.reporting.evidence import Evidence
+from starling.speech.recipe import check_recipe
+from starling.speech.scoring.records import chosen, encoded, read_texts
+from starling.speech.scoring.score import align, score
+from starling.speech.training.simulate import simulate
 from tests.runs.conftest import Tree, data_of
 
 

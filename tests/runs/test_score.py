@@ -8,9 +8,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from starling.cli import app
-from starling.runs.recipe.recipe import check_recipe, dump_recipe
-from starling.runs.simulate import simulate
-from starling.speech.scoring import write_score_files
+from starling.speech.recipe import check_recipe, dump_recipe
+from starling.speech.scoring.score import write_score_files
+from starling.speech.training.simulate import simulate
 from tests.runs.conftest import Tree
 
 REFERENCES = {f"u{number}": f"one two three four {number % 3}" for number in range(12)}

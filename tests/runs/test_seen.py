@@ -8,12 +8,12 @@ from rich.console import Console
 
 from starling.checkpoint.reader import latest, load
 from starling.errors import DataError
-from starling.runs.audit import audit
-from starling.runs.experiment.seen import Seen, begin_segment, counter, read_seen, segments
-from starling.runs.recipe.recipe import check_recipe, fingerprints
-from starling.runs.setup import set_up_and_claim
-from starling.runs.simulate import simulate
+from starling.experiment.seen import Seen, begin_segment, counter, read_seen, segments
+from starling.speech.audit import audit
+from starling.speech.recipe import check_recipe, fingerprints
 from starling.speech.store import SpeechSet
+from starling.speech.training.set_up import set_up_and_claim
+from starling.speech.training.simulate import simulate
 from starling.training.job import ClaimReport
 from starling.workload import Position, Ticket
 from tests.runs.conftest import Tree

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from starling.errors import ConfigError, DataError
-from starling.runs.experiment.claim import resolve_resume
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.recipe.recipe import Recipe, check_recipe
-from starling.runs.setup import load_workload, set_up_and_claim
-from starling.runs.train import crowding_warning
+from starling.experiment.claim import resolve_resume
+from starling.experiment.folder import ExperimentFolder
+from starling.speech.recipe import Recipe, check_recipe
+from starling.speech.training.set_up import load_workload, set_up_and_claim
+from starling.speech.training.train import crowding_warning
 from starling.workload import Ticket
 from tests.runs.test_folder import save
 

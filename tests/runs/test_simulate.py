@@ -13,11 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, DataError, PeerLost
-from starling.runs.audit import audit
-from starling.runs.evaluate import evaluate
-from starling.runs.recipe.recipe import check_recipe
-from starling.runs.simulate import simulate
-from starling.runs.transcribe import transcribe
+from starling.speech.audit import audit
+from starling.speech.recipe import check_recipe
+from starling.speech.scoring.evaluate import evaluate
+from starling.speech.training.simulate import simulate
+from starling.speech.transcribing.files import transcribe
 
 Tree = dict[str, Any]
 

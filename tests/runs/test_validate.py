@@ -11,17 +11,17 @@ import torch
 
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
-from starling.report.epochs import Score
-from starling.runs import validate
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.job import ModelWriter
-from starling.runs.keeping import SaveChoice, model_writer
-from starling.runs.recipe.recipe import Recipe, check_recipe, fingerprints
-from starling.runs.recognisers import load_recogniser
-from starling.runs.setup import set_up_and_claim
-from starling.runs.validate import Validation, best_model
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.keeping import SaveChoice, model_writer
+from starling.reporting.epochs import Score
 from starling.speech.models import count_parameters
+from starling.speech.recipe import Recipe, check_recipe, fingerprints
 from starling.speech.recogniser import Recogniser
+from starling.speech.recognisers import load_recogniser
+from starling.speech.training import validate
+from starling.speech.training.job import ModelWriter
+from starling.speech.training.set_up import set_up_and_claim
+from starling.speech.training.validate import Validation, best_model
 from starling.training.job import EpochReport, Spent
 from starling.workload import Position, Ticket
 

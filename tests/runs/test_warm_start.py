@@ -10,11 +10,11 @@ import torch
 from starling.consensus import consensus
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import CheckpointError, ConfigError
-from starling.runs.experiment.folder import ExperimentFolder
-from starling.runs.job import ModelWriter, make_job
-from starling.runs.recipe.recipe import Recipe, check_recipe, fingerprints
-from starling.runs.setup import load_workload, set_up, set_up_and_claim
+from starling.experiment.folder import ExperimentFolder
+from starling.speech.recipe import Recipe, check_recipe, fingerprints
 from starling.speech.recogniser import Recogniser
+from starling.speech.training.job import ModelWriter, make_job
+from starling.speech.training.set_up import load_workload, set_up, set_up_and_claim
 
 Tree = dict[str, Any]
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from starling.comparing.memory import Memory, Remembered
 from starling.errors import ConfigError, DataError
-from starling.runs.compare.memory import Memory, Remembered
-from starling.runs.experiment.claim import claim_folder
-from starling.runs.recipe.recipe import Recipe, check_recipe
-from starling.runs.setup import load_workload, set_up
-from starling.runs.workload import SpeechWorkload
+from starling.experiment.claim import claim_folder
+from starling.speech.recipe import Recipe, check_recipe
+from starling.speech.training.set_up import load_workload, set_up
+from starling.speech.training.workload import SpeechWorkload
 from starling.training.loading import Loader
 from starling.workload import Ticket
 

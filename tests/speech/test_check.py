@@ -12,7 +12,7 @@ from planted import PLANTS, RATE, Expected, Planted, sentence, voice
 from pydantic import ValidationError
 
 from starling.errors import DataError
-from starling.runs.check import sources_of
+from starling.speech.check.check import sources_of
 from starling.speech.check.collect import Source, prepared_sources
 from starling.speech.check.config import HEARD, KINDS, CheckConfig
 from starling.speech.check.corpus import Training, check_corpus

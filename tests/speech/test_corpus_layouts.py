@@ -10,10 +10,10 @@ from lhotse.audio.backend import get_current_audio_backend
 from numpy.typing import NDArray
 
 from starling.errors import ConfigError, DataError
-from starling.runs.recipe.recipe import Recipe, load_recipe
-from starling.runs.training_set import prepare_all
 from starling.speech.data import set_digest
+from starling.speech.recipe import Recipe, load_recipe
 from starling.speech.store import SpeechSet
+from starling.speech.training.training_set import prepare_all
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ONLY_TRAIN = ("data.valid=null", "data.test=train")

@@ -8,13 +8,13 @@ import torch
 from tones import song_set
 
 from starling.chance import derive_seed
+from starling.speech.batch_plan import Planner
 from starling.speech.batches import BatchConfig, load_batch
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import speech_loss
 from starling.speech.models import ModelConfig
-from starling.speech.planning import Planner
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring import score
+from starling.speech.scoring.score import score
 from starling.speech.tokens import TokenConfig, make_tokenizer
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from starling.errors import DataError
+from starling.speech.batch_plan import BatchConfig, Planner, shard_bounds
 from starling.speech.mixture import Mixture, MixtureConfig, quotas, shares
-from starling.speech.planning import BatchConfig, Planner, shard_bounds
 
 NAMES = ("calls", "talks", "books", "noise")
 

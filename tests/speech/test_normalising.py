@@ -3,7 +3,7 @@
 import pytest
 
 from starling.errors import ConfigError
-from starling.speech.normalising import Normaliser
+from starling.speech.scoring.normalising import Normaliser
 
 
 def test_punctuation_goes_and_words_stay_whole() -> None:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starling.errors import ConfigError
+from starling.speech.batch_plan import BatchConfig
 from starling.speech.partition import DirichletConfig, PartDraws, divide
-from starling.speech.planning import BatchConfig
 
 SEEDS = st.integers(0, 2**32)
 LABELS = st.lists(st.integers(0, 12), min_size=1, max_size=150).map(lambda values: np.array(values, np.int32))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starling.errors import DataError
-from starling.speech.planning import BatchConfig, EpochPlan, MiniBatch, Planner, in_similar_groups
+from starling.speech.batch_plan import BatchConfig, EpochPlan, MiniBatch, Planner, in_similar_groups
 
 SEEDS = st.integers(0, 2**63 - 1)
 CONFIGS = st.builds(

@@ -14,7 +14,7 @@ from corpus_builders import RATE, replace_row, sound, write_table, write_wav
 from pydantic import ValidationError
 
 from starling.errors import ConfigError, DataError
-from starling.runs.recipe.file import read_recipe
+from starling.recipe.file import read_recipe
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.prepare import Summary, describe, prepare
 from starling.speech.store import SpeechSet

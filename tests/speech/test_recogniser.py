@@ -13,13 +13,13 @@ from tones import sing, song_set
 from starling.chance import derive_seed
 from starling.errors import CheckpointError, DataError
 from starling.speech.augmentation import AugmentConfig, SpecAugmentConfig
+from starling.speech.batch_plan import Planner
 from starling.speech.batches import BatchConfig, load_batch
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import ctc_loss
 from starling.speech.models import ModelConfig
-from starling.speech.planning import Planner
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring import score
+from starling.speech.scoring.score import score
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import TokenConfig, make_tokenizer
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from starling.speech.scoring import NOTHING, Alignment, align
-from starling.speech.significance import error_segments, in_words, matched_pairs, paired_bootstrap
+from starling.speech.scoring.score import NOTHING, Alignment, align
+from starling.speech.scoring.significance import error_segments, in_words, matched_pairs, paired_bootstrap
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=12).map(" ".join)
 

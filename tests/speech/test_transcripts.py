@@ -13,6 +13,7 @@ from tones import WORDS, song_set
 
 from starling.chance import derive_seed
 from starling.speech.augmentation import AugmentConfig
+from starling.speech.batch_plan import Planner
 from starling.speech.batches import BatchConfig, load_batch
 from starling.speech.check.collect import Record, collect, prepared_sources
 from starling.speech.check.config import CheckConfig
@@ -22,7 +23,6 @@ from starling.speech.check.transcripts import log_likelihoods, misfits, usual_li
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import ctc_loss
 from starling.speech.models import ModelConfig
-from starling.speech.planning import Planner
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import TokenConfig, make_tokenizer

@@ -14,10 +14,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from starling.runs.compare.grid import CompareConfig
-from starling.runs.recipe.auto import AUTO_STRATEGY
-from starling.runs.recipe.recipe import Recipe
-from starling.runs.recipe.run import StrategyChoice
+from starling.comparing.grid import CompareConfig
+from starling.recipe.auto import AUTO_STRATEGY
+from starling.recipe.run import StrategyChoice
+from starling.speech.recipe import Recipe
 from starling.strategies import STRATEGIES
 from tools.documentation.docstrings import beneath_fields
 

@@ -11,10 +11,10 @@ import torch
 from starling.chance import derive_seed
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig, augment_waveform, draw_warp, spec_augment
+from starling.speech.batch_plan import BatchConfig, MiniBatch
 from starling.speech.chance import one_thread
 from starling.speech.features import LogMel, UtteranceSource
 from starling.speech.phones import Phones
-from starling.speech.planning import BatchConfig, MiniBatch
 from starling.speech.tokens import Tokenizer
 
 __all__ = ["Batch", "BatchConfig", "MiniBatch", "OnBad", "load_batch"]

@@ -14,7 +14,7 @@ from pydantic import Field
 from starling.chance import derive_seed
 from starling.configuration import Config
 from starling.errors import ConfigError
-from starling.speech.planning import BatchConfig, Bucket, MiniBatch, fill_buckets
+from starling.speech.batch_plan import BatchConfig, Bucket, MiniBatch, fill_buckets
 
 
 class DirichletConfig(Config):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from starling.configuration import Config
 from starling.speech.decoding.beam import SearchPool, Weights
 from starling.speech.decoding.config import DecodingConfig, Vocabulary
-from starling.speech.scoring import count_errors
+from starling.speech.scoring.score import count_errors
 
 LM_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 WORD_PENALTIES = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)

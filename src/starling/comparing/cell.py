@@ -1,0 +1,200 @@
+"""One cell of a comparison: trained on either engine, and scored."""
+
+import io
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from starling.checkpoint.manifest import read_manifest
+from starling.checkpoint.state import LearnerState
+from starling.comparing.energy import metering
+from starling.comparing.grid import Cell
+from starling.comparing.memory import Memory
+from starling.comparing.results import CellResult, Point
+from starling.comparing.subject import Subject
+from starling.engines.virtual.engine import VirtualEngine
+from starling.errors import ConfigError, NonFiniteError
+from starling.experiment.train import Simulated, train
+from starling.training.job import EpochReport, Job, Silence, Spent, StepReport
+from starling.workload import Ticket, Workload
+
+CURVE_POINTS = 50
+LAST = 0.9
+"""The share of the budget after which losses count as the last ones."""
+
+
+class Watcher(Silence):
+    """An observer that keeps what a comparison reports of a run."""
+
+    def __init__(self) -> None:
+        self.staleness: Counter[int] = Counter()
+        self.num_gradients = self.num_samples = self.bytes_sent = 0
+        self.seconds = self.learner_seconds = 0.0
+        self.spent = Spent()
+        self.consensus_distance: float | None = None
+        self._points: list[Point] = []
+
+    def on_step(self, report: StepReport) -> None:
+        self.num_gradients += 1
+        self.num_samples += report.num_examples
+        self.seconds = 60.0 * report.minutes
+        if math.isfinite(report.loss):
+            self._points.append(Point(report.fraction, self.num_samples, self.seconds, report.loss))
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self.staleness += report.averaging.staleness
+        self.bytes_sent += report.averaging.bytes_sent
+        if report.consensus_distance is not None and math.isfinite(report.consensus_distance):
+            self.consensus_distance = report.consensus_distance
+        if report.num_steps:  # a server that computes nothing waits for nothing
+            self.learner_seconds += report.seconds
+            self.spent.computing += report.spent.computing
+            self.spent.waiting_for_data += report.spent.waiting_for_data
+            self.spent.waiting_for_peers += report.spent.waiting_for_peers
+
+    def measured(self) -> dict[str, Any]:
+        """The fields of a result."""
+        last = [point.loss for point in self._points if point.share >= LAST]
+        parts: dict[int, list[Point]] = {}
+        for point in self._points:
+            parts.setdefault(min(int(point.share * CURVE_POINTS), CURVE_POINTS - 1), []).append(point)
+        curve = [
+            Point((part + 0.5) / CURVE_POINTS, *(_mean([point[field] for point in own]) for field in (1, 2, 3)))
+            for part, own in sorted(parts.items())
+        ]
+        return {
+            "loss": _mean(last) if last else None,
+            "curve": tuple(curve),
+            "num_gradients": self.num_gradients,
+            "num_samples": self.num_samples,
+            "consensus_distance": self.consensus_distance,
+            "mean_staleness": mean_staleness(self.staleness),
+            "largest_staleness": max(self.staleness, default=0),
+            "bytes_sent": self.bytes_sent,
+            **_shares(vars(self.spent), self.learner_seconds),
+        }
+
+
+def run_cell(subject: Subject, cell: Cell, digest: str, runs: Path, memory: Memory) -> CellResult:
+    """Train and score a cell. Numbers that stop being finite are a result: the cell is `diverged`.
+
+    A run of real learners is in the folder `runs`, which keeps its log and no checkpoint.
+    """
+    begin = _cpu_seconds()
+    is_virtual = subject.section.engine == "virtual"
+    job = replace(subject.job(cell, memory), most_not_finite=1)
+    model, measured = _simulated(subject, job, cell) if is_virtual else _trained(subject, job, cell, runs)
+    if model is not None and not all(bool(torch.isfinite(each).all()) for each in model.state_dict().values()):
+        model = None
+    scores = {} if model is None else subject.score(cell, model)
+    if not all(math.isfinite(value) for value in scores.values()):
+        model, scores = None, {}
+    return CellResult(
+        cell=cell, digest=digest, diverged=model is None, **scores, **measured, cpu_seconds=_cpu_seconds() - begin
+    )
+
+
+def _simulated(subject: Subject, job: Job, cell: Cell) -> tuple[nn.Module | None, dict[str, Any]]:
+    """The consensus model, None if it diverged, and what was measured."""
+    torch.set_num_threads(subject.threads)  # results must not depend on how many cores there are
+    watcher, model = Watcher(), None
+    with suppress(NonFiniteError):
+        outcome = VirtualEngine(job, cell.learners, subject.cluster(cell), watcher).run()
+        model, watcher.seconds = Simulated(job, outcome).model(), outcome.seconds
+    return model, {"seconds": watcher.seconds} | watcher.measured()
+
+
+def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Module | None, dict[str, Any]]:
+    folder, trained = runs / cell.name, None
+    with metering() as joules:
+        with suppress(NonFiniteError):
+            trained = train(
+                job,
+                cell.learners,
+                name=cell.name,
+                exp=runs,
+                overwrite=True,
+                on_loss="stop",
+                checkpoints={"minutes": None},
+                engine=subject.engine(cell),
+                console=Console(file=io.StringIO()),
+            )
+        spent = {"joules": joules()}
+    events = [json.loads(line) for line in (folder / "log" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    measured = _measured(events, examples_per_batch(job.workload)) | spent
+    if trained is None:
+        return None, measured
+    model, seconds = trained.model(), 60.0 * read_manifest(trained.checkpoint).minutes
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return model, measured | {"seconds": seconds}
+
+
+def _measured(events: list[dict[str, Any]], examples: float) -> dict[str, Any]:
+    """The fields of a result, from the events of a run: a point of the curve for each epoch."""
+    epochs = [event for event in events if event["kind"] == "epoch"]
+    learners = [each for epoch in epochs for each in epoch["learners"].values() if each["steps"]]
+    total, seconds = max((epoch["step"] for epoch in epochs), default=0), 0.0
+    curve = []
+    for epoch in epochs:
+        middle, half = epoch["step"] - 0.5 * epoch["steps_in_epoch"], seconds + 0.5 * epoch["seconds"]
+        seconds += epoch["seconds"]
+        if epoch["loss"] is not None:
+            curve.append(Point(middle / total, middle * examples, half, epoch["loss"]))
+    steps = sum(each["steps"] for each in learners)
+    distances = [event["consensus_distance"] for event in events if event["kind"] == "checkpoint"]
+    spent = {key: sum(each[key] for each in learners) for key in _SPENT}
+    return {
+        "loss": curve[-1].loss if curve else None,
+        "curve": tuple(curve),
+        "num_gradients": steps,
+        "num_samples": steps * examples,
+        "seconds": seconds,
+        "consensus_distance": distances[-1] if distances else None,
+        "mean_staleness": sum(each["mean_staleness"] * each["steps"] for each in learners) / max(1, steps),
+        "largest_staleness": max((each["largest_staleness"] for each in learners), default=0),
+        "bytes_sent": sum(each["bytes_sent"] for epoch in epochs for each in epoch["learners"].values()),
+        **_shares(spent, sum(each["seconds"] for each in learners)),
+    }
+
+
+_SPENT = ("computing", "waiting_for_data", "waiting_for_peers")
+
+
+def _shares(spent: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """In per cent."""
+    return {key: 100.0 * spent[key] / seconds if seconds > 0.0 else 0.0 for key in _SPENT}
+
+
+def examples_per_batch(workload: Workload[Any]) -> float:
+    """The mean over the first epoch, as planned; that of the first mini-batch where nothing is planned."""
+    tickets = [Ticket(0, index, index) for index in range(workload.num_batches(0))]
+    try:
+        return _mean([workload.planned_size(ticket, "utterances") for ticket in tickets])
+    except ConfigError:
+        return float(sum(each.num_examples for each in workload.load(tickets[0])))
+
+
+def mean_staleness(staleness: Counter[int]) -> float:
+    """Over all gradients counted; 0 without any."""
+    total = staleness.total()
+    return sum(value * count for value, count in staleness.items()) / total if total else 0.0
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    return sum(os.times()[:4])

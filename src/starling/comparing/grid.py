@@ -1,0 +1,238 @@
+"""The `compare:` section of a recipe: arms, numbers of learners, learning rates and seeds, and the cells they make."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from starling.configuration import Config
+from starling.errors import did_you_mean
+from starling.recipe.file import Tree
+from starling.recipe.problems import describe
+from starling.recipe.run import Learners, StrategyChoice
+
+_LABEL = r"[A-Za-z0-9][A-Za-z0-9.-]*"
+Label = Annotated[str, Field(pattern=rf"^{_LABEL}$", max_length=30)]
+"""A name that becomes part of a file's name, in which an underscore separates labels."""
+ONE = "one"
+"""The arm that is added as the baseline where none is named and no arm has one learner: a lone learner."""
+
+
+def _listed(value: object) -> object:
+    """A single value where a list may stand."""
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _rate(value: object) -> object:
+    """A learning rate, or how many times the arm's own: `0.5x`."""
+    if isinstance(value, str):
+        if not re.fullmatch(r"\d*\.?\d+([eE][-+]?\d+)?x", value.strip()):
+            raise ValueError(
+                f"{value!r} is neither a learning rate such as 3e-3 nor a multiple of the arm's such as 2x"
+            )
+        return value.strip()
+    return value
+
+
+Rate = Annotated[Annotated[float, Field(ge=0.0)] | str, BeforeValidator(_rate)]
+Counts = Annotated[tuple[Learners, ...], BeforeValidator(_listed), Field(min_length=1)]
+Rates = Annotated[tuple[Rate, ...], BeforeValidator(_listed)]
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_listed), Field(min_length=1)]
+
+
+def rate_of(rate: Rate, own: float) -> float:
+    """The learning rate that a rate stands for, where the arm's own is `own`; six digits, as in the name of a cell."""
+    found = own * float(rate[:-1]) if isinstance(rate, str) else rate
+    return float(f"{found:.6g}")
+
+
+class Arm(BaseModel):
+    """One way to train: a strategy, and any other keys of the recipe to change."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, arbitrary_types_allowed=True)
+
+    strategy: StrategyChoice | None = None
+    """None: that of the recipe."""
+    summary: str = ""
+    """What it is, for the legend of the table."""
+    learners: Counts | None = None
+    """Its numbers of learners; None: those of the comparison."""
+    rates: Rates | None = None
+    """Its learning rates; None: those of the comparison."""
+    seeds: Seeds | None = None
+    """Its seeds; None: those of the comparison."""
+    settings: Annotated[tuple[str, ...], BeforeValidator(_listed)] | None = None
+    """Those of the comparison's settings in which it is compared; None: all."""
+
+    @property
+    def keys(self) -> Tree:
+        """What it changes besides the strategy."""
+        return dict(self.model_extra or {})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm with one number of learners in one setting: a row of the table."""
+
+    setting: str
+    """Empty where the recipe has no settings."""
+    arm: str
+    learners: int
+
+
+class Cell(Config):
+    """One run."""
+
+    setting: str = ""
+    arm: str
+    learners: int
+    rate: float
+    """The peak learning rate."""
+    seed: int
+
+    @property
+    def row(self) -> Row:
+        """The row that it belongs to."""
+        return Row(self.setting, self.arm, self.learners)
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        setting = f"{self.setting}_" if self.setting else ""
+        rate = f"{self.rate:.6g}".replace("+", "")
+        return f"{setting}{self.arm}_{self.learners}_lr{rate}_seed{self.seed}"
+
+
+class CompareConfig(Config):
+    """The `compare:` section: every arm in every setting, with each number of learners, learning rate and seed."""
+
+    arms: dict[Label, Arm] = Field(min_length=1)
+    """The ways to train that are compared, by name."""
+    settings: dict[Label, Tree] = Field(default_factory=dict)
+    """Keys of the recipe under which all arms are compared; arms of different settings are not compared."""
+    learners: Counts = (4,)
+    """Numbers of learners: one, or a list."""
+    rates: Rates = ()
+    """The grid that each arm is tuned over: learning rates, or multiples of the arm's own (`0.5x`); empty: its own."""
+    bracket: bool = False
+    """Whether a row's grid grows, by the factor between its last two rates, while its best rate lies at an end.
+
+    An arm with one rate keeps it.
+    """
+    seeds: Seeds = (1, 2, 3)
+    """Of the first weights, the order of the data and the times of the cluster."""
+    tuning_seeds: int | None = Field(default=None, ge=1)
+    """How many seeds the best rate is chosen with; the others are run at that rate alone. None: all."""
+    baseline: str | None = None
+    """The arm that others are compared with, at their number of learners if it has that; None: a lone learner."""
+    by: Literal["score", "loss"] = "score"
+    """What rates are chosen and arms compared by: the score, or the training loss of the last tenth of the budget. The
+    loss shows what training suffers where scores are too coarse to; scores are reported beside it."""
+    target: float | None = None
+    """A training loss; the time and the samples until it is reached are measured, and speed-ups are those."""
+    engine: Literal["virtual", "processes"] = "virtual"
+    """Simulated learners, or processes on this machine, a cell at a time."""
+    jobs: int = Field(default=1, ge=1, le=256)
+    """Processes that compute simulated cells side by side; results do not depend on it."""
+
+    @field_validator("learners", "rates", "seeds")
+    @classmethod
+    def _each_once(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        twice = sorted({str(value) for value in values if values.count(value) > 1})
+        if twice:
+            raise ValueError(f"{', '.join(twice)} given twice; list each once")
+        return values
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> "CompareConfig":
+        if self.baseline is not None and self.baseline not in self.arms:
+            hint = did_you_mean(self.baseline, self.arms)
+            raise ValueError(f"baseline: {self.baseline!r} is no arm; {hint}arms are {', '.join(self.arms)}")
+        for label, arm in self.arms.items():
+            if unknown := sorted(set(arm.settings or ()) - self.settings.keys()):
+                raise ValueError(
+                    f"arms.{label}.settings: {unknown[0]!r} is none of {', '.join(self.settings) or 'none'}"
+                )
+        if fixed := [name for name, keys in self.settings.items() if "learners" in keys]:
+            raise ValueError(
+                f"settings.{fixed[0]}.learners: has no effect, because arms are compared with each number in "
+                "compare.learners; list it there, or give an arm its own"
+            )
+        base = self.baseline or self._lone or ONE
+        if base in self.arms and self.arms[base].settings is not None:
+            raise ValueError(f"arms.{base}.settings: others are compared with it in every setting; leave them out")
+        if self.engine == "processes" and self.jobs > 1:
+            raise ValueError("jobs: real learners need the machine to themselves; leave it out with engine: processes")
+        if self.bracket and all(len(self.rates if arm.rates is None else arm.rates) < 2 for arm in self.arms.values()):
+            raise ValueError("bracket: no arm has two rates, from which a grid could grow; give `rates`")
+        return self
+
+    @cached_property
+    def all_arms(self) -> Mapping[str, Arm]:
+        """The arms, after a lone learner where that is the baseline and none of them."""
+        if self.baseline is not None or self._lone is not None:
+            return self.arms
+        lone = Arm(strategy=StrategyChoice(name="allreduce"), summary="one learner", learners=(1,))
+        return {ONE: lone} | self.arms
+
+    @property
+    def _lone(self) -> str | None:
+        return next((label for label, arm in self.arms.items() if self.learners_of(arm) == (1,)), None)
+
+    def learners_of(self, arm: Arm) -> tuple[int, ...]:
+        """Its numbers of learners."""
+        return arm.learners or self.learners
+
+    def rates_of(self, arm: Arm, own: float) -> tuple[float, ...]:
+        """The learning rates of an arm whose own is `own`, in ascending order, each once."""
+        rates = self.rates if arm.rates is None else arm.rates
+        return tuple(sorted({rate_of(rate, own) for rate in rates or (own,)}))
+
+    def baseline_of(self, row: Row) -> Row:
+        """What a row is compared with; the row itself where it is the baseline."""
+        label = self.baseline or self._lone or ONE
+        counts = self.learners_of(self.all_arms[label])
+        return Row(row.setting, label, row.learners if row.learners in counts else counts[0])
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of the table, in its order."""
+        return [
+            Row(setting, label, learners)
+            for setting in self.settings or ("",)
+            for label, arm in self.all_arms.items()
+            if arm.settings is None or setting in arm.settings
+            for learners in self.learners_of(arm)
+        ]
+
+    def seeds_of(self, row: Row, is_tuning: bool) -> tuple[int, ...]:
+        """The seeds that a row is tuned with, or the others."""
+        seeds = self.all_arms[row.arm].seeds or self.seeds
+        count = self.tuning_seeds or len(seeds)
+        return seeds[:count] if is_tuning else seeds[count:]
+
+
+def beyond(rates: Sequence[float], edge: str) -> float:
+    """The rate that continues a grid of ascending rates at its `lowest` or `highest` end."""
+    near, inner = (rates[0], rates[1]) if edge == "lowest" else (rates[-1], rates[-2])
+    return rate_of(near * near / inner, 0.0)
+
+
+def parse_section(section: Any) -> tuple[list[str], CompareConfig | None]:
+    """The problems of a `compare:` section, or what it says."""
+    if section is None:
+        return ["compare: missing; say which `arms` to compare, or give --strategies"], None
+    try:
+        return [], CompareConfig.model_validate(section)
+    except ValidationError as error:
+        return describe(error, CompareConfig, section, prefix="compare."), None
+
+
+def chosen_arms(section: Any, names: Sequence[str]) -> Tree:
+    """The arms of these names: those of the section that are called so, and otherwise strategies."""
+    arms = section.get("arms") if isinstance(section, dict) else None
+    known = arms if isinstance(arms, dict) else {}
+    return {re.sub(r"[^A-Za-z0-9.-]", "-", name): known.get(name, {"strategy": name}) for name in names}

@@ -1,0 +1,364 @@
+"""The answer of a comparison: each arm at its best rate, its paired difference from the baseline, and what it cost."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starling.comparing.grid import CompareConfig, Row
+from starling.comparing.results import CellResult, Metric, Point
+from starling.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import pandas
+
+SIGNIFICANT = 0.05
+Value = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95 % interval, mean - half to mean + half, by Student's t; no half for one value."""
+
+    mean: float
+    half: float | None
+
+    def text(self, digits: int = 1, sign: str = "") -> str:
+        """`12.3 ± 1.5`, or the mean alone."""
+        mean = f"{self.mean:{sign}.{digits}f}"
+        return mean if self.half is None else f"{mean} ± {self.half:.{digits}f}"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The rate of a row that did best on the validation set."""
+
+    rate: float
+    edge: str = ""
+    """`lowest` or `highest` where it lies at that end of its grid, so that a better one may lie beyond."""
+
+
+def choose(results: Sequence[CellResult], rates: Sequence[float], metric: Metric) -> Best:
+    """The rate whose mean validation result is best; a rate with a run that diverged is worse than any other.
+
+    Of equal validation results, that with the lower training loss is better; it alone counts with `metric.of_loss`.
+    """
+    if len(rates) == 1:
+        return Best(rates[0])
+    sign = -1.0 if metric.higher_is_better else 1.0
+
+    def cost(rate: float) -> tuple[float, float]:
+        own = [result for result in results if result.cell.rate == rate]
+        losses = [result.loss for result in own if result.loss is not None and not result.diverged]
+        if metric.of_loss:
+            return 0.0, _mean(losses) if len(losses) == len(own) else math.inf
+        valid = [result.valid for result in own if result.valid is not None]
+        return (
+            sign * _mean(valid) if len(valid) == len(own) else math.inf,
+            _mean(losses) if len(losses) == len(own) else math.inf,
+        )
+
+    best = min(rates, key=cost)
+    return Best(best, {rates[0]: "lowest", rates[-1]: "highest"}.get(best, ""))
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of independent values with its interval."""
+    from scipy import stats
+
+    mean, count = math.fsum(values) / len(values), len(values)
+    return Estimate(mean, float(stats.t.ppf(0.975, count - 1) * stats.sem(values)) if count > 1 else None)
+
+
+def paired(before: dict[int, float], after: dict[int, float]) -> tuple[Estimate | None, float | None]:
+    """The difference of values by seed over the seeds that both have, and the p value of a paired t-test.
+
+    Equal differences, as coarse results have them, do not show that there is no noise: then both sides' own spread
+    counts (Welch's test).
+    """
+    from scipy import stats
+
+    seeds = sorted(before.keys() & after.keys())
+    first, second = ([values[seed] for seed in seeds] for values in (before, after))
+    differences = [two - one for one, two in zip(first, second, strict=True)]
+    if len(seeds) < 2:
+        return estimate(differences) if seeds else None, None
+    if max(differences) - min(differences) > 1e-9 * max(map(abs, [*first, *second])):
+        return estimate(differences), float(stats.ttest_1samp(differences, 0.0).pvalue)
+    if len(set(first)) == 1:  # no spread anywhere: the test divides by zero
+        return estimate(differences), float(differences[0] == 0.0)
+    test = stats.ttest_ind(second, first, equal_var=False)
+    interval = test.confidence_interval()
+    return Estimate(_mean(differences), float(interval.high - interval.low) / 2.0), float(test.pvalue)
+
+
+class Comparison:
+    """What `starling compare` and `starling.compare` find; `rows` has a row for each arm and number of learners.
+
+    Args:
+        folder: Where table.md, results.json and the curves are.
+        section: What was compared.
+        metric: What arms are compared by.
+        best: The rate of each row.
+        results: Every cell, at every rate.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        section: CompareConfig,
+        metric: Metric,
+        best: dict[Row, Best],
+        results: Sequence[CellResult],
+    ) -> None:
+        self.folder, self.section, self.metric, self.best, self.results = folder, section, metric, best, results
+        self._rows: list[dict[str, Any]] | None = None
+
+    def at_best(self, row: Row) -> list[CellResult]:
+        """A row's results at its best rate, one for each seed."""
+        rate = self.best[row].rate
+        return [each for each in self.results if each.cell.row == row and each.cell.rate == rate]
+
+    def rows(self) -> list[dict[str, Value]]:
+        """One flat record for each row, which pandas reads: see docs/comparing.md for the columns."""
+        if self._rows is None:
+            self._rows = [self._row(row) for row in self.section.rows]
+            self._correct(self._rows)
+            for row in self._rows:
+                row["verdict"] = row["verdict"] or self._verdict(row)
+        return self._rows
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """`rows` as a pandas.DataFrame. Raises MissingExtraError where pandas is not installed."""
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("Comparison.to_pandas needs pandas: pip install pandas") from error
+        return pandas.DataFrame(self.rows())
+
+    def value(self, result: CellResult) -> float | None:
+        """What a run is compared by: its test result, else that of the validation, else its training loss; with
+        `metric.of_loss` the last."""
+        if result.diverged:
+            return self.metric.diverged
+        if self.metric.of_loss:
+            return result.loss
+        return next((each for each in (result.test, result.valid, result.loss) if each is not None), None)
+
+    def _values(self, row: Row) -> dict[int, float]:
+        """By seed; nothing where a run has no value."""
+        values = {result.cell.seed: self.value(result) for result in self.at_best(row)}
+        return {} if None in values.values() else {seed: value for seed, value in values.items() if value is not None}
+
+    def _row(self, row: Row) -> dict[str, Any]:
+        found, base = self.at_best(row), self.section.baseline_of(row)
+        values, theirs = self._values(row), self._values(base)
+        own = estimate(list(values.values())) if values else None
+        verdict, difference, p = "baseline" if row == base else self._limit(values, theirs), None, None
+        if not verdict:
+            difference, p = paired(theirs, values)
+        strategy = self.section.all_arms[row.arm].strategy
+        return {
+            "setting": row.setting,
+            "arm": row.arm,
+            "strategy": "" if strategy is None else strategy.name,
+            "learners": row.learners,
+            "rate": self.best[row].rate,
+            "edge": self.best[row].edge,
+            "seeds": len(found),
+            "diverged": sum(result.diverged for result in found),
+            "value": own and own.mean,
+            "value_half": own and own.half,
+            **self._beside(found),
+            "valid": _mean_of([each.valid for each in found]),
+            "baseline": base.arm,
+            "difference": difference and difference.mean,
+            "difference_half": difference and difference.half,
+            "p": p,
+            "verdict": verdict,
+            "loss": _mean_of([each.loss for each in found]),
+            **self._costs(found, self.at_best(base)),
+        }
+
+    def _beside(self, found: list[CellResult]) -> dict[str, Any]:
+        """The score where arms are compared by the training loss."""
+        if not self.metric.of_loss:
+            return {}
+        scores = [each.valid if each.test is None else each.test for each in found]
+        values = [score for score in scores if score is not None]
+        score = estimate(values) if len(values) == len(scores) else None
+        return {"score": score and score.mean, "score_half": score and score.half}
+
+    def _limit(self, own: dict[int, float], base: dict[int, float]) -> str:
+        """Why a row is not compared with the baseline; empty if it is."""
+        for values, whose in ((own, ""), (base, "baseline: ")):
+            reason = self.metric.limit(_mean(list(values.values()))) if values else "diverged"
+            if reason:
+                return whose + reason
+        return ""
+
+    def _costs(self, own: list[CellResult], base: list[CellResult]) -> dict[str, Any]:
+        """Times, traffic and waits, means over seeds; speed-up by the time to the target, or else by the throughput."""
+        reached, ours, theirs = self._reached(own), self._slowness(own), self._slowness(base)
+        speedup = theirs / ours if ours and theirs else None
+        learners = base[0].cell.learners / own[0].cell.learners
+        joules = [each.joules for each in own if each.joules is not None]
+        return {
+            "target_seconds": _mean([point.seconds for point in reached]) if reached else None,
+            "target_samples": _mean([point.samples for point in reached]) if reached else None,
+            "speedup": speedup,
+            "efficiency": None if speedup is None else 100.0 * speedup * learners,
+            **{name: _mean_of([getattr(each, name) for each in own]) for name in _COSTS},
+            "joules": _mean(joules) if len(joules) == len(own) else None,
+        }
+
+    def _reached(self, results: list[CellResult]) -> list[Point]:
+        """Where each run reaches the target; nothing unless all do."""
+        target = self.section.target
+        points = [None if target is None else each.when(target) for each in results]
+        return [] if None in points else [point for point in points if point is not None]
+
+    def _slowness(self, results: list[CellResult]) -> float | None:
+        """Mean seconds to the target, or for a sample where there is none."""
+        if self.section.target is not None:
+            reached = self._reached(results)
+            return _mean([point.seconds for point in reached]) if reached else None
+        samples = sum(each.num_samples for each in results)
+        return sum(each.seconds for each in results) / samples if samples else None
+
+    def _correct(self, rows: list[dict[str, Any]]) -> None:
+        """Correct the p values for the number of comparisons, after Benjamini & Hochberg 1995."""
+        from scipy import stats
+
+        tested = [row for row in rows if row["p"] is not None]
+        corrected = stats.false_discovery_control([row["p"] for row in tested]) if tested else []
+        for row, p in zip(tested, corrected, strict=True):
+            row["p"] = float(p)
+
+    def _verdict(self, row: dict[str, Any]) -> str:
+        """Of a row that was compared."""
+        if row["p"] is None or row["p"] >= SIGNIFICANT:
+            return "inconclusive"
+        return "better" if (row["difference"] > 0.0) == self.metric.higher_is_better else "worse"
+
+    def warnings(self) -> list[str]:
+        """Rows whose best rate lies at an end of its grid."""
+        return [
+            f"warning: {_named(row)}: the best rate, {best.rate:g}, is the {best.edge} of its grid; a better one may "
+            f"lie beyond, so add {'lower' if best.edge == 'lowest' else 'higher'} rates"
+            for row, best in self.best.items()
+            if best.edge
+        ]
+
+    def content(self) -> dict[str, Any]:
+        """Everything, for results.json."""
+        return {
+            "compare": self.section.model_dump(mode="json", fallback=str),
+            "metric": self.metric.model_dump(mode="json"),
+            "warnings": self.warnings(),
+            "rows": self.rows(),
+            "cells": [result.model_dump(mode="json") for result in self.results],
+        }
+
+    def markdown(self) -> list[str]:
+        """The table for a terminal."""
+        has_settings = bool(self.section.settings)
+        time = "seconds" if self.section.target is None else f"seconds to loss {self.section.target:g}"
+        titles = ["arm", "learners", "rate", self.metric.name, "difference", "p", "verdict", time, "speed-up"]
+        beside = [self.metric.beside] if self.metric.of_loss and self.metric.beside else []
+        titles[4:4] = beside
+        lines = []
+        for row in self.rows():
+            edge = "" if not row["edge"] else " !"
+            own = row["seconds" if self.section.target is None else "target_seconds"]
+            difference = _text(row["difference"], row["difference_half"], "+")
+            shown = [str(row["arm"]), str(row["learners"]), f"{row['rate']:g}{edge}", _scored(row)]
+            shown += [*(_text(row["score"], row["score_half"]) for _ in beside), difference]
+            shown += [_p(row["p"]), str(row["verdict"]), _text(own), _text(row["speedup"], digits=2)]
+            lines.append([str(row["setting"]), *shown] if has_settings else shown)
+        return _table(["setting", *titles] if has_settings else titles, lines)
+
+    def page(self, pictures: Sequence[Path]) -> list[str]:
+        """table.md."""
+        arms = [f"- `{label}`: {arm.summary}" for label, arm in self.section.all_arms.items() if arm.summary]
+        pages = [f"# {self.metric.name}: {self.folder.name}", "", *_LEGEND, "", *arms, "", *self.markdown(), ""]
+        pages += [*self.warnings(), "", *(f"![Training loss]({path.name})" for path in pictures)]
+        keys = [key for key in self.rows()[0] if key not in _IN_SHORT and any(row[key] for row in self.rows())]
+        lines = [[_short(row[key]) for key in ["arm", "learners", *keys]] for row in self.rows()]
+        return [*pages, "", "## Everything measured", "", *_table(["arm", "learners", *keys], lines), "", *self._grid()]
+
+    def _grid(self) -> list[str]:
+        """Validation results at every rate."""
+        lines = []
+        for row in self.section.rows:
+            own = [each for each in self.results if each.cell.row == row]
+            for rate in sorted({each.cell.rate for each in own}):
+                found = [each for each in own if each.cell.rate == rate]
+                chosen = "chosen" if rate == self.best[row].rate else ""
+                valid = _mean_of([each.loss if self.metric.of_loss else each.valid for each in found])
+                num_diverged = sum(each.diverged for each in found)
+                lines.append([_named(row), f"{rate:g}", _short(valid), str(num_diverged), str(len(found)), chosen])
+        titles = ["row", "rate", "training loss" if self.metric.of_loss else "validation", "diverged", "seeds", ""]
+        return ["## Learning rates", "", *_table(titles, lines)]
+
+
+_COSTS = (
+    *("seconds", "num_samples", "consensus_distance", "mean_staleness", "largest_staleness", "bytes_sent"),
+    *("computing", "waiting_for_data", "waiting_for_peers"),
+)
+_IN_SHORT = {
+    *("arm", "learners", "value", "value_half", "score", "score_half", "difference", "difference_half", "p", "verdict"),
+    "speedup",
+}
+_LEGEND = [
+    "Means over seeds with 95 % intervals by Student's t (none for one seed), each row at its best learning rate; "
+    "`!` marks a rate at an end of its grid. † counts runs whose numbers stopped being finite. "
+    "The difference is that from the baseline, paired by seed; p is that of a paired t-test, corrected for all "
+    "comparisons in the table (Benjamini & Hochberg). Differences with p of 0.05 or more are inconclusive; rows with "
+    "everything wrong or right are not compared.",
+]
+
+
+def _named(row: Row) -> str:
+    setting = f"{row.setting}, " if row.setting else ""
+    return f"{setting}{row.arm} with {row.learners} learner{'s' if row.learners > 1 else ''}"
+
+
+def _scored(row: dict[str, Value]) -> str:
+    return _text(row["value"], row["value_half"]) + (f" †{row['diverged']}" if row["diverged"] else "")
+
+
+def _text(mean: Value, half: Value = None, sign: str = "", digits: int | None = None) -> str:
+    """A mean with its interval, with two digits of what is below 10."""
+    if not isinstance(mean, float | int):
+        return "—"
+    size = max(abs(mean), half if isinstance(half, float) else 0.0)
+    shown = digits if digits is not None else 1 if size >= 10.0 else 2 if size >= 1.0 else 4
+    return Estimate(mean, half if isinstance(half, float) else None).text(shown, sign)
+
+
+def _p(p: Value) -> str:
+    return "—" if not isinstance(p, float) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
+def _short(value: Value) -> str:
+    return "—" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table with columns as wide as their widest cell."""
+    widths = [max(len(row[column]) for row in [titles, *rows]) for column in range(len(titles))]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [titles, *rows]]
+    lines.insert(1, ["-" * width for width in widths])
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    """The mean of the values that are there."""
+    there = [value for value in values if value is not None]
+    return _mean(there) if there else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

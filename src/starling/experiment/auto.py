@@ -1,0 +1,253 @@
+"""`strategy: auto`: the learners of a run measure the machines together, and learner 0 asks the planner.
+
+Starling's launcher starts the learners twice, first to measure. Those of torchrun or Slurm measure, and then train.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from torch.distributed.distributed_c10d import PrefixStore
+
+from starling.budget import Budget
+from starling.engines.processes.member import run_learner
+from starling.engines.processes.place import Place, choose_device
+from starling.engines.virtual.cluster import Cluster
+from starling.errors import ConfigError
+from starling.experiment.claim import unwritable
+from starling.experiment.cores import use_threads
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.machines import machines_of, shared_folder
+from starling.experiment.packing import JobConfig, pack, unpack
+from starling.files import replace_file
+from starling.launch.launcher import launch
+from starling.launch.link import Link, reported_errors
+from starling.launch.rendezvous import find_place
+from starling.predict.at_hand import Allowance, AtHand, measure_apart, measure_together
+from starling.predict.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
+from starling.predict.costs import Costs
+from starling.predict.deciding import in_words
+from starling.predict.facts import facts_of
+from starling.recipe.auto import AutoOptions
+from starling.recipe.file import parse_yaml
+from starling.recipe.run import RunConfig, StrategyChoice
+from starling.reporting.progress import Say
+from starling.speech.recipe import dump_recipe
+from starling.strategies import NoOptions, Strategy
+from starling.strategies.base import all_learners, one_learner
+from starling.timeouts import SET_UP
+from starling.training.job import Job, Silence
+from starling.training.stragglers import Stragglers
+
+RunT = TypeVar("RunT", bound=RunConfig)
+_APART, _TOGETHER, _FIGURES, _CHOICE = "auto/apart", "auto/together", "auto/figures/{}", "auto/choice"
+_MORE_THAN_ENOUGH = 1 << 40
+"""Mini-batches of the budget while measuring, which ends earlier."""
+
+
+def options_of(run: RunConfig) -> AutoOptions:
+    """The options of `strategy: auto`."""
+    found = run.strategy.options
+    if not isinstance(found, AutoOptions):
+        raise ConfigError(f"strategy: {run.strategy.name} is not auto")
+    return found
+
+
+def kept(run: RunT, say: Say) -> RunT:
+    """A run that resumes, with the strategy that was chosen when it began. Any other is returned as it is."""
+    if run.resume is None or not run.strategy.is_auto:
+        return run
+    config = ExperimentFolder(run.resume.parent.parent).config
+    try:
+        tree = parse_yaml(config.read_text(encoding="utf-8"), str(config))
+        choice = StrategyChoice.model_validate(tree["strategy"])
+    except (OSError, KeyError, TypeError, ValidationError) as error:
+        raise ConfigError(
+            f"strategy auto: a resumed run keeps its strategy, but {config} does not tell it ({error}); name the "
+            "strategy"
+        ) from None
+    if choice.is_auto:
+        raise ConfigError(f"strategy auto: {config} was written before a strategy was chosen; name one to resume")
+    try:
+        choice.check_for(run.learners)
+    except ConfigError as error:
+        raise ConfigError(
+            f"strategy auto: a resumed run keeps its strategy, {choice.name}, which does not fit {run.learners} "
+            f"learners ({error}); resume with as many as before, or name a strategy"
+        ) from None
+    say(f"strategy auto: the run resumes with {in_words(choice.model_dump())}, as before")
+    return run.model_copy(update={"strategy": choice})
+
+
+def choose_before(run: RunConfig, job: Job, folder: ExperimentFolder, say: Say) -> StrategyChoice:
+    """Start the learners of a run to measure, and say, note and return what is chosen. `folder` is the claimed one."""
+    begin = time.monotonic()
+    if run.learners == 1:
+        return _told(_lone(), folder, begin, say)
+    where = "this machine" if run.launch.kind == "local" else "the cluster"
+    say(f"strategy auto: {run.learners} learners measure {where}")
+    with tempfile.TemporaryDirectory(prefix=".starling-auto-", dir=shared_folder(run, folder)) as name:
+        file, found = Path(name) / "job", Path(name) / "choice.json"
+        file.write_bytes(pack(job, _settings(run)))
+        command = [sys.executable, "-m", "starling.experiment.auto_process", str(file), str(found)]
+        seconds, machines = run.engine.timeout_seconds, machines_of(run, say)
+        launch(command, run.learners, folder.log / "auto", silence_seconds=seconds, machines=machines)
+        choice = Choice.model_validate_json(found.read_text(encoding="utf-8"))
+    return _told(choice, folder, begin, say)
+
+
+def choose_together(run: RunConfig, job: Job, place: Place, folder: ExperimentFolder, say: Say) -> StrategyChoice:
+    """The same among learners that another launcher has started: all of them call this, and get the same choice.
+    Learner 0 says and notes it."""
+    begin = time.monotonic()
+    choice = measured_choice(run, job, place)
+    return _told(choice, folder, begin, say) if place.rank == 0 else choice.strategy
+
+
+def choose_simulated(run: RunConfig, job: Job, cluster: Cluster, folder: ExperimentFolder, say: Say) -> StrategyChoice:
+    """The choice for a simulated cluster, which needs no measuring."""
+    begin = time.monotonic()
+    if run.learners == 1:
+        return _told(_lone(), folder, begin, say)
+    costs = Costs(
+        job=facts_of(job), compute=cluster.compute, messages=cluster.link, means=cluster.link, source="cluster"
+    )
+    given = {name: getattr(cluster, name) for name in ("compute", "link", "nodes", "memory")}
+    slow = run.stragglers.slow
+    around = Surroundings(
+        learners=run.learners,
+        per_node=cluster.nodes.size,
+        stragglers=run.stragglers.model_copy(update={"pauses": ()}),
+        costs=costs,
+        exchanges={},
+        given=given,
+        because=(
+            f"a gradient takes {1000 * cluster.compute.seconds:.3g} ms"
+            + (f" ({max(slow.values()):g} times as long on the slowest learner)" if slow else "")
+            + f", and a link carries {cluster.link.bandwidth * 8 / 1e9:.3g} Gbit/s, on the simulated cluster"
+        ),
+        measured={},
+        is_certain=True,
+    )
+    return _told(choose(around, options_of(run), job.weighting), folder, begin, say)
+
+
+def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
+    """What the learners of a run choose after measuring; all of them call this."""
+    if place.world == 1:
+        return _lone()
+    options = options_of(run)
+    use_threads(run, place.local_world)
+    per_node = place.local_world if place.local_world < place.world else 1
+    found = AtHand()
+    allowance = Allowance(_gradients(job), job.budget.minutes, options.seconds)
+    bare = replace(
+        job,
+        strategy=_measuring(partial(measure_apart, per_node=per_node, allowance=allowance, found=found), one_learner),
+        options=NoOptions(),
+        budget=Budget(steps=_MORE_THAN_ENOUGH),
+        stragglers=Stragglers(slow=job.stragglers.slow, jitter=job.stragglers.jitter),
+        faults=(),
+        checkpoint_every=None,
+        weighting="batches",
+    )
+    store = place.store
+    device, seconds = choose_device(run.engine.device, place), run.engine.timeout_seconds
+    begin = time.monotonic()
+    together = replace(
+        bare, strategy=_measuring(partial(measure_together, allowance=allowance, found=found), all_learners)
+    )
+    with torch.random.fork_rng():
+        for prefix, measuring in ((_APART, bare), (_TOGETHER, together)):
+            own = replace(place, store=PrefixStore(prefix, store))
+            run_learner(measuring, own, device, prefix, Silence(), timeout_seconds=seconds)
+    store.set(_FIGURES.format(place.rank), TypeAdapter(AtHand).dump_json(found).decode())
+    if place.rank == 0:
+        keys = [_FIGURES.format(rank) for rank in range(place.world)]
+        store.wait(keys, timedelta(seconds=seconds))
+        figures = [TypeAdapter(AtHand).validate_json(store.get(key)) for key in keys]
+        measured = time.monotonic()
+        choice = choose(surroundings_of(figures, per_node), options, job.weighting)
+        spent = {
+            "measuring_seconds": round(measured - begin, 2),
+            "planning_seconds": round(time.monotonic() - measured, 2),
+        }
+        choice = choice.model_copy(update={"measured": {**choice.measured, **spent}})
+        store.set(_CHOICE, choice.model_dump_json())
+        return choice
+    store.wait([_CHOICE], timedelta(seconds=SET_UP))
+    return Choice.model_validate_json(store.get(_CHOICE))
+
+
+def measure_as_learner(packed: Path, output: Path) -> None:
+    """Measure as one of the learners that `choose_before` has started; learner 0 writes the choice to `output`."""
+    link = Link.from_environment()
+    with reported_errors(link):
+        job, run = unpack(packed.read_bytes())
+        place = find_place(run.engine.timeout_seconds)
+        choice = measured_choice(run, job, place)
+        if place.rank == 0:
+            output.write_text(choice.model_dump_json(), encoding="utf-8")
+
+
+def with_choice(run: RunT, choice: StrategyChoice, folder: ExperimentFolder, writes: bool = True) -> RunT:
+    """The run with the chosen strategy, which takes the place of `auto` in the experiment's config.yaml, too."""
+    found = run.model_copy(update={"strategy": choice})
+    if writes:
+        try:
+            replace_file(folder.config, dump_recipe(found))
+        except OSError as error:
+            raise unwritable(folder.config, error) from error
+    return found
+
+
+def _told(choice: Choice, folder: ExperimentFolder, begin: float, say: Say) -> StrategyChoice:
+    """Say why, and note it in the experiment's folder."""
+    seconds = time.monotonic() - begin
+    lines = choice.lines(f"choosing took {seconds:.1f} s")
+    for line in lines:
+        say(line)
+    tree: dict[str, Any] = {
+        "why": [line.strip() for line in lines],
+        "seconds": round(seconds, 2),
+        **choice.model_dump(mode="json", include={"learners", "predicted", "measured"}),
+    }
+    try:
+        replace_file(folder.auto, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120))
+    except OSError as error:
+        raise unwritable(folder.auto, error) from error
+    return choice.strategy
+
+
+def _lone() -> Choice:
+    """One learner is plain SGD under every strategy."""
+    alone = Predicted(
+        strategy={"name": "allreduce"}, gradients_per_second=0.0, cautious=0.0, worth=1.0, waiting=0.0, staleness=0.0
+    )
+    return Choice(learners=1, predicted=(alone,))
+
+
+def _gradients(job: Job) -> int | None:
+    """The mini-batches of the budget, if it limits them."""
+    budget = job.budget
+    limits = [budget.steps, None if budget.epochs is None else budget.epochs * job.workload.num_batches(0)]
+    return min((each for each in limits if each is not None), default=None)
+
+
+def _settings(run: RunConfig) -> JobConfig:
+    """The settings that a packed job has, from those of a recipe or a job."""
+    own: Mapping[str, Any] = {name: getattr(run, name) for name in RunConfig.model_fields}
+    return JobConfig.model_validate({**own, "trains": run.name})
+
+
+def _measuring(run: Any, sync_group_size: Callable[[Any, int], int]) -> Strategy:
+    return Strategy("auto: measuring", "measure the machines at hand", run, sync_group_size)

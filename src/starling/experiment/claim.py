@@ -1,0 +1,259 @@
+"""Claims an experiment's folder for a run: checks it, and resumes, moves aside or removes an earlier run."""
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+
+from starling.checkpoint.files import PARTIAL, remove_partial
+from starling.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, read_manifest, sort_key
+from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load
+from starling.checkpoint.retention import is_finite, newest_good
+from starling.configuration import differing
+from starling.errors import CheckpointError, ConfigError, StarlingError
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.seen import begin_segment
+from starling.files import sync
+from starling.recipe.run import RunConfig
+from starling.speech.data import setting_differences
+from starling.speech.recipe import Recipe, dump_recipe, fingerprints, fixed_settings, load_resolved
+from starling.workload import Position
+
+_OWN_FOLDERS = (
+    *("initial", "frames", "log", "tensorboard", "checkpoints", "best", "validation", "decode", "seen"),
+    "joins",
+)
+_OWN_FILES = ("config.yaml", "env.txt", "auto.yaml", "too_short.tsv", "status.json", "report.html")
+_PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
+
+
+def resolve_resume(recipe: Recipe) -> Recipe:
+    """The recipe, with `resume` replaced by the checkpoint that it names; see `checkpoint_to_resume`."""
+    if recipe.resume is None:
+        return recipe
+    folder = checkpoint_to_resume(
+        recipe, fingerprints(recipe), lambda folder, sections: _changed_keys(folder, recipe, sections)
+    )
+    return recipe.model_copy(update={"resume": folder})
+
+
+def checkpoint_to_resume(
+    run: RunConfig,
+    fingerprints: Mapping[str, str],
+    changed: Callable[[Path, Sequence[str]], str] = lambda folder, sections: "",
+) -> Path:
+    """The checkpoint that `run.resume` names, after checking that the run can resume from it.
+
+    `fingerprints` are those of this run's job; `changed` describes the differences in some sections. Raises
+    CheckpointError if the checkpoint is missing, damaged, not finite, or of another model or data, and ConfigError if
+    the budget is already spent.
+    """
+    if run.resume is None:
+        raise ConfigError("resume: name an experiment or a checkpoint")
+    folder = latest(run.resume)
+    checkpoint = load(folder)
+    sections = [name for name, digest in checkpoint.manifest.fingerprints.items() if fingerprints.get(name) != digest]
+    if sections:
+        config = ExperimentFolder(folder.parent.parent).config
+        raise CheckpointError(
+            f"{folder}: it was trained with another {', '.join(sorted(sections))} than this run asks for"
+            f"{changed(folder, sorted(sections))}; resume with the settings in {config}, or train again "
+            "without resume"
+        )
+    if not is_finite(folder):
+        good = newest_good(folder.parent)
+        advice = f"no older checkpoint in {folder.parent} is both intact and finite"
+        if good is not None:
+            advice = f"{good} is intact and finite: to continue from it, move later checkpoints away first"
+        raise CheckpointError(f"{folder}: some of its numbers are not finite; {advice}, and lower the learning rate")
+    _check_budget(run, folder, checkpoint.manifest)
+    checkpoint.start(0, run.learners, run.strategy.described)
+    return folder
+
+
+def earlier_recipe(checkpoint: Path) -> Recipe | None:
+    """The recipe that a checkpoint was trained with; None if it is not there, or cannot be read any more."""
+    try:
+        return load_resolved(ExperimentFolder(checkpoint.parent.parent).config)
+    except StarlingError:
+        return None
+
+
+def _changed_keys(checkpoint: Path, recipe: Recipe, sections: Sequence[str]) -> str:
+    """The changes in some sections since a checkpoint, as `: KEY=OLD (now NEW), …`; empty if they are unknown."""
+    earlier = earlier_recipe(checkpoint)
+    if earlier is None:
+        return ""
+    try:
+        before, now = fixed_settings(earlier), fixed_settings(recipe)
+    except StarlingError:
+        return ""
+    changes: list[str] = []
+    for section in sections:
+        if section == "data" and recipe.mixture is None and earlier.mixture is None:
+            changes += setting_differences(recipe.data.train, before[section], now[section])
+        else:
+            pairs = differing(before.get(section), now.get(section), section)
+            changes += [f"{key}={old} (now {new})" for key, old, new in pairs]
+    return f": {', '.join(changes)}" if changes else ""
+
+
+def _check_budget(run: RunConfig, folder: Path, manifest: Manifest) -> None:
+    """Raise ConfigError if a checkpoint has spent the budget."""
+    position, budget = manifest.position, run.budget
+    reached = {"minutes": manifest.minutes}
+    if not position.outstanding:
+        reached |= {"epochs": position.next_ticket.epoch, "steps": position.num_done}
+    for key, value in reached.items():
+        limit = getattr(budget, key)
+        if limit is not None and value >= limit:
+            raise ConfigError(
+                f"{folder}: the budget is spent: it has reached {value:g} {key}, and budget.{key} is {limit:g}; "
+                f"raise budget.{key}, or score it with `starling evaluate {folder.parent.parent}`"
+            )
+
+
+def check_claim(run: RunConfig) -> None:
+    """For a run that resumes in its own folder, raise ConfigError if the folder has later checkpoints or cannot be
+    written."""
+    if run.resume is None or _is_elsewhere(run):
+        return
+    own = sort_key(checkpoint_name(read_manifest(run.resume).position))
+    found = checkpoints_in(run.folder / "checkpoints")
+    later = [path for path in found if own is not None and (sort_key(path.name) or own) > own]
+    if later:
+        raise ConfigError(
+            f"{run.folder} has checkpoints later than {run.resume}, such as {later[-1].name}; "
+            "resume from the last one, or choose another name"
+        )
+    try:
+        check_writable(run.folder / "checkpoints")
+    except OSError as error:
+        raise unwritable(run.folder / "checkpoints", error) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Create a folder, and create and remove a file in it. Raises OSError if that fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sync(folder.parent)
+    probe = folder / f".writable{PARTIAL}"
+    probe.mkdir(exist_ok=True)
+    (probe / "file").write_text("a checkpoint will be written here\n", encoding="utf-8")
+    shutil.rmtree(probe)
+
+
+def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder:
+    """Create the experiment's folder, start a record of what learners see, and write the recipe.
+
+    If the run resumes from a checkpoint of this folder, the folder is kept. Otherwise an earlier run with a checkpoint
+    is moved to `<name>.1`, `<name>.2` and so on, unless the run has `overwrite`; an earlier run without one is removed.
+    Raises ConfigError as `check_claim`, or if the folder cannot be written.
+    """
+    folder = ExperimentFolder(run.folder)
+    check_claim(run)
+    if run.resume is not None and (line := _fresh_strategy(run, run.resume)):
+        say(line)
+    existing = [path for path in folder.checkpoints.glob("[!.]*") if (path / MANIFEST).is_file()]
+    try:
+        is_new = run.resume is None or _is_elsewhere(run)
+        if existing and is_new and not run.overwrite:
+            say(f"{folder.path} held an earlier run, which is now in {_move_aside(folder.path)}")
+        if is_new:
+            _clear(folder.path)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        remove_partial(folder.checkpoints)
+        shutil.rmtree(folder.validation, ignore_errors=True)
+        check_writable(folder.checkpoints)
+        begin_segment(folder.seen, *_continued(run))
+        folder.config.write_text(dump_recipe(run), encoding="utf-8")
+        folder.environment.write_text(describe_environment(), encoding="utf-8")
+    except OSError as error:
+        raise unwritable(folder.path, error) from error
+    return folder
+
+
+def _fresh_strategy(run: RunConfig, checkpoint: Path) -> str:
+    """The line that a resumed run begins from the consensus, and why; empty if each learner has its own state."""
+    island = run.island
+    saved = Checkpoint(checkpoint, read_manifest(checkpoint))  # it has been verified
+    changed = saved.what_changed(run.learners, run.strategy.described, island.size, island.tensor > 1)
+    if not changed:
+        return ""
+    return (
+        f"resume: {changed}; all learners begin with the mean of its models, without what the strategy keeps between "
+        "steps"
+    )
+
+
+def _is_elsewhere(run: RunConfig) -> bool:
+    """Whether the run resumes from a checkpoint of another experiment."""
+    return run.resume is not None and run.resume.resolve().parent.parent != run.folder.resolve()
+
+
+def _continued(run: RunConfig) -> tuple[Position, Path | None]:
+    """The position at which a run starts, and the earlier record of what learners saw, if it resumes."""
+    if run.resume is None:
+        return Position(), None
+    return read_manifest(run.resume).position, ExperimentFolder(run.resume.parent.parent).seen
+
+
+def unwritable(path: Path, error: OSError) -> ConfigError:
+    """The error that an experiment's folder cannot be written."""
+    return ConfigError(f"{path}: cannot be written ({error}); set exp to another folder")
+
+
+def describe_environment() -> str:
+    """Versions, commit and machine. Contains no environment variables, which may be secret."""
+    import torch
+
+    lines = [f"{name} {_version(name)}" for name in _PACKAGES]
+    lines += [
+        f"commit {_commit()}",
+        f"python {platform.python_version()}",
+        f"platform {platform.platform()}",
+        f"cores {os.cpu_count()}",
+        f"cuda {torch.version.cuda or 'none'}, {torch.cuda.device_count()} devices",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _move_aside(path: Path) -> Path:
+    """Rename a folder to the first free of `<name>.1`, `<name>.2`, …"""
+    aside = next(aside for number in count(1) if not (aside := path.with_name(f"{path.name}.{number}")).exists())
+    return path.rename(aside)
+
+
+def _clear(path: Path) -> None:
+    """Remove the files of an earlier run; other files in the folder stay."""
+    for name in _OWN_FOLDERS:
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+    for name in _OWN_FILES:
+        (path / name).unlink(missing_ok=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """The commit of the source if it is a git checkout."""
+    source = Path(__file__).resolve().parent
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        )
+        changed = subprocess.run(
+            ["git", "-C", str(source), "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "unknown: not a git checkout"
+    return result.stdout.strip() + (" with changes" if changed.stdout.strip() else "")

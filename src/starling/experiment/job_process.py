@@ -1,0 +1,23 @@
+"""The process of one learner that `starling.train` started: `python -m starling.experiment.job_process FILE`."""
+
+import sys
+from pathlib import Path
+
+from starling.experiment.packing import unpack
+from starling.experiment.train import learn_job
+from starling.launch.link import Link, reported_errors
+from starling.launch.rendezvous import find_place
+
+
+def main(file: Path) -> None:
+    """Train as a learner of the job that the launcher has packed into `file`."""
+    link = Link.from_environment()
+    with reported_errors(link):
+        job, run = unpack(file.read_bytes())
+        if link is not None and run.launch.kind == "local":  # elsewhere a lost connection does not mean a dead launcher
+            link.leftovers.append(file.parent)
+        learn_job(job, run, find_place(run.engine.timeout_seconds), link)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,145 @@
+"""The launcher of a run: starts the learners, shows their progress, and cleans up the experiment's folder."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+
+from starling.checkpoint.files import remove_partial
+from starling.checkpoint.reader import checkpoints_in
+from starling.errors import ConfigError, StarlingError, Stopped
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.following import Following
+from starling.experiment.join import changes
+from starling.experiment.machines import check_machines, machines_of
+from starling.experiment.observers import show
+from starling.extras import require
+from starling.launch.launcher import launch
+from starling.launch.messages import LearnerMessage
+from starling.launch.rendezvous import LOOPBACK
+from starling.launch.requests import launcher_id, taking_requests
+from starling.launch.watch import Loss
+from starling.recipe.run import RunConfig
+from starling.reporting.metrics import Metrics, serving
+from starling.reporting.progress import Display
+from starling.training.faults import only_simulated
+
+MAX_LEARNERS_PER_CORE = 4
+"""More learners than this are likely a mistake, and cause a warning."""
+
+
+def run_learners(
+    run: RunConfig,
+    folder: ExperimentFolder,
+    command: Sequence[str],
+    following: Following,
+    display: Display,
+    how_to_resume: str,
+    on_message: Callable[[LearnerMessage], None] = lambda message: None,
+    is_enough: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run the learners of `run`, each a process of `command`, until all have exited.
+
+    Their messages are shown and then passed to `on_message`. Once `is_enough`, they save and end early. Raises the
+    error that ended the run; if there is a checkpoint, with a note that contains `how_to_resume`.
+    """
+    following.on_look = display.tick
+    roster = following.roster
+    metrics = Metrics(roster, run.name, run.strategy.name)
+
+    def hear(learner_id: int, message: LearnerMessage) -> None:
+        show(message, display)
+        metrics.hear(learner_id, message)
+        on_message(message)
+
+    def on_loss(loss: Loss) -> None:
+        display.lost(loss.learner, loss.reason)
+        display.train_with(roster.membership.members)
+
+    def on_join(learner_id: int, num_learners: int) -> None:
+        display.joined(learner_id, num_learners)
+        metrics.joined()
+        display.train_with(roster.membership.members)
+
+    try:
+        with taking_requests(folder.joins) as requests, _monitoring(run, metrics, display):
+            losses = launch(
+                command,
+                run.learners,
+                folder.log,
+                hear,
+                None if run.on_loss == "stop" else on_loss,
+                run.engine.timeout_seconds,
+                changes(run, requests, display.say, on_join, display.left_out),
+                roster,
+                is_enough,
+                machines_of(run, display.say),
+            )
+    except StarlingError as error:
+        raise resumable(error, folder, how_to_resume) from None
+    finally:
+        with suppress(OSError):
+            remove_partial(folder.checkpoints)  # all learners have exited
+    for loss in losses:
+        if loss.learner in display.away:
+            display.say(f"{run.name} ended without learner {loss.learner}: {loss.reason}")
+
+
+@contextmanager
+def _monitoring(run: RunConfig, metrics: Metrics, display: Display) -> Generator[None, None, None]:
+    """Within this context, the metrics of a run are served if it asks for that."""
+    if run.launch.metrics_port is None:
+        yield
+        return
+    address = run.launch.metrics_address
+    with serving(metrics, address, run.launch.metrics_port) as port:
+        display.say(f"metrics for Prometheus: http://{f'[{address}]' if ':' in address else address}:{port}/metrics")
+        if address not in LOOPBACK:
+            display.say(
+                f"warning: launch.metrics_address is {address}, not this machine's loopback: any process that reaches "
+                "this port can read the run's figures; use a private network, and see SECURITY.md"
+            )
+        yield
+
+
+def crowding_warning(learners: int, cores: int) -> str | None:
+    """A warning if this machine has far fewer cores than learners, else None."""
+    if learners <= MAX_LEARNERS_PER_CORE * cores:
+        return None
+    return (
+        f"warning: {learners} learners share {cores} cores and slow each other down; use at most {cores} for speed, or "
+        "`starling simulate` to study more"
+    )
+
+
+def check_not_running(run: RunConfig) -> None:
+    """Raise ConfigError if another run is using the experiment's folder."""
+    if launcher_id(ExperimentFolder(run.folder).joins) is not None:
+        raise ConfigError(
+            f"{run.folder}: another run writes here; wait for its end, stop it, or set name to another one"
+        )
+
+
+def check_engine(run: RunConfig) -> None:
+    """Raise ConfigError for settings that real processes cannot have: CUDA without a device, simulated faults, and a
+    cluster that cannot be reached."""
+    if problems := list(only_simulated(run.faults)):
+        raise ConfigError("\n".join(problems))
+    check_machines(run)
+    if run.launch.metrics_port is not None:
+        require("monitoring", "launch.metrics_port")
+    if run.launch.kind == "local" and run.engine.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: cuda, but torch finds no CUDA device; use engine.device=auto or cpu")
+
+
+def resumable(error: StarlingError, folder: ExperimentFolder, how_to_resume: str) -> StarlingError:
+    """The error that ended a run, with the newest checkpoint and a note on how to resume from it."""
+    found = checkpoints_in(folder.checkpoints)
+    if isinstance(error, Stopped):
+        saved = "; there is no checkpoint"
+        if found:
+            saved = f", saved {found[-1]}" if error.has_saved else f"; the newest checkpoint is {found[-1]}"
+        error = Stopped(f"{error}{saved}", error.signal_number)
+    if found:
+        error.add_note(f"resume with: {how_to_resume}")
+    return error

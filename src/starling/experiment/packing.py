@@ -1,0 +1,66 @@
+"""Pickles a job for the launcher's own learners, which import the user's script before they unpickle it."""
+
+import io
+import pickle
+from multiprocessing import current_process, spawn
+from pathlib import Path
+
+from starling.errors import ConfigError
+from starling.recipe.run import RunConfig
+from starling.training.job import Job
+
+
+class JobConfig(RunConfig):
+    """The settings of a run that `starling.train` starts; saved as `config.yaml` in its folder."""
+
+    trains: str
+    """The name of the workload's class, for information."""
+
+
+def pack(job: Job, run: JobConfig) -> bytes:
+    """Pickle what a learner needs: how to import this script, the settings, and the job.
+
+    Raises ConfigError for a job that cannot be pickled.
+    """
+    preparation = spawn.get_preparation_data("starling-learner")
+    preparation.pop("authkey", None)
+    script = preparation.get("init_main_from_path")
+    if script is not None and not Path(script).exists():
+        raise ConfigError(
+            f"job: learner processes import the script that calls starling.train, but {Path(script).name} is no file; "
+            "save the script in a file, and start that instead of reading it from standard input"
+        )
+    buffer = io.BytesIO()
+    pickle.dump((preparation, run.model_dump(mode="json")), buffer)
+    try:
+        pickle.dump(job, buffer)  # not multiprocessing's pickler, whose shared memory would end with this process
+    except Exception as error:
+        raise ConfigError(
+            f"job: cannot be sent to learner processes ({error}); define its functions and classes at the top level of "
+            "a module or of the script, and bind their arguments with functools.partial"
+        ) from error
+    return buffer.getvalue()
+
+
+def unpack(packed: bytes) -> tuple[Job, JobConfig]:
+    """The inverse of `pack`; only for bytes from this process's own launcher."""
+    buffer = io.BytesIO(packed)
+    preparation, settings = pickle.load(buffer)  # noqa: S301 - written by this learner's own launcher
+    process = current_process()
+    process._inheriting = True  # type: ignore[attr-defined]  # multiprocessing's flag while the script is imported
+    try:
+        spawn.prepare(preparation)
+        job = pickle.load(buffer)  # noqa: S301 - as above
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"job: a learner cannot import a function or class of it ({error}); define it at the top level of a module "
+            "or of the script, not in a notebook or under `if __name__`"
+        ) from error
+    finally:
+        del process._inheriting  # type: ignore[attr-defined]
+    return job, JobConfig.model_validate(settings)
+
+
+def is_importing_script() -> bool:
+    """Whether `unpack` is importing the user's script in this process."""
+    return bool(getattr(current_process(), "_inheriting", False))

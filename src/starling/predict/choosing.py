@@ -1,0 +1,324 @@
+"""Which strategy `auto` chooses: the planner's predictions, and what a gradient is worth under each strategy."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from starling.configuration import Config
+from starling.engines.virtual.cluster import ComputeModel, LinkModel
+from starling.errors import ConfigError
+from starling.predict.at_hand import ACROSS, INSIDE, PATTERNS, AtHand, has_nodes, topologies
+from starling.predict.costs import Costs, JobFacts
+from starling.predict.deciding import TIE, in_words, ranked, tried, worth
+from starling.predict.fits import fit_compute
+from starling.predict.predict import AVERAGING, Arm, Machines, Speed, simulate_briefly
+from starling.recipe.auto import CANDIDATES, AutoOptions
+from starling.recipe.run import StrategyChoice
+from starling.training.stragglers import Stragglers
+from starling.workload import Weighting
+
+Seconds = float
+LONGER = 1.5
+"""Progress is the mean of that with rounds of averaging as measured, and that with rounds that take so many times as
+long. A period too long costs little (`WORTH_OF_A_DOUBLING`), one too short makes learners wait; and rounds are not all
+the same: random pairs cross a slow link more or less often, and others may use it later."""
+LIKE = 1.05
+"""Learners whose gradients take less than this many times those of the fastest count as equally fast."""
+SIMULATED, MOST_ROUNDS, FEWEST_ROUNDS = 480, 32, 4
+"""Gradients in a simulation, and the most and the fewest of each learner."""
+CYCLES, MOST_TIMES = 4, 8
+"""Rounds of averaging in a simulation, twice as many as a learner may be behind, unless that would take more than so
+many times as many gradients."""
+SEEDS = 3
+"""Simulations of each prediction, where times are drawn at random."""
+STEADY = 0.1
+"""Standard deviation / mean up to which gradient times count as constant, for which one simulation is enough."""
+NOTABLE = 0.1
+"""The share of its time that a learner loses to rounds of averaging from which it is said."""
+RESAMPLES = 1000
+SHORTEST: Seconds = 1e-6
+
+
+class Predicted(Config):
+    """What is predicted for one strategy."""
+
+    strategy: dict[str, Any]
+    """Its name and options, as in a recipe."""
+    gradients_per_second: float
+    """Of all learners together."""
+    cautious: float
+    """The same, the mean of predictions with rounds of averaging as measured and with longer ones."""
+    worth: float
+    """Of each gradient, relative to one of `allreduce`."""
+    waiting: float
+    """The share of the learners' time."""
+    staleness: float
+    """The mean."""
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        return str(self.strategy["name"])
+
+    @property
+    def risk(self) -> float:
+        """The share of `gradients_per_second` that caution takes away."""
+        return 1.0 - self.cautious / self.gradients_per_second
+
+    @property
+    def progress(self) -> float:
+        """Gradients per second, with caution, counted by their worth: what is compared."""
+        return self.cautious * self.worth
+
+    def __str__(self) -> str:
+        return in_words(self.strategy)
+
+
+class Choice(Config):
+    """What `auto` chose, and why."""
+
+    learners: int
+    predicted: tuple[Predicted, ...]
+    """The choice first, then the others, the best first."""
+    because: str = ""
+    measured: dict[str, Any] = Field(default_factory=dict)
+    """The figures behind the predictions, for people."""
+
+    @property
+    def chosen(self) -> Predicted:
+        """The choice."""
+        return self.predicted[0]
+
+    @property
+    def strategy(self) -> StrategyChoice:
+        """The choice, for a recipe."""
+        return StrategyChoice.model_validate(self.chosen.strategy)
+
+    @property
+    def second(self) -> Predicted | None:
+        """The best of the other strategies."""
+        return next((each for each in self.predicted if each.name != self.chosen.name), None)
+
+    def lines(self, took: str = "") -> list[str]:
+        """What and why, and how far the second choice is behind; `took` says what measuring cost."""
+        chosen, second = self.chosen, self.second
+        if self.learners == 1:
+            return ["strategy auto: allreduce, because a single learner has no other to agree with"]
+        if second is None:
+            behind = "no other strategy was compared"
+        else:
+            behind = (
+                f"{second} is the second choice: {second.gradients_per_second:.3g} mini-batches/s, "
+                f"{max(0.0, 1.0 - second.progress / chosen.progress):.0%} behind if its mini-batches count "
+                f"{second.worth:.2f} and those of the first choice {chosen.worth:.2f}"
+            )
+            if max(chosen.risk, second.risk) > TIE:
+                behind += f", and rounds may take {LONGER:g} times as long"
+        return [
+            f"strategy auto: {chosen} for {self.learners} learners, {chosen.gradients_per_second:.3g} mini-batches/s "
+            f"predicted, {chosen.waiting:.0%} of the time waiting",
+            f"  because {self.because}",
+            f"  {behind}" + (f"; {took}" if took else ""),
+        ]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The machines of a run, as the planner needs them."""
+
+    learners: int
+    per_node: int
+    stragglers: Stragglers
+    costs: Costs
+    exchanges: Mapping[str, LinkModel]
+    """The links that averaging rounds of a pattern meet. Those not named meet the costs' own."""
+    given: Mapping[str, Config]
+    """Sections of a simulated cluster, which take the place of measured ones."""
+    because: str
+    measured: dict[str, Any]
+    gradients: Sequence[Seconds] = ()
+    """By learner, without averaging; empty: as `costs` and `stragglers` say."""
+    lost: Sequence[float] = ()
+    """By learner: the share of its time that it loses while a round of averaging is under way."""
+    rounds: Mapping[str, Seconds] = field(default_factory=dict)
+    """Of averaging, by pattern."""
+    is_certain: bool = False
+    """Whether rounds take what is said here: of a simulated cluster."""
+
+    def machines(self, arm: Arm, longer: float = 1.0) -> Machines:
+        """Those that a strategy meets if rounds of averaging take `longer` times as long."""
+        costs, pattern = self.costs, getattr(arm.options, "pattern", None)
+        if arm.name == "hadpsgd" and ACROSS in self.exchanges:
+            across, inside = self.exchanges[ACROSS], self.exchanges[INSIDE]
+            nodes = {"messages": across, "inside": inside, "inside_means": inside, "devices_per_node": self.per_node}
+            costs = costs.model_copy(update=nodes)
+        elif pattern is not None:
+            fallback = self.exchanges.get("ring", costs.messages)
+            costs = costs.model_copy(update={"messages": self.exchanges.get(pattern, fallback)})
+        found = Machines(costs, self._stragglers(arm, longer), self.given)
+        return found if longer == 1.0 or arm.name in AVERAGING else found.with_bandwidth(1.0 / longer)
+
+    def _stragglers(self, arm: Arm, longer: float) -> Stragglers:
+        """How much slower than the fastest gradient those of each learner are, between and during rounds of averaging.
+
+        Of a learner's time, a share u is spent with a round under way, in which it loses a share `lost`. With gradients
+        of g seconds without averaging, those take g / (1 - lost u); with rounds of E seconds, one for each `period`
+        gradients of the fastest learner, u = E / (period g) (1 - lost u), or 1 if rounds take longer than that.
+        """
+        pattern = ACROSS if arm.name == "hadpsgd" else getattr(arm.options, "pattern", None)
+        if not any(self.lost) or pattern is None:
+            return self.stragglers
+        seconds = longer * self.rounds.get(pattern, self.rounds.get("ring", 0.0))
+        period = float(getattr(arm.options, "period", 1.0))
+        shares = []
+        for gradient, lost in zip(self.gradients, self.lost, strict=True):
+            ratio = seconds / (period * gradient)
+            shares.append(min(1.0, ratio / (1.0 + ratio * lost)))
+        under_way, fastest = max(shares), min(self.gradients)
+        times = [each / (1.0 - lost * under_way) for each, lost in zip(self.gradients, self.lost, strict=True)]
+        return Stragglers(slow={rank: each / fastest for rank, each in enumerate(times) if each > LIKE * fastest})
+
+
+def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the run's model") -> Surroundings:
+    """The machines of a run from what its learners measured, by rank."""
+    world, num_bytes = len(figures), figures[0].num_bytes
+    means = [fmean(each.gradients) for each in figures]
+    base = min(means)
+    slow = {rank: mean / base for rank, mean in enumerate(means) if mean > LIKE * base}
+    relative = np.concatenate([np.asarray(each.gradients) / mean for each, mean in zip(figures, means, strict=True)])
+    step = median(seconds for each in figures for seconds in each.steps)
+    varies = len(relative) > 2 * world and float(relative.std()) > STEADY
+    fitted = fit_compute(base * relative) if varies else ComputeModel(seconds=base)
+    total = base + step
+    compute = fitted.model_copy(update={"seconds": total, "spread": fitted.spread * base / total})
+    mean = max(SHORTEST, fmean(each.mean for each in figures))
+    longer = mean
+    if all(each.synchronous for each in figures):
+        synchronous = fmean(median(each.synchronous) for each in figures)
+        longer = max(SHORTEST, synchronous - _slowest_of_each_round(figures))
+    whole = {name: fmean(each.exchanges[name] for each in figures) for name in figures[0].exchanges}
+    links = {name: LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, whole[name])) for name in whole}
+    if ACROSS in links:  # each learner sent its share to every node that it averages with, all over one uplink
+        num_targets = len(topologies(world, per_node)[ACROSS].targets(0, 0))
+        links[ACROSS] = links[ACROSS].model_copy(update={"bandwidth": num_targets * links[ACROSS].bandwidth})
+    costs = Costs(
+        job=JobFacts(trains=trains, model_bytes=num_bytes, batches_per_epoch=1),
+        compute=compute,
+        messages=links["ring"] if "ring" in links else next(iter(links.values())),
+        means=_ring(mean, num_bytes, world),
+        gradient_means=_ring(longer, num_bytes, world),
+        holds_contention=True,
+        source="what the learners of this run measured",
+    )
+    slowest = max(range(world), key=means.__getitem__)
+    of_slowest = f" ({_seconds(means[slowest])} on learner {slowest})" if slow else ""
+    because = (
+        f"a gradient takes {_seconds(base)}{of_slowest}, averaging all gradients {_seconds(longer)} more, and "
+        f"averaging {num_bytes / 1e6:.3g} MB of weights with neighbours {_seconds(whole.get('ring', mean))}"
+    )
+    lost = [each.lost for each in figures]
+    if max(lost) > NOTABLE:
+        rank = max(range(world), key=lost.__getitem__)
+        because += f", during which learner {rank} makes {lost[rank]:.0%} fewer gradients"
+    measured = {
+        "gradient_seconds": [round(each, 6) for each in means],
+        "gradients_measured": [len(each.gradients) for each in figures],
+        "step_seconds": round(step, 6),
+        "mean_seconds": round(mean, 6),
+        "mean_of_gradients_seconds": round(longer, 6),
+        "exchange_seconds": {name: round(seconds, 6) for name, seconds in whole.items()},
+        "lost_to_exchanges": [round(each, 3) for each in lost],
+        "model_bytes": num_bytes,
+    }
+    return Surroundings(world, per_node, Stragglers(slow=slow), costs, links, {}, because, measured, means, lost, whole)
+
+
+def _slowest_of_each_round(figures: Sequence[AtHand]) -> Seconds:
+    """How long the slowest gradient of a round takes, expected from the distributions of all learners."""
+    generator = np.random.default_rng(0)
+    drawn = [generator.choice(np.asarray(each.gradients), RESAMPLES) for each in figures]
+    return float(np.max(drawn, axis=0).mean())
+
+
+def _ring(seconds: Seconds, num_bytes: int, world: int) -> LinkModel:
+    """The link on which a ring all-reduce of so many learners takes this long."""
+    messages = 2 * (world - 1)
+    return LinkModel(latency=0.0, bandwidth=messages * -(-num_bytes // world) / seconds)
+
+
+def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "batches") -> Choice:
+    """The strategy that makes the most progress per second, and the others that were compared.
+
+    Raises:
+        ConfigError: None of `options.among` fits.
+    """
+    world = around.learners
+    found: list[Predicted] = []
+    notes: list[str] = []
+    for name in (each for each in CANDIDATES if each in options.among):
+        try:
+            found += _predictions(name, around, weighting)
+        except ConfigError as error:
+            notes.append(str(error))
+    if not found:
+        raise ConfigError(
+            f"strategy auto: none of {', '.join(options.among)} fits {world} learners\n  " + "\n  ".join(notes)
+        )
+    return Choice(learners=world, predicted=tuple(ranked(found)), because=around.because, measured=around.measured)
+
+
+def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Iterator[Predicted]:
+    """A strategy with each set of options that is worth a try. ConfigError if it does not fit."""
+    if name == "hadpsgd" and not has_nodes(around.learners, around.per_node):
+        raise ConfigError("hadpsgd: needs several nodes, each with the same number of learners, at least 2")
+    return tried(name, around.per_node, _patterns(around), lambda tree: _predict(tree, around, weighting))
+
+
+def _patterns(around: Surroundings) -> list[str]:
+    """The patterns worth a try, that with the fewest messages first. A fixed ring is one only where its rounds are
+    faster than those of pairs."""
+    patterns = sorted(PATTERNS if around.learners > 2 else PATTERNS[:1], key=["pairs", "ring"].index)
+    ring, pairs = (around.rounds.get(name) for name in PATTERNS)
+    has_slower_ring = ring is not None and pairs is not None and ring > pairs
+    return [each for each in patterns if each != "ring" or not has_slower_ring]
+
+
+def _predict(tree: Mapping[str, Any], around: Surroundings, weighting: Weighting) -> Predicted:
+    choice = StrategyChoice.model_validate(tree)
+    choice.check_for(around.learners)
+    if problem := choice.strategy.weighting_problem(choice.options, weighting):
+        raise ConfigError(problem)
+    arm = Arm(choice.strategy, choice.options)
+    speeds = _speeds(arm, around)
+    rate = cautious = 1.0 / fmean(speed.seconds_per_gradient for speed in speeds)
+    if not around.is_certain and arm.name not in AVERAGING:
+        longer = fmean(speed.seconds_per_gradient for speed in _speeds(arm, around, LONGER))
+        cautious = fmean((rate, 1.0 / longer))
+    counts = sum((speed.staleness for speed in speeds), Counter[int]())
+    staleness = sum(value * count for value, count in counts.items()) / max(1, counts.total())
+    return Predicted(
+        strategy=dict(tree),
+        gradients_per_second=rate,
+        cautious=cautious,
+        worth=worth(arm, around.learners, staleness),
+        waiting=fmean(speed.waiting for speed in speeds),
+        staleness=staleness,
+    )
+
+
+def _speeds(arm: Arm, around: Surroundings, longer: float = 1.0) -> list[Speed]:
+    rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, SIMULATED // around.learners))
+    long_enough = CYCLES * int(getattr(arm.options, "period", 1.0))
+    rounds = max(rounds, min(long_enough, MOST_TIMES * SIMULATED // around.learners))
+    machines = around.machines(arm, longer)
+    seeds = range(SEEDS if machines.is_random else 1)
+    return [simulate_briefly(arm, around.learners, machines, seed, rounds) for seed in seeds]
+
+
+def _seconds(seconds: Seconds) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1.0 else f"{1000 * seconds:.3g} ms"

@@ -1,0 +1,237 @@
+"""What a plan rests on: the costs of a job on some machines, measured (a profile) or from data sheets (a preset)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import Field, ValidationError
+
+from starling.configuration import Config
+from starling.engines.virtual.cluster import ComputeModel, LinkModel
+from starling.errors import ConfigError, did_you_mean
+from starling.recipe.file import parse_yaml
+from starling.recipe.problems import describe
+
+Seconds = float
+PASSES_OF_A_CHANGE = 3
+"""Changing weights reads them, reads the change, and writes them."""
+PRESETS = Path(__file__).parent / "presets"
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+class JobFacts(Config):
+    """What a plan needs to know of a job."""
+
+    trains: str
+    """What it trains, for people."""
+    model_bytes: int = Field(ge=1)
+    """Of the weights that learners exchange."""
+    batches_per_epoch: int = Field(ge=1)
+    flops_per_gradient: float | None = Field(default=None, gt=0.0)
+    """Floating-point operations of forward and backward of one mini-batch; only presets need them."""
+
+
+class Validation(Config):
+    """How far predictions were from measurements when they were last compared."""
+
+    error: float = Field(ge=0.0)
+    """The largest |predicted / measured - 1|."""
+    against: str
+    """What was measured, and when."""
+
+
+class GradientTimes(Config):
+    """How long one gradient takes on a learner: loading, forward and backward."""
+
+    num_measured: int = Field(ge=2)
+    seconds: Seconds = Field(gt=0.0)
+    """The mean."""
+    low: Seconds = Field(gt=0.0)
+    """95 % interval of the mean, by bootstrap."""
+    high: Seconds = Field(gt=0.0)
+    jitter: float = Field(ge=0.0)
+    """Standard deviation / mean."""
+    quantiles: dict[str, Seconds]
+    fitted: ComputeModel
+    """The distribution that simulations draw from."""
+
+
+class MeasuredLink(Config):
+    """What messages of several sizes took between two learners, and the line through them."""
+
+    seconds_by_bytes: dict[int, Seconds]
+    """Medians."""
+    fitted: LinkModel
+
+
+class MachineFacts(Config):
+    """The machine that was measured."""
+
+    processor: str
+    cores: int = Field(ge=1)
+    memory_bytes: int = Field(ge=0)
+    device: str
+    torch: str
+    starling: str
+
+
+class Profile(Config):
+    """The costs of a job as measured on a machine: what `starling profile` writes."""
+
+    format: int = 1
+    """The format of the file."""
+    date: str
+    """When it was measured."""
+    command: str
+    """The command that measured it."""
+    machine: MachineFacts
+    """Where it was measured."""
+    job: JobFacts
+    """What was measured."""
+    gradient: GradientTimes
+    """What a gradient takes."""
+    step_seconds: Seconds = Field(ge=0.0)
+    """What each gradient costs besides: the copy of the weights, and the optimizer's step."""
+    mixing_bandwidth: float = Field(gt=0.0)
+    """Bytes of weights that a learner changes per second by `apply`."""
+    exchange: MeasuredLink
+    """A model to a neighbour and one from it, both ways at once, copied and applied."""
+    mean: MeasuredLink
+    """A mean of two learners, as two messages of half the size."""
+    gradient_mean: MeasuredLink
+    """What the mean of two learners' gradients takes beyond the gradient, which may hide a part of it."""
+    memory_per_learner_bytes: int = Field(ge=0)
+    """Resident memory of a learner process at its peak, on the accelerator where there is one."""
+    validation: Validation | None = None
+    """How good earlier predictions were; None: never compared."""
+
+    @property
+    def costs(self) -> "Costs":
+        """What simulations need of it."""
+        fitted = self.gradient.fitted
+        per_gradient = self.gradient.seconds + self.step_seconds
+        scale = fitted.seconds / per_gradient if fitted.distribution != "constant" else 1.0
+        return Costs(
+            job=self.job,
+            compute=fitted.model_copy(update={"seconds": per_gradient, "spread": fitted.spread * scale}),
+            uncertainty=(self.gradient.low / self.gradient.seconds, self.gradient.high / self.gradient.seconds),
+            messages=self.exchange.fitted,
+            means=self.mean.fitted,
+            gradient_means=self.gradient_mean.fitted,
+            memory_bandwidth=PASSES_OF_A_CHANGE * self.mixing_bandwidth,
+            memory_bytes=self.memory_per_learner_bytes,
+            source=f"a profile of {self.date} on {self.machine.device}",
+            validation=self.validation,
+        )
+
+
+class Preset(Config):
+    """Machines as their data sheets describe them, with one fitted number: the share of the peak that is reached."""
+
+    summary: str
+    device: str
+    peak_flops: float = Field(gt=0.0)
+    """Floating-point operations per second of one device, in the precision of training."""
+    efficiency: float = Field(gt=0.0, le=1.0)
+    """The share of `peak_flops` that a gradient reaches."""
+    devices_per_node: int = Field(ge=1)
+    inside: LinkModel
+    """Between two devices of a node."""
+    uplink: LinkModel
+    """Of a node, shared by its devices."""
+    memory_bandwidth: float = Field(gt=0.0)
+    memory_bytes: int = Field(ge=0)
+    validation: Validation | None = None
+
+    def gradient_seconds(self, flops: float) -> Seconds:
+        """How long a gradient of so many operations takes."""
+        return flops / (self.peak_flops * self.efficiency)
+
+    def costs(self, job: JobFacts, name: str) -> "Costs":
+        """What simulations need of it, for a job. ConfigError where the job's operations are unknown."""
+        if job.flops_per_gradient is None:
+            raise ConfigError(
+                f"preset {name}: the operations of {job.trains} are unknown, so that data sheets cannot tell its "
+                "gradient time; measure them with `starling profile`, and give the profile"
+            )
+        return Costs(
+            job=job,
+            compute=ComputeModel(seconds=self.gradient_seconds(job.flops_per_gradient)),
+            messages=self.uplink,
+            means=self.uplink,
+            inside=self.inside,
+            devices_per_node=self.devices_per_node,
+            source=f"the preset {name} ({self.summary})",
+            validation=self.validation,
+        )
+
+
+class Costs(Config):
+    """What simulations of a job need to know."""
+
+    job: JobFacts
+    compute: ComputeModel
+    uncertainty: tuple[float, float] = (1.0, 1.0)
+    """The 95 % interval of the mean gradient time, as factors of it."""
+    messages: LinkModel
+    """Between learners on different nodes; of a node's uplink where several learners share a node."""
+    means: LinkModel
+    gradient_means: LinkModel | None = None
+    """The same for means of gradients; None: as other means have it."""
+    inside: LinkModel | None = None
+    """Between learners of one node; None: the same as between nodes."""
+    inside_means: LinkModel | None = None
+    """The same as means have it; None: as messages have it."""
+    devices_per_node: int = 1
+    holds_contention: bool = False
+    """Whether the links were measured while all learners sent at once, so that waiting for a node's link is in them."""
+    memory_bandwidth: float | None = None
+    """Bytes per second of the memory in which a server keeps the model."""
+    memory_bytes: int | None = None
+    source: str
+    validation: Validation | None = None
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a file that `starling profile` wrote. ConfigError for anything else."""
+    return _read(path, Profile, "profile", "make one with `starling profile RECIPE --output profile.yaml`")
+
+
+def find_preset(name: str) -> Preset:
+    """A preset by its name, or in a file of one's own. ConfigError if there is none."""
+    known = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
+    path = known.get(name, Path(name))
+    if name not in known and path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"preset {name!r} is unknown; {did_you_mean(name, known)}known are {', '.join(known)}, or the "
+            "path of a YAML file"
+        )
+    return _read(path, Preset, "preset", "copy one of Starling's presets, and change it")
+
+
+def _read(path: Path, kind: type[ConfigT], what: str, advice: str) -> ConfigT:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {path}: cannot be read ({error}); {advice}") from None
+    tree = parse_yaml(text, f"{what} {path}")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{what} {path}: must be a YAML mapping of keys to values; {advice}")
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(problems(f"{what} {path}", describe(error, kind, tree))) from None
+
+
+def problems(where: str, found: Sequence[str]) -> str:
+    """All problems of a file in one message."""
+    count = f"{len(found)} problems" if len(found) > 1 else "a problem"
+    return f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in found)
+
+
+def dump(config: Config, comments: Sequence[str] = ()) -> str:
+    """A configuration as YAML, below some lines of comment."""
+    head = "".join(f"# {line}\n" for line in comments)
+    tree: dict[str, Any] = config.model_dump(mode="json")
+    return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,104 @@
+"""Which strategy to choose: the one rule of `starling plan` and of `strategy: auto`.
+
+Strategies are compared by progress, mini-batches per second times the worth of a mini-batch. Of those that predictions
+cannot tell apart, the one whose mini-batches are worth most is chosen, and of these the plainest (decision 0080).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import log2
+from typing import Any, Protocol, TypeVar
+
+from starling.predict.predict import Arm
+from starling.recipe.run import StrategyChoice
+
+WORTH = 0.6
+"""What a mini-batch is worth relative to one of `allreduce`, where gradients are stale or learners' models differ.
+
+Measured to one early loss with 16 equal learners: 476 mini-batches under `allreduce`, about 800 under `adpsgd`, which
+is 0.60 (docs/results/stragglers.md). The runs that chose the rates there had 0.69 for `delay-by-one`, 0.65 for `dpsgd`
+and 0.64 for `adpsgd` (stragglers/rates.md, one seed). A difference between the three was not shown, and nothing like it
+has been measured for other strategies: one number serves for all.
+"""
+WORTH_OF_A_DOUBLING = 0.98
+"""The factor of `WORTH` for each doubling of the averaging period. Not measured: of equally fast periods, it takes the
+shortest."""
+TIE = 0.05
+"""Progress within this share of the most counts as equal. In one setting, predictions were 2.9 and 2.5 % off for two of
+these strategies (docs/planning.md), so they do not show differences of less than about 5 %."""
+PERIODS = (2, 4, 8, 16)
+"""Averaging periods beside 1, tried one after the other as long as the progress grows."""
+
+
+class Candidate(Protocol):
+    """A strategy with what is predicted for it."""
+
+    @property
+    def progress(self) -> float:
+        """Mini-batches per second, each counted by its worth."""
+
+    @property
+    def worth(self) -> float:
+        """Of a mini-batch, relative to one of `allreduce`."""
+
+
+CandidateT = TypeVar("CandidateT", bound=Candidate)
+
+
+def worth(arm: Arm, learners: int, staleness: float) -> float:
+    """What a mini-batch is worth under a strategy with these options, relative to one of `allreduce`.
+
+    Args:
+        arm: The strategy.
+        learners: How many there are.
+        staleness: The mean that a simulation found.
+    """
+    in_parts = 1 < arm.strategy.sync_group_size(arm.options, learners) < learners
+    if learners == 1 or (arm.strategy.averages_gradients(arm.options) and staleness == 0.0 and not in_parts):
+        return 1.0
+    period = float(getattr(arm.options, "period", 1.0))
+    return WORTH * float(WORTH_OF_A_DOUBLING ** max(0.0, log2(period)))
+
+
+def is_clearly_ahead(progress: float, of: float) -> bool:
+    """Whether predictions tell the first progress from the second."""
+    return of < (1.0 - TIE) * progress
+
+
+def ranked(found: Sequence[CandidateT]) -> list[CandidateT]:
+    """The choice first, then the others, the most progress first. `found` has the plainest strategies first."""
+    most = max(each.progress for each in found)
+    near = [each for each in found if not is_clearly_ahead(most, each.progress)]
+    best = max(near, key=lambda each: each.worth)  # the first of those that are worth as much
+    return [best, *sorted((each for each in found if each is not best), key=lambda each: -each.progress)]
+
+
+def tried(
+    name: str, per_node: int, patterns: Sequence[str], predict: Callable[[Mapping[str, Any]], CandidateT]
+) -> Iterator[CandidateT]:
+    """A strategy with each set of options that is worth a try.
+
+    Args:
+        name: The strategy's.
+        per_node: Learners of a node, or of a super-learner.
+        patterns: Of `adpsgd`, that with the fewest messages first.
+        predict: What is predicted for a strategy with options, as in a recipe.
+    """
+    fields = StrategyChoice(name=name).strategy.options.model_fields
+    sets: list[dict[str, Any]] = [{"per_node": per_node}] if "per_node" in fields else [{}]
+    if "period" in fields and "per_node" not in fields:
+        sets = [{"pattern": pattern} for pattern in patterns]
+    for options in sets:
+        last = predict({"name": name, **options})
+        yield last
+        for period in PERIODS if "period" in fields else ():
+            longer = predict({"name": name, **options, "period": period})
+            yield longer
+            if longer.progress < last.progress:
+                break
+            last = longer
+
+
+def in_words(strategy: Mapping[str, Any]) -> str:
+    """A strategy with its options, as `adpsgd (pattern: ring, period: 4)`."""
+    options = ", ".join(f"{key}: {value}" for key, value in strategy.items() if key != "name")
+    return f"{strategy['name']} ({options})" if options else str(strategy["name"])

@@ -1,0 +1,524 @@
+"""`starling.plan`: what each strategy would give with so many learners, and which to choose."""
+
+import csv
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from starling.budget import Budget
+from starling.configuration import Config
+from starling.engines.virtual.cluster import Cluster, LinkModel, NodeModel
+from starling.errors import ConfigError
+from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, problems, read_profile
+from starling.predict.deciding import WORTH, in_words, is_clearly_ahead, ranked, tried, worth
+from starling.predict.facts import facts_of
+from starling.predict.memory import memory_of
+from starling.predict.predict import Arm, Machines, Speed, bisect, median_speed, simulate
+from starling.recipe.file import parse_yaml
+from starling.recipe.problems import describe
+from starling.recipe.run import StrategyChoice
+from starling.strategies import STRATEGIES
+from starling.strategies.islands import NO_ISLANDS, between_islands
+from starling.training.job import Job
+from starling.training.stragglers import Stragglers
+from starling.training.tensor_plan import traffic_of
+
+SECONDS_PER_HOUR = 3600.0
+SEEDS = 3
+"""Simulations of each prediction, where times are drawn at random."""
+CROSSING_ROUNDS = 12
+"""Gradients of each learner in half a simulation that looks for a crossing point."""
+NOT_PLANNED = ("hogwild", "delayed")
+"""Strategies that are left out unless they are asked for: one needs a single machine, one is for studies."""
+NO_PERIODIC = (
+    "the periodic strategies are left out unless they are named: the longer their periods, the faster they are, and "
+    "what an epoch is then worth this does not know"
+)
+SLOWEST, BANDWIDTHS = (1.5, 4.0, 10.0, 100.0), (10.0, 100.0, 1000.0)
+"""How far crossing points are looked for: a learner that many times slower; links that many times slower or faster."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The prediction for a strategy and a number of learners."""
+
+    strategy: str
+    learners: int
+    hours_per_epoch: float
+    hours: float
+    """For the whole run."""
+    hours_low: float
+    """With `hours_high`: what seeds, the interval of the gradient time and the last validation's error leave open."""
+    hours_high: float
+    computing: float
+    """Shares of a learner's time, which sum up to 1."""
+    waiting: float
+    """For data or for slower learners: what is left of the waiting where messages arrive at once."""
+    exchanging: float
+    """Waiting that only a faster link would end."""
+    gigabytes_per_link: float
+    """That a learner sends in an epoch, in units of 10^9 bytes; the mean over learners."""
+    megabytes_per_second: float
+    """The same for each second of the run: the load of a learner's link, in units of 10^6 bytes."""
+    staleness_mean: float
+    staleness_median: int
+    staleness_95: int
+    """95 % of the gradients are no staler."""
+    staleness_max: int
+    memory_gigabytes: float | None
+    """Of a learner, as measured; of a rank of an island, as predicted. None where nothing was measured."""
+    cost: float | None
+    """Price per device and hour x learners x hours; None without a price."""
+    worth: float = 1.0
+    """What the recommendation counts a mini-batch, relative to one of `allreduce`."""
+    options: str = ""
+    """Of the strategy, where several sets were tried: the best of them."""
+
+    @property
+    def progress(self) -> float:
+        """Epochs per hour, counted by the worth of their mini-batches: what is compared."""
+        return self.worth / self.hours_per_epoch
+
+    def __str__(self) -> str:
+        return f"{self.strategy} ({self.options})" if self.options else self.strategy
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value from which another strategy makes more progress than the recommended one, by more than a tie."""
+
+    what: str
+    """`bandwidth`, in bytes per second, or `slowness`: how many times longer one learner's gradients take."""
+    learners: int
+    value: float
+    now: float
+    chosen: str
+    faster: str
+    """The strategy that makes more progress beyond `value`."""
+
+    def __str__(self) -> str:
+        if self.what == "slowness":
+            many = f"one of {self.learners} learners is {self.value:.2g} times slower"
+            return f"{self.faster} makes more progress than {self.chosen} once {many}"
+        side = "below" if self.value < self.now else "above"
+        return (
+            f"{self.faster} makes more progress than {self.chosen} {side} {gigabits(self.value)} between "
+            f"{self.learners} learners (now {gigabits(self.now)})"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `starling.plan` finds. `pandas.DataFrame(plan.rows)` is its table."""
+
+    rows: tuple[Row, ...]
+    """The predictions, one for each strategy and number of learners."""
+    recommended: Row
+    """The row to choose."""
+    reason: tuple[str, ...]
+    """Three lines: what and why, how far the second choice is behind, and how far to trust it."""
+    crossings: tuple[Crossing, ...]
+    """Where one strategy becomes faster than another."""
+    notes: tuple[str, ...]
+    """What was left out, and what was assumed."""
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows as dictionaries."""
+        return [asdict(row) for row in self.rows]
+
+    def write_csv(self, path: Path) -> None:
+        """Write the rows as a table that spreadsheets and `pandas.read_csv` read. ConfigError if that is impossible."""
+        try:
+            with path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+                writer.writeheader()
+                writer.writerows(self.records())
+        except OSError as error:
+            raise ConfigError(f"output {path}: cannot be written ({error})") from None
+
+
+def plan(
+    job: Job | JobFacts | None = None,
+    *,
+    profile: Profile | Path | str | None = None,
+    preset: Preset | str | None = None,
+    cluster: Path | str | Mapping[str, Any] | None = None,
+    learners: Sequence[int] = (4,),
+    strategies: Sequence[str | Mapping[str, Any]] | None = None,
+    price: float | None = None,
+    budget: Budget | None = None,
+    stragglers: Stragglers | None = None,
+    crossings: bool = True,
+    say: Say = lambda line: None,
+) -> Plan:
+    """Predict how long a job takes with each strategy and number of learners, and recommend one.
+
+    The strategies' own texts run on the simulated clock, without gradients, with the costs that a profile measured or
+    that a preset takes from data sheets. A prediction is of time; the recommendation also counts what a mini-batch is
+    worth, by the rule of `strategy: auto`. Where options are not given, those that `auto` would try are tried.
+
+    Args:
+        job: What to train. A profile knows its job, so None then plans that one.
+        profile: What `starling.profile` returned, or the file that `starling profile` wrote.
+        preset: The name of a preset, its file, or a `Preset`; in place of a profile.
+        cluster: What the machines' network is, where it is not the one that was measured: a file or a mapping with the
+            keys of a recipe's `cluster` section. What it leaves out is as measured.
+        learners: Numbers of learners.
+        strategies: Names, or mappings with `name` and options; None: all that run on several machines, but for the
+            periodic ones.
+        price: Of one device for an hour, in your currency.
+        budget: Of the run; None: the job's, or one epoch where there is only a profile.
+        stragglers: Slowness to assume; None: the job's, or none.
+        crossings: Whether to look for crossing points, which takes most of the time.
+        say: Is told what is being simulated.
+
+    Raises:
+        ConfigError: if an argument does not fit; the message says which.
+
+    Example:
+        >>> import pandas
+        >>> found = starling.plan(profile="profile.yaml", learners=[4, 16])  # doctest: +SKIP
+        >>> pandas.DataFrame(found.rows)  # doctest: +SKIP
+    """
+    costs = _costs(job, profile, preset)
+    own = job if isinstance(job, Job) else None
+    if not learners or min(learners) < 1:
+        raise ConfigError(f"learners: {list(learners)}; give at least one number, each at least 1")
+    if price is not None and price < 0.0:
+        raise ConfigError(f"price: {price} is below 0; give that of one device for an hour")
+    budget = budget or (own.budget if own else Budget(epochs=1))
+    stragglers = stragglers or (own.stragglers if own else Stragglers())
+    planner = _Planner(costs, read_cluster(cluster), stragglers, budget, price, say, own)
+    if strategies is None:
+        planner.notes.append(NO_PERIODIC)
+    return planner.plan(learners, _usual(own) if strategies is None else list(strategies), own, crossings)
+
+
+def _usual(own: Job | None) -> list[str]:
+    """The strategies to plan if none is named: that of the job is among them."""
+    of_job = own and between_islands(own.strategy, NO_ISLANDS)
+    return [
+        name
+        for name, each in STRATEGIES.items()
+        if (name not in NOT_PLANNED and each.kind != "periodic") or of_job is each
+    ]
+
+
+def recommend(rows: Sequence[Row]) -> tuple[Row, Row | None]:
+    """The row to choose, and the next."""
+    order = ranked(rows)
+    return order[0], next(iter(order[1:]), None)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A strategy with options that may be planned."""
+
+    arm: Arm
+    progress: float
+    worth: float
+    words: str
+
+
+class _Planner:
+    """The predictions of one plan."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        given: Mapping[str, Config],
+        stragglers: Stragglers,
+        budget: Budget,
+        price: float | None,
+        say: Say,
+        own: Job | None,
+    ) -> None:
+        self._costs, self._budget, self._price, self._say = costs, budget, price, say
+        self._given, self._stragglers = given, stragglers
+        self.notes: list[str] = []
+        self._memory, self._island, self._traffic = costs.memory_bytes, NO_ISLANDS, None
+        if own is not None and own.island.size > 1:
+            memory, self._island = memory_of(own), own.island
+            self._memory = memory.total
+            self.notes.append(f"a rank of an island of {own.island.size} is predicted to hold {memory}")
+            if own.island.tensor > 1:
+                self._traffic = traffic_of(own.workload)
+                self.notes.append("a rank of a tensor island is taken to compute as long as a lone learner")
+
+    def plan(
+        self, learners: Sequence[int], chosen: Sequence[str | Mapping[str, Any]], own: Job | None, crossings: bool
+    ) -> Plan:
+        """The rows of all strategies and numbers of learners, and what follows from those of the largest number."""
+        found: dict[int, list[tuple[Arm, Row]]] = {}
+        for world in dict.fromkeys(learners):
+            found[world] = [(arm, self.row(arm, world, words)) for arm, words in self.arms(chosen, world, own)]
+        rows = [row for pairs in found.values() for _, row in pairs]
+        if not rows:
+            raise ConfigError("plan: no strategy fits these numbers of learners\n  " + "\n  ".join(self.notes))
+        largest = max(world for world, pairs in found.items() if pairs)
+        recommended, second = recommend([row for row in rows if row.learners == largest])
+        pairs = found[largest]
+        best = next(arm for arm, row in pairs if row is recommended)
+        crossed = tuple(self.crossings([arm for arm, _ in pairs], largest, best)) if crossings else ()
+        reason = _reason(recommended, second, self._costs)
+        return Plan(tuple(rows), recommended, reason, crossed, (*self.notes, *self.assumptions()))
+
+    def arms(self, chosen: Sequence[str | Mapping[str, Any]], world: int, job: Job | None) -> list[tuple[Arm, str]]:
+        """The strategies that fit so many learners, each with its options, and those in words where several were tried;
+        a note on each that does not."""
+        found = []
+        for each in chosen:
+            choice = StrategyChoice.model_validate(each)
+            try:
+                found.append(self._arm(choice, world, job))
+            except ValidationError as error:
+                options = dict(choice.model_extra or {})
+                lines = describe(error, choice.strategy.options, options, prefix="strategy.")
+                raise ConfigError(problems(f"strategy {choice.name}", lines)) from None
+            except ConfigError as error:
+                self.notes.append(f"{choice.name} with {world} learners is left out: {error}")
+        return found
+
+    def _arm(self, choice: StrategyChoice, world: int, job: Job | None) -> tuple[Arm, str]:
+        strategy, given = choice.strategy, dict(choice.model_extra or {})
+        fields, per_node = strategy.options.model_fields, self._per_node()
+        if not given and job is not None and job.strategy.name == strategy.name:
+            return self._fitting(Arm(strategy, job.options), world), ""
+        if not given and "period" in fields:
+            patterns = ("pairs", "ring") if world > 2 else ("ring",)
+            best = ranked(list(tried(choice.name, per_node, patterns, partial(self._trial, world))))[0]
+            return best.arm, best.words
+        if "per_node" in fields:
+            given.setdefault("per_node", per_node)
+        return self._fitting(Arm(strategy, strategy.options.model_validate(given)), world), ""
+
+    def _per_node(self) -> int:
+        nodes = self._given.get("nodes")
+        size = nodes.size if isinstance(nodes, NodeModel) else self._costs.devices_per_node
+        return size if size > 1 else 2
+
+    def _fitting(self, arm: Arm, world: int) -> Arm:
+        between_islands(arm.strategy, self._island).validate(arm.options, world)
+        return arm
+
+    def _trial(self, world: int, tree: Mapping[str, Any]) -> _Trial:
+        choice = StrategyChoice.model_validate(tree)
+        words = in_words(tree).removeprefix(choice.name).strip(" ()")
+        arm = self._fitting(Arm(choice.strategy, choice.options), world)
+        self._say(f"{in_words(tree)} with {world} learners")
+        found = simulate(arm, world, self.machines(world))
+        of_each = worth(arm, world, _mean(found.staleness))
+        return _Trial(arm, of_each / found.seconds_per_gradient, of_each, words)
+
+    def _given_or_measured_link(self) -> LinkModel:
+        given = self._given.get("link")
+        return given if isinstance(given, LinkModel) else self._costs.messages
+
+    def machines(self, world: int) -> Machines:
+        """The machines of so many learners."""
+        slow = {rank: factor for rank, factor in self._stragglers.slow.items() if rank < world}
+        pauses = tuple(pause for pause in self._stragglers.pauses if pause.learner < world)
+        stragglers = self._stragglers.model_copy(update={"slow": slow, "pauses": pauses})
+        return Machines(self._costs, stragglers, self._given, island=self._island, traffic=self._traffic)
+
+    def row(self, arm: Arm, world: int, words: str = "") -> Row:
+        """The prediction for one strategy and number of learners."""
+        self._say(f"{arm.name} with {world} learners")
+        machines = self.machines(world)
+        speeds = [simulate(arm, world, machines, seed) for seed in range(SEEDS if machines.is_random else 1)]
+        at_once = simulate(arm, world, machines.without_exchange())
+        seconds = median_speed(speeds)
+        low, high = self._interval(arm, world, machines, speeds)
+        hours, per_epoch = (self._hours(seconds, whole) for whole in (True, False))
+        waiting = sum(speed.waiting for speed in speeds) / len(speeds)
+        exchanging = min(waiting, max(0.0, 1.0 - at_once.seconds_per_gradient / seconds))
+        staleness = sum((speed.staleness for speed in speeds), Counter())
+        bytes_sent = speeds[0].bytes_sent
+        return Row(
+            strategy=arm.name,
+            learners=world,
+            hours_per_epoch=per_epoch,
+            hours=hours,
+            hours_low=self._hours(low, True),
+            hours_high=self._hours(high, True),
+            computing=1.0 - waiting,
+            waiting=waiting - exchanging,
+            exchanging=exchanging,
+            gigabytes_per_link=bytes_sent * self._costs.job.batches_per_epoch / world / 1e9,
+            megabytes_per_second=bytes_sent / seconds / world / 1e6,
+            staleness_mean=_mean(staleness),
+            staleness_median=_quantile(staleness, 0.5),
+            staleness_95=_quantile(staleness, 0.95),
+            staleness_max=max(staleness, default=0),
+            memory_gigabytes=None if self._memory is None else self._memory / 1e9,
+            cost=None if self._price is None else self._price * world * hours,
+            worth=worth(arm, world, _mean(staleness)),
+            options=words,
+        )
+
+    def _interval(self, arm: Arm, world: int, machines: Machines, speeds: Sequence[Speed]) -> tuple[float, float]:
+        """The fewest and the most seconds for each gradient that seeds, profile and validation leave open."""
+        every = [speed.seconds_per_gradient for speed in speeds]
+        factors = [factor for factor in self._costs.uncertainty if factor != 1.0]
+        every += [simulate(arm, world, machines.with_compute(factor)).seconds_per_gradient for factor in factors]
+        error = self._costs.validation.error if self._costs.validation else 0.0
+        return min(every) / (1.0 + error), max(every) / (1.0 - min(error, 0.9))
+
+    def _hours(self, seconds_per_gradient: float, whole_run: bool) -> float:
+        """Hours of an epoch, or of the whole run."""
+        per_epoch = self._costs.job.batches_per_epoch
+        if not whole_run:
+            return seconds_per_gradient * per_epoch / SECONDS_PER_HOUR
+        limits = [self._budget.steps, None if self._budget.epochs is None else self._budget.epochs * per_epoch]
+        gradients = min((each for each in limits if each is not None), default=None)
+        hours = [] if gradients is None else [seconds_per_gradient * gradients / SECONDS_PER_HOUR]
+        return min([*hours, *([] if self._budget.minutes is None else [self._budget.minutes / 60.0])])
+
+    def crossings(self, arms: Sequence[Arm], world: int, chosen: Arm) -> Iterator[Crossing]:
+        """Where another strategy makes more progress than the recommended one."""
+        others = [arm for arm in arms if arm is not chosen]
+        base = self.machines(world)
+        if world == 1 or not others:
+            return
+        bandwidth = self._given_or_measured_link().bandwidth
+
+        for name, values, make, now in (
+            ("bandwidth", [1.0 / each for each in BANDWIDTHS], base.with_bandwidth, bandwidth),
+            ("bandwidth", BANDWIDTHS, base.with_bandwidth, bandwidth),
+            ("slowness", SLOWEST, partial(base.with_slow, 0), 1.0),
+        ):
+            self._say(f"crossing points of {name} with {world} learners")
+            if found := _crossing(chosen, others, world, values, make):
+                value, faster = found
+                yield Crossing(name, world, value * now, now, chosen.name, faster.name)
+
+    def assumptions(self) -> Iterator[str]:
+        """What the plan rests on."""
+        job = self._costs.job
+        yield f"costs are those of {self._costs.source}; {job.trains}, {job.model_bytes / 1e6:.3g} MB"
+        yield (
+            f"hours are for as many mini-batches under each strategy; the recommendation counts one {WORTH:g} where "
+            "gradients are stale or models differ, as was measured to one loss with 16 learners and three strategies"
+        )
+        for key, value in sorted(self._given.items()):
+            yield f"cluster.{key} is as given: {value}"
+
+
+def _crossing(
+    chosen: Arm, others: Sequence[Arm], world: int, values: Sequence[float], make: Callable[[float], Machines]
+) -> tuple[float, Arm] | None:
+    """The first factor at which another strategy is clearly ahead, and that strategy."""
+
+    def is_ahead(other: Arm, factor: float) -> bool:
+        machines = make(factor)
+        return is_clearly_ahead(progress(other, machines), progress(chosen, machines))
+
+    def progress(arm: Arm, machines: Machines) -> float:
+        found = simulate(arm, world, machines, rounds=CROSSING_ROUNDS)
+        return worth(arm, world, _mean(found.staleness)) / found.seconds_per_gradient
+
+    before = 1.0
+    for value in values:
+        machines = make(value)
+        found = [progress(arm, machines) for arm in others]
+        place = max(range(len(others)), key=found.__getitem__)
+        if is_clearly_ahead(found[place], progress(chosen, machines)):
+            return bisect(partial(is_ahead, others[place]), before, value), others[place]
+        before = value
+    return None
+
+
+def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Config]:
+    """The sections of a cluster that a file or a mapping gives. ConfigError for anything else."""
+    if cluster is None:
+        return {}
+    where, tree = "cluster", cluster
+    if isinstance(cluster, Path | str):
+        where = f"cluster {cluster}"
+        try:
+            tree = parse_yaml(Path(cluster).read_text(encoding="utf-8"), where)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{where}: cannot be read ({error}); give a YAML file such as `link: {{bandwidth: 1.25e9}}`"
+            ) from None
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{where}: must be a YAML mapping with keys of a recipe's `cluster` section")
+    tree = tree["cluster"] if set(tree) == {"cluster"} else tree
+    try:
+        found = Cluster.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(problems(where, describe(error, Cluster, tree))) from None
+    return {name: getattr(found, name) for name in found.model_fields_set}
+
+
+def gigabits(bytes_per_second: float) -> str:
+    """A bandwidth in words."""
+    return f"{bytes_per_second * 8 / 1e9:.3g} Gbit/s"
+
+
+def _costs(job: Job | JobFacts | None, profile: Profile | Path | str | None, preset: Preset | str | None) -> Costs:
+    """The costs of a job by a profile or a preset, of which exactly one is given."""
+    if (profile is None) == (preset is None):
+        raise ConfigError("plan: give either a profile, made by `starling profile`, or a preset such as v100-2019")
+    if preset is not None:
+        if job is None:
+            raise ConfigError("plan: a preset knows no job; give the job, or a profile of it")
+        name, found = (preset, find_preset(preset)) if isinstance(preset, str) else (preset.device, preset)
+        return found.costs(job if isinstance(job, JobFacts) else facts_of(job, counts_flops=True), name)
+    measured = profile if isinstance(profile, Profile) else read_profile(Path(str(profile)))
+    if job is not None:
+        facts = job if isinstance(job, JobFacts) else facts_of(job)
+        if facts.model_bytes != measured.job.model_bytes:
+            raise ConfigError(
+                f"profile: it is of a model of {measured.job.model_bytes:,} bytes ({measured.job.trains}), and the "
+                f"job's has {facts.model_bytes:,}; profile this job"
+            )
+        kept = {"flops_per_gradient": measured.job.flops_per_gradient}
+        return measured.costs.model_copy(update={"job": facts.model_copy(update=kept)})
+    return measured.costs
+
+
+def _reason(chosen: Row, second: Row | None, costs: Costs) -> tuple[str, ...]:
+    """Why, in three lines."""
+    first = (
+        f"{chosen} with {chosen.learners} learners: {chosen.hours:.3g} h ({chosen.hours_low:.3g} to "
+        f"{chosen.hours_high:.3g} h); learners compute {chosen.computing:.0%} of the time, mean staleness "
+        f"{chosen.staleness_mean:.2g}"
+    )
+    if second is None:
+        behind = "no other strategy was compared"
+    else:
+        more = second.hours_per_epoch / chosen.hours_per_epoch - 1.0
+        behind = (
+            f"{second} is the second choice, {abs(more):.0%} {'slower' if more >= 0 else 'faster'} for as many "
+            f"mini-batches, which count {second.worth:.2f} where those of the first choice count {chosen.worth:.2f}: "
+            f"it waits {second.waiting:.0%} and exchanges {second.exchanging:.0%} of the time, mean staleness "
+            f"{second.staleness_mean:.2g}"
+        )
+    if costs.validation is None:
+        trust = "these predictions have not been validated on these machines; `starling profile` does so"
+    else:
+        error, against = costs.validation.error, costs.validation.against
+        trust = f"at the last validation, predictions were at most {error:.0%} off ({against})"
+    return first, behind, trust
+
+
+def _mean(staleness: Counter[int]) -> float:
+    total = sum(staleness.values())
+    return sum(value * count for value, count in staleness.items()) / total if total else 0.0
+
+
+def _quantile(staleness: Counter[int], share: float) -> int:
+    """The smallest staleness that at least this share of the gradients do not exceed."""
+    left = share * sum(staleness.values())
+    for value in sorted(staleness):
+        left -= staleness[value]
+        if left <= 0:
+            return value
+    return 0

@@ -1,0 +1,252 @@
+"""How fast learners would be: a strategy's own text on the simulated clock, with the costs of a job."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from starling.configuration import Config
+from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel, NodeModel
+from starling.engines.virtual.timing import TimingOutcome, simulate_timing
+from starling.errors import ConfigError
+from starling.predict.costs import Costs, Seconds
+from starling.strategies import Strategy
+from starling.strategies.compression import is_compressed
+from starling.strategies.islands import NO_ISLANDS, Island
+from starling.training.job import Spent
+from starling.training.stragglers import Stragglers
+from starling.training.tensor_plan import Traffic
+
+AVERAGING = ("allreduce", "delay-by-one", "delayed", "local-sgd", "bmuf", "slowmo", "diloco", "streaming-diloco")
+"""Strategies that exchange nothing but means. One from outside is simulated with the link of messages."""
+MOST_BYTES_PER_SECOND = 1e18
+"""Of the link with which a simulation shows what waiting is left without any exchange."""
+GRADIENTS = 480
+"""Simulated for each prediction, shared by the learners."""
+FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
+"""Gradients of each learner in a simulation."""
+CYCLES = 4
+"""Rounds of averaging in a simulation, at least: twice as many as a learner may be behind."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A strategy with its options."""
+
+    strategy: Strategy
+    options: Config
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        return self.strategy.name
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a prediction is made for: costs, the slowness that is assumed, and what a user says of the cluster."""
+
+    costs: Costs
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    given: Mapping[str, Config] = field(default_factory=dict)
+    """Sections of the cluster that replace what the costs say."""
+    changes: tuple[Callable[[Cluster], Cluster], ...] = ()
+    island: Island = NO_ISLANDS
+    """How learners form islands."""
+    traffic: Traffic | None = None
+    """What the ranks of a tensor island send each other."""
+
+    def cluster(self, arm: Arm, learners: int) -> Cluster:
+        """The simulated cluster of some learners under a strategy.
+
+        A cluster has one kind of link between nodes, and one inside. Means and messages were measured apart, because
+        they cost differently: learners that only average use the link of means, and super-learners use it inside.
+
+        Messages queue at their node's link, unless the costs hold that wait already. Where nodes stand for sync groups
+        only, each learner brings a link of its own.
+        """
+        costs, num_models = self.costs, learners // self.island.size
+        group = arm.strategy.sync_group_size(arm.options, num_models)
+        means_only = arm.name in AVERAGING
+        link = costs.means if means_only else costs.messages
+        if arm.strategy.averages_gradients(arm.options) and means_only and not is_compressed(arm.options):
+            link = costs.gradient_means or costs.means  # encoded gradients are averaged after backward
+        nodes = NodeModel(uplink="unlimited" if costs.holds_contention else None)
+        if costs.devices_per_node > 1 and costs.inside is not None:
+            inside = costs.inside if not means_only or costs.inside_means is None else costs.inside_means
+            shared = costs.messages.bandwidth
+            nodes = NodeModel(
+                size=costs.devices_per_node, latency=inside.latency, bandwidth=inside.bandwidth, uplink=shared
+            )
+        elif 1 < group < num_models and arm.strategy.averages_gradients(arm.options):
+            inside = costs.gradient_means or costs.means
+            size = group * self.island.size
+            given = self.given.get("link")
+            own = given if isinstance(given, LinkModel) else link
+            nodes = nodes.model_copy(
+                update={"size": size, "latency": inside.latency, "bandwidth": inside.bandwidth}
+                | ({} if costs.holds_contention else {"uplink": size * own.bandwidth})
+            )
+        memory = MemoryModel() if costs.memory_bandwidth is None else MemoryModel(bandwidth=costs.memory_bandwidth)
+        cluster = Cluster(compute=costs.compute, link=link, nodes=nodes, memory=memory)
+        cluster = cluster.model_copy(update=dict(self.given))
+        for change in self.changes:
+            cluster = change(cluster)
+        return cluster
+
+    @property
+    def is_random(self) -> bool:
+        """Whether times are drawn at random."""
+        given = self.given.get("compute", self.costs.compute)
+        is_drawn = isinstance(given, ComputeModel) and given.distribution != "constant"
+        link = self.given.get("link", self.costs.messages)
+        return is_drawn or self.stragglers.jitter > 0.0 or (isinstance(link, LinkModel) and link.jitter > 0.0)
+
+    def with_bandwidth(self, factor: float) -> "Machines":
+        """The same machines, with so many times the bandwidth between nodes."""
+
+        def change(cluster: Cluster) -> Cluster:
+            link = cluster.link.model_copy(update={"bandwidth": cluster.link.bandwidth * factor})
+            uplink = cluster.nodes.uplink
+            uplink = uplink * factor if isinstance(uplink, float) else uplink
+            return cluster.model_copy(
+                update={"link": link, "nodes": cluster.nodes.model_copy(update={"uplink": uplink})}
+            )
+
+        return replace(self, changes=(*self.changes, change))
+
+    def with_compute(self, factor: float) -> "Machines":
+        """The same machines, whose gradients take so many times as long."""
+
+        def change(cluster: Cluster) -> Cluster:
+            compute = cluster.compute.model_copy(update={"seconds": cluster.compute.seconds * factor})
+            return cluster.model_copy(update={"compute": compute})
+
+        return replace(self, changes=(*self.changes, change))
+
+    def without_exchange(self) -> "Machines":
+        """The same machines, with links on which everything arrives at once."""
+
+        def change(cluster: Cluster) -> Cluster:
+            link = cluster.link.model_copy(update={"latency": 0.0, "bandwidth": MOST_BYTES_PER_SECOND})
+            nodes = NodeModel(size=cluster.nodes.size, latency=0.0, bandwidth=MOST_BYTES_PER_SECOND)
+            return cluster.model_copy(update={"link": link, "nodes": nodes})
+
+        return replace(self, changes=(*self.changes, change))
+
+    def with_slow(self, rank: int, factor: float) -> "Machines":
+        """The same machines, one of which takes `factor` times as long for its gradients."""
+        slow = {**self.stragglers.slow, rank: factor}
+        return replace(self, stragglers=self.stragglers.model_copy(update={"slow": slow}))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a simulation of some learners found, per gradient of all of them together."""
+
+    seconds_per_gradient: Seconds
+    """Of the run: the time from one gradient of any learner to the next."""
+    computing: float
+    """The share of a learner's time."""
+    waiting: float
+    """Waiting for data or peers, exchanges included."""
+    bytes_sent: float
+    """By all learners, for each gradient."""
+    staleness: Counter[int]
+
+
+def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds: int | None = None) -> Speed:
+    """The steady speed of a strategy: what the second half of a simulation took.
+
+    The beginning of a run, and its end, where learners wait for the last of them, are in both simulations, that of the
+    first half and that of the whole, and cancel out. `rounds` is how many gradients each learner makes in a half, or
+    a few more: a strategy that does something every H steps is simulated for whole periods. A warm-up is left out.
+    """
+    each = rounds or max(FEWEST_ROUNDS, min(MOST_ROUNDS, GRADIENTS // learners))
+    each = max(each, CYCLES * int(getattr(arm.options, "period", 1)))
+    if period := getattr(arm.options, "every", None) or getattr(arm.options, "mean_every", None):
+        each = -(-each // period) * period
+    half, whole = (_run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))
+    num_gradients = whole.num_gradients - half.num_gradients
+    spent = [learner.spent for learner in whole.learners if learner.num_gradients]
+    computing = sum(each.computing for each in spent)
+    waiting = sum(_waiting(each) for each in spent)
+    total = max(computing + waiting, 1e-12)
+    return Speed(
+        seconds_per_gradient=(whole.seconds - half.seconds) / num_gradients,
+        computing=computing / total,
+        waiting=waiting / total,
+        bytes_sent=(whole.bytes_sent - half.bytes_sent) / num_gradients,
+        staleness=whole.staleness,
+    )
+
+
+def simulate_briefly(arm: Arm, learners: int, machines: Machines, seed: int, rounds: int) -> Speed:
+    """The speed of a strategy from one short simulation: the sum of the learners' own paces.
+
+    A learner's pace ends with its last gradient. What the others then wait for the slowest, which would spoil a short
+    simulation, does not count.
+    """
+    whole = _run(arm, learners, machines, rounds * learners, seed)
+    made = [(each.num_gradients, each.spent) for each in whole.learners if each.num_gradients]
+    computing = sum(spent.computing for _, spent in made)
+    waiting = sum(_waiting(spent) for _, spent in made)
+    return Speed(
+        seconds_per_gradient=1.0 / sum(number / (spent.computing + _waiting(spent)) for number, spent in made),
+        computing=computing / (computing + waiting),
+        waiting=waiting / (computing + waiting),
+        bytes_sent=whole.bytes_sent / whole.num_gradients,
+        staleness=whole.staleness,
+    )
+
+
+def _waiting(spent: Spent) -> Seconds:
+    return spent.waiting_for_data + spent.waiting_for_peers
+
+
+def _run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int) -> TimingOutcome:
+    num_bytes, cluster = machines.costs.job.model_bytes // 4 * 4, machines.cluster(arm, learners)
+    stragglers, options = machines.stragglers, arm.options
+    if getattr(options, "warm_up", 0):
+        options = options.model_copy(update={"warm_up": 0})
+    try:
+        return simulate_timing(
+            arm.strategy,
+            options,
+            learners,
+            cluster,
+            num_bytes,
+            steps,
+            seed=seed,
+            stragglers=stragglers,
+            island=machines.island,
+            traffic=machines.traffic,
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"strategy {arm.name}: cannot be planned, because it looks at the values of weights, which a simulation of "
+            "time alone does not have; leave it out, or simulate it with `starling simulate`"
+        ) from error
+
+
+def bisect(holds: Callable[[float], bool], low: float, high: float, tolerance: float = 0.03) -> float:
+    """The place between `low` and `high`, both positive, at which `holds` changes, to a relative `tolerance`.
+
+    `holds` must differ at the two ends; which of them it is true at does not matter.
+    """
+    at_low = holds(low)
+    while max(high / low, low / high) > 1.0 + tolerance:
+        middle = math.sqrt(low * high)
+        if holds(middle) == at_low:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(low * high)
+
+
+def median_speed(speeds: Sequence[Speed]) -> Seconds:
+    """The median over seeds."""
+    return statistics.median(speed.seconds_per_gradient for speed in speeds)

@@ -1,0 +1,224 @@
+"""The published training times of SWB2000 beside predictions: data sheets, and one number fitted on one row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from starling.predict.costs import Costs, JobFacts, Preset, find_preset
+from starling.predict.predict import Arm, Machines, simulate
+from starling.recipe.run import StrategyChoice
+
+COMMAND = "starling plan --published"
+TEMPLATE = Path(__file__).parent / "published.md"
+MOST_ITERATIONS = 20
+ROUNDS = 4
+"""Gradients of a device in half a simulation: devices are alike, and their pace is steady from the beginning."""
+WHOLE: dict[str, Any] = {"piece_megabytes": 256}
+"""The model travels in one piece."""
+EPOCHS = 16
+UTTERANCE_WINDOWS = 34_300_000
+"""Sub-sequences of 21 frames in 2,000 hours of frames of 10 ms: an epoch."""
+FRAMES = 21
+LAYERS, UNITS, INPUT, BOTTLENECK, STATES = 6, 512, 260, 256, 32_000
+"""6 bidirectional layers of 512 units a direction, input 260, bottleneck 256, 32,000 tied states."""
+
+
+def network_weights() -> int:
+    """The weights of the published network: LSTM layers with two biases a gate, a bottleneck, an output layer."""
+    sizes = [INPUT, *[2 * UNITS] * (LAYERS - 1)]
+    recurrent = sum(2 * 4 * UNITS * (size + UNITS + 2) for size in sizes)
+    return recurrent + (2 * UNITS + 1) * BOTTLENECK + (BOTTLENECK + 1) * STATES
+
+
+def flops_per_sequence() -> float:
+    """Operations of forward and backward of one sub-sequence: 6 for each weight and frame (2 forward, 4 backward)."""
+    return 6.0 * network_weights() * FRAMES
+
+
+@dataclass(frozen=True)
+class Published:
+    """One row of the published table."""
+
+    system: str
+    preset: str
+    devices: int
+    batch: int
+    """Sequences of one device."""
+    strategy: dict[str, Any] | None
+    """The one of ours that is simulated; None: gradients alone, without any exchange."""
+    hours: float
+    source: str
+    not_comparable: str = ""
+    """Why the prediction cannot be expected to meet the published time; empty where it can."""
+
+
+FITTED = Published(
+    "64 V100, H-ADPSGD, 8 nodes of 8",
+    "v100-2019",
+    64,
+    128,
+    {"name": "hadpsgd", "per_node": 8, "pattern": "ring", **WHOLE},
+    5.2,
+    "arXiv 1907.05701",
+)
+ROWS = (
+    Published(
+        "1 V100",
+        "v100-2019",
+        1,
+        256,
+        None,
+        192.0,
+        "a talk's notes; IBM's blog says one week, 168 h",
+    ),
+    Published(
+        "16 P100, ADPSGD",
+        "p100-2018",
+        16,
+        128,
+        {"name": "adpsgd", "pattern": "ring", **WHOLE},
+        14.0,
+        "arXiv 1904.04956",
+        "another GPU, which reaches another share of its peak; and faster than linear scaling from the fitted row",
+    ),
+    Published(
+        "32 V100, hybrid",
+        "v100-2019",
+        32,
+        128,
+        {"name": "hadpsgd", "per_node": 8, "pattern": "ring", **WHOLE},
+        11.5,
+        "arXiv 1904.04956",
+    ),
+    FITTED,
+    Published(
+        "48 V100, 12 reductions an epoch",
+        "v100-2019",
+        48,
+        128,
+        None,
+        5.0,
+        "Cong et al., ICASSP 2020",
+        "another algorithm: weights are averaged 12 times an epoch; and faster than linear scaling from the fitted row",
+    ),
+    Published(
+        "96 V100, 12 reductions an epoch",
+        "v100-2019",
+        96,
+        128,
+        None,
+        3.0,
+        'Cong et al., ICASSP 2020 ("about 3")',
+        "another algorithm: weights are averaged 12 times an epoch; and faster than linear scaling from the fitted row",
+    ),
+    Published(
+        "64 V100, IBM P9, randomised and delay-by-one",
+        "p9-v100-2020",
+        64,
+        128,
+        {"name": "adpsgd", "pattern": "random", **WHOLE},
+        2.28,
+        "arXiv 2002.01119",
+        "faster than linear scaling from one V100 (192 h / 64 = 3.0 h): faster nodes, or a better implementation",
+    ),
+    Published(
+        "128 V100, IBM P9, randomised and delay-by-one",
+        "p9-v100-2020",
+        128,
+        128,
+        {"name": "adpsgd", "pattern": "random", **WHOLE},
+        1.98,
+        "arXiv 2002.01119",
+        "another machine and implementation than the fitted row's: its 64 devices are faster than linear scaling",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A published row with its prediction."""
+
+    row: Published
+    hours: float
+
+    @property
+    def error(self) -> float:
+        """predicted / published - 1."""
+        return self.hours / self.row.hours - 1.0
+
+
+def job_of(batch: int) -> JobFacts:
+    """The published network and data, with mini-batches of so many sequences on each device."""
+    return JobFacts(
+        trains="the BLSTM acoustic model of SWB2000",
+        model_bytes=4 * network_weights(),
+        batches_per_epoch=round(UTTERANCE_WINDOWS / batch),
+        flops_per_gradient=batch * flops_per_sequence(),
+    )
+
+
+def hours(row: Published, efficiency: float) -> float:
+    """The predicted hours of a row, at a share of the peak."""
+    preset = find_preset(row.preset).model_copy(update={"efficiency": efficiency})
+    return EPOCHS * row_seconds(row, preset) * UTTERANCE_WINDOWS / row.batch / 3600.0
+
+
+def row_seconds(row: Published, preset: Preset) -> float:
+    """Seconds of the run for each gradient of any device."""
+    costs: Costs = preset.costs(job_of(row.batch), row.preset)
+    if row.strategy is None:
+        return costs.compute.seconds / row.devices
+    choice = StrategyChoice.model_validate(row.strategy)
+    arm = Arm(choice.strategy, choice.options)
+    return simulate(arm, row.devices, Machines(costs), rounds=ROUNDS).seconds_per_gradient
+
+
+@cache
+def fitted_efficiency() -> float:
+    """The share of the peak at which the fitted row is met: the only number that is fitted."""
+    efficiency = 0.2
+    for _ in range(MOST_ITERATIONS):
+        ratio = hours(FITTED, efficiency) / FITTED.hours  # hours fall about as 1 / efficiency
+        efficiency = min(1.0, efficiency * ratio)
+        if abs(ratio - 1.0) < 1e-4:
+            break
+    return efficiency
+
+
+@cache
+def predictions() -> tuple[Predicted, ...]:
+    """Every row, with the efficiency that the fitted row gives."""
+    return tuple(Predicted(row, hours(row, fitted_efficiency())) for row in ROWS)
+
+
+def page(found: Sequence[Predicted]) -> str:
+    """The page of published and predicted hours, in Markdown."""
+    lines = [_row(each) for each in found]
+    comparable = [each for each in found if not each.row.not_comparable and each.row is not FITTED]
+    worst = max(comparable, key=lambda each: abs(each.error))
+    seconds = find_preset(FITTED.preset).model_copy(update={"efficiency": fitted_efficiency()})
+    gradient = seconds.gradient_seconds(128 * flops_per_sequence())
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        command=COMMAND,
+        table="\n".join(lines),
+        efficiency=f"{fitted_efficiency():.1%}".replace("%", " %"),
+        gradient=f"{gradient:.3f}",
+        weights=f"{network_weights() / 1e6:.2f}",
+        megabytes=f"{4 * network_weights() / 1e6:.1f}",
+        gigaflops=f"{flops_per_sequence() / 1e9:.2f}",
+        comparable=", ".join(f"{each.row.system} ({each.error:+.0%})".replace("%", " %") for each in comparable),
+        worst=worst.row.system,
+        linear=f"{FITTED.hours * 64:.0f}",
+    )
+
+
+def _row(each: Predicted) -> str:
+    row = each.row
+    if row is FITTED:
+        remark, error = "**fitted**: the one row that the efficiency is taken from", "0 by construction"
+    else:
+        remark = f"not comparable: {row.not_comparable}" if row.not_comparable else "prediction"
+        error = f"{each.error:+.0%}".replace("%", " %")
+    return f"| {row.system} | {row.batch} | {row.hours:g} | {each.hours:.2f} | {error} | {remark} | {row.source} |"

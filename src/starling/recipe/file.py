@@ -1,0 +1,160 @@
+"""Reads recipe files: YAML in which 1e-3 is a number and no key is given twice, merged with the recipe's base."""
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from starling.errors import ConfigError
+
+Tree = dict[str, Any]
+SHIPPED = Path(__file__).parents[1] / "recipes"
+"""The folder of the recipes in the package, which may be given by name."""
+MAX_LENGTH = 1 << 20
+"""The maximum length of a recipe, in characters."""
+MAX_VALUES = 20_000
+"""The maximum number of keys and values in a recipe, with its aliases expanded."""
+MAX_DEPTH = 50
+"""The maximum depth of nesting."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe subset, except that 1e-3 is a number and a key given twice is an error."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803 - PyYAML's own name
+        if self.flow_level > MAX_DEPTH:  # checked here, because PyYAML's scanner is slow on deep nesting
+            problem = f"nested more than {MAX_DEPTH} deep"
+            raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse a YAML text. `where` names its source in the ConfigError for an invalid one."""
+    if len(text) > MAX_LENGTH:
+        raise ConfigError(f"{where}: {len(text):,} characters, but a recipe may have at most {MAX_LENGTH:,}")
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node, where)
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{where}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: not valid YAML: nested too deeply") from None
+    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:  # a tag on a value of another type
+        raise ConfigError(f"{where}: not valid YAML: a tag does not fit its value ({error})") from None
+
+
+def _check_size(root: yaml.Node, where: str) -> None:
+    """Raise ConfigError if a document is too large or too deep with its aliases expanded, or contains itself."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: yaml.Node, depth: int) -> int:
+        if id(node) in open_nodes:
+            raise ConfigError(f"{where}, line {node.start_mark.line + 1}: an alias refers to a value that contains it")
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{where}, line {node.start_mark.line + 1}: nested more than {MAX_DEPTH} deep")
+        if id(node) not in sizes:
+            open_nodes.add(id(node))
+            children: list[yaml.Node] = []
+            if isinstance(node, yaml.MappingNode):
+                children = [each for pair in node.value for each in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                children = node.value
+            sizes[id(node)] = 1 + sum(size(each, depth + 1) for each in children)
+            open_nodes.remove(id(node))
+        return sizes[id(node)]
+
+    if size(root, 0) > MAX_VALUES:
+        raise ConfigError(f"{where}: more than {MAX_VALUES:,} values with its aliases expanded; shorten it")
+
+
+def read_recipe(path: Path) -> Tree:
+    """The tree in a recipe file, merged over that of its `base:` (a path relative to the recipe), if it has one.
+
+    `path` may also be the name of a recipe in the package. Raises ConfigError for a file that is missing or not a YAML
+    mapping, and for circular bases.
+    """
+    tree: Tree = {}
+    seen: list[Path] = []
+    following: Path | None = _located(path)
+    while following is not None:
+        path = following
+        if path.resolve() in seen:
+            raise ConfigError(f"recipe {seen[0]}: its `base` is circular: it leads back to {path}; remove one `base`")
+        seen.append(path.resolve())
+        own = _read_mapping(path)
+        following = _base(path, own.pop("base", None))
+        tree = merge(own, tree)
+    return tree
+
+
+def read_base(path: Path) -> Path | None:
+    """The `base` of a recipe; None if it has none. Raises ConfigError as `read_recipe`."""
+    return _base(path, _read_mapping(path).get("base"))
+
+
+def _base(path: Path, base: object) -> Path | None:
+    if base is None:
+        return None
+    if not isinstance(base, str) or any(each == "\0" or "\ud800" <= each <= "\udfff" for each in base):
+        raise ConfigError(f"recipe {path}: base must be the path of another recipe, got {base!r}")
+    return path.parent / base
+
+
+def _located(path: Path) -> Path:
+    """A recipe's file: the one at `path`, or else the one of that name in the package."""
+    shipped = {each.stem: each for each in SHIPPED.glob("*.yaml")}.get(str(path))
+    return path if shipped is None or path.exists() else shipped
+
+
+def merge(below: Tree, above: Tree) -> Tree:
+    """Merge `above` over `below`: mappings are merged, other values are replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _read_mapping(path: Path) -> Tree:
+    try:
+        if path.exists() and not path.is_file():  # reading a device or a pipe may never end
+            raise ConfigError(f"recipe {path}: cannot be read: not a regular file")
+        with path.open("rb") as file:
+            text = file.read(4 * MAX_LENGTH + 4).decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"recipe {path}: no such file, and no recipe of the package; `starling recipes` lists those"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"recipe {path}: cannot be read as UTF-8 text: {error}") from None
+    tree = parse_yaml(text, f"recipe {path}")
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise ConfigError(f"recipe {path}: must be a YAML mapping of keys to values, such as `learners: 4`")
+    return tree

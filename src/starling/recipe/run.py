@@ -1,0 +1,310 @@
+"""The settings of every run, for any workload: learners, strategy, budget, engine, checkpoints, and folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from starling.budget import Budget
+from starling.configuration import Config
+from starling.errors import ConfigError
+from starling.recipe.auto import AUTO, AUTO_STRATEGY
+from starling.recipe.file import Tree
+from starling.recipe.problems import describe
+from starling.strategies import Strategy, find_strategy
+from starling.strategies.islands import NO_ISLANDS, Island, between_islands
+from starling.training.batch_shares import BatchShares, shares_problem
+from starling.training.faults import Fault, Join
+from starling.training.faults import problems as faults_problems
+from starling.training.stragglers import Stragglers
+
+Learners = Annotated[int, Field(ge=1, le=4096)]
+
+
+class StrategyChoice(BaseModel):
+    """A strategy by name, or a mapping with its `name` and options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_name(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of that name: one of Starling or of an installed package, `module:name`, or the placeholder of
+        `auto`. Raises ConfigError if there is none."""
+        return AUTO_STRATEGY if self.is_auto else find_strategy(self.name, also=[AUTO])
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the strategy is still to be chosen."""
+        return self.name == AUTO
+
+    @property
+    def options(self) -> Config:
+        """The options, as the strategy's own model. Raises pydantic's ValidationError if they are wrong."""
+        return self.strategy.options.model_validate(self.model_extra or {})
+
+    @property
+    def described(self) -> str:
+        """The strategy and all its options, as a checkpoint names them."""
+        return self.strategy.described(self.options)
+
+    def check_for(self, learners: int, island: Island = NO_ISLANDS) -> None:
+        """Raise ConfigError if the strategy's options do not fit this number of learners in islands."""
+        if self.is_auto and island.size > 1:
+            raise ConfigError(
+                "strategy auto: it chooses among strategies without islands; name one, or leave out island"
+            )
+        between_islands(self.strategy, island).validate(self.options, learners)
+
+    def num_workers(self, learners: int, island: Island = NO_ISLANDS) -> int:
+        """How many of these learners compute gradients."""
+        return between_islands(self.strategy, island).num_workers(self.options, learners)
+
+    def sync_group_size(self, learners: int, island: Island = NO_ISLANDS) -> int:
+        """How many of these learners claim mini-batches together."""
+        return between_islands(self.strategy, island).sync_group_size(self.options, learners)
+
+
+DEFAULT_STRATEGY = StrategyChoice(name="allreduce")
+
+
+class EngineConfig(Config):
+    """How a learner computes, and how long it waits; the `engine:` section of a recipe."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if available, else the CPU."""
+    autocast: Literal["none", "bf16"] = "none"
+    """bf16: compute losses under `torch.autocast` in bfloat16."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads per learner; null: the number of cores divided by the number of learners on the machine, and 1 in a
+    simulation."""
+    timeout_seconds: float = Field(default=600.0, gt=0.0)
+    """The longest time that learners wait for each other. A learner that sends no heartbeat for so long is lost."""
+    explain_seconds: float = Field(default=10.0, gt=0.0)
+    """The run explains waits that are longer than this, and more than ten times as long as usual."""
+
+
+class CheckpointConfig(Config):
+    """When a run saves checkpoints, and how many it keeps."""
+
+    keep: int = Field(default=2, ge=1)
+    """How many checkpoints to keep. Older ones are removed, except the newest one that is intact and finite."""
+    minutes: float | None = Field(default=5.0, gt=0.0)
+    """Minutes of training between two checkpoints, also inside an epoch; null: no checkpoints by time. There is always
+    one at the end of the run; a simulation saves only that one."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Epochs between two checkpoints at the end of an epoch; null: no checkpoints by epoch."""
+    every: int | None = Field(default=None, ge=1)
+    """Mini-batches of all learners together between two checkpoints; null: no checkpoints by number."""
+
+
+class LaunchConfig(Config):
+    """Where the learners of `starling train` run; the `launch:` section of a recipe, or only its `kind`."""
+
+    kind: Literal["local", "ray"] = "local"
+    """local: as processes of this machine; ray: on the nodes of a Ray cluster that is running."""
+    address: str = "auto"
+    """The Ray cluster, HOST:PORT; auto: the one to which this machine belongs, or that of RAY_ADDRESS."""
+    learners_per_node: int | None = Field(default=None, ge=1)
+    """How many learners with successive numbers Ray must place on one node; null: as many as a super-learner has.
+    Groups of learners share a node if it has room for them."""
+    resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
+    """What Ray reserves for each learner, such as {CPU: 4, GPU: 1}. CPU is 1 unless given, and so is GPU if
+    engine.device is cuda."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """The port at which the launcher serves figures of the run to Prometheus; 0: any free one; null: none. Needs the
+    extra `monitoring`."""
+    metrics_address: str = "127.0.0.1"
+    """The address of the interface on which it serves them; 127.0.0.1: only to this machine."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_kind(cls, value: object) -> object:
+        return {"kind": value} if isinstance(value, str) else value
+
+
+class RunConfig(Config):
+    """The settings of a run on real processes that do not depend on its workload."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    """The experiment's folder inside `exp`."""
+    seed: int = Field(default=1, ge=0)
+    """The seed of everything random: first weights, the order of the data, augmentation, patterns."""
+    learners: Learners = 1
+    """How many learners train: processes, or coroutines of a simulation. Some may be servers."""
+    strategy: StrategyChoice = DEFAULT_STRATEGY
+    """How learners agree: a strategy's name, or a mapping with its `name` and options."""
+    island: Island = NO_ISLANDS
+    """Learners that hold one model together, because it does not fit into the memory of one: in shards, {sharded: 2},
+    or with its large layers cut, {tensor: 2}. The strategy then holds between islands."""
+    batch_shares: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] | Literal["auto"] = Field(
+        default_factory=dict
+    )
+    """By learner, of how many mini-batches it computes the gradient of each step, such as {0: 2}; 1 unless given. auto:
+    as many as its speed allows, measured when the run begins. For learners of unequal speed that step together."""
+    budget: Budget
+    """When the run ends: after so many epochs, steps or minutes, whichever comes first."""
+    engine: EngineConfig = EngineConfig()
+    """How a learner computes, and how long it waits."""
+    launch: LaunchConfig = LaunchConfig()
+    """Where the learners run: local (processes of this machine), ray, or a mapping with the `kind` and its options."""
+    stragglers: Stragglers = Stragglers()
+    """Learners to slow down on purpose, in training and in simulation."""
+    faults: tuple[Fault, ...] = ()
+    """Faults on purpose, for tests: {kill: 2, at_step: 40}, {pause: 1, seconds: 5}, {nan: 3, at_step: 10}. Steps are
+    the learner's own mini-batches, from 1. {join: 2, at_seconds: 30}: a lost or a new learner joins.
+    """
+    on_loss: Literal["continue", "replace", "stop"] = "continue"
+    """What happens when a learner is lost that Starling's launcher started. continue: the others continue without it;
+    replace: it is also restarted and joins them; stop: the run ends with exit code 3."""
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    """When the run saves checkpoints, and how many it keeps."""
+    resume: Path | None = None
+    """Resume from this experiment's newest checkpoint, or from this checkpoint."""
+    overwrite: bool = False
+    """Remove an earlier run of the same name instead of moving it aside."""
+    exp: Path = Path("exp")
+    """The folder of all experiments."""
+
+    @model_validator(mode="after")
+    def _joins_are_possible(self) -> Self:
+        if self.on_loss == "stop" and any(isinstance(fault, Join) for fault in self.faults):
+            raise ValueError("faults: no learner can join a run with on_loss: stop; remove the join or on_loss")
+        return self
+
+    @model_validator(mode="after")
+    def _super_learners_fit_nodes(self) -> Self:
+        per_node = self.launch.learners_per_node
+        if per_node is not None and not self.strategy.is_auto and per_node % self.super_learner_size:
+            raise ValueError(
+                f"launch.learners_per_node: {per_node} is not a multiple of {self.super_learner_size}, the size of a "
+                "super-learner, whose learners share a node"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The experiment's folder."""
+        return self.exp / self.name
+
+    @property
+    def num_workers(self) -> int:
+        """How many learners compute gradients, each of its own mini-batches; a tensor island counts as one."""
+        return self.strategy.num_workers(self.learners, self.island) // self.island.learners_per_batch
+
+    @property
+    def sync_group_size(self) -> int:
+        """How many learners claim mini-batches together."""
+        return self.strategy.sync_group_size(self.learners, self.island)
+
+    @property
+    def super_learner_size(self) -> int:
+        """How many learners step together as one of several super-learners; 1 if there are none."""
+        size = self.sync_group_size
+        return size if size < self.learners else self.island.size
+
+
+RunT = TypeVar("RunT", bound=RunConfig)
+
+
+def check_run(kind: type[RunT], tree: Tree, where: str, problems: Sequence[str] = ()) -> RunT:
+    """The settings in a tree. Raises one ConfigError that begins with `where` and lists all problems, including
+    `problems` that the caller has found."""
+    learners = _learners(tree)
+    found = strategy_problems(tree.get("strategy"), learners, _island(tree))
+    found += problems
+    found += _straggler_problems(tree.get("stragglers"), learners)
+    found += _share_problems(tree, learners)
+    found += _fault_problems(tree.get("faults"), learners)
+    try:
+        run = kind.model_validate(tree)
+    except ValidationError as error:
+        found = describe(error, kind, tree) + found
+    if found:
+        count = f"{len(found)} problems" if len(found) > 1 else "a problem"
+        raise ConfigError(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in found))
+    return run
+
+
+def _learners(tree: Tree) -> int | None:
+    """The number of learners in a tree; None if it is invalid, which validation of the tree reports."""
+    try:
+        return TypeAdapter[int](Learners).validate_python(tree.get("learners", 1))
+    except ValidationError:
+        return None
+
+
+def _island(tree: Tree) -> Island:
+    """The islands in a tree; none if they are invalid, which validation of the tree reports."""
+    try:
+        return Island.model_validate(tree.get("island") or {})
+    except ValidationError:
+        return NO_ISLANDS
+
+
+def _straggler_problems(section: Any, learners: int | None) -> list[str]:
+    """Describe stragglers that are not learners of the run."""
+    try:
+        stragglers = Stragglers.model_validate(section) if section is not None else Stragglers()
+    except ValidationError:
+        return []  # validation of the tree reports it
+    return [] if learners is None else list(stragglers.problems(learners))
+
+
+def _share_problems(tree: Tree, learners: int | None) -> list[str]:
+    """Describe batch shares that the run's learners or its strategy cannot have."""
+    section = tree.get("batch_shares")
+    if not section or learners is None:
+        return []
+    try:
+        shares = TypeAdapter[BatchShares](BatchShares).validate_python(section)
+        choice = StrategyChoice.model_validate(tree.get("strategy") or DEFAULT_STRATEGY)
+        if choice.is_auto:
+            return ["batch_shares: strategy auto chooses for learners with equal shares; name a strategy"]
+        strangers = [
+            f"batch_shares.{name}: there is no learner {name} among {learners}; the last is learner {learners - 1}"
+            for name in (() if shares == "auto" else shares)
+            if name >= learners
+        ]
+        problem = shares_problem(shares, choice.strategy, choice.options, learners, _island(tree))
+    except (ConfigError, ValidationError):
+        return []  # other checks report it
+    return [*strangers, *([problem] if problem else [])]
+
+
+def _fault_problems(section: Any, learners: int | None) -> list[str]:
+    """Describe faults of learners that the run does not have."""
+    try:
+        faults = TypeAdapter[tuple[Fault, ...]](tuple[Fault, ...]).validate_python(section or ())
+    except ValidationError:
+        return []  # validation of the tree reports it
+    return [] if learners is None else list(faults_problems(faults, learners))
+
+
+def strategy_problems(choice: Any, learners: int | None, island: Island = NO_ISLANDS) -> list[str]:
+    """What is wrong with a `strategy:` section for so many learners in islands."""
+    choice = {"name": choice} if isinstance(choice, str) else choice
+    try:
+        strategy = StrategyChoice.model_validate(choice) if choice is not None else None
+        if strategy is None and island.size > 1:
+            strategy = DEFAULT_STRATEGY
+        if strategy is not None:
+            _ = strategy.options  # raises if they are wrong
+            if learners is not None:
+                strategy.check_for(learners, island)
+    except ConfigError as error:
+        return [str(error)]
+    except ValidationError as error:
+        if not isinstance(choice, dict) or "name" not in choice:
+            return []  # validation of the tree reports it
+        options = {key: value for key, value in choice.items() if key != "name"}
+        options_type = StrategyChoice(name=choice["name"]).strategy.options
+        return describe(error, options_type, options, prefix="strategy.")
+    return []

@@ -1,0 +1,210 @@
+"""Combines the learners' statistics of an epoch to one line."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from starling.launch.messages import EpochEnd
+from starling.reporting.lines import duration
+
+Seconds = float
+_MUCH = 5.0
+"""A learner is named if its share of time spent computing is so many percentage points below that of all learners."""
+_EPOCHS_BEHIND = 2
+"""A learner that is so many epochs behind another is not waited for."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of a model of this run on the validation set."""
+
+    set_name: str
+    wer: float
+    """Word error rate in per cent."""
+    epochs: int | None
+    """Epochs for which it was trained; None unless it was saved at the end of an epoch."""
+    steps: int
+    """Mini-batches on which it was trained."""
+    line: str
+    """The summary in Kaldi's format."""
+
+    @property
+    def trained(self) -> str:
+        """How long the model was trained, as text."""
+        return f"epoch {self.epochs}" if self.epochs is not None else f"{self.steps} steps"
+
+    @property
+    def told(self) -> str:
+        """The score as a separate line."""
+        return f"after {self.trained}, {self.set_name}: {self.line}"
+
+
+@dataclass(frozen=True)
+class EpochSummary:
+    """The combined statistics of an epoch."""
+
+    epoch: int
+    ends: tuple[EpochEnd, ...]
+    """The statistics of each learner, in order of `learner_id`."""
+    missing: tuple[int, ...] = ()
+    """Members that are too far behind and have not reported the epoch."""
+
+    @property
+    def num_steps(self) -> int:
+        """Gradients of all learners."""
+        return sum(each.num_steps for each in self.ends)
+
+    @property
+    def seconds(self) -> Seconds:
+        """The time of the slowest learner."""
+        return max((each.seconds for each in self.ends), default=0.0)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean training loss per frame; None without frames."""
+        summed = sum(each.loss * each.num_frames for each in self.ends if each.loss is not None)
+        frames = sum(each.num_frames for each in self.ends)
+        return summed / frames if frames else None
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The smallest of the learners' last learning rates, and thus the newest, as schedules decay."""
+        return min((each.learning_rate for each in self._computing if each.learning_rate is not None), default=None)
+
+    @property
+    def num_rounds(self) -> int:
+        """Averaging rounds, summed over the learners."""
+        return sum(each.num_rounds for each in self.ends)
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean staleness of all gradients."""
+        summed = sum(each.mean_staleness * sum(each.staleness) for each in self.ends)
+        counted = sum(sum(each.staleness) for each in self.ends)
+        return summed / counted if counted else max((each.mean_staleness for each in self.ends), default=0.0)
+
+    @property
+    def largest_staleness(self) -> int:
+        return max((each.largest_staleness for each in self.ends), default=0)
+
+    @property
+    def staleness(self) -> list[int]:
+        """How many gradients of all learners had a staleness of 0, 1, 2, …; see `EpochEnd.staleness`."""
+        return [sum(counts) for counts in zip_longest(*(each.staleness for each in self.ends), fillvalue=0)]
+
+    @property
+    def consensus_distance(self) -> float | None:
+        """At the epoch's end, where it is known."""
+        return next((each.consensus_distance for each in self.ends if each.consensus_distance is not None), None)
+
+    @property
+    def num_not_finite(self) -> int:
+        """Gradients that were skipped because they were not finite."""
+        return sum(each.num_not_finite for each in self.ends)
+
+    @property
+    def worst(self) -> EpochEnd | None:
+        """The learner with the smallest share of time spent computing; None if the difference is below `_MUCH`."""
+        worst = min(self._computing, key=lambda each: each.share(each.computing), default=None)
+        if worst is None or self.share("computing") - worst.share(worst.computing) < _MUCH:
+            return None
+        return worst
+
+    def share(self, what: str) -> float:
+        """`computing`, `waiting_for_data` or `waiting_for_peers` as a percentage of the workers' time."""
+        total = sum(each.seconds for each in self._computing)
+        return 100.0 * sum(getattr(each, what) for each in self._computing) / total if total > 0.0 else 0.0
+
+    def line(self, score: Score | None = None) -> str:
+        """The line to print, with `score` if it is new."""
+        begin = f"epoch {self.epoch + 1} ended after {duration(self.seconds)}"
+        if self.missing:
+            begin += f" (without learner {', '.join(map(str, self.missing))})"
+        parts = [f"loss {self.loss:.4f}"] if self.loss is not None else []
+        if self.learning_rate is not None:
+            parts.append(f"lr {self.learning_rate:.3g}")
+        worst = self.worst
+        named = f" (learner {worst.learner_id}: {worst.share(worst.computing):.0f} %)" if worst else ""
+        parts += [
+            f"computing {self.share('computing'):.0f} %{named}",
+            f"waiting {self.share('waiting_for_data'):.0f} % for data",
+            f"{self.share('waiting_for_peers'):.0f} % for peers",
+        ]
+        if self.num_rounds or self.largest_staleness:
+            parts.append(f"staleness {self.mean_staleness:.1f} (at most {self.largest_staleness})")
+        if self.num_rounds and self.num_steps:
+            parts.append(f"{self.num_rounds / self.num_steps:.2f} rounds per gradient")
+        if self.num_not_finite:
+            parts.append(f"{self.num_not_finite} gradients not finite and left out")
+        if score is not None:
+            parts.append(f"{score.set_name} WER {score.wer:.2f} % after {score.trained}")
+        return f"{begin}: {', '.join(parts)}"
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the event."""
+        return {
+            "epoch": self.epoch + 1,
+            "step": max((each.step for each in self.ends), default=0),
+            "steps_in_epoch": self.num_steps,
+            "seconds": self.seconds,
+            "loss": self.loss,
+            "learning_rate": self.learning_rate,
+            "staleness": self.staleness,
+            "consensus_distance": self.consensus_distance,
+            "learners": {
+                str(each.learner_id): {
+                    "steps": each.num_steps,
+                    "seconds": each.seconds,
+                    "computing": each.computing,
+                    "waiting_for_data": each.waiting_for_data,
+                    "waiting_for_peers": each.waiting_for_peers,
+                    "loss": each.loss,
+                    "rounds": each.num_rounds,
+                    "bytes_sent": each.bytes_sent,
+                    "mean_staleness": each.mean_staleness,
+                    "largest_staleness": each.largest_staleness,
+                    "not_finite": each.num_not_finite,
+                }
+                for each in self.ends
+            },
+        }
+
+    @property
+    def _computing(self) -> tuple[EpochEnd, ...]:
+        return tuple(each for each in self.ends if each.num_steps) or self.ends
+
+
+class EpochCollector:
+    """Collects the learners' statistics, which arrive at different times.
+
+    An epoch is complete when every member has reported it or a later one. A learner that is `_EPOCHS_BEHIND` another
+    one is not waited for; its statistics are then only in its own log.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[int, dict[int, EpochEnd]] = {}
+        self._newest: dict[int, int] = {}
+        self._told = -1
+
+    def add(self, end: EpochEnd) -> None:
+        """Add one learner's statistics."""
+        self._newest[end.learner_id] = max(end.epoch, self._newest.get(end.learner_id, -1))
+        if end.epoch > self._told:
+            self._pending.setdefault(end.epoch, {})[end.learner_id] = end
+
+    def complete(self, members: Collection[int]) -> list[EpochSummary]:
+        """Remove and return the epochs that are complete, given the members of the present membership."""
+        all_at = min((self._newest.get(each, -1) for each in members), default=-1)
+        due = max(all_at, max(self._newest.values(), default=-1) - _EPOCHS_BEHIND)
+        return [self._take(epoch, members) for epoch in sorted(self._pending) if epoch <= due]
+
+    def rest(self) -> list[EpochSummary]:
+        """Remove and return the incomplete epochs, at the end of the run."""
+        return [self._take(epoch) for epoch in sorted(self._pending)]
+
+    def _take(self, epoch: int, members: Collection[int] = ()) -> EpochSummary:
+        self._told = max(self._told, epoch)
+        ends = self._pending.pop(epoch)
+        missing = tuple(sorted(each for each in members if self._newest.get(each, -1) < epoch))
+        return EpochSummary(epoch, tuple(ends[learner_id] for learner_id in sorted(ends)), missing)

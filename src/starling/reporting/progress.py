@@ -1,0 +1,273 @@
+"""The output of a run: a live table on a terminal, and lines for epochs and other events."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Collection
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from starling.launch.messages import EpochEnd, Saved, Snapshot
+from starling.reporting.epochs import EpochCollector, EpochSummary, Score
+from starling.reporting.events import Events
+from starling.reporting.lines import advice, advice_line, duration, time_left
+from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
+
+Say = Callable[[str], None]
+"""Prints a line."""
+MAX_ROWS = 16
+"""How many learners the table shows."""
+
+
+class Display:
+    """Displays a run on the screen, and writes everything to `events` too; a context manager.
+
+    Its methods may be called from any thread. `clock` returns seconds.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        world: int,
+        console: Console,
+        events: Events | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.away: set[int] = set()
+        """Learners that were lost and have not joined again."""
+        self._title = title
+        self._members: Collection[int] = range(world)
+        self._console = console
+        self._events = events
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._snapshots: dict[int, Snapshot] = {}
+        self._epochs = EpochCollector()
+        self._advised: set[str] = set()
+        self._score: Score | None = None
+        """The newest score if it has not been printed yet."""
+        self._score_at = 0.0
+        self._has_told_saved = False
+        """Whether a checkpoint was printed since the last line about all learners."""
+        self._told_at = clock()
+        """When the last line about all learners was printed."""
+        self._live: Live | None = None
+        self._drawn_at = -math.inf
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(
+                self._table(), console=self._console, refresh_per_second=1.0 / DRAW_EVERY, transient=False
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._lock:
+            for summary in self._epochs.rest():
+                self._tell_epoch(summary, None)
+            self._tell_score()
+            if self._live is not None:
+                self._live.update(self._table(ended=kind is None))
+                self._live.stop()
+                self._live = None
+
+    def progress(self, snapshot: Snapshot) -> None:
+        """Show a learner's progress."""
+        with self._lock:
+            self._snapshots[snapshot.learner_id] = snapshot
+            if self._live is not None:
+                if self._clock() - self._drawn_at >= DRAW_EVERY:  # a table takes a millisecond, and all learners report
+                    self._drawn_at = self._clock()
+                    self._live.update(self._table())
+            elif self._clock() - self._told_at >= SCREEN_EVERY:
+                self._print(self._progress_line())
+                self._has_told()
+
+    def epoch(self, end: EpochEnd) -> None:
+        """Add a learner's statistics of an epoch, and print the epochs that are now complete."""
+        with self._lock:
+            self._epochs.add(end)
+            self._tell_epochs()
+
+    def train_with(self, members: Collection[int]) -> None:
+        """Set the members of the new membership."""
+        with self._lock:
+            self._members = members
+            self._tell_epochs()
+
+    def lost(self, learner_id: int, reason: str) -> None:
+        """Report a lost learner, and remove its row."""
+        with self._lock:
+            self._write("loss", learner=learner_id, reason=reason)
+            self._print(f"{reason}; the others continue without it")
+            self.away.add(learner_id)
+            self._snapshots.pop(learner_id, None)
+
+    def joined(self, learner_id: int, num_learners: int) -> None:
+        """Report a learner that has joined."""
+        with self._lock:
+            self._write("join", learner=learner_id, num_learners=num_learners)
+            self._print(f"learner {learner_id} has joined; {num_learners} learners train now")
+            self.away.discard(learner_id)
+
+    def left_out(self, learner_id: int, reason: str) -> None:
+        """Report a joiner that was started but did not join."""
+        self._write("left-out", learner=learner_id, reason=reason)
+        self._print(f"{reason}; it had not joined, and the others continue without it")
+
+    def saved(self, message: Saved) -> None:
+        """Report a completed checkpoint. At most one is printed between two lines about all learners, and always the
+        final one."""
+        with self._lock:
+            distance = message.consensus_distance
+            self._write("checkpoint", folder=message.folder, moment=message.moment, consensus_distance=distance)
+            if self._has_told_saved and message.moment != "end":
+                return
+            self._has_told_saved = True
+            self._print(
+                f"saved {message.folder}{f', consensus distance {distance:.3g}' if distance is not None else ''}"
+            )
+
+    def scored(self, score: Score) -> None:
+        """Report a score on the validation set. The next epoch line includes it; if none follows within `SCORE_WAIT`,
+        it is printed on a separate line."""
+        with self._lock:
+            self._write("validation", set=score.set_name, wer=score.wer, epochs=score.epochs, step=score.steps)
+            self._score, self._score_at = score, self._clock()
+
+    def tick(self) -> None:
+        """Print a score that has waited long enough; call this about once a second."""
+        with self._lock:
+            if self._clock() - self._score_at >= SCORE_WAIT:
+                self._tell_score()
+
+    def say(self, line: str) -> None:
+        """Print a line above the table."""
+        self._write("message", text=line)
+        self._print(line)
+
+    def _tell_epochs(self) -> None:
+        for summary in self._epochs.complete(self._members):
+            self._tell_epoch(summary, self._score)
+            self._score = None
+
+    def _tell_epoch(self, summary: EpochSummary, score: Score | None) -> None:
+        self._write("epoch", **summary.fields())
+        self._print(summary.line(score))
+        self._has_told()
+        for end in sorted(summary.ends, key=lambda each: each.share(each.computing)):
+            what = advice(end)
+            if what is not None and what not in self._advised:
+                self._advised.add(what)
+                line = advice_line(end, what)
+                self._write("advice", text=line)
+                self._print(line)
+
+    def _tell_score(self) -> None:
+        if self._score is not None:
+            self._print(self._score.told)
+            self._score = None
+
+    def _has_told(self) -> None:
+        self._told_at, self._has_told_saved = self._clock(), False
+
+    def _write(self, kind: str, **fields: object) -> None:
+        if self._events is not None:
+            self._events.write(kind, **fields)
+
+    def _print(self, line: str) -> None:
+        say_on(self._console)(line)
+
+    def _progress_line(self) -> str:
+        newest = self._newest()
+        if newest is None:
+            return self._title
+        frames = sum(each.num_frames for each in self._snapshots.values())
+        loss = sum(each.loss * each.num_frames for each in self._snapshots.values()) / max(1, frames)
+        return (
+            f"epoch {newest.epoch + 1}, batch {newest.batch + 1}/{newest.num_batches}: loss {loss:.4f}, "
+            f"lr {newest.learning_rate:.3g}{self._speed()}, {100 * newest.fraction:.0f} % done"
+            f"{f', {left} left' if (left := time_left(newest)) else ''}"
+        )
+
+    def _newest(self) -> Snapshot | None:
+        return max(self._snapshots.values(), key=lambda each: each.fraction, default=None)
+
+    def _speed(self) -> str:
+        total = sum(each.audio_rate for each in self._snapshots.values())
+        return f", {total:.0f} s of audio per s" if total > 0.0 else ""
+
+    def _table(self, ended: bool = False) -> Table:
+        newest = self._newest()
+        if newest is None:
+            done = "starting"
+        elif ended:
+            done = f"ended after {duration(60.0 * newest.minutes)}"
+        else:
+            done = f"{100 * newest.fraction:.0f} %, {time_left(newest) or '?'} left"
+        table = Table(title=f"{self._title}: {done}{self._speed()}", title_justify="left")
+        for name in ("learner", "epoch", "batch", "loss", "running", "lr", "audio s/s"):
+            table.add_column(name, justify="right")
+        known = sorted({*self._members, *self._snapshots, *self.away})
+        for learner_id in known[:MAX_ROWS]:
+            otherwise = "lost" if learner_id in self.away else "starting"
+            table.add_row(str(learner_id), *_cells(self._snapshots.get(learner_id), otherwise))
+        if len(known) > MAX_ROWS:
+            table.add_row("…", f"{len(known)} learners", *[""] * 5)
+        return table
+
+
+def say_on(console: Console) -> Say:
+    """A function that prints lines on a console without markup."""
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _cells(snapshot: Snapshot | None, otherwise: str) -> list[str]:
+    if snapshot is None:
+        return [otherwise, *[""] * 5]
+    return [
+        str(snapshot.epoch + 1),
+        f"{snapshot.batch + 1}/{snapshot.num_batches}",
+        f"{snapshot.loss:.4f}",
+        f"{snapshot.running_loss:.4f}",
+        f"{snapshot.learning_rate:.2e}",
+        f"{snapshot.audio_rate:.1f}" if snapshot.audio_rate > 0.0 else "",
+    ]
+
+
+class Bars:
+    """Named progress bars on a terminal, and no output elsewhere; a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Set the bar `name` to `done` of `total` (0: unknown)."""
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=None)
+        self._progress.update(self._tasks[name], completed=done, total=total or None)

@@ -1,0 +1,198 @@
+"""`starling check`: finds problems in a corpus, prints them as a table, and lists which utterances to leave out."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from starling.configuration import Config
+from starling.errors import ConfigError, DataError
+from starling.recipe.overrides import apply_overrides
+from starling.recipe.problems import describe
+from starling.reporting.progress import Bars, Say
+from starling.speech.check.collect import Source, prepared_sources
+from starling.speech.check.config import HEARD, KINDS, CheckConfig
+from starling.speech.check.corpus import Training, check_corpus
+from starling.speech.check.ear import Ear
+from starling.speech.check.findings import Report, heard_path, to_drop, write_report
+from starling.speech.data import DataConfig, set_digest
+from starling.speech.left_out import left_out_of, read_left_out, write_left_out
+from starling.speech.recipe import load_recipe
+
+_DROPPED = "check-dropped.tsv"
+_SHOWN = 20
+
+
+class PreparedConfig(Config):
+    """The keys of a recipe's `data:` that may be given for a prepared folder."""
+
+    train: str = "train"
+    valid: str | None = None
+    test: tuple[str, ...] | None = None
+    """None: all other sets of the folder."""
+    check: CheckConfig = CheckConfig()
+
+
+class _Keys(Config):
+    data: PreparedConfig = PreparedConfig()
+
+
+class CheckTask(Config):
+    """One corpus to check, and the folder for its lists."""
+
+    folder: Path
+    train: str
+    check: CheckConfig
+    training: Training
+    data: DataConfig | None = None
+    """None: a prepared folder."""
+    leave_out: Path | None = None
+    """The list of utterances that are already left out."""
+
+
+def check(
+    data: Path,
+    overrides: Sequence[str],
+    drop: bool,
+    strict: bool,
+    tell: Say,
+    output: Console,
+    console: Console,
+    model: Path | None = None,
+) -> None:
+    """Check a recipe's corpus or a prepared folder, print the findings on `output`, and list them in check.tsv.
+
+    With `drop`, also write the list of utterances to leave out. With `model`, an experiment, a checkpoint or a
+    recogniser's folder, transcripts that do not fit their audio are findings, too. Progress is shown on `console`.
+    Raises ConfigError for wrong keys, CheckpointError for a model that cannot be loaded, and DataError for a missing
+    corpus; with `strict`, also if there are findings.
+    """
+    ear = None if model is None else Ear.open(model)
+    task, sources = _prepared(data, overrides) if data.is_dir() else _recipe(data, overrides)
+    with Bars(console) as bars:
+        report = check_corpus(
+            sources, task.train, task.check, task.training, bars, None if ear is None else ear.recogniser
+        )
+    path = write_report(task.folder, report)
+    total = sum(each.utterances for each in report.sets)
+    if report.findings:
+        output.print(_table(report))
+    if ear is not None:
+        _show_heard(report, output)
+        for line in ear.remarks(report, task.folder, task.data):
+            tell(line)
+        tell(f"what the model hears in each utterance, the worst fit first: {heard_path(task.folder)}")
+    tell(f"{len(report.findings) or 'nothing'} found in {total} utterances, listed in {path}")
+    if drop:
+        _drop(task, report, tell)
+    if strict and report.findings:
+        first = report.findings[0]
+        raise DataError(
+            f"{len(report.findings)} findings in {total} utterances, listed in {path}; the first: {first.kind}, "
+            f"{first.id!r} in {first.set}; correct the corpus, leave them out with --drop, or choose data.check.kinds"
+        )
+
+
+def _recipe(path: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[Source]]:
+    recipe = load_recipe(path, overrides)
+    training = Training(tokens=recipe.tokens, features=recipe.features, augment=recipe.augment, model=recipe.model)
+    data = recipe.data
+    task = CheckTask(
+        folder=data.folder,
+        train=data.train,
+        check=data.check,
+        training=training,
+        data=data,
+        leave_out=data.filter.leave_out,
+    )
+    return task, sources_of(data)
+
+
+def sources_of(data: DataConfig) -> list[Source]:
+    """The sets that a recipe uses, read from its corpus."""
+    limits = data.filter.model_copy(update={"on_bad": "skip", "max_skipped": 1.0})
+    return [
+        Source(
+            name,
+            partial(data.utterances, name),
+            data.sampling_rate,
+            data.text,
+            limits,
+            left_out_of(data.filter.leave_out, name),
+            data.strings,
+            set_digest(data, name),
+        )
+        for name in data.used_sets
+    ]
+
+
+def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[Source]]:
+    tree = apply_overrides({}, overrides)
+    try:
+        data = _Keys.model_validate(tree).data
+    except ValidationError as error:
+        problems = "\n".join(f"  {problem}" for problem in describe(error, _Keys, tree))
+        raise ConfigError(f"prepared folder {folder}: wrong keys\n{problems}") from None
+    known = sorted(path.parent.name for path in folder.glob("*/summary.json"))
+    if data.train not in known:
+        hint = "give the folder above it" if (folder / "summary.json").is_file() else "set data.train to one of them"
+        raise ConfigError(
+            f"prepared folder {folder}: has no set {data.train!r}; its sets: {', '.join(known) or 'none'}; {hint}"
+        )
+    chosen = known if data.test is None else [*([data.valid] if data.valid else []), *data.test]
+    names = dict.fromkeys([data.train, *chosen])
+    task = CheckTask(
+        folder=folder,
+        train=data.train,
+        check=data.check,
+        training=Training(),
+        leave_out=dropped if (dropped := folder / _DROPPED).is_file() else None,  # it may have been prepared with that
+    )
+    return task, prepared_sources(folder, names)
+
+
+def _drop(task: CheckTask, report: Report, tell: Say) -> None:
+    path = task.folder / _DROPPED
+    earlier = read_left_out(task.leave_out) if task.leave_out is not None else []
+    items = to_drop(report, task.check, earlier)
+    write_left_out(path, items)
+    hours = sum(item.seconds for item in items) / 3600
+    tell(f"{len(items)} utterances ({hours:.2f} h) to leave out; use it with data.filter.leave_out={path}")
+
+
+def _show_heard(report: Report, output: Console) -> None:
+    """The transcripts that do not fit, and what was heard instead."""
+    found = [each for each in report.findings if each.kind in HEARD]
+    if not found:
+        return
+    table = Table(title="transcripts that do not fit", title_justify="left")
+    for column in ("set", "utterance", "transcript", "heard"):
+        table.add_column(column, overflow="fold")
+    table.add_column("score", justify="right")
+    table.add_column("fits")
+    texts = {(each.set, each.id): each for whole in report.heard for each in whole.heard}
+    for each in found[:_SHOWN]:
+        own = texts[each.set, each.id]
+        fits = f"that of {each.other_id}" if each.other_id else ""
+        table.add_row(each.set, each.id, escape(own.text), escape(own.heard), f"{own.score:.2f}", fits)
+    output.print(table)
+    if len(found) > _SHOWN:
+        output.print(f"and {len(found) - _SHOWN} more")
+
+
+def _table(report: Report) -> Table:
+    """The number of findings by kind and set."""
+    table = Table(title="found", title_justify="left")
+    table.add_column("kind")
+    for each in report.sets:
+        role = "" if each.name == report.train else ", held out"
+        table.add_column(f"{each.name}{role}\n{each.utterances} utt., {each.seconds / 3600:.2f} h", justify="right")
+    for kind in KINDS:
+        counts = [report.count(kind, each.name) for each in report.sets]
+        if any(counts):
+            table.add_row(kind, *(str(count) if count else "-" for count in counts))
+    return table

@@ -1,0 +1,327 @@
+"""Frame-level training of a recipe: its set-up, which aligns the training set, and its workload."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from starling.checkpoint.reader import latest, load
+from starling.errors import ConfigError, DataError
+from starling.experiment.claim import unwritable
+from starling.experiment.folder import ExperimentFolder
+from starling.reporting.progress import Say
+from starling.speech.decoding.config import DecodingConfig
+from starling.speech.features import LogMel, resample
+from starling.speech.hybrid.alignment import (
+    Labels,
+    Transcripts,
+    align,
+    align_with_gaussians,
+    ctc_row,
+    flat_start,
+    from_ctc,
+    tie_states,
+)
+from starling.speech.hybrid.config import AlignmentConfig, StatesConfig
+from starling.speech.hybrid.frame_plan import FramePlan
+from starling.speech.hybrid.lexicon import TiedStates, check_words, read_words, words_of
+from starling.speech.hybrid.losses import PADDING, FrameBatch, frame_loss
+from starling.speech.hybrid.store import Frames, FrameWriter, save_states
+from starling.speech.hybrid.units import Transcriber
+from starling.speech.losses import TooShort, frames_needed
+from starling.speech.recipe import Recipe
+from starling.speech.recogniser import Recogniser
+from starling.speech.tokens import CharacterTokenizer, Tokenizer
+from starling.speech.training.plan import kept_utterances
+from starling.speech.union import SpeechSets
+from starling.training.freezing import freeze
+from starling.workload import Ticket, Unit, Workload
+
+_READ_TOGETHER = 32
+"""Utterances whose features are made together."""
+_ROUNDS_AFTER_FLAT_START, _ROUNDS_AFTER_CTC = 20, 5
+
+
+class FrameWorkload(Workload[FrameBatch]):
+    """The training set of a recipe in sub-sequences; mini-batches are a pure function of the recipe's seed and the
+    ticket.
+
+    `initial` is the folder of the recogniser to begin with.
+    """
+
+    def __init__(self, plan: FramePlan, initial: Path) -> None:
+        self.plan = plan
+        self.initial = initial
+        self.num_parts = plan.num_parts
+
+    def make_model(self) -> nn.Module:
+        model = Recogniser.load(self.initial).model
+        freeze(model, self.plan.recipe.freeze)
+        return model
+
+    def num_batches(self, epoch: int) -> int:
+        return self.plan.epoch(epoch).num_batches
+
+    def load(self, ticket: Ticket) -> Sequence[FrameBatch]:
+        config, frames = self.plan.recipe.features, self.plan.frames
+        batches = []
+        for pieces in self.plan.of(ticket):
+            lengths = pieces[:, 2] - pieces[:, 1]
+            batches.append(
+                FrameBatch(
+                    features=torch.from_numpy(frames.cut(pieces, config.splice)),
+                    lengths=torch.from_numpy(lengths),
+                    states=torch.from_numpy(frames.states(pieces, PADDING)),
+                    seconds=float(lengths.sum()) * config.frame_shift,
+                    ids=self.plan.names(pieces),
+                )
+            )
+        return batches
+
+    def loss(self, model: nn.Module, examples: FrameBatch) -> Tensor:
+        return frame_loss(model, examples)
+
+    def weight(self, examples: FrameBatch) -> float:
+        """Frames: `frame_loss` is a mean over them."""
+        return float(examples.num_frames)
+
+    def planned_size(self, ticket: Ticket, unit: Unit) -> float:
+        """Its sub-sequences, or their frames."""
+        pieces = np.concatenate(self.plan.of(ticket))
+        return float(len(pieces) if unit == "utterances" else (pieces[:, 2] - pieces[:, 1]).sum())
+
+
+def too_few_frames(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, features: LogMel) -> list[TooShort]:
+    """The utterances with fewer frames than states that cannot be skipped."""
+    transcriber = _transcriber(recipe, tokenizer)
+    found = []
+    for index, seconds in enumerate(train.durations.tolist()):
+        _, optional = transcriber.text(train.text(index), train.id(index))
+        num_frames = features.num_frames(round(seconds * train.sampling_rate / max(recipe.augment.speed)))
+        if num_frames < (needed := optional.count(False)):
+            found.append(TooShort(train.id(index), num_frames, needed))
+    return found
+
+
+def make_frames(
+    recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, features: LogMel, folder: ExperimentFolder, say: Say
+) -> TiedStates:
+    """Store the features of the training set in `folder.frames`, align them, and tie their states; those.
+
+    A resumed run takes over what the run before has stored. Raises ConfigError and DataError for data, words or an
+    aligning model that cannot be used.
+    """
+    decoding = recipe.decoding or DecodingConfig()
+    if recipe.resume is not None:
+        states = _taken_over(ExperimentFolder(recipe.resume.parent.parent), folder, decoding)
+    else:
+        kept = kept_utterances(train, folder.too_short)
+        try:
+            _store(recipe, train, features, kept, folder.frames, say)
+            states = _align(recipe, train, tokenizer, Frames(folder.frames, features.num_bands), say)
+        except OSError as error:  # such as a full disk
+            raise unwritable(folder.frames, error) from error
+    if decoding.word_list is not None:
+        words = read_words(decoding.word_list)
+    else:
+        words = words_of([train.text(index) for index in range(len(train))])
+    states = TiedStates(states.tree, states.per_unit, states.context, states.log_priors, tuple(words), decoding)
+    check_words(states, tokenizer)
+    return states
+
+
+def _transcriber(recipe: Recipe, tokenizer: Tokenizer) -> Transcriber:
+    config = recipe.states or StatesConfig()
+    return Transcriber(tokenizer, config.per_unit, config.context)
+
+
+def _taken_over(before: ExperimentFolder, now: ExperimentFolder, decoding: DecodingConfig) -> TiedStates:
+    """The frames and the states of the experiment that is resumed."""
+    if not before.frames.is_dir():
+        raise DataError(f"{before.frames}: the aligned frames of the run to resume are missing; train again")
+    shutil.copytree(before.frames, now.frames, copy_function=_link)
+    states = Recogniser.load(before.initial).states
+    if states is None:
+        raise DataError(f"{before.initial}: the model has no tied states; train again without resume")
+    return states
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file, or copy it to another disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _store(
+    recipe: Recipe, train: SpeechSets, features: LogMel, kept: NDArray[np.int32], folder: Path, say: Say
+) -> None:
+    """Write the features of all utterances that can be used, at each speed."""
+    num_written = 0
+    bad: list[str] = []
+    speeds = sorted(set(recipe.augment.speed))
+    with FrameWriter(folder) as writer:
+        for first in range(0, len(kept), _READ_TOGETHER):
+            numbers = kept[first : first + _READ_TOGETHER].tolist()
+            usable: list[tuple[int, float]] = []
+            waveforms: list[Tensor] = []
+            for number, audio in zip(numbers, train.audios(numbers), strict=True):
+                try:
+                    heard = [_at_speed(audio, speed, features, train.id(number)) for speed in speeds]
+                except DataError as error:
+                    if recipe.data.filter.on_bad == "fail":
+                        raise
+                    bad.append(str(error))
+                else:
+                    usable += [(number, speed) for speed in speeds]
+                    waveforms += heard
+            matrices = features.bands(waveforms) if waveforms else []
+            for (number, speed), matrix in zip(usable, matrices, strict=True):
+                writer.write(number, matrix.numpy(), speed)
+            num_written += len(usable)
+    if len(bad) > recipe.data.filter.max_skipped * len(kept):
+        raise DataError(
+            f"{train.name}: {len(bad)} of {len(kept)} utterances cannot be used, such as: {bad[0]}; "
+            f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"
+        )
+    if not num_written:
+        raise DataError(f"{train.name}: no utterance can be aligned, so that there are no frames to train on")
+    if bad:
+        say(f"{train.name}: {len(bad)} utterances cannot be used and are left out, such as: {bad[0]}")
+
+
+def _at_speed(audio: NDArray[np.float32] | DataError, speed: float, features: LogMel, utterance: str) -> Tensor:
+    """The waveform `[T]` of an utterance, faster. Raises DataError for one that has no features."""
+    waveform = features.checked(audio, utterance)
+    if speed == 1.0:
+        return waveform
+    faster = resample(waveform[None], round(features.sampling_rate * speed), features.sampling_rate)[0]
+    features.check(faster, utterance)
+    return faster
+
+
+def _align(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Frames, say: Say) -> TiedStates:
+    """Align all frames, tie their states, and store these."""
+    wanted, config = recipe.states or StatesConfig(), recipe.alignment or AlignmentConfig()
+    texts = [(train.id(number), train.text(number)) for number in frames.utterances.tolist()]
+    transcripts = Transcripts.of(texts, _transcriber(recipe, tokenizer))
+    how, rounds = "a flat start", _ROUNDS_AFTER_FLAT_START
+    if config.experiment is None:
+        positions = flat_start(transcripts, frames.lengths)
+    else:
+        model = _load_aligner(config.experiment, recipe)
+        if model.states is None:
+            how, rounds = f"the CTC model of {config.experiment}", _ROUNDS_AFTER_CTC
+            positions = _by_ctc(model, train, transcripts, frames, wanted.per_unit)
+        else:
+            how, rounds = f"the tied states of {config.experiment}", 0
+            positions = _by_states(model, train, texts, transcripts, frames, wanted.per_unit)
+    rounds = rounds if config.rounds is None else config.rounds
+    positions, changed = align_with_gaussians(frames, transcripts, positions, rounds)
+    line = f"{frames.ends[-1]:,} frames aligned from {how}"
+    say(f"{line}, {rounds} rounds, the last of which moved {changed:.2%} of them" if rounds else line)
+    tree, tied = tie_states(frames, transcripts, positions, wanted.number, wanted.min_frames)
+    save_states(frames.folder, tied)
+    if tree.num_states < wanted.number:
+        say(
+            f"{tree.num_states} tied states, and states.number is {wanted.number}: the training texts have "
+            f"{len(transcripts.states)} different states in context, and a tied state has {wanted.min_frames} frames "
+            "at least"
+        )
+    counts = np.zeros(tree.num_states)
+    for each in tied:
+        counts += np.bincount(each, minlength=tree.num_states)
+    log_priors = np.log(np.maximum(counts, 0.5) / counts.sum())
+    return TiedStates(tree, wanted.per_unit, wanted.context, log_priors, (), recipe.decoding or DecodingConfig())
+
+
+def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
+    """The model that aligns; ConfigError where its frames or characters are others than those of the recipe."""
+    model = Recogniser.load(source if (source / "config.json").is_file() else load(latest(source)).model_folder)
+    if model.features.sampling_rate != recipe.data.sampling_rate:
+        raise ConfigError(
+            f"alignment.experiment: {source} hears {model.features.sampling_rate} Hz, and data.sampling_rate is "
+            f"{recipe.data.sampling_rate}; align with a model of that rate"
+        )
+    if model.features.config.frame_shift != recipe.features.frame_shift:
+        raise ConfigError(
+            f"alignment.experiment: {source} has a frame each {model.features.config.frame_shift} s, and "
+            f"features.frame_shift is {recipe.features.frame_shift}; align with a model of that shift"
+        )
+    if not isinstance(model.tokenizer, CharacterTokenizer):
+        raise ConfigError(f"alignment.experiment: {source} has no characters as tokens; align with a model that has")
+    return model
+
+
+class _Scores:
+    """Log-probabilities of a model for what is stored of the training set; of `chosen` alone, if that is given."""
+
+    def __init__(
+        self, model: Recogniser, train: SpeechSets, frames: Frames, chosen: Sequence[int] | None = None
+    ) -> None:
+        self._model, self._train, self._frames = model, train, frames
+        self._chosen = range(len(frames)) if chosen is None else chosen
+
+    def __call__(self, places: Sequence[int]) -> Tensor:
+        stored = [self._chosen[place] for place in places]
+        numbers, speeds = self._frames.utterances[stored].tolist(), self._frames.speeds[stored].tolist()
+        features = self._model.features
+        waveforms = [
+            _at_speed(audio, speed, features, self._train.id(number))
+            for audio, number, speed in zip(self._train.audios(numbers), numbers, speeds, strict=True)
+        ]
+        log_probs, _ = self._model.log_probs(features.batch(waveforms))
+        return log_probs if self._model.states is None else self._model.states.scaled(log_probs)
+
+
+def _by_states(
+    model: Recogniser,
+    train: SpeechSets,
+    texts: list[tuple[str, str]],
+    transcripts: Transcripts,
+    frames: Frames,
+    per_unit: int,
+) -> Labels:
+    """Positions by the scaled likelihoods of a model with tied states."""
+    states = model.states
+    if states is None or states.per_unit != per_unit:
+        has = 0 if states is None else states.per_unit
+        raise ConfigError(
+            f"alignment.experiment: its model has {has} states a character, and states.per_unit is {per_unit}; choose "
+            "the same"
+        )
+    own = Transcripts.of(texts, states.transcriber(model.tokenizer))
+    labels = own.labelled([states.tree.tied(state) for state in own.states])
+    positions: Labels = [np.zeros(0, np.int32)] * len(frames)
+    for each, path in align(frames.lengths, labels, transcripts.optional, _Scores(model, train, frames)):
+        positions[each] = path
+    return positions
+
+
+def _by_ctc(
+    model: Recogniser,
+    train: SpeechSets,
+    transcripts: Transcripts,
+    frames: Frames,
+    per_unit: int,
+) -> Labels:
+    """Positions by a CTC model: of its best path, or equal ones for an utterance that is too short for CTC."""
+    subsampling = model.model_config.shape.subsampling
+    numbers = frames.utterances.tolist()
+    texts = [" ".join(train.text(number).split()) for number in numbers]
+    tokens = [model.tokenizer.encode(text, train.id(number)) for text, number in zip(texts, numbers, strict=True)]
+    emitted = np.asarray([model.model_config.encoder_frames(int(length)) for length in frames.lengths])
+    positions = flat_start(transcripts, frames.lengths)
+    fits = [each for each in range(len(frames)) if emitted[each] >= frames_needed(tokens[each])]
+    rows = [ctc_row(tokens[each]) for each in fits]
+    score = _Scores(model, train, frames, fits)
+    for place, path in align(emitted[fits], [labels for labels, _ in rows], [skips for _, skips in rows], score):
+        each = fits[place]
+        positions[each] = from_ctc(path, subsampling, int(frames.lengths[each]), texts[each], per_unit)
+    return positions

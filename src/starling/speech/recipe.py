@@ -1,0 +1,366 @@
+"""The recipe: all settings of a run, as one checked tree."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from starling.configuration import Config, digest
+from starling.engines.virtual.cluster import Cluster
+from starling.errors import ConfigError
+from starling.recipe.file import Tree, read_recipe
+from starling.recipe.optimizer import OptimizerConfig
+from starling.recipe.overrides import apply_overrides
+from starling.recipe.run import DEFAULT_STRATEGY, RunConfig, StrategyChoice, check_run
+from starling.speech.augmentation import AugmentConfig
+from starling.speech.batch_plan import BatchConfig
+from starling.speech.data import DataConfig, set_digest, set_settings
+from starling.speech.decoding.config import OF_CTC, OF_FRAMES, DecodingConfig
+from starling.speech.features import WHOLE, FeatureConfig
+from starling.speech.hybrid.config import AlignmentConfig, SequencesConfig, StatesConfig
+from starling.speech.mixture import MixtureConfig
+from starling.speech.models import ModelConfig
+from starling.speech.partition import PartitionConfig, labels_are_domains
+from starling.speech.set_summary import read_summary
+from starling.speech.tokens import TokenConfig
+from starling.strategies.islands import Island, between_islands
+from starling.training.freezing import Freeze
+
+_WHOLE_UTTERANCES = ("max_duration", "num_buckets", "window", "similar")
+"""Keys of `batches` that say how whole utterances are grouped."""
+_LATER_SIZES = (
+    "span",
+    "kernel",
+    "stack_rates",
+    "stack_layers",
+    "stack_widths",
+    "conv2d_channels",
+    "decoder",
+    "phones",
+    "chunk",
+    "checkpoint",
+    "encoder",
+)
+"""Keys of `model` that fingerprints leave out where they are not set: earlier runs have none of them."""
+_OF_FRAMES = ("sequences", "states", "alignment")
+"""Sections that only `loss: frames` has."""
+
+FORMAT = 2
+"""The format of recipes of Starling 0.2, which later versions will read."""
+
+
+class WarmStart(Config):
+    """Another experiment whose weights a model begins with."""
+
+    experiment: Path
+    """Its newest model is taken, unless this is a checkpoint or a recogniser's folder."""
+    sizes: Literal["strict", "partial"] = "strict"
+    """strict: only the outputs may differ; the rows of tokens and phones that both models have are kept. partial:
+    layers may be missing, or of other sizes: what overlaps is taken."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_path(cls, value: object) -> object:
+        return {"experiment": value} if isinstance(value, str | Path) else value
+
+    @model_serializer(mode="wrap")
+    def _as_path(self, serialise: SerializerFunctionWrapHandler) -> object:
+        tree = serialise(self)
+        return tree["experiment"] if self.sizes == "strict" else tree
+
+
+class Recipe(RunConfig):
+    """A complete run that trains a speech recogniser."""
+
+    format: int = FORMAT
+    """The format of this tree of keys. A recipe written by hand may omit it; config.yaml always has it."""
+    data: DataConfig
+    """Where the data are, how they are prepared, and which sets train, validate and test."""
+    mixture: MixtureConfig | None = None
+    """Several domains to train on instead of `data.train`, and the share of each."""
+    partition: PartitionConfig = "identical"
+    """Which utterances a learner may see. identical: all of them, each exactly once per epoch. Otherwise (for studies)
+    each learner draws at random from its own part: whole speakers, whole domains, or a Dirichlet division."""
+    tokens: TokenConfig = TokenConfig()
+    """The units of the model's output."""
+    features: FeatureConfig = FeatureConfig()
+    """The parameters of log-mel features."""
+    augment: AugmentConfig = AugmentConfig()
+    """How training audio is augmented."""
+    batches: BatchConfig = BatchConfig()
+    """How utterances are grouped into mini-batches."""
+    model: ModelConfig = ModelConfig()
+    """Which network, and its sizes."""
+    loss: Literal["ctc", "frames"] = "ctc"
+    """ctc: of whole utterances, which needs no alignment; with model.decoder, the decoder's loss is beside it. frames:
+    cross-entropy of the tied state of every frame, over sub-sequences; the training set is aligned first. The next
+    three sections belong to it."""
+    sequences: SequencesConfig | None = None
+    """For `loss: frames`: what a mini-batch holds."""
+    states: StatesConfig | None = None
+    """For `loss: frames`: the tied states, which are the network's outputs."""
+    alignment: AlignmentConfig | None = None
+    """For `loss: frames`: where the states of the frames come from."""
+    decoding: DecodingConfig | None = None
+    """How `starling evaluate` searches for words. Of a ctc recipe that has this section, `train` and `simulate` also
+    score the beam search at their end; without it, only greedy decoding."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer of each learner, and its learning rate."""
+    cluster: Cluster = Cluster()
+    """The cluster that `starling simulate` simulates."""
+    validate_every: int | None = Field(default=1, ge=1)
+    """Epochs between two scorings of the validation set during training; null: never. A scoring is skipped if scoring
+    would otherwise take more than a twentieth of the time."""
+    patience: int | None = Field(default=None, ge=1)
+    """End training once the error on the validation set has not fallen for so many epochs, and score the best model;
+    null: only the budget ends it."""
+    average: int = Field(default=1, ge=1)
+    """The model that is scored is the mean of those of so many of the newest checkpoints; `checkpoints` says when they
+    are saved, and how many are kept."""
+    warm_start: WarmStart | None = None
+    """Initialise the model with the weights of another experiment: its folder, or a mapping with `sizes`."""
+    freeze: tuple[Freeze, ...] = ()
+    """Parameters that stay as they are, for the whole run or until they are thawed."""
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        return [value] if isinstance(value, str | dict) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _frames_have_defaults(cls, tree: Any) -> Any:
+        """The sections of `loss: frames` where they are left out, and no augmentation but what is asked for."""
+        if not isinstance(tree, dict) or tree.get("loss") != "frames":
+            return tree
+        defaults: dict[str, Any] = {section: {} for section in (*_OF_FRAMES, "decoding", "augment")}
+        given = {key: value for key, value in tree.items() if value is not None or key not in defaults}
+        made = defaults | given
+        if isinstance(made["augment"], dict):
+            made["augment"] = {"speed": (1.0,), "spec_augment": None} | made["augment"]
+        return made
+
+    @model_validator(mode="after")
+    def _loss_fits(self) -> Self:
+        problems = self._frames_problems() if self.loss == "frames" else self._ctc_problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _ctc_problems(self) -> list[str]:
+        given = [f"{section}: only for loss: frames; leave it out" for section in _OF_FRAMES if getattr(self, section)]
+        if self.features.splice:
+            given.append("features.splice: only for loss: frames; leave it out")
+        if (self.features.kind == "raw") != (self.model.encoder is not None):
+            given.append("features.kind: model.name: wav2vec2, or whisper, needs raw, and any other model log-mel")
+        if self.model.name == "whisper" and self.features.normalise != "none":
+            given.append("features.normalise: model.name: whisper scales its features itself; set it to none")
+        if self.features.kind == "raw":
+            if self.features.normalise == "speech":
+                given.append("features.normalise: speech needs log-mel features; take utterance, global or none")
+            given += [
+                f"augment.{key}: needs log-mel features; set it to null"
+                for key in ("spec_augment", "tempo", "vocal_tract")
+                if getattr(self.augment, key) is not None
+            ]
+        if self.model.chunk is not None and self.features.normalise in WHOLE:
+            given.append(
+                f"features.normalise: {self.features.normalise} needs whole recordings; model.chunk needs global, or "
+                "none"
+            )
+        given += self._decoding_problems(OF_FRAMES, "frames")
+        if self.decoding is not None and self.decoding.vocabulary == "open":
+            given += [
+                f"decoding.{key}: known words, for vocabulary: closed; leave one of them out"
+                for key in ("word_list", "lm")
+                if getattr(self.decoding, key) is not None
+            ]
+        return given
+
+    def _decoding_problems(self, keys: Sequence[str], loss: str) -> list[str]:
+        """A problem for each of `keys`, which are for another loss, that is set."""
+        usual = DecodingConfig()
+        return [
+            f"decoding.{key}: only for loss: {loss}; leave it out"
+            for key in keys
+            if self.decoding is not None and getattr(self.decoding, key) != getattr(usual, key)
+        ]
+
+    def _frames_problems(self) -> list[str]:
+        problems = []
+        if self.tokens.kind != "characters":
+            problems.append(f"tokens.kind: loss: frames has states of characters, not of {self.tokens.kind} pieces")
+        if (subsampling := self.model.shape.subsampling) != 1:
+            problems.append(
+                f"model.subsampling: loss: frames has an output for each frame, so it is 1, not {subsampling}"
+            )
+        if self.model.decoder is not None:
+            problems.append("model.decoder: only for loss: ctc; leave it out")
+        if self.augment != AugmentConfig.none().model_copy(update={"speed": self.augment.speed}):
+            problems.append(
+                "augment: loss: frames trains on features that are stored once for each of augment.speed; leave its "
+                "other keys out"
+            )
+        if self.mixture is not None:
+            problems.append("mixture: only for loss: ctc; name one set in data.train")
+        problems += self._decoding_problems(OF_CTC, "ctc")
+        usual = BatchConfig()
+        problems += [
+            f"batches.{key}: groups whole utterances, for loss: ctc; loss: frames has sequences.batch"
+            for key in _WHOLE_UTTERANCES
+            if getattr(self.batches, key) != getattr(usual, key)
+        ]
+        return problems
+
+    @model_validator(mode="after")
+    def _end_is_possible(self) -> Self:
+        problems = []
+        if self.patience is not None and (self.data.valid is None or self.validate_every is None):
+            problems.append("patience: needs the scores of a validation set: set data.valid and validate_every")
+        if self.patience is not None and self.average > 1:
+            problems.append("average: patience scores the best model; leave one of them out")
+        if self.average > self.checkpoints.keep:
+            problems.append(
+                f"average: {self.average} checkpoints, but checkpoints.keep is {self.checkpoints.keep}; raise that"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @model_validator(mode="after")
+    def _mixed_sets_exist(self) -> Self:
+        known = self.data.sets
+        for name in self.mixture.sets if self.mixture is not None else ():
+            if name not in known and not Path(name).is_dir():
+                raise ValueError(
+                    f"mixture: {name!r} is neither a set of data.corpus ({', '.join(known)}) nor a folder; prepare it "
+                    "first with its own recipe"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _partition_fits(self) -> Self:
+        if self.mixture is None:
+            if labels_are_domains(self.partition):
+                raise ValueError("partition: it divides domains, but there is no mixture; define the domains there")
+        elif self.partition != "identical" and (self.mixture.by == "hand" or self.mixture.temperature != 1.0):
+            raise ValueError(
+                "partition: learners draw from their whole parts, so that the mixture's shares have no effect; "
+                "remove mixture.temperature and by: hand, or the partition"
+            )
+        return self
+
+    def set_folder(self, name: str) -> Path:
+        """The folder of a prepared set of the corpus or the mixture, whether it exists yet or not."""
+        return self.data.set_folder(name) if name in self.data.sets else Path(name)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = (), learners: int | None = None) -> Recipe:
+    """The recipe in a file, with `key=value` overrides, and with `learners` learners if that is given.
+
+    Raises one ConfigError that lists all problems.
+    """
+    tree = apply_overrides(read_recipe(path), overrides)
+    return check_recipe(tree if learners is None else tree | {"learners": learners}, str(path))
+
+
+def check_recipe(tree: Tree, where: str) -> Recipe:
+    """The recipe of a tree; `where` names it in the ConfigError that lists all problems."""
+    if (found := tree.get("format", FORMAT)) != FORMAT:
+        raise ConfigError(
+            f"recipe {where}: format {found!r}, but this version reads format {FORMAT}; write its keys into a new "
+            "recipe without `format` (start from `starling recipes copy`), or use the version that wrote it"
+        )
+    return check_run(Recipe, tree, f"recipe {where}", _weighting_problems(tree))
+
+
+def load_resolved(path: Path) -> Recipe:
+    """The recipe in an experiment's folder. Raises ConfigError if it is wrong or from before Starling 0.2."""
+    tree = read_recipe(path)
+    if "format" not in tree:
+        raise ConfigError(
+            f"{path}: written before Starling 0.2, which this version cannot read; train the experiment again, or use "
+            "the version in its env.txt"
+        )
+    return check_recipe(tree, str(path))
+
+
+def dump_recipe(recipe: RunConfig) -> str:
+    """The resolved tree as YAML; loading it gives the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """SHA-256 of the resolved tree without `overwrite`, which learners compare."""
+    return digest(recipe.model_dump(mode="json", exclude={"overwrite"}))
+
+
+def fingerprints(recipe: Recipe) -> dict[str, str]:
+    """Digests of `fixed_settings`, by section. Raises DataError if a set of the mixture is not prepared."""
+    return {section: digest(content) for section, content in fixed_settings(recipe).items()}
+
+
+def fixed_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings that a resumed run may not change, by section: the model, and all that determines the content of
+    mini-batches. Raises DataError if a set of the mixture is not prepared."""
+    fixed = recipe.model_dump(
+        mode="json",
+        include={
+            "seed": True,
+            "tokens": True,
+            "features": True,
+            "mixture": True,
+            "partition": True,
+            "batches": {"max_duration", "accumulate", "num_buckets", "window", "similar"},
+            "model": True,
+            "optimizer": {"name", "options"},
+        },
+    )
+    if not recipe.features.splice:
+        del fixed["features"]["splice"]
+    if recipe.features.kind == "log-mel":
+        del fixed["features"]["kind"]
+    for key in _LATER_SIZES:
+        if fixed["model"][key] is None:
+            del fixed["model"][key]
+    if never := [each.parameters for each in recipe.freeze if each.until is None]:
+        fixed["model"] = fixed["model"] | {"freeze": [list(each) for each in never]}
+    if recipe.loss == "frames":
+        of_frames = recipe.model_dump(mode="json", include={"sequences", "states", "alignment"})
+        fixed |= {"loss": of_frames, "model": fixed["model"] | {"loss": "frames"}}
+    if recipe.partition != "identical":
+        fixed["partition"] = [fixed["partition"], recipe.num_workers]
+    return fixed | {"data": _data_settings(recipe)}
+
+
+def _data_settings(recipe: Recipe) -> Any:
+    """The settings of the training set; for a mixture, the digests of its sets."""
+    if recipe.mixture is None:
+        return set_settings(recipe.data, recipe.data.train)
+    corpus = recipe.data.sets
+    return [
+        set_digest(recipe.data, name) if name in corpus else read_summary(Path(name)).digest
+        for name in recipe.mixture.sets
+    ]
+
+
+def _weighting_problems(tree: Tree) -> list[str]:
+    """Describe a weighting that the strategy cannot use."""
+    section, choice = tree.get("batches"), tree.get("strategy")
+    try:
+        batches = BatchConfig.model_validate(section) if section is not None else BatchConfig()
+        strategy = StrategyChoice.model_validate(choice) if choice is not None else DEFAULT_STRATEGY
+        between = between_islands(strategy.strategy, Island.model_validate(tree.get("island") or {}))
+        problem = between.weighting_problem(strategy.options, batches.weighting)
+    except (ConfigError, ValidationError):
+        return []  # other checks report it
+    return [] if problem is None else [f"batches.weighting: {problem}"]

@@ -1,0 +1,216 @@
+"""Scores the texts of `starling evaluate` again: by speaker or column, normalised, of one experiment or two."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from starling.errors import ConfigError, DataError, did_you_mean
+from starling.experiment.folder import ExperimentFolder
+from starling.reporting.progress import Say
+from starling.speech.codecs import set_of
+from starling.speech.corpora import SeveralCorpus
+from starling.speech.corpora.lines import read_lines
+from starling.speech.corpora.tsv import TsvCorpus
+from starling.speech.recipe import Recipe, load_resolved
+from starling.speech.scoring.normalising import Normaliser
+from starling.speech.scoring.records import read_texts
+from starling.speech.scoring.score import Score, score
+from starling.speech.scoring.significance import in_words, matched_pairs, paired_bootstrap
+from starling.speech.store import SpeechSet
+
+Texts = dict[str, str]
+_NO_GROUP = "(none)"
+_SET = "set"
+"""What utterances of several sets are grouped by."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """What to group utterances by.
+
+    Args:
+        by: `speaker`, or a column.
+        table: A tab-separated file with a header, whose first column has the ids; None: the prepared set for speakers,
+            the corpus for columns.
+    """
+
+    by: str
+    table: Path | None = None
+
+
+def score_texts(
+    experiments: Sequence[Path],
+    tell: Say,
+    console: Console,
+    sets: Sequence[str] = (),
+    grouping: Grouping | None = None,
+    normalise: Sequence[str] = (),
+    language: str = "en",
+) -> None:
+    """Score one experiment, or two and their difference, and pass the lines to `tell`; tables go to `console`.
+
+    An experiment is its folder, or a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets` are those to
+    score (default: all that the experiments have in common), `normalise` kinds of normalisers. Raises ConfigError and
+    DataError for a folder, set or column that is not there, and for experiments that were scored on different
+    utterances.
+    """
+    folders = [_decoded(path) for path in experiments]
+    names = list(sets) or _common_sets(folders)
+    everything: list[tuple[Texts, Texts]] = [({}, {}) for _ in folders]
+    of_set: dict[str, str] = {}
+    for name in names:
+        read = _normalised([_read(folder, name) for folder in folders], normalise, language)
+        _check_same(name, experiments, [references for references, _ in read])
+        _tell_scores(name, experiments, read, tell)
+        if grouping is not None:
+            groups = _groups(experiments[0], folders[0], name, grouping)
+            _show_groups(name, grouping.by, read, groups, console)
+        for (references, hypotheses), (all_references, all_hypotheses) in zip(read, everything, strict=True):
+            all_references |= {f"{name}/{each}": text for each, text in references.items()}
+            all_hypotheses |= {f"{name}/{each}": text for each, text in hypotheses.items()}
+            of_set |= dict.fromkeys((f"{name}/{each}" for each in references), name)
+    if len(names) > 1:
+        _tell_scores(f"all {len(names)} sets", experiments, everything, tell)
+        _show_groups("all", _SET, everything, of_set, console)
+
+
+def _decoded(path: Path) -> Path:
+    """The folder with the `recogs-` files."""
+    for folder in (path / "decode", path):
+        if any(folder.glob("recogs-*.txt")):
+            return folder
+    raise ConfigError(f"{path}: no set has been scored here; run `starling evaluate`, or name an experiment's folder")
+
+
+def _common_sets(folders: Sequence[Path]) -> list[str]:
+    found = [{path.stem.removeprefix("recogs-") for path in folder.glob("recogs-*.txt")} for folder in folders]
+    common = sorted(set.intersection(*found))
+    if not common:
+        told = "; ".join(f"{folder}: {', '.join(sorted(names))}" for folder, names in zip(folders, found, strict=True))
+        raise ConfigError(f"the experiments have no scored set in common ({told}); score one with `starling evaluate`")
+    return common
+
+
+def _read(folder: Path, name: str) -> tuple[Texts, Texts]:
+    path = folder / f"recogs-{name}.txt"
+    if not path.is_file():
+        known = [each.stem.removeprefix("recogs-") for each in sorted(folder.glob("recogs-*.txt"))]
+        raise ConfigError(
+            f"{folder}: set {name!r} is not scored; {did_you_mean(name, known)}scored: {', '.join(known)}"
+        )
+    return read_texts(path)
+
+
+def _normalised(read: Sequence[tuple[Texts, Texts]], kinds: Sequence[str], language: str) -> list[tuple[Texts, Texts]]:
+    if not kinds:
+        return list(read)
+    normaliser = Normaliser(kinds, (text for texts, _ in read for text in texts.values()), language)
+    return [
+        (
+            {name: normaliser(text) for name, text in references.items()},
+            {name: normaliser(text) for name, text in hypotheses.items()},
+        )
+        for references, hypotheses in read
+    ]
+
+
+def _check_same(name: str, experiments: Sequence[Path], references: Sequence[Texts]) -> None:
+    """Raise DataError if two experiments were scored on different utterances or texts."""
+    if len(references) == 1 or references[0] == references[1]:
+        return
+    first, second = references
+    differing = sorted(each for each in first.keys() | second.keys() if first.get(each) != second.get(each))
+    raise DataError(
+        f"set {name}: {experiments[0]} and {experiments[1]} differ in {len(differing)} references, such as "
+        f"{differing[0]!r}: {first.get(differing[0])!r} and {second.get(differing[0])!r}; score both on the same data"
+    )
+
+
+def _tell_scores(title: str, experiments: Sequence[Path], read: Sequence[tuple[Texts, Texts]], tell: Say) -> None:
+    tell(title)
+    for path, (references, hypotheses) in zip(experiments, read, strict=True):
+        prefix = f"{path}: " if len(experiments) > 1 else ""
+        for line in score(references, hypotheses).lines():
+            tell(f"{prefix}{line}")
+    if len(experiments) < 2:
+        return
+    (references, first), (_, second) = read
+    if (found := paired_bootstrap(references, first, second)) is not None:
+        low, high = found.interval
+        tell(
+            f"difference in WER, first - second: {found.difference:+.2f} % absolute, 95% interval {low:+.2f} to "
+            f"{high:+.2f}; the second is better in {found.second_better:.1%} of bootstrap samples"
+        )
+    tell(in_words(matched_pairs(references, first, second)))
+
+
+def _show_groups(
+    title: str, by: str, read: Sequence[tuple[Texts, Texts]], groups: Mapping[str, str], console: Console
+) -> None:
+    """A table with a line for each group, in the order of their names."""
+    references = read[0][0]
+    members: dict[str, list[str]] = {}
+    for name in references:
+        members.setdefault(groups.get(name, _NO_GROUP), []).append(name)
+    table = Table(title=f"{title} by {by}", title_justify="left")
+    table.add_column(by)
+    for column in ("utterances", "words"):
+        table.add_column(column, justify="right")
+    suffixes = ("",) if len(read) == 1 else (" 1", " 2")
+    for suffix in suffixes:
+        for column in ("WER %", "95 %", "CER %"):
+            table.add_column(f"{column}{suffix}", justify="right")
+    for group in sorted(members):
+        scores = [
+            score({name: texts[name] for name in members[group]}, {name: found[name] for name in members[group]})
+            for texts, found in read
+        ]
+        cells = [str(scores[0].sentences), str(scores[0].words.reference)]
+        table.add_row(group, *cells, *(cell for each in scores for cell in _cells(each)))
+    console.print(table)
+
+
+def _cells(result: Score) -> tuple[str, str, str]:
+    interval = "" if result.interval is None else f"{result.interval[0]:.2f} - {result.interval[1]:.2f}"
+    return f"{result.wer:.2f}", interval, f"{result.cer:.2f}"
+
+
+def _groups(experiment: Path, folder: Path, name: str, grouping: Grouping) -> dict[str, str]:
+    """The group of each utterance of a set."""
+    if grouping.table is not None:
+        return _column(grouping.table, None, grouping.by)
+    recipe = _recipe(experiment, folder)
+    if grouping.by == "speaker":
+        speech_set = SpeechSet.open(recipe.set_folder(set_of(name)))
+        return {speech_set.id(index): speech_set.speaker(index) for index in range(len(speech_set))}
+    corpus = recipe.data.corpus
+    if isinstance(corpus, SeveralCorpus):
+        _, corpus, _ = corpus.member(recipe.data.source(set_of(name)))
+    if not isinstance(corpus, TsvCorpus):
+        raise ConfigError(
+            f"the corpus of {experiment} is not a table, so it has no column {grouping.by!r}; name a table with --table"
+        )
+    return _column(corpus.located(), corpus.id, grouping.by)
+
+
+def _recipe(experiment: Path, folder: Path) -> Recipe:
+    for parent in (folder, *folder.absolute().parents[:2]):
+        if ExperimentFolder(parent).config.is_file():
+            return load_resolved(ExperimentFolder(parent).config)
+    raise ConfigError(f"{experiment}: no config.yaml here, so its speakers are unknown; name a table with --table")
+
+
+def _column(path: Path, ids: str | None, column: str) -> dict[str, str]:
+    """The values of a column by those of `ids` (None: the first column)."""
+    rows = (line.split("\t") for _, line in read_lines(path))
+    header = next(rows, [])
+    for wanted in (ids, column):
+        if wanted is not None and wanted not in header:
+            raise ConfigError(
+                f"{path}: no column {wanted!r}; {did_you_mean(wanted, header)}it has: {', '.join(header) or 'none'}"
+            )
+    key, value = 0 if ids is None else header.index(ids), header.index(column)
+    return {row[key]: row[value] for row in rows if len(row) > max(key, value)}

@@ -1,0 +1,150 @@
+"""A scored set, read again from an experiment's `decode` folder, with the audio of some utterances."""
+
+import ast
+import base64
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import soundfile
+from numpy.typing import NDArray
+
+from starling.errors import DataError, StarlingError
+from starling.experiment.folder import ExperimentFolder
+from starling.reporting.evidence import Count, ScoredSet, Utterance
+from starling.speech.codecs import set_of
+from starling.speech.recipe import load_resolved
+from starling.speech.scoring.score import NOTHING, Alignment, align, score
+from starling.speech.store import SpeechSet
+
+SHOWN = 3
+"""Best, median and worst utterances, so many each."""
+NUM_CONFUSIONS = 20
+MAX_SECONDS = 30.0
+"""Of the audio of one utterance; the rest is cut off."""
+_MP3_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
+
+
+def read_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
+    """The set of a `recogs-` file, scored again, and a sentence if its audio is not there. Raises DataError for a file
+    that is damaged."""
+    name = recogs.stem.removeprefix("recogs-")
+    references, hypotheses = read_texts(recogs)
+    result = score(references, hypotheses)
+    alignments = align(references, hypotheses)
+    counts = Counter(pair for alignment in alignments.values() for pair in alignment if pair[0] != pair[1])
+    frequent = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+    utterances = chosen(references, alignments)
+    problem = ""
+    try:
+        audio = _audio(load_resolved(folder.config).data.set_folder(set_of(name)), [each.name for each in utterances])
+        utterances = tuple(replace(each, audio=audio.get(each.name)) for each in utterances)
+    except (StarlingError, OSError) as error:
+        problem = f"No audio of {name}: {error}."
+    return ScoredSet(
+        name=name,
+        normaliser=_normaliser(folder.decode / f"wer-summary-{name}.txt"),
+        wer=result.wer,
+        interval=result.interval,
+        cer=result.cer,
+        ser=result.ser,
+        words=result.words.reference,
+        insertions=result.words.insertions,
+        deletions=result.words.deletions,
+        substitutions=result.words.substitutions,
+        num_utterances=result.sentences,
+        num_wrong=result.wrong_sentences,
+        utterances=utterances,
+        confusions=tuple(Count(_word(pair[0]), _word(pair[1]), times) for pair, times in frequent[:NUM_CONFUSIONS]),
+        num_confusions=len(frequent),
+    ), problem
+
+
+def read_texts(recogs: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """References and hypotheses by utterance, as `write_score_files` wrote them. Raises DataError."""
+    texts: dict[str, dict[str, str]] = {"ref": {}, "hyp": {}}
+    for number, line in enumerate(recogs.read_text(encoding="utf-8", errors="replace").splitlines()):
+        kind = "ref" if number % 2 == 0 else "hyp"
+        name, mark, words = line.partition(f":\t{kind}=")
+        try:
+            value = ast.literal_eval(words)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = None
+        if not mark or not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise DataError(f"{recogs}:{number + 1}: {line[:80]!r} is not {kind!r} of an utterance")
+        texts[kind][name] = " ".join(value)
+    if not texts["ref"] or texts["ref"].keys() != texts["hyp"].keys():
+        raise DataError(f"{recogs}: it ends in the middle of an utterance; score the set again")
+    return texts["ref"], texts["hyp"]
+
+
+def chosen(references: Mapping[str, str], alignments: Mapping[str, Alignment]) -> tuple[Utterance, ...]:
+    """The best, median and worst utterances by errors per word, none twice. Of several that are alike, those with most
+    words count as best, and those with most errors as worst."""
+
+    def order(name: str) -> tuple[float, float, str]:
+        words, errors = len(references[name].split()), _errors(alignments[name])
+        rate = errors / max(1, words)
+        return rate, errors if errors else -words, name
+
+    names = sorted(references, key=order)
+    shown = min(SHOWN, max(1, len(names) // 3))
+    begin = (len(names) - shown) // 2
+    places = dict.fromkeys(range(len(names) - shown, len(names)), "worst")
+    places |= dict.fromkeys(range(begin, begin + shown), "median")
+    places |= dict.fromkeys(range(shown), "best")
+    order_of = {"best": 0, "median": 1, "worst": 2}
+    return tuple(
+        Utterance(
+            rank=places[place],  # type: ignore[arg-type]
+            name=names[place],
+            errors=_errors(alignments[names[place]]),
+            words=len(references[names[place]].split()),
+            alignment=tuple(
+                (_word(reference), _word(hypothesis)) for reference, hypothesis in alignments[names[place]]
+            ),
+        )
+        for place in sorted(
+            (place for place in places if 0 <= place < len(names)), key=lambda place: (order_of[places[place]], place)
+        )
+    )
+
+
+def encoded(samples: NDArray[np.float32], rate: int) -> str:
+    """Mono samples `[T]` in -1..1 as a `data:` URI: MP3, or FLAC at a rate that MP3 does not have."""
+    buffer = io.BytesIO()
+    kind, media = ("MP3", "mpeg") if rate in _MP3_RATES else ("FLAC", "flac")
+    soundfile.write(buffer, samples[: int(MAX_SECONDS * rate)], rate, format=kind)
+    return f"data:audio/{media};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _audio(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    speech_set = SpeechSet.open(folder)
+    wanted = set(names)
+    places = {name: place for place in range(len(speech_set)) if (name := speech_set.id(place)) in wanted}
+    found = speech_set.audios(list(places.values()))
+    speech_set.close()
+    return {
+        name: encoded(samples, speech_set.sampling_rate)
+        for name, samples in zip(places, found, strict=True)
+        if not isinstance(samples, DataError)
+    }
+
+
+def _errors(alignment: Alignment) -> int:
+    return sum(reference != hypothesis for reference, hypothesis in alignment)
+
+
+def _word(word: str) -> str:
+    return "" if word == NOTHING else word
+
+
+def _normaliser(summary: Path) -> str:
+    try:
+        first, *_ = summary.read_text(encoding="utf-8", errors="replace").splitlines()
+    except (OSError, ValueError):
+        return ""
+    return first.partition("text normaliser: ")[2]

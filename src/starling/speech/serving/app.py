@@ -1,0 +1,284 @@
+"""The server's routes.
+
+GET  /               a page to drop files on and to speak to
+GET  /health         whether the server answers, and how many clients wait
+POST /transcribe     a file as `multipart/form-data`, or as the body; ?format=json, txt, srt, vtt, ctm or jsonl
+WS   /live?rate=R    raw PCM in binary messages; JSON with final segments and the partial text comes back
+"""
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from importlib.resources import files
+from pathlib import PurePath
+from typing import IO, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from starling.errors import DataError, StarlingError
+from starling.speech.serving.guard import App, Guard, Limits
+from starling.speech.transcribing.formats import FORMATS, MEDIA_TYPES, Format, as_json, formatted, segment_as_json
+from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm, pcm_blocks
+from starling.speech.transcribing.transcriber import Live, Transcriber
+from starling.speech.transcribing.transcript import Seconds, Segment, Transcript, Update
+
+_Result = TypeVar("_Result")
+
+_TOGETHER: Seconds = 30.0
+"""Audio of one client that is decoded before it is the next client's turn."""
+_BUSY = 8
+"""Waiting clients above which live ones get no partial results."""
+_PAGE_FILES = {
+    "page.html": "text/html",
+    "page.js": "text/javascript",
+    "microphone.js": "text/javascript",
+}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Turns:
+    """One thread that decodes. Each client has at most one piece of work in its queue, so that clients take turns."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "starling-decoding")
+        self.waiting = 0
+
+    async def take(self, work: Callable[[], _Result]) -> _Result:
+        """The result of some work, when it has been its turn."""
+        self.waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self.waiting -= 1
+
+    def close(self) -> None:
+        """Finish the work under way, and drop what waits."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+class Service:
+    """Answers requests with a model."""
+
+    def __init__(self, transcriber: Transcriber, name: str, limits: Limits | None = None) -> None:
+        self._transcriber = transcriber
+        self._name = name
+        self._limits = limits or Limits()
+        self.turns = Turns()
+
+    def app(self, is_local: bool = True) -> App:
+        """The ASGI application. One that `is_local` answers only requests to this machine's loopback address."""
+        inner = Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/{file}.js", self._page),
+                Route("/health", self._health),
+                Route("/transcribe", self._transcribe, methods=["POST"]),
+                WebSocketRoute("/live", self._live),
+            ],
+            exception_handlers={HTTPException: _refused, DataError: _bad, ClientDisconnect: _gone},
+        )
+        return Guard(inner, self._limits, is_local)
+
+    async def _page(self, request: Request) -> Response:
+        name = f"{request.path_params['file']}.js" if "file" in request.path_params else "page.html"
+        if name not in _PAGE_FILES:
+            raise HTTPException(404, f"no page /{name}")
+        content = (files("starling.speech.serving") / name).read_text(encoding="utf-8")
+        return Response(content, media_type=_PAGE_FILES[name], headers=_PAGE_HEADERS)
+
+    async def _health(self, request: Request) -> Response:
+        state = {"status": "ok", "model": self._name, "rate": self._transcriber.rate, "waiting": self.turns.waiting}
+        return JSONResponse(state)
+
+    async def _transcribe(self, request: Request) -> Response:
+        wanted = request.query_params.get("format", "json")
+        form: Format | None = next((each for each in FORMATS if each == wanted), None)
+        if form is None and wanted != "jsonl":
+            raise HTTPException(400, f"format {wanted[:100]!r} is unknown; known are {', '.join(FORMATS)}, jsonl")
+        if form == "ctm" and not self._transcriber.has_times:
+            raise HTTPException(400, "this model gives no word times, which CTM needs")
+        rate = request.query_params.get("raw_pcm")
+        if rate is not None and not rate.isdecimal():
+            raise HTTPException(400, f"raw_pcm {rate[:100]!r} is not a sampling rate in Hz")
+        async with AsyncExitStack() as stack:
+            audio, name = await _upload(request, stack)
+            recording = _Recording(self._transcriber, audio, name, None if rate is None else int(rate), self._limits)
+            stack.push_async_callback(self.turns.take, recording.close)
+            first = await self.turns.take(recording.some)  # an error in the first part is answered with its own status
+            if form is None:
+                kept = stack.pop_all()
+                return StreamingResponse(self._lines(recording, first, kept), media_type="application/x-ndjson")
+            segments = list(first or ())
+            while first is not None:
+                if await request.is_disconnected():
+                    return Response(status_code=499)
+                first = await self.turns.take(recording.some)
+                segments += first or ()
+            transcript = Transcript(tuple(segments), recording.seconds)
+            plain = PurePath(name).stem or name
+            text = formatted(transcript, form, name if form == "json" else plain)
+        return Response(text, media_type=MEDIA_TYPES[form])
+
+    async def _lines(
+        self, recording: "_Recording", first: list[Segment] | None, stack: AsyncExitStack
+    ) -> AsyncIterator[str]:
+        """A JSON object for each segment as soon as it is known, and one with the whole text at the end."""
+        async with stack:
+            segments: list[Segment] = []
+            try:
+                while first is not None:
+                    for segment in first:
+                        segments.append(segment)
+                        yield _line({"segment": segment_as_json(segment)})
+                    first = await self.turns.take(recording.some)
+            except StarlingError as error:
+                yield _line({"error": str(error)})
+                return
+            whole = as_json(Transcript(tuple(segments), recording.seconds), recording.name)
+            yield _line({key: whole[key] for key in ("file", "seconds", "text")})
+
+    async def _live(self, socket: WebSocket) -> None:
+        await socket.accept()
+        try:
+            await self._listen(socket)
+        except (WebSocketDisconnect, TimeoutError):
+            pass
+        except (StarlingError, HTTPException) as error:
+            reason = error.detail if isinstance(error, HTTPException) else str(error)
+            if socket.client_state is WebSocketState.CONNECTED:
+                await socket.send_json({"error": reason})
+                await socket.close(1008, reason[:100])
+
+    async def _listen(self, socket: WebSocket) -> None:
+        rate = socket.query_params.get("rate", "")
+        if not rate.isdecimal():
+            raise HTTPException(400, "say the sampling rate of the audio in Hz: /live?rate=16000")
+        check_rate(int(rate), "/live")
+        live, rest, shown = self._transcriber.live(int(rate)), b"", Update()
+        while True:
+            try:
+                message = await asyncio.wait_for(socket.receive(), self._limits.stall)
+            except TimeoutError:
+                raise HTTPException(408, f"no audio for {self._limits.stall:g} s") from None
+            if message["type"] == "websocket.disconnect":
+                return
+            if message.get("bytes") is not None:
+                samples, rest = pcm(rest + message["bytes"])
+                update = await self.turns.take(_Feeding(live, samples, self.turns.waiting < _BUSY))
+                if update.final or update.partial != shown.partial:
+                    await socket.send_json(_as_json(update))
+                shown = update
+            elif message.get("text") == "end":
+                update = await self.turns.take(live.end)
+                await socket.send_json({**_as_json(update), "end": True})
+                await socket.close()
+                return
+            else:
+                raise HTTPException(400, 'send binary messages with PCM of 16 bits, and the text "end" after the last')
+
+
+class _Feeding:
+    """Some audio for a live transcription."""
+
+    def __init__(self, live: Live, samples: NDArray[np.float32], has_time: bool) -> None:
+        self._live, self._samples, self._has_time = live, samples, has_time
+
+    def __call__(self) -> Update:
+        return self._live.feed(self._samples, self._has_time)
+
+
+class _Recording:
+    """An upload that is being transcribed, part by part, in the thread that decodes."""
+
+    def __init__(
+        self, transcriber: Transcriber, audio: IO[bytes], name: str, raw_rate: int | None, limits: Limits
+    ) -> None:
+        self.name = name
+        self.seconds: Seconds = 0.0
+        self._transcriber = transcriber
+        self._audio = audio
+        self._raw_rate = raw_rate
+        self._limits = limits
+        self._parts: Iterator[list[Segment]] | None = None
+
+    def some(self) -> list[Segment] | None:
+        """The next segments; None at the end. Raises DataError for what is no audio."""
+        if self._parts is None:
+            self._parts = self._all()
+        return next(self._parts, None)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._parts = None
+
+    def _all(self) -> Iterator[list[Segment]]:
+        if self._raw_rate is not None:
+            check_rate(self._raw_rate, "raw_pcm")
+            sound = Sound(self._raw_rate, None, pcm_blocks(self._audio, self.name))
+            yield from self._transcriber.stream(self._counted(sound), sound.rate, _TOGETHER)
+            return
+        with opened(self._audio, self.name) as sound:
+            yield from self._transcriber.stream(self._counted(sound), sound.rate, _TOGETHER)
+
+    def _counted(self, sound: Sound) -> Iterator[NDArray[np.float32]]:
+        samples = 0
+        for block in sound.blocks:
+            samples += len(block)
+            self.seconds = samples / sound.rate
+            if self.seconds > self._limits.audio_seconds:
+                raise DataError(f"{self.name}: longer than {self._limits.audio_seconds / 60:g} minutes (--max-minutes)")
+            yield block
+
+
+async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], str]:
+    """The audio of a request, in memory or in a temporary file, and its name."""
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+        form = await stack.enter_async_context(request.form(max_files=1, max_fields=10))
+        for value in form.values():
+            if not isinstance(value, str):
+                return value.file, PurePath(value.filename or "upload").name
+        raise HTTPException(400, "the form has no file")
+    copy = stack.enter_context(tempfile.SpooledTemporaryFile(1 << 20))  # noqa: SIM115 - the stack closes it
+    async for chunk in request.stream():
+        copy.write(chunk)
+    if not copy.tell():
+        raise HTTPException(400, "the request has no audio: send a file as the body, or as multipart/form-data")
+    copy.seek(0)
+    return copy, "upload"
+
+
+def _as_json(update: Update) -> dict[str, object]:
+    return {"final": [segment_as_json(each) for each in update.final], "partial": update.partial}
+
+
+def _line(content: dict[str, object]) -> str:
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+
+async def _bad(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, 400)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """Of a client that does not read it."""
+    return Response(status_code=400)

@@ -1,0 +1,283 @@
+"""The set-up before the learners start: data, tokens, the untrained recogniser, and the checks that need them."""
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from starling.budget import Progress as Spent
+from starling.chance import derive_seed
+from starling.checkpoint.manifest import read_manifest
+from starling.errors import DataError
+from starling.experiment.claim import check_claim, claim_folder, earlier_recipe, unwritable
+from starling.experiment.folder import ExperimentFolder
+from starling.reporting.progress import Say
+from starling.speech.features import LogMel
+from starling.speech.hybrid.frame_plan import load_frame_plan
+from starling.speech.hybrid.frames import FrameWorkload, make_frames, too_few_frames
+from starling.speech.hybrid.lexicon import TiedStates
+from starling.speech.losses import TooShort, check_ctc_fits
+from starling.speech.models import count_parameters
+from starling.speech.phones import Phones, make_phones
+from starling.speech.preparing.making import Progress
+from starling.speech.recipe import Recipe
+from starling.speech.recogniser import Recogniser
+from starling.speech.tokens import Tokenizer, make_tokenizer
+from starling.speech.training.plan import load_plan, open_training_set
+from starling.speech.training.training_set import describe_shares, list_too_short, prepare_all
+from starling.speech.training.warm_start import warm_start
+from starling.speech.training.workload import SpeechWorkload
+from starling.speech.union import SpeechSets
+from starling.training.freezing import freeze, in_words
+from starling.training.tensor_plan import tensor_plan
+from starling.training.tickets import TicketSequence
+
+
+def set_up_and_claim(recipe: Recipe, say: Say, progress: Progress | None = None) -> ExperimentFolder:
+    """Set up a training run, and then claim the experiment's folder.
+
+    Until `set_up` has succeeded, its files are in `.<name>.partial` next to the experiment's folder. If it fails, they
+    are removed and the experiment's folder is unchanged. Prepared data stay in `data.folder` in both cases.
+
+    Raises:
+        ConfigError: As `set_up`, `check_claim` and `claim_folder`.
+        DataError: As `set_up`.
+        CheckpointError: As `set_up`.
+    """
+    check_claim(recipe)
+    with _stage(recipe) as stage:
+        set_up(recipe, stage, say, progress)
+        folder = claim_folder(recipe, say)
+        for staged, final in ((stage.initial, folder.initial), (stage.frames, folder.frames)):
+            shutil.rmtree(final, ignore_errors=True)
+            if staged.exists():
+                staged.rename(final)
+        folder.too_short.unlink(missing_ok=True)
+        if stage.too_short.exists():
+            stage.too_short.rename(folder.too_short)
+    return folder
+
+
+def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progress | None = None) -> None:
+    """Prepare the data, make the tokens, write the untrained recogniser to `folder.initial`, and list utterances that
+    are too short for CTC in `folder.too_short`.
+
+    Raises:
+        ConfigError: The warm start or what is frozen does not fit the model, or the data cannot be divided among the
+            learners.
+        DataError: The training set is unreadable, is too small for the number of learners, contains characters
+            outside the alphabet, or contains too many utterances that are too short for CTC or for their states.
+        CheckpointError: The warm start's experiment has no intact checkpoint.
+    """
+    if (latency := recipe.model.latency(recipe.features.frame_shift, recipe.features.frame_length)) is not None:
+        say(f"streaming model: an algorithmic latency of {1000 * latency:.0f} ms")
+    say(prepare_all(recipe, progress))
+    train = open_training_set(recipe)
+    tokenizer = make_tokenizer(recipe.tokens, (train.text(index) for index in range(len(train))))
+    features = LogMel(recipe.features, recipe.data.sampling_rate)
+    if recipe.features.normalise == "global":
+        features.fit(train, on_bad=recipe.data.filter.on_bad)
+    _leave_out_too_short(recipe, train, tokenizer, features, folder.too_short, say)
+    states = make_frames(recipe, train, tokenizer, features, folder, say) if recipe.loss == "frames" else None
+    phones = _phones(recipe, train, say)
+    recogniser = _untrained(recipe, features, tokenizer, states, phones, say)
+    if recipe.warm_start is not None and recipe.resume is None:
+        for line in warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes):
+            say(line)
+    if recipe.island.tensor > 1:
+        tensor_plan(recogniser.model)  # raises if it has none
+    for line in in_words(recogniser.model, recipe.freeze):
+        say(line)
+    recogniser.save(folder.initial)
+    freeze(recogniser.model, recipe.freeze)
+    workload = load_workload(recipe, folder)
+    num_at_once = recipe.sync_group_size // recipe.island.learners_per_batch
+    _check_share(len(workload.plan.utterances), num_at_once)
+    for line in describe_shares(recipe, workload.plan.speech_set, workload.plan.utterances):
+        say(line)
+    if change := schedule_change(recipe, workload):
+        say(change)
+    batches = workload.num_batches(0)
+    say(f"{count_parameters(recogniser.model):,} parameters, {_sizes(recipe, tokenizer.vocab_size, states, batches)}")
+    size = "sequences.batch" if recipe.loss == "frames" else "batches.max_duration"
+    if recipe.sync_group_size == 1 and batches < recipe.num_workers:
+        say(
+            f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so that some have none: "
+            f"lower {size}, or use fewer learners"
+        )
+    shares = () if recipe.batch_shares == "auto" else recipe.batch_shares.values()
+    step_size = num_at_once + sum(share - 1 for share in shares)
+    if batches < step_size:
+        say(
+            f"warning: an epoch has {batches} mini-batches, and the {recipe.sync_group_size} learners that step "
+            f"together take {step_size} at once, so that one step takes mini-batches of several epochs: lower {size}, "
+            "or use fewer learners"
+        )
+
+
+def _phones(recipe: Recipe, train: SpeechSets, say: Say) -> Phones | None:
+    """The phones of the training set's words, if the model has phones; a resumed run's are those it had."""
+    if recipe.model.phones is None:
+        return None
+    if recipe.resume is not None:
+        return Recogniser.load(ExperimentFolder(recipe.resume.parent.parent).initial).phones
+    made = make_phones(recipe.model.phones, (train.text(index) for index in range(len(train))))
+    say(f"{made.phones.num_outputs - 1} phones of {made.num_words - len(made.unknown)} words")
+    if made.unknown:
+        shown = ", ".join(made.unknown[:3]) + (", …" if len(made.unknown) > 3 else "")
+        say(
+            f"warning: model.phones: {len(made.unknown)} of {made.num_words} words have no known phones ({shown}); "
+            "utterances with such words are left out of the phone loss"
+        )
+    return made.phones
+
+
+def _untrained(
+    recipe: Recipe,
+    features: LogMel,
+    tokenizer: Tokenizer,
+    states: TiedStates | None,
+    phones: Phones | None,
+    say: Say,
+) -> Recogniser:
+    """A recogniser with weights drawn with the recipe's seed, or loaded from its published checkpoint, which is not
+    needed afterwards."""
+    model = recipe.model.model_copy(update={"checkpoint": None})
+    recogniser = Recogniser.create(model, features, tokenizer, derive_seed(recipe.seed, "model"), states, phones)
+    if recipe.model.checkpoint is not None:
+        from starling.speech.models.published import load_published
+
+        say(load_published(recogniser.model, recipe.model.checkpoint))
+    return recogniser
+
+
+def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: int) -> str:
+    """Outputs, mini-batches, and how much the learners take at a time, in words."""
+    kind = "learner" if recipe.island.learners_per_batch == 1 else "island"
+    learners = kind if recipe.num_workers == 1 else f"{kind}s"
+    if states is None or recipe.sequences is None:
+        seconds = recipe.batches.max_duration * recipe.batches.accumulate
+        return (
+            f"{num_tokens} tokens, {batches} mini-batches of up to {seconds:g} s of audio in the first epoch; "
+            f"{recipe.num_workers} {learners} take {seconds * recipe.num_workers:g} s at a time"
+        )
+    size = recipe.sequences.batch * recipe.batches.accumulate
+    return (
+        f"{states.num_states} tied states, {batches} mini-batches of up to {size} sub-sequences of "
+        f"{recipe.sequences.frames} frames in an epoch; {recipe.num_workers} {learners} take "
+        f"{size * recipe.num_workers} at a time"
+    )
+
+
+def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFolder) -> None:
+    """Write to `folder` what `set_up` would, reusing what it wrote to `before` for a recipe that differs only in its
+    seed or, with `loss: frames`, in its model."""
+    initial = Recogniser.load(before.initial)
+    recogniser = _untrained(
+        recipe, initial.features, initial.tokenizer, initial.states, initial.phones, lambda line: None
+    )
+    if recipe.warm_start is not None:
+        warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes)
+    folder.too_short.unlink(missing_ok=True)
+    if before.too_short.exists():
+        shutil.copyfile(before.too_short, folder.too_short)
+    if before.frames.exists():
+        shutil.rmtree(folder.frames, ignore_errors=True)
+        shutil.copytree(before.frames, folder.frames, copy_function=os.link)  # nothing changes them
+    recogniser.save(folder.initial)
+
+
+def schedule_change(recipe: Recipe, workload: SpeechWorkload | FrameWorkload) -> str | None:
+    """A warning if resuming with this budget changes the learning rate, else None."""
+    earlier = earlier_recipe(recipe.resume) if recipe.resume is not None else None
+    if recipe.resume is None or earlier is None:
+        return None
+    before, now = (each.optimizer.schedule.budget or each.budget for each in (earlier, recipe))
+    manifest = read_manifest(recipe.resume)
+    done = manifest.position.num_done
+    epochs = TicketSequence(workload, manifest.position.next_ticket).epochs_before(done)
+    progress = Spent(done, epochs, manifest.minutes)
+    old, new = (each.optimizer.lr * each.optimizer.schedule.at(progress, each.budget) for each in (earlier, recipe))
+    if before == now or math.isclose(old, new):
+        return None
+    limits = [f"{key}={value}" for key, value in before.model_dump(exclude_none=True).items()]
+    keep = " ".join(f"optimizer.schedule.budget.{limit}" for limit in limits)
+    return (
+        f"warning: the schedule was made for a budget of {', '.join(limits)} and is stretched over this one: the "
+        f"learning rate changes from {old:.3g} to {new:.3g} now; to keep the earlier schedule, and its final value "
+        f"afterwards, resume with {keep}"
+    )
+
+
+def _check_share(count: int, sync_group_size: int) -> None:
+    """Raise DataError if there are fewer utterances than learners that step together."""
+    if count < max(1, sync_group_size):
+        raise DataError(
+            f"{count} utterances cannot be shared by {sync_group_size} learners that step together: "
+            f"use at most {count} learners or a larger training set"
+        )
+
+
+def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload | FrameWorkload:
+    """The workload of a recipe after `set_up`."""
+    if recipe.loss == "frames":
+        return FrameWorkload(load_frame_plan(recipe, folder.frames), folder.initial)
+    initial = Recogniser.load(folder.initial)
+    plan = load_plan(recipe, folder.too_short)
+    return SpeechWorkload(plan, initial.features, initial.tokenizer, folder.initial, initial.phones)
+
+
+@contextmanager
+def _stage(recipe: Recipe) -> Iterator[ExperimentFolder]:
+    """A temporary folder next to the experiment's, removed at the end."""
+    stage = ExperimentFolder(recipe.exp / f".{recipe.name}.partial")
+    try:
+        shutil.rmtree(stage.path, ignore_errors=True)  # a run that was killed during set-up may have left it
+        stage.path.mkdir(parents=True)
+    except OSError as error:
+        raise unwritable(recipe.folder, error) from error
+    try:
+        yield stage
+    finally:
+        shutil.rmtree(stage.path, ignore_errors=True)
+
+
+def _leave_out_too_short(
+    recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, features: LogMel, path: Path, say: Say
+) -> None:
+    """Write to `path` the utterances that cannot be aligned. Raises DataError if the recipe does not allow so many to
+    be skipped."""
+    path.unlink(missing_ok=True)
+    skip = recipe.data.filter.on_bad == "skip"
+    found: list[TooShort]
+    if recipe.loss == "frames":
+        whom, remedy = "their states", "lower states.per_unit, or raise that limit"
+        found = too_few_frames(recipe, train, tokenizer, features)
+        if found and not skip:
+            raise DataError(
+                f"{train.name}: {len(found)} of {len(train)} utterances have fewer frames than states, such as "
+                f"{found[0].id} ({found[0].frames} frames, {found[0].needed} needed): {remedy}, raise "
+                "data.filter.min_seconds, or leave them out with data.filter.on_bad=skip"
+            )
+    else:
+        whom, remedy = "CTC", "lower model.subsampling, use longer tokens, or raise that limit"
+        on_too_short: Literal["list", "fail"] = "list" if skip else "fail"
+        found = check_ctc_fits(train, tokenizer, recipe.model, features, recipe.augment, on_too_short)
+    if not found:
+        return
+    if len(found) > recipe.data.filter.max_skipped * len(train):
+        raise DataError(
+            f"{train.name}: {len(found)} of {len(train)} utterances have too few frames for {whom}, such as "
+            f"{found[0].id} ({found[0].frames} frames, {found[0].needed} needed); data.filter.max_skipped allows "
+            f"{recipe.data.filter.max_skipped:.2%}: {remedy}"
+        )
+    list_too_short(found, train, path)
+    listed = recipe.folder / path.name  # the list is moved there later
+    names = ", ".join(each.id for each in found[:3]) + (", …" if len(found) > 3 else "")
+    say(
+        f"{train.name}: {len(found)} of {len(train)} utterances are too short for {whom} and are left out: {names}; "
+        f"they are listed in {listed}"
+    )

@@ -1,0 +1,147 @@
+"""`starling simulate`: trains any number of learners in one process, on a simulated clock."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from rich.console import Console
+
+from starling.checkpoint.reader import load
+from starling.checkpoint.writer import CheckpointWriter
+from starling.engines.virtual.cluster import Cluster
+from starling.engines.virtual.engine import Outcome, VirtualEngine
+from starling.errors import Stopped
+from starling.experiment.auto import choose_simulated, kept, with_choice
+from starling.experiment.claim import resolve_resume
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.following import tell_end, tell_start, unusable
+from starling.experiment.observers import CurvesByRank, Log, Metered, Together
+from starling.experiment.regrouping import VirtualRegrouping
+from starling.experiment.seen import Seen, counter, segments
+from starling.experiment.timeline import Timeline
+from starling.launch.process import signal_name
+from starling.launch.stopping import on_stop_signal
+from starling.reporting.curves import Curves
+from starling.reporting.events import Events
+from starling.reporting.lines import duration
+from starling.reporting.progress import Bars, Display, Say, say_on
+from starling.speech.recipe import Recipe, fingerprints
+from starling.speech.scoring.evaluate import evaluate
+from starling.speech.training.job import ModelWriter, make_job, max_skipped
+from starling.speech.training.set_up import set_up_and_claim
+from starling.timeouts import CURVES_EVERY, LOG_EVERY, SEND_EVERY
+from starling.training.job import Silence, StepReport
+
+
+def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
+    """Train with `learners` virtual learners on the recipe's cluster, then score the test sets.
+
+    Scores, the simulated time and the event hash go to `tell`, everything else to `console`. The experiment is
+    `<name>-virtual`. Its checkpoint has only the final consensus model, so that it cannot be resumed.
+    """
+    recipe = resolve_resume(recipe.model_copy(update={"name": f"{recipe.name}-virtual"}))
+    recipe = kept(recipe, say_on(console))
+    say_on(console)(
+        f"{recipe.learners} virtual learners in {recipe.folder}, on a cluster of {_described(recipe.cluster)}; change "
+        "it with cluster.KEY=VALUE"
+    )
+    with Bars(console) as bars:
+        folder = set_up_and_claim(recipe, say_on(console), bars)
+    if recipe.strategy.is_auto:
+        choice = choose_simulated(recipe, make_job(recipe, folder), recipe.cluster, folder, say_on(console))
+        recipe = with_choice(recipe, choice, folder)
+    torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on the number of cores
+    folder.log.mkdir(exist_ok=True)
+    with _recorded(recipe, folder, say_on(console)) as events:
+        outcome = _train(recipe, folder, events, console)
+        writer = CheckpointWriter(
+            folder.checkpoints,
+            lambda name: 1,
+            ModelWriter(folder.initial, recipe.freeze),
+            fingerprints(recipe),
+            recipe.checkpoints.keep,
+            recipe.sync_group_size,
+            recipe.strategy.strategy.has_one_model,
+        )
+        writer.save_consensus(outcome.states)
+        evaluate(folder.path, None, tell, console)
+    tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
+    tell(f"event hash: {outcome.event_hash}")
+
+
+def _train(recipe: Recipe, folder: ExperimentFolder, events: Events, console: Console) -> Outcome:
+    curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
+    title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
+    checkpoint = load(recipe.resume) if recipe.resume else None
+    strategy, learners = recipe.strategy.described, recipe.learners
+    start = [checkpoint.start(rank, learners, strategy) for rank in range(learners)] if checkpoint else None
+    with (
+        (folder.log / "virtual.log").open("w", encoding="utf-8") as log,
+        Display(title, recipe.learners, console, events) as display,
+    ):
+        job = make_job(recipe, folder)
+        stop = _Stop()
+        seen = Seen(segments(folder.seen)[-1], counter(), max_skipped(recipe, job), display.say)
+        timeline = Timeline(
+            segments(folder.seen)[-1], recipe.learners, None, lambda path, error: display.say(unusable(path, error))
+        )
+        observers = [
+            Metered(Log(log), recipe.learners, LOG_EVERY),
+            Metered(curves, recipe.learners, CURVES_EVERY),
+            Metered(display, recipe.learners, SEND_EVERY),
+        ]
+        try:
+            with on_stop_signal(stop.ask):
+                outcome = VirtualEngine(
+                    job,
+                    recipe.learners,
+                    recipe.cluster,
+                    Together([*observers, seen, timeline, stop]),
+                    start,
+                    survives_losses=recipe.on_loss != "stop",
+                    changes=VirtualRegrouping(folder, (seen, timeline), display.say, display.train_with),
+                ).run()
+        finally:
+            seen.close()
+            timeline.close()
+            curves.close()
+        for loss in outcome.losses:
+            display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
+    return outcome
+
+
+@contextmanager
+def _recorded(recipe: Recipe, folder: ExperimentFolder, say: Say) -> Generator[Events, None, None]:
+    """The events of a run, from its start to its end."""
+    events = Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
+    tell_start(events, recipe)
+    try:
+        yield events
+    except BaseException as error:
+        tell_end(events, error)
+        raise
+    tell_end(events, None)
+
+
+def _described(cluster: Cluster) -> str:
+    """All settings of a cluster, as `compute.seconds=0.1, link.latency=5e-05, …`."""
+    parts = cluster.model_dump(mode="json").items()
+    return ", ".join(f"{part}.{key}={value}" for part, values in parts for key, value in values.items())
+
+
+class _Stop(Silence):
+    """An observer that ends a simulation between two steps after a signal."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def ask(self, number: int) -> None:
+        """Stop at the next step; may be called from any thread."""
+        self._number = number
+
+    def on_step(self, report: StepReport) -> None:
+        if self._number is not None:
+            raise Stopped(
+                f"stopped by {signal_name(self._number)}; a simulation saves only at its end: start it again",
+                self._number,
+            )

@@ -1,0 +1,309 @@
+"""Transcribes files, folders and standard input with a model of an experiment."""
+
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from starling.checkpoint.manifest import MANIFEST
+from starling.checkpoint.reader import load
+from starling.errors import ConfigError, DataError, did_you_mean
+from starling.extras import require
+from starling.files import replace_file
+from starling.reporting.progress import Bars, Say
+from starling.speech.recogniser import Recogniser
+from starling.speech.recognisers import Use, load_recogniser, open_experiment
+from starling.speech.transcribing.formats import FORMATS, Format, formatted
+from starling.speech.transcribing.segmenter import Piece
+from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm_blocks
+from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
+from starling.speech.transcribing.transcript import Seconds, Segment, Transcript
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+STANDARD_INPUT = Path("-")
+AUDIO = {".wav", ".flac", ".mp3", ".opus", ".ogg", ".oga", ".aif", ".aiff", ".aifc", ".au", ".w64", ".rf64", ".caf"}
+"""What is transcribed of a folder, by suffix."""
+
+
+def load_model(
+    model: Path | str, best: bool = False, beam: bool = False, console: Console | None = None
+) -> Transcriber:
+    """Load a trained model, to transcribe with.
+
+    Args:
+        model: An experiment, whose newest model is taken; a checkpoint; or a folder with a recogniser.
+        best: Take the experiment's model that scored best on the validation set.
+        beam: Decode with the beam search that `starling evaluate` has tuned. If it has not, that is done first.
+        console: Shows the progress of tuning on a terminal.
+
+    Raises:
+        CheckpointError: There is no model, or it is damaged.
+        ConfigError: It is not an experiment; or a beam search is asked for that the model does not have.
+
+    Example:
+        >>> import soundfile, starling
+        >>> model = starling.load_model("exp/demo")  # doctest: +SKIP
+        >>> model.transcribe(*soundfile.read("hello.wav")).text  # doctest: +SKIP
+        'THREE SEVEN ONE'
+    """
+    path = Path(model)
+    is_model, is_checkpoint = (path / "config.json").is_file(), (path / MANIFEST).is_file()
+    if is_model or is_checkpoint:
+        if best or beam:
+            raise ConfigError(f"{path}: the best model and the beam search belong to an experiment; name its folder")
+        return Transcriber(Recogniser.load(path if is_model else load(path).model_folder))
+    use = Use.read(path)
+    if beam and use.loss != "ctc":
+        raise ConfigError(f"{path}: the beam search is for CTC, but it was trained with {use.loss}")
+    recogniser = load_recogniser(path, use, best)
+    if not beam:
+        return Transcriber(recogniser)
+    folder, recipe = open_experiment(path)
+    require("decoding", "the beam search", ("flashlight",))
+    from starling.speech.decoding.beam_search import best_search
+
+    with Bars(console or Console(stderr=True)) as bars, best_search(recipe, folder, recogniser, bars) as search:
+        return Transcriber(recogniser, search.text)
+
+
+def transcribe(
+    experiment: Path,
+    inputs: Sequence[Path],
+    tell: Say,
+    is_best: bool = False,
+    with_beam: bool = False,
+    console: Console | None = None,
+    form: Format = "txt",
+    output: Path | None = None,
+    raw_rate: int | None = None,
+) -> None:
+    """Transcribe files, the audio files in folders, and standard input (`-`).
+
+    Args:
+        experiment: As for `load_model`, with `is_best` and `with_beam`.
+        inputs: Files, folders, and `-` for standard input.
+        tell: Takes the transcripts without an `output`. For `txt` that is a line for each file, with its name, a tab
+            and the text; of standard input, the text of each segment.
+        console: Shows progress on a terminal.
+        form: The format of the transcripts.
+        output: A file for the transcript of one input; a folder for those of several.
+        raw_rate: Standard input is raw PCM of 16 bits at this rate, in Hz.
+
+    Raises:
+        DataError: Some files cannot be transcribed. It names them, after all others are done.
+        ConfigError: The model does not give what `form` needs, or the arguments contradict each other.
+    """
+    screen = console or Console(stderr=True)
+    if raw_rate is not None:
+        check_rate(raw_rate, "--raw-pcm")
+        if STANDARD_INPUT not in inputs:
+            raise ConfigError("--raw-pcm is the rate of standard input: give - as a file")
+    sources, problems = _sources(inputs)
+    is_one = len(inputs) == 1 and (inputs[0] == STANDARD_INPUT or not inputs[0].is_dir())
+    into = _Output(sources, is_one, form, output, tell)
+    transcriber = load_model(experiment, is_best, with_beam, screen)
+    if form == "ctm" and not transcriber.has_times:
+        raise ConfigError(
+            f"{experiment}: --format ctm needs word times, which a model trained frame by frame does not give; use "
+            "txt, json, srt or vtt"
+        )
+    with Bars(screen) as bars:
+        jobs = _Jobs(transcriber, into, bars, len(sources), problems)
+        for source in sources:
+            jobs.take(source, raw_rate)
+        jobs.flush()
+    if problems:
+        several = f"{len(problems)} of {len(problems) + jobs.num_done} files cannot be transcribed: "
+        raise DataError((several if len(problems) + jobs.num_done > 1 else "") + "; ".join(problems))
+
+
+def checked_format(name: str) -> Format:
+    """The format of a name. Raises ConfigError if it is unknown."""
+    for form in FORMATS:
+        if form == name:
+            return form
+    raise ConfigError(f"--format {name}: unknown; {did_you_mean(name, FORMATS)}known are {', '.join(FORMATS)}")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A file to transcribe."""
+
+    path: Path
+    relative: Path
+    """To the folder in which it was found; its name if it was given."""
+
+    @property
+    def is_standard_input(self) -> bool:
+        return self.path == STANDARD_INPUT
+
+
+def _sources(inputs: Sequence[Path]) -> tuple[list[_Source], list[str]]:
+    """The files that are given or in given folders, and folders that have none."""
+    found: list[_Source] = []
+    problems = []
+    for path in inputs:
+        if path != STANDARD_INPUT and path.is_dir():
+            inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in AUDIO and each.is_file())
+            found += [_Source(each, each.relative_to(path)) for each in inside]
+            if not inside:
+                problems.append(f"{path}: this folder has no audio files ({', '.join(sorted(AUDIO))})")
+        else:
+            found.append(_Source(path, Path("stdin" if path == STANDARD_INPUT else path.name)))
+    return found, problems
+
+
+class _Output:
+    """Where transcripts go."""
+
+    def __init__(self, sources: Sequence[_Source], is_one: bool, form: Format, output: Path | None, tell: Say) -> None:
+        self._form: Format = form
+        self._output = output
+        self._tell = tell
+        self._is_folder = output is not None and (not is_one or output.is_dir())
+        if output is None and form in ("srt", "vtt") and len(sources) > 1:
+            raise ConfigError(f"--format {form}: subtitles of {len(sources)} files need --output FOLDER")
+        if self._is_folder and output is not None and output.exists() and not output.is_dir():
+            raise ConfigError(f"--output {output}: is a file; give a folder for {len(sources)} transcripts")
+        counts = Counter(each.relative.with_suffix("") for each in sources)
+        self._repeated = {name for name, count in counts.items() if count > 1}
+        twice = [name for name, count in Counter(each.relative for each in sources).items() if count > 1]
+        if self._is_folder and twice:
+            raise ConfigError(
+                f"--output {output}: {len(twice)} names are given twice, such as {twice[0]}; run them apart"
+            )
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether segments of standard input are told as soon as they are known."""
+        return self._form == "txt" and self._output is None
+
+    def tell_at_once(self, segments: Iterable[Segment]) -> None:
+        """Pass the texts of segments on."""
+        for segment in segments:
+            if segment.text:
+                self._tell(segment.text)
+
+    def write(self, source: _Source, transcript: Transcript) -> None:
+        """Write a transcript, or pass it on."""
+        plain = source.relative.with_suffix("")
+        name = source.relative if plain in self._repeated else plain
+        if self._output is None and self._form == "txt":
+            self._tell(f"{source.path}\t{transcript.text}")
+            return
+        called = str(source.path) if self._form == "json" else str(name)
+        text = formatted(transcript, self._form, called)
+        if self._output is None:
+            self._tell(text.removesuffix("\n"))
+            return
+        path = self._output / f"{name}.{self._form}" if self._is_folder else self._output
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, text)
+        except OSError as error:
+            raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+
+
+@dataclass
+class _Recording:
+    """What is known of a file."""
+
+    source: _Source
+    segments: list[Segment] = field(default_factory=list)
+    seconds: Seconds = 0.0
+
+
+class _Jobs:
+    """Decodes segments of several files together, and writes transcripts in the order of the files."""
+
+    def __init__(
+        self, transcriber: Transcriber, into: _Output, bars: Bars, num_sources: int, problems: list[str]
+    ) -> None:
+        self.num_done = 0
+        self._transcriber = transcriber
+        self._into = into
+        self._bars = bars
+        self._num_sources = num_sources
+        self._problems = problems
+        self._waiting: list[tuple[_Recording, Piece]] = []
+        self._read: list[_Recording] = []
+
+    def take(self, source: _Source, raw_rate: int | None) -> None:
+        """Read a file, and decode if enough segments are waiting. A file that is no audio becomes a problem."""
+        recording = _Recording(source)
+        is_raw = source.is_standard_input and raw_rate is not None
+        try:
+            if source.is_standard_input and self._into.is_at_once:
+                self.flush()
+                with _opened(source, raw_rate) as sound:
+                    for some in self._transcriber.stream(sound.blocks, sound.rate, 0.0 if is_raw else TOGETHER):
+                        self._into.tell_at_once(some)
+                self.num_done += 1
+                return
+            with _opened(source, raw_rate) as sound:
+                for piece in self._transcriber.pieces(self._counted(sound, recording), sound.rate):
+                    self._waiting.append((recording, piece))
+                    if self._waiting_seconds >= TOGETHER:
+                        self._decode()
+        except DataError as error:
+            self._waiting = [each for each in self._waiting if each[0] is not recording]
+            self._problems.append(str(error))
+            return
+        self._read.append(recording)
+        self._bars("transcribing", self.num_done + len(self._read), self._num_sources)
+        if self._waiting_seconds >= TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Decode what is waiting, and write the transcripts."""
+        self._decode()
+        for recording in self._read:
+            self._into.write(recording.source, Transcript(tuple(recording.segments), recording.seconds))
+        self.num_done += len(self._read)
+        self._read = []
+
+    @property
+    def _waiting_seconds(self) -> Seconds:
+        return sum(len(piece.samples) for _, piece in self._waiting) / self._transcriber.rate
+
+    def _decode(self) -> None:
+        segments = self._transcriber.decode([piece for _, piece in self._waiting])
+        for (recording, _), segment in zip(self._waiting, segments, strict=True):
+            recording.segments.append(segment)
+        self._waiting = []
+
+    def _counted(self, sound: Sound, recording: _Recording) -> Iterator["NDArray[np.float32]"]:
+        """The blocks of a file, whose length is noted and shown."""
+        samples = 0
+        for block in sound.blocks:
+            samples += len(block)
+            recording.seconds = samples / sound.rate
+            if self._num_sources == 1:
+                self._bars("seconds of audio", round(recording.seconds), round(sound.seconds or 0.0))
+            yield block
+
+
+@contextmanager
+def _opened(source: _Source, raw_rate: int | None) -> Iterator[Sound]:
+    """A file or standard input. That is copied to a temporary file first, unless it is raw PCM."""
+    if not source.is_standard_input:
+        with opened(source.path, str(source.path)) as sound:
+            yield sound
+    elif raw_rate is not None:
+        yield Sound(raw_rate, None, pcm_blocks(sys.stdin.buffer, "standard input"))
+    else:
+        with tempfile.TemporaryFile() as copy:
+            shutil.copyfileobj(sys.stdin.buffer, copy)
+            copy.seek(0)
+            with opened(copy, "standard input") as sound:
+                yield sound
