@@ -9,8 +9,8 @@ import pytest
 import soundfile
 import yaml
 
-from starling.comparing.subject import check_comparison
 from starling.recipe.file import merge, read_recipe
+from starling.speech.comparison import check_comparison
 from starling.speech.corpora import CorpusConfig, Utterance
 from starling.speech.recipe import check_recipe
 from tests.code_blocks import Block, code_blocks

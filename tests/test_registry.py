@@ -12,10 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from starling import registry
 from starling.errors import ConfigError
+from starling.recipe.run import dump_recipe
 from starling.registry import Registry, did_you_mean
 from starling.speech.corpora import CorpusConfig
 from starling.speech.models import ModelConfig, build_model
-from starling.speech.recipe import check_recipe, dump_recipe
+from starling.speech.recipe import check_recipe
 from starling.strategies import STRATEGIES, find_strategy
 from starling.topology import find_topology
 from starling.training.job import Job

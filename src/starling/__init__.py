@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from starling.engines.virtual.cluster import Cluster
     from starling.engines.virtual.engine import VirtualEngine
     from starling.errors import StarlingError
+    from starling.experiment.any_job import Simulated, Trained, simulate, train
     from starling.experiment.profile import profile
     from starling.experiment.report import report
-    from starling.experiment.train import Simulated, Trained, simulate, train
     from starling.launch.joining import attach, join
     from starling.launch.sharing import SharedBatches, SharedSampler
     from starling.learner import Handle, Learner
     from starling.predict.costs import Profile
     from starling.predict.plan import Plan, plan
+    from starling.speech.commands.transcribe import load_model
     from starling.speech.recipe import Recipe, load_recipe
     from starling.speech.recogniser import Recogniser
-    from starling.speech.transcribing.files import load_model
     from starling.speech.transcribing.transcriber import Live, Transcriber
     from starling.speech.transcribing.transcript import Segment, Transcript, Update, Word
     from starling.strategies import STRATEGIES, Strategy
@@ -104,12 +104,12 @@ _HOMES = {
     "Segment": "speech.transcribing.transcript",
     "SharedBatches": "launch.sharing",
     "SharedSampler": "launch.sharing",
-    "Simulated": "experiment.train",
+    "Simulated": "experiment.any_job",
     "StarlingError": "errors",
     "Strategy": "strategies",
     "Ticket": "workload",
     "Topology": "topology",
-    "Trained": "experiment.train",
+    "Trained": "experiment.any_job",
     "Transcriber": "speech.transcribing.transcriber",
     "Transcript": "speech.transcribing.transcript",
     "Update": "speech.transcribing.transcript",
@@ -124,8 +124,8 @@ _HOMES = {
     "report": "experiment.report",
     "plan": "predict.plan",
     "profile": "experiment.profile",
-    "simulate": "experiment.train",
-    "train": "experiment.train",
+    "simulate": "experiment.any_job",
+    "train": "experiment.any_job",
 }
 
 _SPEECH = ("Live", "Recogniser", "Recipe", "Transcriber", "load_model", "load_recipe")

@@ -18,6 +18,8 @@ from starling.engines.virtual.cluster import LinkModel
 from starling.errors import ConfigError
 from starling.experiment.auto import kept
 from starling.experiment.folder import ExperimentFolder
+from starling.experiment.planning import plan_recipe
+from starling.experiment.simulate import simulate
 from starling.predict import choosing, predict
 from starling.predict.at_hand import ACROSS, INSIDE, Allowance, AtHand, topologies
 from starling.predict.choosing import Choice, Surroundings, choose, surroundings_of
@@ -25,9 +27,8 @@ from starling.predict.costs import dump
 from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, worth
 from starling.predict.predict import Arm, simulate_briefly
 from starling.recipe.auto import CANDIDATES, AutoOptions
-from starling.speech.predicting import plan_recipe
 from starling.speech.recipe import check_recipe
-from starling.speech.training.simulate import simulate
+from starling.speech.task import SPEECH
 from starling.topology import is_doubly_stochastic
 from starling.training.stragglers import Stragglers
 from tests.runs.test_planning import measured_profile
@@ -319,7 +320,7 @@ def test_a_simulation_with_auto_is_that_of_the_strategy_it_chooses(tree: Tree) -
 
     def hash_with(strategy: Any) -> str:
         lines: list[str] = []
-        simulate(check_recipe(tree | {"strategy": strategy}, "r.yaml"), lines.append, Console(file=said))
+        simulate(SPEECH, check_recipe(tree | {"strategy": strategy}, "r.yaml"), lines.append, Console(file=said))
         return lines[-1]
 
     found = hash_with("auto")
@@ -335,6 +336,7 @@ def test_a_plan_of_a_recipe_with_auto_compares_the_strategies_that_there_are(tre
     (tmp_path / "profile.yaml").write_text(dump(measured_profile()))
     lines: list[str] = []
     plan_recipe(
+        SPEECH,
         check_recipe(tree | {"strategy": "auto"}, "r.yaml"),
         lines.append,
         Console(file=io.StringIO()),

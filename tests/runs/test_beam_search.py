@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 from starling import extras
 from starling.cli import app
 from starling.errors import ConfigError, DataError
+from starling.experiment.simulate import simulate
+from starling.speech.commands.evaluate import evaluate
+from starling.speech.commands.scored import read_texts
+from starling.speech.commands.transcribe import transcribe
 from starling.speech.recipe import check_recipe
-from starling.speech.scoring.evaluate import evaluate
-from starling.speech.scoring.records import read_texts
-from starling.speech.training.simulate import simulate
-from starling.speech.transcribing.files import transcribe
+from starling.speech.task import SPEECH
 from tests.runs.conftest import Tree
 from tests.speech.tones import WORDS
 
@@ -41,7 +42,7 @@ def songs_tree(tree: Tree) -> Tree:
 def simulated(tree: Tree) -> tuple[Path, list[str]]:
     lines: list[str] = []
     recipe = check_recipe(tree, "songs")
-    simulate(recipe, lines.append, Console(file=io.StringIO()))
+    simulate(SPEECH, recipe, lines.append, Console(file=io.StringIO()))
     return recipe.exp / f"{recipe.name}-virtual", lines
 
 

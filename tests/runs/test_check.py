@@ -11,13 +11,15 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from starling.cli import app
+from starling.experiment.claim import set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
+from starling.recipe.run import dump_recipe
 from starling.speech.left_out import read_left_out
-from starling.speech.recipe import Recipe, check_recipe, dump_recipe
+from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Heard
 from starling.speech.scoring.score import evaluate as evaluation
 from starling.speech.store import SpeechSet
-from starling.speech.training.set_up import set_up_and_claim
+from starling.speech.task import SPEECH
 from tests.runs.conftest import Tree
 from tests.speech import planted as plants
 from tests.speech.planted import Planted
@@ -123,7 +125,7 @@ def test_a_model_adds_what_it_hears_and_what_its_training_means(tree: Tree, tmp_
     tree["data"]["folder"] = str(tmp_path / "data")  # other tests share the prepared data, and would find the check
     recipe = tmp_path / "songs.yaml"
     recipe.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    folder = set_up_and_claim(check_recipe(tree, "songs.yaml"), lambda line: None)
+    folder = set_up_and_claim(SPEECH, check_recipe(tree, "songs.yaml"), lambda line: None)
     folder.config.write_text(dump_recipe(check_recipe(tree, "songs.yaml")), encoding="utf-8")
     prepared = Path(tree["data"]["folder"])
     for data in (recipe, prepared):

@@ -22,10 +22,10 @@ from starling.comparing.cell import run_cell
 from starling.comparing.grid import Cell
 from starling.comparing.memory import Memory
 from starling.comparing.results import CellResult, ResultFolder
-from starling.comparing.subject import check_comparison
 from starling.comparing.workers import compute
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder
+from starling.speech.comparison import check_comparison
 from starling.speech.recipe import check_recipe
 from starling.speech.training.set_up import set_up
 

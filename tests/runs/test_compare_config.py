@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from starling.cli import app
 from starling.comparing.api import load_comparison
 from starling.comparing.grid import Cell, Row
-from starling.comparing.subject import RecipeSubject, check_comparison
 from starling.errors import ConfigError
+from starling.speech.comparison import SpeechComparison, check_comparison
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.server import ServerOptions
 
@@ -37,7 +37,7 @@ def compared(tree: Tree) -> Tree:
     return {**tree, "compare": copy.deepcopy(COMPARED)}
 
 
-def cells(subject: RecipeSubject) -> list[Cell]:
+def cells(subject: SpeechComparison) -> list[Cell]:
     """Every cell of the grid."""
     section = subject.section
     return [

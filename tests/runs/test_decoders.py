@@ -18,16 +18,17 @@ from starling.chance import derive_seed
 from starling.comparing.api import load_comparison
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError
+from starling.experiment.simulate import simulate
 from starling.speech.batches import Batch
+from starling.speech.commands.evaluate import evaluate
+from starling.speech.commands.recognisers import load_recogniser
+from starling.speech.commands.scored import read_texts
+from starling.speech.commands.transcribe import transcribe
 from starling.speech.losses import ctc_loss, speech_loss
 from starling.speech.models import ModelConfig, build_model, count_parameters
 from starling.speech.recipe import check_recipe, fixed_settings, load_resolved
 from starling.speech.recogniser import Recogniser
-from starling.speech.recognisers import load_recogniser
-from starling.speech.scoring.evaluate import evaluate
-from starling.speech.scoring.records import read_texts
-from starling.speech.training.simulate import simulate
-from starling.speech.transcribing.files import transcribe
+from starling.speech.task import SPEECH
 from starling.strategies.compression import TopK
 from starling.training.job import Job
 from starling.workload import Ticket, Workload
@@ -158,7 +159,7 @@ def songs_with(tree: Tree, model: dict[str, Any]) -> Tree:
 
 def simulated(tree: Tree) -> Path:
     recipe = check_recipe(tree, "songs")
-    simulate(recipe, lambda line: None, Console(file=io.StringIO()))
+    simulate(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
     return recipe.exp / f"{recipe.name}-virtual"
 
 

@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 from starling.cli import app
 from starling.errors import ConfigError
+from starling.recipe.run import dump_recipe
 from starling.speech import features as ours
 from starling.speech.exporting import export as exporting
 from starling.speech.exporting.onnx import write_onnx
 from starling.speech.exporting.transcribe import Transcriber, resample
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import ModelConfig
-from starling.speech.recipe import check_recipe, dump_recipe
+from starling.speech.recipe import check_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer, TokenConfig, Tokenizer, make_tokenizer
 from tests.speech.tones import RATE, sing

@@ -13,16 +13,11 @@ from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, ConfigError, Stopped
-from starling.experiment.claim import (
-    check_claim,
-    check_writable,
-    claim_folder,
-    describe_environment,
-    resolve_resume,
-)
+from starling.experiment.claim import check_claim, check_writable, claim_folder, describe_environment, resolve_resume
 from starling.experiment.folder import ExperimentFolder
+from starling.experiment.launching import resumable
 from starling.speech.recipe import Recipe, check_recipe, fingerprints, load_recipe
-from starling.speech.training.train import resumable
+from starling.speech.task import SPEECH
 from starling.workload import Position, Ticket
 from tests.mounts import run_with
 
@@ -96,7 +91,7 @@ def test_resuming_finds_the_newest_checkpoint(tree: Tree) -> None:
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
     save(recipe, Ticket(2, 0, 16))
-    resumed = resolve_resume(check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
+    resumed = resolve_resume(SPEECH, check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
     assert resumed.resume == recipe.folder / "checkpoints" / "step-00000016"
     claim_folder(resumed, print)
     assert resumed.resume.is_dir()
@@ -115,7 +110,7 @@ def test_a_resume_with_another_strategy_or_number_of_learners_says_what_becomes_
         ({"strategy": {"name": "diloco", "every": 7}}, "saved it with other options (every=100, now 7)"),
     ):
         said: list[str] = []
-        claim_folder(resolve_resume(check_recipe(given | changes, "r.yaml")), said.append)
+        claim_folder(resolve_resume(SPEECH, check_recipe(given | changes, "r.yaml")), said.append)
         assert len(said) == bool(expected) and all(expected in line for line in said)
 
 
@@ -127,8 +122,8 @@ def test_resuming_from_an_earlier_checkpoint_must_not_mix_two_runs(tree: Tree) -
     save(recipe, Ticket(2, 0, 16))
     earlier = recipe.folder / "checkpoints" / "step-00000008"
     with pytest.raises(ConfigError, match=r"later than .*step-00000016"):
-        claim_folder(resolve_resume(check_recipe({**tree, "resume": str(earlier)}, "r.yaml")), print)
-    elsewhere = resolve_resume(check_recipe({**tree, "resume": str(earlier), "name": "other"}, "r.yaml"))
+        claim_folder(resolve_resume(SPEECH, check_recipe({**tree, "resume": str(earlier)}, "r.yaml")), print)
+    elsewhere = resolve_resume(SPEECH, check_recipe({**tree, "resume": str(earlier), "name": "other"}, "r.yaml"))
     assert claim_folder(elsewhere, print).path.name == "other"
 
 
@@ -139,7 +134,7 @@ def test_a_run_resumed_from_another_experiment_is_not_mixed_with_one_of_its_name
         folder = claim_folder(recipe, print)
         (folder.seen / "from-00000000" / "learner-0.tsv").write_text(seen)
         save(recipe, Ticket(1, 0, 8))
-    resumed = resolve_resume(check_recipe({**tree, "name": "second", "resume": str(first.folder)}, "r.yaml"))
+    resumed = resolve_resume(SPEECH, check_recipe({**tree, "name": "second", "resume": str(first.folder)}, "r.yaml"))
     folder = claim_folder(resumed, print)
     assert (folder.seen / "from-00000000" / "learner-0.tsv").read_text() == "theirs"
     assert (second.exp / "second.1" / "seen" / "from-00000000" / "learner-0.tsv").read_text() == "mine"
@@ -166,7 +161,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tree: Tree, change: Tree, pro
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 3, 11))
     with pytest.raises(CheckpointError, match=problem):
-        resolve_resume(check_recipe({**tree, "resume": str(recipe.folder), **change}, "r.yaml"))
+        resolve_resume(SPEECH, check_recipe({**tree, "resume": str(recipe.folder), **change}, "r.yaml"))
 
 
 @pytest.mark.parametrize("change", [{"learners": 3}, {"strategy": "adpsgd"}, {"learners": 5, "strategy": "adpsgd"}])
@@ -175,7 +170,7 @@ def test_learners_and_the_strategy_may_change_in_mid_epoch(tree: Tree, change: T
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 3, 11))
-    resumed = resolve_resume(check_recipe({**tree, "resume": str(recipe.folder), **change}, "r.yaml"))
+    resumed = resolve_resume(SPEECH, check_recipe({**tree, "resume": str(recipe.folder), **change}, "r.yaml"))
     assert load(resumed.resume).manifest.next_ticket.index == 3
 
 
@@ -185,7 +180,7 @@ def test_the_budget_and_the_learning_rate_may_change_in_a_resume(tree: Tree) -> 
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 3, 11))
     change = {"budget": {"epochs": 7}, "optimizer": {"lr": 0.5}, "resume": str(recipe.folder)}
-    assert resolve_resume(check_recipe({**tree, **change}, "r.yaml")).budget.epochs == 7
+    assert resolve_resume(SPEECH, check_recipe({**tree, **change}, "r.yaml")).budget.epochs == 7
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tree: Tree, tmp_path: Path) -> None:
@@ -252,10 +247,10 @@ def test_resuming_from_weights_that_are_not_finite_is_an_error(tree: Tree) -> No
         save(recipe, Ticket(1, step, step), weight=float("nan"))
     good, *_, last = sorted((recipe.folder / "checkpoints").iterdir())
     with pytest.raises(CheckpointError) as caught:
-        resolve_resume(check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
+        resolve_resume(SPEECH, check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
     message = f"{last}: some of its numbers are not finite; {good} is intact and finite: to continue from it"
     assert message in str(caught.value)
-    resolve_resume(check_recipe({**tree, "resume": str(good)}, "r.yaml"))
+    resolve_resume(SPEECH, check_recipe({**tree, "resume": str(good)}, "r.yaml"))
 
 
 def test_an_earlier_run_is_kept_whatever_its_checkpoint_is_called(tree: Tree) -> None:
@@ -273,7 +268,7 @@ def test_ten_runs_killed_in_a_row_do_not_stop_the_eleventh(tree: Tree) -> None:
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
-    resumed = resolve_resume(check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
+    resumed = resolve_resume(SPEECH, check_recipe({**tree, "resume": str(recipe.folder)}, "r.yaml"))
     for number in range(10):
         folder = claim_folder(resumed, print)
         for name in (f".step-{16 + number:08d}.partial", ".step-00000007.partial", ".writable.partial"):
@@ -309,7 +304,7 @@ def test_a_checkpoint_of_other_data_names_the_key_that_differs(tree: Tree) -> No
     save(recipe, Ticket(1, 0, 8))
     tree["data"]["text"] = "lower"
     with pytest.raises(CheckpointError, match=r"another data than .*: data\.text=upper \(now lower\);"):
-        resolve_resume(check_recipe({**tree, "name": "other", "resume": str(recipe.folder)}, "r.yaml"))
+        resolve_resume(SPEECH, check_recipe({**tree, "name": "other", "resume": str(recipe.folder)}, "r.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +322,7 @@ def test_a_resume_without_budget_says_what_was_reached_and_what_to_raise(tree: T
     save(recipe, Ticket(1, 0, 8))
     before = sorted(recipe.folder.rglob("*"))
     with pytest.raises(ConfigError) as caught:
-        resolve_resume(check_recipe({**tree, "resume": str(recipe.folder), "budget": budget}, "r.yaml"))
+        resolve_resume(SPEECH, check_recipe({**tree, "resume": str(recipe.folder), "budget": budget}, "r.yaml"))
     assert said in str(caught.value)
     assert sorted(recipe.folder.rglob("*")) == before
-    resolve_resume(check_recipe({**tree, "resume": str(recipe.folder), "budget": {"epochs": 2}}, "r.yaml"))
+    resolve_resume(SPEECH, check_recipe({**tree, "resume": str(recipe.folder), "budget": {"epochs": 2}}, "r.yaml"))

@@ -12,21 +12,23 @@ import torch
 from rich.console import Console
 
 from starling.comparing.api import compare_recipe
-from starling.comparing.subject import check_comparison
 from starling.errors import CheckpointError, ConfigError, DataError
+from starling.experiment.audit import audit
 from starling.experiment.claim import claim_folder
 from starling.experiment.folder import ExperimentFolder
-from starling.speech.audit import audit
-from starling.speech.hybrid import frames
-from starling.speech.hybrid.frames import FrameWorkload
+from starling.experiment.simulate import simulate
+from starling.recipe.run import dump_recipe
+from starling.speech.commands.evaluate import evaluate
+from starling.speech.commands.recognisers import load_recogniser
+from starling.speech.commands.transcribe import transcribe
+from starling.speech.comparison import check_comparison
 from starling.speech.hybrid.losses import PADDING
-from starling.speech.recipe import Recipe, check_recipe, dump_recipe
+from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Recogniser
-from starling.speech.recognisers import load_recogniser
-from starling.speech.scoring.evaluate import evaluate
+from starling.speech.task import SPEECH
+from starling.speech.training import frames
+from starling.speech.training.frames import FrameWorkload
 from starling.speech.training.set_up import load_workload, set_up
-from starling.speech.training.simulate import simulate
-from starling.speech.transcribing.files import transcribe
 from starling.strategies import STRATEGIES
 from starling.training.loading import Loader
 from starling.workload import Ticket
@@ -66,7 +68,7 @@ def simulated(tree: Tree) -> tuple[Path, list[str]]:
     """The experiment of a simulation, and its results."""
     recipe = check_recipe(tree, "r.yaml")
     lines: list[str] = []
-    simulate(recipe, lines.append, Console(file=io.StringIO()))
+    simulate(SPEECH, recipe, lines.append, Console(file=io.StringIO()))
     return recipe.exp / f"{recipe.name}-virtual", lines
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from starling.errors import ConfigError
+from starling.experiment.claim import set_up_and_claim
 from starling.speech.recipe import check_recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.task import SPEECH
 from starling.speech.training.job import ModelWriter, loading_processes, make_job
-from starling.speech.training.set_up import set_up_and_claim
 from starling.training.flat import FlatModel
 
 Tree = dict[str, Any]
@@ -20,7 +21,7 @@ def test_stragglers_of_the_recipe_are_those_of_the_job(tree: Tree) -> None:
     """On both engines, which run the same job."""
     tree["stragglers"] = {"slow": {1: "10x"}, "jitter": 0.1, "pauses": [{"learner": 0, "after": 2, "seconds": 3}]}
     recipe = check_recipe(tree, "r.yaml")
-    job = make_job(recipe, set_up_and_claim(recipe, lambda line: None))
+    job = make_job(recipe, set_up_and_claim(SPEECH, recipe, lambda line: None))
     assert job.stragglers == recipe.stragglers
     assert job.stragglers.slow == {1: 10.0}
 
@@ -29,7 +30,7 @@ def test_batch_shares_of_the_recipe_are_those_of_the_job_and_wrong_ones_are_list
     """By learner, as for stragglers."""
     tree |= {"learners": 2, "strategy": "local-sgd", "batch_shares": {0: 3}}
     recipe = check_recipe(tree, "r.yaml")
-    assert make_job(recipe, set_up_and_claim(recipe, lambda line: None)).batch_shares == {0: 3}
+    assert make_job(recipe, set_up_and_claim(SPEECH, recipe, lambda line: None)).batch_shares == {0: 3}
     for changes, message in (
         ({"batch_shares": {2: 3}}, r"batch_shares.2: there is no learner 2 among 2; the last is learner 1"),
         ({"batch_shares": {0: 0}}, r"batch_shares.0"),
@@ -44,7 +45,7 @@ def test_batch_shares_of_the_recipe_are_those_of_the_job_and_wrong_ones_are_list
 def test_the_weighting_of_the_recipe_is_that_of_the_job(tree: Tree) -> None:
     """By default there is none."""
     recipe = check_recipe(tree | {"batches": {"max_duration": 5, "weighting": "utterances"}}, "r.yaml")
-    assert make_job(recipe, set_up_and_claim(recipe, lambda line: None)).weighting == "utterances"
+    assert make_job(recipe, set_up_and_claim(SPEECH, recipe, lambda line: None)).weighting == "utterances"
     assert check_recipe(tree, "r.yaml").batches.weighting == "batches"
 
 
@@ -52,7 +53,7 @@ def test_models_are_written_beside_the_training_without_a_trace_in_it(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Making a network seeds the generators that a mini-batch draws dropout from at the same time, so none is made."""
-    folder = set_up_and_claim(check_recipe(tree, "r.yaml"), lambda line: None)
+    folder = set_up_and_claim(SPEECH, check_recipe(tree, "r.yaml"), lambda line: None)
     write = ModelWriter(folder.initial)
     flat = FlatModel(Recogniser.load(folder.initial).model, torch.device("cpu"))
     buffers = dict(flat.model.named_buffers())

@@ -12,10 +12,11 @@ from rich.console import Console
 
 from starling.errors import ConfigError, DataError
 from starling.experiment.claim import claim_folder
+from starling.experiment.simulate import simulate
 from starling.speech.recipe import check_recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.task import SPEECH
 from starling.speech.training.set_up import load_workload, set_up, set_up_like
-from starling.speech.training.simulate import simulate
 from starling.workload import Ticket
 
 Tree = dict[str, Any]
@@ -153,7 +154,7 @@ def test_a_published_encoder_trains(name: str, tree: Tree, tmp_path: Path) -> No
     make(tmp_path / "published")
     recipe = check_recipe(recipe_of(tree, tmp_path / "published") | {"budget": {"steps": 2}}, "r.yaml")
     lines: list[str] = []
-    simulate(recipe, lines.append, Console(file=io.StringIO()))
+    simulate(SPEECH, recipe, lines.append, Console(file=io.StringIO()))
     assert any("%WER" in line for line in lines)
 
 

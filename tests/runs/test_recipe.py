@@ -8,15 +8,10 @@ import pytest
 import yaml
 
 from starling.errors import ConfigError
+from starling.experiment.launching import check_engine
 from starling.recipe.file import read_recipe
-from starling.speech.recipe import (
-    check_recipe,
-    dump_recipe,
-    fingerprints,
-    load_recipe,
-    recipe_digest,
-)
-from starling.speech.training.train import check_engine
+from starling.recipe.run import dump_recipe, recipe_digest
+from starling.speech.recipe import check_recipe, fingerprints, load_recipe
 from starling.training.stragglers import Pause
 
 Tree = dict[str, Any]

@@ -20,11 +20,12 @@ from starling.cli import app
 from starling.errors import ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.report import MAX_EVENTS, PAGE, collect, read_events, report
+from starling.experiment.simulate import simulate
 from starling.reporting.evidence import Evidence
+from starling.speech.commands.scored import chosen, encoded, read_texts
 from starling.speech.recipe import check_recipe
-from starling.speech.scoring.records import chosen, encoded, read_texts
 from starling.speech.scoring.score import align, score
-from starling.speech.training.simulate import simulate
+from starling.speech.task import SPEECH
 from tests.runs.conftest import Tree, data_of
 
 
@@ -35,7 +36,7 @@ def simulated(tree: Tree, **changes: Any) -> Path:
         "batches": {"max_duration": 2},
     }
     recipe = check_recipe({**tree, **given, **changes}, "r.yaml")
-    simulate(recipe, lambda line: None, Console(file=io.StringIO()))
+    simulate(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
     return recipe.exp / f"{recipe.name}-virtual"
 
 

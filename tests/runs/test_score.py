@@ -8,9 +8,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from starling.cli import app
-from starling.speech.recipe import check_recipe, dump_recipe
+from starling.experiment.simulate import simulate
+from starling.recipe.run import dump_recipe
+from starling.speech.recipe import check_recipe
 from starling.speech.scoring.score import write_score_files
-from starling.speech.training.simulate import simulate
+from starling.speech.task import SPEECH
 from tests.runs.conftest import Tree
 
 REFERENCES = {f"u{number}": f"one two three four {number % 3}" for number in range(12)}
@@ -111,7 +113,7 @@ def test_what_cannot_be_scored_is_an_error(
 def test_an_experiment_knows_its_speakers_and_columns(tree: Tree) -> None:
     """From the prepared set, and from the table of the corpus."""
     recipe = check_recipe(tree, "songs")
-    simulate(recipe, lambda line: None, Console(file=io.StringIO()))
+    simulate(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
     experiment = recipe.exp / f"{recipe.name}-virtual"
     code, lines = run(experiment, "--by", "speaker")
     assert code == 0
@@ -138,7 +140,7 @@ def test_utterances_that_preparation_dropped_are_told(tree: Tree, tmp_path: Path
     """A score without them looks better than it is: songs of three words are too long here, those of two are not."""
     tree["data"] |= {"folder": str(tmp_path / "short"), "filter": {"max_seconds": 0.9}}
     lines: list[str] = []
-    simulate(check_recipe(tree, "songs"), lines.append, Console(file=io.StringIO()))
+    simulate(SPEECH, check_recipe(tree, "songs"), lines.append, Console(file=io.StringIO()))
     (told,) = [line for line in lines if "dropped" in line]
     count, total = int(told.split()[0]), int(told.split()[2])
     assert 0 < count < total == 6

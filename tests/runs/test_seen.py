@@ -8,12 +8,13 @@ from rich.console import Console
 
 from starling.checkpoint.reader import latest, load
 from starling.errors import DataError
+from starling.experiment.audit import audit
+from starling.experiment.claim import set_up_and_claim
 from starling.experiment.seen import Seen, begin_segment, counter, read_seen, segments
-from starling.speech.audit import audit
+from starling.experiment.simulate import simulate
 from starling.speech.recipe import check_recipe, fingerprints
 from starling.speech.store import SpeechSet
-from starling.speech.training.set_up import set_up_and_claim
-from starling.speech.training.simulate import simulate
+from starling.speech.task import SPEECH
 from starling.training.job import ClaimReport
 from starling.workload import Position, Ticket
 from tests.runs.conftest import Tree
@@ -23,7 +24,7 @@ def simulated(tree: Tree, **changes: object) -> tuple[Path, list[str]]:
     """The experiment of a simulation, and what was said on the way."""
     recipe = check_recipe({**tree, "budget": {"epochs": 2}, "strategy": "adpsgd", **changes}, "r.yaml")
     said = io.StringIO()
-    simulate(recipe, lambda line: None, Console(file=said, force_terminal=False, width=300))
+    simulate(SPEECH, recipe, lambda line: None, Console(file=said, force_terminal=False, width=300))
     return recipe.exp / f"{recipe.name}-virtual", said.getvalue().splitlines()
 
 
@@ -147,13 +148,13 @@ def test_too_many_bad_utterances_fail_the_run(tree: Tree, tmp_path: Path, on_bad
 def test_what_to_do_about_bad_utterances_may_change_in_a_resume(tree: Tree) -> None:
     """Who meets some while training goes on with the same prepared set, and skips them."""
     recipe = check_recipe(tree, "r.yaml")
-    set_up_and_claim(recipe, print)
+    set_up_and_claim(SPEECH, recipe, print)
     changed = check_recipe(
         {**tree, "data": {**tree["data"], "filter": {"on_bad": "skip", "max_skipped": 0.05}}}, "r.yaml"
     )
     assert fingerprints(changed) == fingerprints(recipe)
     said: list[str] = []
-    set_up_and_claim(changed, said.append)
+    set_up_and_claim(SPEECH, changed, said.append)
     assert ", kept" in said[0] and "written" not in said[0]
 
 

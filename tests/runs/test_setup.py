@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from starling.errors import ConfigError, DataError
-from starling.experiment.claim import resolve_resume
+from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
+from starling.experiment.launching import crowding_warning
 from starling.speech.recipe import Recipe, check_recipe
-from starling.speech.training.set_up import load_workload, set_up_and_claim
-from starling.speech.training.train import crowding_warning
+from starling.speech.task import SPEECH
+from starling.speech.training.set_up import load_workload
 from starling.workload import Ticket
 from tests.runs.test_folder import save
 
@@ -21,7 +22,7 @@ Tree = dict[str, Any]
 def trained(tree: Tree) -> Recipe:
     """A recipe that was made ready, with a checkpoint in its folder."""
     recipe = check_recipe(tree, "r.yaml")
-    set_up_and_claim(recipe, lambda line: None)
+    set_up_and_claim(SPEECH, recipe, lambda line: None)
     save(recipe, Ticket(1, 0, 8))
     return recipe
 
@@ -40,7 +41,7 @@ def test_a_run_that_cannot_start_leaves_an_earlier_one_as_it_is(tree: Tree, chan
     recipe = trained(tree)
     before = contents(recipe.exp)
     with pytest.raises(DataError):
-        set_up_and_claim(check_recipe({**tree, **change, "overwrite": overwrite}, "r.yaml"), lambda line: None)
+        set_up_and_claim(SPEECH, check_recipe({**tree, **change, "overwrite": overwrite}, "r.yaml"), lambda line: None)
     assert contents(recipe.exp) == before
 
 
@@ -48,14 +49,14 @@ def test_a_run_that_cannot_start_leaves_no_folder(tree: Tree) -> None:
     """There is no experiment before its data is known to be good."""
     recipe = check_recipe({**tree, "learners": 25}, "r.yaml")
     with pytest.raises(DataError, match="at most 24 learners"):
-        set_up_and_claim(recipe, lambda line: None)
+        set_up_and_claim(SPEECH, recipe, lambda line: None)
     assert contents(recipe.exp) == []
 
 
 def test_a_run_that_can_start_takes_the_place_of_an_earlier_one(tree: Tree) -> None:
     """With what was made ready and nothing of the making; the earlier run is moved aside."""
     recipe = trained(tree)
-    folder = set_up_and_claim(recipe, lambda line: None)
+    folder = set_up_and_claim(SPEECH, recipe, lambda line: None)
     assert sorted(path.name for path in folder.path.iterdir()) == [
         "checkpoints",
         "config.yaml",
@@ -72,7 +73,7 @@ def test_a_resumed_run_keeps_its_checkpoints_and_is_made_ready_anew(tree: Tree) 
     stale = recipe.folder / "too_short.tsv"
     stale.write_text("id\tframes\tneeded\nsong-1\t1\t2\n")
     checkpoint = recipe.folder / "checkpoints" / "step-00000008"
-    folder = set_up_and_claim(recipe.model_copy(update={"resume": checkpoint}), lambda line: None)
+    folder = set_up_and_claim(SPEECH, recipe.model_copy(update={"resume": checkpoint}), lambda line: None)
     assert checkpoint.is_dir()
     assert (folder.initial / "config.json").is_file()
     assert not stale.exists()
@@ -83,7 +84,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_any_data_is_prepared(tr
     (tmp_path / "file").write_text("")
     tree["data"]["folder"] = str(tmp_path / "unprepared")
     with pytest.raises(ConfigError, match=r"file/songs: cannot be written"):
-        set_up_and_claim(check_recipe({**tree, "exp": str(tmp_path / "file")}, "r.yaml"), lambda line: None)
+        set_up_and_claim(SPEECH, check_recipe({**tree, "exp": str(tmp_path / "file")}, "r.yaml"), lambda line: None)
     assert not (tmp_path / "unprepared").exists()
 
 
@@ -96,7 +97,7 @@ def test_a_resume_that_would_mix_two_runs_is_found_before_any_data_is_prepared(t
         update={"resume": recipe.folder / "checkpoints" / "step-00000008"}
     )
     with pytest.raises(ConfigError, match="later than"):
-        set_up_and_claim(earlier, lambda line: None)
+        set_up_and_claim(SPEECH, earlier, lambda line: None)
     assert not (tmp_path / "unprepared").exists()
 
 
@@ -107,7 +108,7 @@ def test_training_never_replaces_data_prepared_with_other_settings(tree: Tree, t
     before, trained_before = contents(tmp_path / "data"), contents(recipe.exp)
     tree["data"]["sampling_rate"] = 16000
     with pytest.raises(ConfigError, match=r"train, test prepared with data\.sampling_rate=8000 \(now 16000\)"):
-        set_up_and_claim(check_recipe(tree, "r.yaml"), lambda line: None)
+        set_up_and_claim(SPEECH, check_recipe(tree, "r.yaml"), lambda line: None)
     assert contents(tmp_path / "data") == before
     assert contents(recipe.exp) == trained_before
 
@@ -131,19 +132,19 @@ def test_a_resume_with_a_larger_budget_says_what_becomes_of_the_learning_rate(
     """And how to keep to the earlier schedule, which then says nothing."""
     tree["budget"] = {"epochs": 2}
     recipe = check_recipe(tree, "r.yaml")
-    set_up_and_claim(recipe, lambda line: None)
+    set_up_and_claim(SPEECH, recipe, lambda line: None)
     num_batches = load_workload(recipe, ExperimentFolder(recipe.folder)).num_batches(0)
     save(recipe, Ticket(1, 0, num_batches))
     longer = {"optimizer": {"lr": 0.01, **override}, "budget": {"epochs": 6}, "resume": str(recipe.folder)}
     lines: list[str] = []
-    set_up_and_claim(resolve_resume(check_recipe(tree | longer, "r.yaml")), lines.append)
+    set_up_and_claim(SPEECH, resolve_resume(SPEECH, check_recipe(tree | longer, "r.yaml")), lines.append)
     assert [line for line in lines if "schedule" in line] == ([said] if said else [])
 
 
 def test_learners_that_outnumber_the_mini_batches_are_warned_of(tree: Tree) -> None:
     """Under a strategy that waits for nobody, too."""
     lines: list[str] = []
-    set_up_and_claim(check_recipe({**tree, "learners": 24, "strategy": "adpsgd"}, "r.yaml"), lines.append)
+    set_up_and_claim(SPEECH, check_recipe({**tree, "learners": 24, "strategy": "adpsgd"}, "r.yaml"), lines.append)
     (line,) = (line for line in lines if line.startswith("warning"))
     assert re.match(r"warning: an epoch has \d+ mini-batches for 24 learners, so that some have none", line)
 

@@ -11,16 +11,17 @@ import torch
 
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
+from starling.experiment.claim import set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.keeping import SaveChoice, model_writer
 from starling.reporting.epochs import Score
+from starling.speech.commands.recognisers import load_recogniser
 from starling.speech.models import count_parameters
 from starling.speech.recipe import Recipe, check_recipe, fingerprints
 from starling.speech.recogniser import Recogniser
-from starling.speech.recognisers import load_recogniser
+from starling.speech.task import SPEECH
 from starling.speech.training import validate
 from starling.speech.training.job import ModelWriter
-from starling.speech.training.set_up import set_up_and_claim
 from starling.speech.training.validate import Validation, best_model
 from starling.training.job import EpochReport, Spent
 from starling.workload import Position, Ticket
@@ -43,7 +44,7 @@ def test_a_score_says_after_how_much_training(
     """In epochs, or in steps where an epoch was not completed; every second epoch, if the recipe says so."""
     tree["data"]["valid"] = "test"
     recipe = check_recipe({**tree, "validate_every": 2}, "r.yaml")
-    folder = set_up_and_claim(recipe, lambda line: None)
+    folder = set_up_and_claim(SPEECH, recipe, lambda line: None)
     weights = torch.zeros(count_parameters(Recogniser.load(folder.initial).model))
     writer = CheckpointWriter(folder.checkpoints, lambda name: 1, ModelWriter(folder.initial), fingerprints(recipe))
     saved = writer.save(LearnerState(0, 1, Position(position), 0.0, weights, {}, {}, epochs_ended=epochs))
@@ -69,7 +70,7 @@ def ready(tree: Tree) -> tuple[Recipe, ExperimentFolder]:
     """A recipe with a valid set, made ready."""
     tree["data"]["valid"] = "test"
     recipe = check_recipe(tree, "r.yaml")
-    return recipe, set_up_and_claim(recipe, lambda line: None)
+    return recipe, set_up_and_claim(SPEECH, recipe, lambda line: None)
 
 
 class Scored:

@@ -10,11 +10,13 @@ import torch
 from starling.consensus import consensus
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import CheckpointError, ConfigError
+from starling.experiment.claim import set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.speech.recipe import Recipe, check_recipe, fingerprints
 from starling.speech.recogniser import Recogniser
+from starling.speech.task import SPEECH
 from starling.speech.training.job import ModelWriter, make_job
-from starling.speech.training.set_up import load_workload, set_up, set_up_and_claim
+from starling.speech.training.set_up import load_workload, set_up
 
 Tree = dict[str, Any]
 
@@ -23,7 +25,7 @@ def ready(tree: Tree, **changes: Any) -> tuple[Recipe, dict[str, torch.Tensor], 
     """A recipe made ready: itself, the weights that training begins with, and what was said."""
     recipe = check_recipe({**tree, **changes}, "r.yaml")
     said: list[str] = []
-    folder = set_up_and_claim(recipe, said.append)
+    folder = set_up_and_claim(SPEECH, recipe, said.append)
     return recipe, load_workload(recipe, folder).make_model().state_dict(), said
 
 

@@ -21,11 +21,11 @@ from starling.cli import app
 from starling.errors import ConfigError, DataError, MissingExtraError
 from starling.launch.on_ray import connected
 from starling.reporting.progress import Bars
+from starling.speech.commands.prepare import executor_of
+from starling.speech.commands.prepare import prepare as prepare_recipe
 from starling.speech.corpora import Utterance
 from starling.speech.data import DataConfig
 from starling.speech.prepare import prepare
-from starling.speech.preparing.command import executor_of
-from starling.speech.preparing.command import prepare as prepare_recipe
 from starling.speech.preparing.executors import Executor, InThisProcess, Processes
 from starling.speech.preparing.making import SetPlan, make_set
 from starling.speech.preparing.on_ray import OnRay

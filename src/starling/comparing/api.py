@@ -10,11 +10,12 @@ from rich.console import Console
 from starling.comparing.compare import run_comparison
 from starling.comparing.grid import CompareConfig, Rate, chosen_arms, parse_section
 from starling.comparing.results import Metric
-from starling.comparing.subject import JobSubject, RecipeSubject, Scorer, check_comparison, compared_by, refused
+from starling.comparing.subject import Comparable, JobSubject, RecipeSubject, Scorer, compared_by, refused
 from starling.comparing.table import Comparison
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.packing import is_importing_script
+from starling.experiment.task import task_of
 from starling.extras import require
 from starling.recipe.file import Tree, read_recipe
 from starling.recipe.overrides import apply_overrides
@@ -23,7 +24,11 @@ from starling.training.job import Job
 
 
 def load_comparison(
-    path: Path, overrides: Sequence[str] = (), strategies: Sequence[str] = (), **options: Any
+    path: Path,
+    overrides: Sequence[str] = (),
+    strategies: Sequence[str] = (),
+    command: str = "starling compare",
+    **options: Any,
 ) -> RecipeSubject:
     """The comparison of a recipe file with `key=value` overrides.
 
@@ -31,13 +36,17 @@ def load_comparison(
     are not None replace the recipe's. Raises one ConfigError that lists all problems.
     """
     tree: Tree = apply_overrides(read_recipe(path), overrides)
+    task = task_of(tree)
+    task.require(command)
+    if not isinstance(task, Comparable):
+        raise ConfigError(f"recipe {path}: its task has no comparison of recipes; use starling.compare in Python")
     given = {key: value for key, value in options.items() if value is not None}
     section = tree.get("compare")
     if strategies:
         given["arms"] = chosen_arms(section, strategies)
     if given:
         tree["compare"] = {**(section if isinstance(section, dict) else {}), **given}
-    return check_comparison(tree, str(path))
+    return task.comparison(tree, str(path))
 
 
 def compare_recipe(subject: RecipeSubject, tell: Say, console: Console) -> Comparison:

@@ -25,7 +25,7 @@ from starling.comparing.results import CellResult, Point
 from starling.comparing.subject import Subject
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
-from starling.experiment.train import Simulated, train
+from starling.experiment.any_job import Simulated, train
 from starling.training.job import EpochReport, Job, Silence, Spent, StepReport
 from starling.workload import Ticket, Workload
 

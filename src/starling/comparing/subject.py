@@ -4,25 +4,21 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from starling.comparing.grid import Cell, CompareConfig, Row, parse_section
-from starling.comparing.memory import Memory, Remembered
+from starling.comparing.grid import Cell, CompareConfig, Row
+from starling.comparing.memory import Memory
 from starling.comparing.results import Metric
 from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
-from starling.experiment.folder import ExperimentFolder
-from starling.recipe.file import Tree, merge
-from starling.recipe.run import strategy_problems
+from starling.recipe.file import Tree
+from starling.recipe.run import RecipeConfig, strategy_problems
 from starling.reporting.progress import Bars, Say
-from starling.speech.recipe import Recipe, check_recipe
-from starling.strategies.islands import NO_ISLANDS
 from starling.training.data import DataWorkload
 from starling.training.job import Job
 from starling.workload import Ticket, Workload
@@ -31,191 +27,70 @@ Scorer = Workload[Any] | Callable[[nn.Module], float]
 """What a trained model is scored by: a function, or a workload, for its mean loss over that workload's first epoch."""
 
 
-_WORD_ERRORS = Metric(name="WER %", all_right=0.0, all_wrong=95.0, diverged=100.0)
-_NO_RESULT_DEPENDS_ON = {"name", "exp", "overwrite", "resume", "checkpoints", "validate_every"}
+class Subject(Protocol):
+    """What is compared: it turns a cell into a job, and scores the model. Processes that compute cells get a copy."""
 
+    @property
+    def section(self) -> CompareConfig:
+        """Which cells there are, and how they are compared."""
 
-@dataclass(frozen=True)
-class RecipeSubject:
-    """The runs of a recipe with a `compare:` section. What they share is in the folder `ready`."""
-
-    tree: Tree
-    """The recipe without its section."""
-    section: CompareConfig
-    where: str
-    base: Recipe
-    metric: Metric = _WORD_ERRORS
-    _recipes: dict[Row | Cell, Recipe] = field(default_factory=dict, repr=False, compare=False)
-    _prepared: dict[str, list[Path]] = field(default_factory=dict, repr=False, compare=False)
-    """The folders that this process has made ready, by what they share."""
+    @property
+    def metric(self) -> Metric:
+        """What models are compared by."""
 
     @property
     def threads(self) -> int:
-        return self.base.engine.threads or 1
-
-    def recipe(self, what: Row | Cell) -> Recipe:
-        """The complete recipe of a cell, or of a row before any tuning. Raises ConfigError with its problems."""
-        if what in self._recipes:
-            return self._recipes[what]
-        arm = self.section.all_arms[what.arm]
-        tree = merge(merge(self.tree, self.section.settings.get(what.setting, {})), arm.keys)
-        tree |= {"learners": what.learners}
-        if arm.strategy is not None:
-            tree["strategy"] = arm.strategy.model_dump(mode="json")
-        if isinstance(what, Cell):
-            tree |= {"seed": what.seed, "optimizer": {**(tree.get("optimizer") or {}), "lr": what.rate}}
-        self._recipes[what] = check_recipe(tree, f"of {what.arm}")
-        return self._recipes[what]
+        """Threads of a simulated cell, or of each real learner."""
 
     def own_rate(self, row: Row) -> float:
         """The learning rate of a row before any tuning."""
-        return self.recipe(row).optimizer.lr
 
     def digest(self, cell: Cell) -> str:
-        """Of all that the result of a cell depends on: a result with another digest is computed again."""
-        recipe = self.recipe(cell).model_dump(mode="json", exclude=_NO_RESULT_DEPENDS_ON)
-        if self.recipe(cell).island == NO_ISLANDS:
-            del recipe["island"]  # results from before there were islands are still valid
-        elif self.recipe(cell).island.tensor == 1:
-            del recipe["island"]["tensor"]
-        if not recipe["batch_shares"]:
-            del recipe["batch_shares"]
-        del recipe["data"]["cache"]
-        return digest([recipe, self.section.engine])
+        """The digest of all that the result of a cell depends on: one with another digest is computed again."""
 
     def batches_key(self, cell: Cell) -> str:
         """Equal for cells that load equal mini-batches."""
-        recipe = self.recipe(cell)
-        sections = {"seed", "data", "mixture", "partition", "tokens", "features", "augment", "batches"}
-        content = recipe.model_dump(mode="json", include=sections)
-        content["parts"] = recipe.num_workers if recipe.partition != "identical" else 1
-        content["too short for"] = recipe.model.shape.subsampling  # decides which utterances CTC leaves out
-        return digest(content)
 
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None:
-        """Make ready what cells share: data, and the model before training."""
-        from starling.speech.training.set_up import set_up, set_up_like
-
-        seeded: dict[Path, list[Cell]] = {}
-        for cell in cells:
-            seeded.setdefault(self._ready(cell).path, []).append(cell)
-        for path, own in seeded.items():
-            folder, recipe = ExperimentFolder(path), self.recipe(max(own, key=lambda cell: cell.learners))
-            done = self._prepared.setdefault(self._alike(own[0]), [])
-            if path in done:
-                continue
-            path.mkdir(parents=True, exist_ok=True)
-            if done:
-                set_up_like(recipe, ExperimentFolder(done[0]), folder)
-            else:
-                set_up(recipe, folder, say if len(self._prepared) == 1 else lambda line: None, bars)
-            done.append(path)
-
-    def _shared(self, cell: Cell) -> str:
-        """Equal for cells whose models before training differ in the seed alone."""
-        return self._digest(cell, {"model"})
-
-    def _alike(self, cell: Cell) -> str:
-        """Equal for cells whose folders `set_up_like` makes from one another: CTC leaves out other utterances for
-        another model; an alignment serves them all."""
-        return self._digest(cell, set() if self.recipe(cell).loss == "frames" else {"model"})
-
-    def _digest(self, cell: Cell, more: set[str]) -> str:
-        sections = {"data", "mixture", "tokens", "features", "augment", "warm_start", *more}
-        sections |= {"loss", "states", "alignment", "decoding"}
-        return digest(self.recipe(cell).model_dump(mode="json", include=sections))[:12]
-
-    def _ready(self, cell: Cell) -> ExperimentFolder:
-        """The folder of cells that begin with the same model and train on the same data."""
-        return ExperimentFolder(self.base.folder / "ready" / f"{self._shared(cell)}-seed{cell.seed}")
+        """Make ready what cells share."""
 
     def job(self, cell: Cell, memory: Memory) -> Job:
-        from starling.speech.training.job import make_job
-        from starling.speech.training.workload import SpeechWorkload
-
-        recipe = self.recipe(cell)
-        if self.section.engine == "processes":
-            return make_job(recipe, self._ready(cell), cell.learners)
-        job = make_job(recipe, self._ready(cell))
-        if isinstance(job.workload, SpeechWorkload):  # what other workloads load is ready on the disk
-            return replace(job, workload=Remembered(job.workload, memory, self.batches_key(cell)))
-        return job
+        """The job of a cell, which may take its mini-batches from a memory."""
 
     def cluster(self, cell: Cell) -> Cluster:
-        return self.recipe(cell).cluster
+        """The cluster that is simulated."""
 
     def engine(self, cell: Cell) -> Mapping[str, Any]:
         """The engine options of real learners."""
-        return self.recipe(cell).engine.model_dump()
 
     def score(self, cell: Cell, model: nn.Module) -> dict[str, Any]:
         """The fields of a result that say how good a trained model is."""
-        from starling.speech.recogniser import Recogniser
-        from starling.speech.scoring.score import score
-        from starling.speech.store import SpeechSet
 
-        recipe = self.recipe(cell)
-        recogniser = Recogniser.load(self._ready(cell).initial)
-        recogniser.model.load_state_dict(model.state_dict())
 
-        def count(name: str) -> tuple[int, int]:
-            speech_set = SpeechSet.open(recipe.data.set_folder(name))
-            references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
-            words = score(references, recogniser.recognise(speech_set)).words
-            return words.errors, words.reference
+class RecipeSubject(Subject, Protocol):
+    """The runs of a recipe with a section `compare`."""
 
-        found: dict[str, Any] = {}
-        if recipe.data.valid is not None:
-            errors, words = count(recipe.data.valid)
-            found["valid"] = 100.0 * errors / max(1, words)
-        if recipe.data.test:
-            errors, words = (sum(each) for each in zip(*map(count, recipe.data.test), strict=True))
-            found |= {"test": 100.0 * errors / max(1, words), "errors": errors, "words": words}
-        return found
+    @property
+    def tree(self) -> Tree:
+        """The recipe without its section."""
+
+    @property
+    def base(self) -> RecipeConfig:
+        """The recipe before any arm changes it."""
+
+
+@runtime_checkable
+class Comparable(Protocol):
+    """A task whose recipes `starling compare` can compare."""
+
+    def comparison(self, tree: Tree, where: str) -> RecipeSubject:
+        """What is compared, from a recipe with a section `compare`; `where` names it in the ConfigError that lists all
+        problems."""
 
 
 def compared_by(section: CompareConfig, score: Metric) -> Metric:
     """What a comparison is by, where models are scored by `score`."""
     return Metric(name="training loss", of_loss=True, beside=score.name) if section.by == "loss" else score
-
-
-def check_comparison(tree: Tree, where: str) -> RecipeSubject:
-    """The comparison of a recipe's tree; `where` names it in the ConfigError that lists all problems."""
-    tree = dict(tree)
-    problems, section = parse_section(tree.pop("compare", None))
-    base = None
-    try:
-        base = check_recipe(tree, where)
-    except ConfigError as error:
-        problems += _lines(error)
-    if base is not None and section is not None:
-        subject = RecipeSubject(tree, section, where, base, compared_by(section, _WORD_ERRORS))
-        problems += _row_problems(subject)
-        if not problems:
-            return subject
-    raise refused(problems, f"comparison {where}")
-
-
-def _row_problems(subject: RecipeSubject) -> list[str]:
-    """What is wrong with single arms, and with sets that are needed to compare and to tune."""
-    section, data = subject.section, subject.base.data
-    found: dict[str, None] = {}
-    for row in section.rows:
-        try:
-            rates = section.rates_of(section.all_arms[row.arm], subject.own_rate(row))
-        except ConfigError as error:
-            found |= {f"compare.arms.{row.arm}: {line}": None for line in _lines(error)}
-            continue
-        if len(rates) > 1 and data.valid is None and not subject.metric.of_loss:
-            found["data.valid: rates are chosen on a validation set, and this recipe names none"] = None
-    if not data.test and data.valid is None:
-        found["data.test: a comparison needs a test set or a validation set, and this recipe names none"] = None
-    return list(found)
-
-
-def _lines(error: ConfigError) -> list[str]:
-    """The problems in an error, without its first line."""
-    return [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
 
 
 def refused(problems: Sequence[str], where: str) -> ConfigError:
@@ -369,7 +244,3 @@ def _scored(model: nn.Module, scorer: Scorer) -> float:
     weights = [scorer.weight(each) for each in batches]
     losses = [weight * float(scorer.loss(model, each)) for weight, each in zip(weights, batches, strict=True)]
     return math.fsum(losses) / math.fsum(weights)
-
-
-Subject = RecipeSubject | JobSubject
-"""What is compared: it turns a cell into a job, and scores the model. Processes that compute cells get a copy."""

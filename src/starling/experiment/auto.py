@@ -39,9 +39,8 @@ from starling.predict.deciding import in_words
 from starling.predict.facts import facts_of
 from starling.recipe.auto import AutoOptions
 from starling.recipe.file import parse_yaml
-from starling.recipe.run import RunConfig, StrategyChoice
+from starling.recipe.run import RunConfig, StrategyChoice, dump_recipe
 from starling.reporting.progress import Say
-from starling.speech.recipe import dump_recipe
 from starling.strategies import NoOptions, Strategy
 from starling.strategies.base import all_learners, one_learner
 from starling.timeouts import SET_UP

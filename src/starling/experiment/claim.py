@@ -4,7 +4,8 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -13,14 +14,13 @@ from starling.checkpoint.files import PARTIAL, remove_partial
 from starling.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, read_manifest, sort_key
 from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load
 from starling.checkpoint.retention import is_finite, newest_good
-from starling.configuration import differing
-from starling.errors import CheckpointError, ConfigError, StarlingError
+from starling.errors import CheckpointError, ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import begin_segment
+from starling.experiment.task import RunT, Task
 from starling.files import sync
-from starling.recipe.run import RunConfig
-from starling.speech.data import setting_differences
-from starling.speech.recipe import Recipe, dump_recipe, fingerprints, fixed_settings, load_resolved
+from starling.recipe.run import RunConfig, dump_recipe
+from starling.reporting.progress import Bars, Say
 from starling.workload import Position
 
 _OWN_FOLDERS = (
@@ -31,14 +31,51 @@ _OWN_FILES = ("config.yaml", "env.txt", "auto.yaml", "too_short.tsv", "status.js
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
 
-def resolve_resume(recipe: Recipe) -> Recipe:
-    """The recipe, with `resume` replaced by the checkpoint that it names; see `checkpoint_to_resume`."""
-    if recipe.resume is None:
-        return recipe
+def resolve_resume(task: Task[RunT], run: RunT) -> RunT:
+    """The run, with `resume` replaced by the checkpoint that it names; see `checkpoint_to_resume`."""
+    if run.resume is None:
+        return run
     folder = checkpoint_to_resume(
-        recipe, fingerprints(recipe), lambda folder, sections: _changed_keys(folder, recipe, sections)
+        run, task.fingerprints(run), lambda folder, sections: task.changes(run, folder, sections)
     )
-    return recipe.model_copy(update={"resume": folder})
+    return run.model_copy(update={"resume": folder})
+
+
+def set_up_and_claim(task: Task[RunT], run: RunT, say: Say, bars: Bars | None = None) -> ExperimentFolder:
+    """Let the task set up a run, and then claim the experiment's folder.
+
+    Until the set-up has succeeded, its files are in `.<name>.partial` next to the experiment's folder. If it fails,
+    they are removed and the experiment's folder is unchanged.
+
+    Raises:
+        ConfigError: As `check_claim` and `claim_folder`, or the task's own.
+        StarlingError: The task's own.
+    """
+    check_claim(run)
+    with _stage(run) as stage:
+        task.set_up(run, stage, say, bars)
+        folder = claim_folder(run, say)
+        for name in (*_OWN_FOLDERS, *_OWN_FILES):
+            staged, final = stage.path / name, folder.path / name
+            if staged.exists():
+                shutil.rmtree(final, ignore_errors=True)
+                staged.replace(final)
+    return folder
+
+
+@contextmanager
+def _stage(run: RunConfig) -> Iterator[ExperimentFolder]:
+    """A temporary folder next to the experiment's, removed at the end."""
+    stage = ExperimentFolder(run.exp / f".{run.name}{PARTIAL}")
+    try:
+        shutil.rmtree(stage.path, ignore_errors=True)  # a run that was killed during set-up may have left it
+        stage.path.mkdir(parents=True)
+    except OSError as error:
+        raise unwritable(run.folder, error) from error
+    try:
+        yield stage
+    finally:
+        shutil.rmtree(stage.path, ignore_errors=True)
 
 
 def checkpoint_to_resume(
@@ -73,33 +110,6 @@ def checkpoint_to_resume(
     _check_budget(run, folder, checkpoint.manifest)
     checkpoint.start(0, run.learners, run.strategy.described)
     return folder
-
-
-def earlier_recipe(checkpoint: Path) -> Recipe | None:
-    """The recipe that a checkpoint was trained with; None if it is not there, or cannot be read any more."""
-    try:
-        return load_resolved(ExperimentFolder(checkpoint.parent.parent).config)
-    except StarlingError:
-        return None
-
-
-def _changed_keys(checkpoint: Path, recipe: Recipe, sections: Sequence[str]) -> str:
-    """The changes in some sections since a checkpoint, as `: KEY=OLD (now NEW), …`; empty if they are unknown."""
-    earlier = earlier_recipe(checkpoint)
-    if earlier is None:
-        return ""
-    try:
-        before, now = fixed_settings(earlier), fixed_settings(recipe)
-    except StarlingError:
-        return ""
-    changes: list[str] = []
-    for section in sections:
-        if section == "data" and recipe.mixture is None and earlier.mixture is None:
-            changes += setting_differences(recipe.data.train, before[section], now[section])
-        else:
-            pairs = differing(before.get(section), now.get(section), section)
-            changes += [f"{key}={old} (now {new})" for key, old, new in pairs]
-    return f": {', '.join(changes)}" if changes else ""
 
 
 def _check_budget(run: RunConfig, folder: Path, manifest: Manifest) -> None:

@@ -11,7 +11,7 @@ exp/<name>/best/                    the model that scored best on the validation
 exp/<name>/validation/              models to be scored during training
 exp/<name>/decode/                  hypotheses and errors of scored utterances
 exp/<name>/decode/beam/             the same of the beam search, and its language models; see
-                                    starling.speech.decoding.beam_search
+                                    starling.speech.commands.beam_search
 exp/<name>/status.json              the state of the run, for `starling status`
 exp/<name>/seen/                    which learner saw which utterance, and when it computed; see
                                     starling.experiment.seen and starling.experiment.timeline

@@ -3,8 +3,10 @@
 import sys
 from pathlib import Path
 
+from starling.experiment.any_job import GivenJob
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.learning import learn
 from starling.experiment.packing import unpack
-from starling.experiment.train import learn_job
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
 
@@ -16,7 +18,7 @@ def main(file: Path) -> None:
         job, run = unpack(file.read_bytes())
         if link is not None and run.launch.kind == "local":  # elsewhere a lost connection does not mean a dead launcher
             link.leftovers.append(file.parent)
-        learn_job(job, run, find_place(run.engine.timeout_seconds), link)
+        learn(GivenJob(job), run, ExperimentFolder(run.folder), find_place(run.engine.timeout_seconds), link)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """A learner of a run, for any workload: trains, records, saves and reports."""
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from rich.console import Console
 
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
-from starling.checkpoint.writer import CheckpointWriter, WriteModel
+from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
 from starling.engines.processes.stalls import Waits
@@ -19,35 +17,20 @@ from starling.experiment.keeping import SaveChoice, model_writer
 from starling.experiment.observers import CurvesByRank, Log, Messages, Metered, Saver, Together
 from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import Seen, segments
+from starling.experiment.task import RunT, Task
 from starling.experiment.timeline import Timeline
 from starling.launch.link import Link
 from starling.launch.messages import LearnerMessage, Said
 from starling.launch.rendezvous import find_membership, joins
 from starling.launch.stopping import save_requests_of
-from starling.recipe.run import RunConfig
+from starling.recipe.run import RunConfig, recipe_digest
 from starling.reporting.curves import Curves
 from starling.reporting.progress import say_on
 from starling.timeouts import CURVES_EVERY, LOG_EVERY, SEND_EVERY
 from starling.training.job import Job
 
 
-@dataclass(frozen=True)
-class Task:
-    """What a learner must know about the job of its run."""
-
-    make_job: Callable[[], Job]
-    write_model: WriteModel
-    digest: str
-    """The digest of all settings that must be equal on all learners."""
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    """Digests of the settings that a resumed run may not change, by section."""
-    max_skipped: Callable[[Job], int] = lambda job: 0
-    """How many examples of an epoch may be skipped."""
-    validate_every: int | None = None
-    """The number of epochs between two models that the launcher scores; None: it scores none."""
-
-
-def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
+def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
     """Train as a learner until the run ends; return the signal if one stopped the run early, else None."""
     use_threads(run, place.local_world)
 
@@ -58,25 +41,26 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
     regrouping = Regrouping(folder, place, tell)
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     sync_group_size = run.sync_group_size
-    job = task.make_job()
+    job = task.make_job(run, folder, place.local_world)
+    write_model = task.model_writer(run, folder)
     writer = CheckpointWriter(
         folder.checkpoints,
         regrouping.arrive,
-        task.write_model,
-        task.fingerprints,
+        write_model,
+        task.fingerprints(run),
         run.checkpoints.keep,
         sync_group_size,
         job.strategy.has_one_model,
     )
-    validate_every = task.validate_every if link is not None else None
+    validate_every = task.validate_every(run) if link is not None else None
     saver = Saver(
         writer,
         tell,
         lambda: Curves(folder.tensorboard / "consensus"),
         SaveChoice(run.checkpoints.epochs, validate_every, folder, regrouping.agree),
-        model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), task.write_model, sync_group_size),
+        model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), write_model, sync_group_size),
     )
-    seen = Seen(segments(folder.seen)[-1], regrouping.count, task.max_skipped(job), lambda line: tell(Said(line)))
+    seen = Seen(segments(folder.seen)[-1], regrouping.count, task.max_skipped(run, job), lambda line: tell(Said(line)))
     timeline = Timeline(
         segments(folder.seen)[-1], warn=lambda path, error: tell(Said(f"{path} cannot be written ({error})"))
     )
@@ -93,7 +77,7 @@ def learn(run: RunConfig, task: Task, folder: ExperimentFolder, place: Place, li
                 job,
                 place,
                 choose_device(run.engine.device, place),
-                task.digest,
+                recipe_digest(run),
                 Together([timeline, heartbeat, *listeners, seen, saver]),
                 _start(run, job, place),
                 run.engine.timeout_seconds,

@@ -19,8 +19,8 @@ from starling.budget import Budget
 from starling.engines.virtual.cluster import LinkModel
 from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
+from starling.experiment.any_job import train
 from starling.experiment.cores import cores_here
-from starling.experiment.train import train
 from starling.predict.costs import (
     JobFacts,
     MachineFacts,

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder, existing
+from starling.experiment.task import task_of
 from starling.experiment.timeline import read_timeline
 from starling.extras import require
 from starling.files import replace_file
 from starling.launch.messages import decode_status
-from starling.recipe.file import read_recipe
+from starling.recipe.file import Tree, read_recipe
 from starling.reporting.evidence import CurvePoint, Evidence, Happening, ScoredSet, Section, Stretch, Validation
 from starling.strategies import STRATEGIES
 
@@ -119,7 +120,7 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
         missing["consensus"] = "No consensus distance was recorded, or it was 0."
     if not events:
         missing["events"] = "The run recorded no events (log/events.jsonl)."
-    sets = _sets(folder, missing)
+    sets = _sets(folder, settings, missing)
     return Evidence(
         label=label,
         path=str(folder.path),
@@ -345,22 +346,23 @@ def _told(event: Event) -> str:
             return ""
 
 
-def _sets(folder: ExperimentFolder, missing: dict[Section, str]) -> tuple[ScoredSet, ...]:
+def _sets(folder: ExperimentFolder, settings: Tree, missing: dict[Section, str]) -> tuple[ScoredSet, ...]:
     """The scored sets, with audio where the prepared data are there."""
     files = sorted(folder.decode.glob("recogs-*.txt"))
     if not files:
         missing["scores"] = "No set was scored (`starling evaluate`)."
         return ()
     try:
-        from starling.speech.scoring.records import read_set
-    except ModuleNotFoundError as error:
-        missing["scores"] = f"Scores are not shown: {error.name} is missing (pip install 'starling-asr[speech]')."
+        task = task_of(settings)
+        task.require("the table of scores")
+    except ConfigError as error:
+        missing["scores"] = f"Scores are not shown: {error}."
         return ()
     sets = []
     problems: list[str] = []
     for file in files:
         try:
-            scored, without = read_set(folder, file)
+            scored, without = task.scored_set(folder, file)
         except (DataError, OSError) as error:
             missing["scores"] = f"A set is not shown: {error}."
             continue

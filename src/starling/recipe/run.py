@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from starling.budget import Budget
-from starling.configuration import Config
+from starling.configuration import Config, digest
+from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.recipe.auto import AUTO, AUTO_STRATEGY
 from starling.recipe.file import Tree
+from starling.recipe.optimizer import OptimizerConfig
 from starling.recipe.problems import describe
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands
@@ -211,6 +214,15 @@ class RunConfig(Config):
         return size if size < self.learners else self.island.size
 
 
+class RecipeConfig(RunConfig):
+    """The settings of a run that is a recipe, whatever it trains."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer of each learner, and its learning rate."""
+    cluster: Cluster = Cluster()
+    """The cluster that `starling simulate` simulates."""
+
+
 RunT = TypeVar("RunT", bound=RunConfig)
 
 
@@ -308,3 +320,13 @@ def strategy_problems(choice: Any, learners: int | None, island: Island = NO_ISL
         options_type = StrategyChoice(name=choice["name"]).strategy.options
         return describe(error, options_type, options, prefix="strategy.")
     return []
+
+
+def dump_recipe(recipe: RunConfig) -> str:
+    """The resolved tree as YAML; loading it gives the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def recipe_digest(recipe: RunConfig) -> str:
+    """SHA-256 of the resolved tree without `overwrite`, which learners compare."""
+    return digest(recipe.model_dump(mode="json", exclude={"overwrite"}))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
@@ -14,16 +13,15 @@ from pydantic import (
     model_validator,
 )
 
-from starling.configuration import Config, digest
-from starling.engines.virtual.cluster import Cluster
-from starling.errors import ConfigError
+from starling.configuration import Config, differing, digest
+from starling.errors import ConfigError, StarlingError
+from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import Tree, read_recipe
-from starling.recipe.optimizer import OptimizerConfig
 from starling.recipe.overrides import apply_overrides
-from starling.recipe.run import DEFAULT_STRATEGY, RunConfig, StrategyChoice, check_run
+from starling.recipe.run import DEFAULT_STRATEGY, RecipeConfig, StrategyChoice, check_run
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import BatchConfig
-from starling.speech.data import DataConfig, set_digest, set_settings
+from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences
 from starling.speech.decoding.config import OF_CTC, OF_FRAMES, DecodingConfig
 from starling.speech.features import WHOLE, FeatureConfig
 from starling.speech.hybrid.config import AlignmentConfig, SequencesConfig, StatesConfig
@@ -78,7 +76,7 @@ class WarmStart(Config):
         return tree["experiment"] if self.sizes == "strict" else tree
 
 
-class Recipe(RunConfig):
+class Recipe(RecipeConfig):
     """A complete run that trains a speech recogniser."""
 
     format: int = FORMAT
@@ -113,10 +111,6 @@ class Recipe(RunConfig):
     decoding: DecodingConfig | None = None
     """How `starling evaluate` searches for words. Of a ctc recipe that has this section, `train` and `simulate` also
     score the beam search at their end; without it, only greedy decoding."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimizer of each learner, and its learning rate."""
-    cluster: Cluster = Cluster()
-    """The cluster that `starling simulate` simulates."""
     validate_every: int | None = Field(default=1, ge=1)
     """Epochs between two scorings of the validation set during training; null: never. A scoring is skipped if scoring
     would otherwise take more than a twentieth of the time."""
@@ -285,23 +279,44 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
 
 def load_resolved(path: Path) -> Recipe:
     """The recipe in an experiment's folder. Raises ConfigError if it is wrong or from before Starling 0.2."""
-    tree = read_recipe(path)
+    return check_resolved(read_recipe(path), str(path))
+
+
+def check_resolved(tree: Tree, where: str) -> Recipe:
+    """The recipe of the tree that an experiment's folder holds; `where` names it. Raises as `load_resolved`."""
     if "format" not in tree:
         raise ConfigError(
-            f"{path}: written before Starling 0.2, which this version cannot read; train the experiment again, or use "
+            f"{where}: written before Starling 0.2, which this version cannot read; train the experiment again, or use "
             "the version in its env.txt"
         )
-    return check_recipe(tree, str(path))
+    return check_recipe(tree, where)
 
 
-def dump_recipe(recipe: RunConfig) -> str:
-    """The resolved tree as YAML; loading it gives the same recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def earlier_recipe(checkpoint: Path) -> Recipe | None:
+    """The recipe that a checkpoint was trained with; None if it is not there, or cannot be read any more."""
+    try:
+        return load_resolved(ExperimentFolder(checkpoint.parent.parent).config)
+    except StarlingError:
+        return None
 
 
-def recipe_digest(recipe: Recipe) -> str:
-    """SHA-256 of the resolved tree without `overwrite`, which learners compare."""
-    return digest(recipe.model_dump(mode="json", exclude={"overwrite"}))
+def changed_keys(checkpoint: Path, recipe: Recipe, sections: Sequence[str]) -> str:
+    """The changes in some sections since a checkpoint, as `: KEY=OLD (now NEW), …`; empty if they are unknown."""
+    earlier = earlier_recipe(checkpoint)
+    if earlier is None:
+        return ""
+    try:
+        before, now = fixed_settings(earlier), fixed_settings(recipe)
+    except StarlingError:
+        return ""
+    changes: list[str] = []
+    for section in sections:
+        if section == "data" and recipe.mixture is None and earlier.mixture is None:
+            changes += setting_differences(recipe.data.train, before[section], now[section])
+        else:
+            pairs = differing(before.get(section), now.get(section), section)
+            changes += [f"{key}={old} (now {new})" for key, old, new in pairs]
+    return f": {', '.join(changes)}" if changes else ""
 
 
 def fingerprints(recipe: Recipe) -> dict[str, str]:

@@ -10,12 +10,12 @@ from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder, existing
 from starling.extras import require
 from starling.reporting.progress import Say
-from starling.speech.decoding.beam_search import LANGUAGE_FILES, SEARCH, TunedSearch
+from starling.speech.commands.beam_search import LANGUAGE_FILES, SEARCH, TunedSearch
+from starling.speech.commands.recognisers import load_recogniser
 from starling.speech.exporting.card import model_card
 from starling.speech.exporting.onnx import check_exportable, write_onnx
 from starling.speech.recipe import Recipe, load_resolved
 from starling.speech.recogniser import Recogniser
-from starling.speech.recognisers import load_recogniser
 
 _CONTENTS = {
     "config.json": "model, features and tokens, with the SHA-256 of the other files that Starling reads",

@@ -13,9 +13,9 @@ import uvicorn
 
 from starling.errors import ConfigError
 from starling.reporting.progress import Say
+from starling.speech.commands.transcribe import load_model
 from starling.speech.serving.app import Service
 from starling.speech.serving.guard import LOOPBACK, Limits
-from starling.speech.transcribing.files import load_model
 from starling.timeouts import ANSWERS_END
 
 _LARGEST_MESSAGE = 1 << 20  # bytes of a WebSocket's message: half a minute of audio at 16 kHz

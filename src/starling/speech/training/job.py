@@ -10,9 +10,9 @@ from torch import Tensor
 
 from starling.experiment.cores import cores_here
 from starling.experiment.folder import ExperimentFolder
-from starling.speech.hybrid.frames import FrameWorkload
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.training.frames import FrameWorkload
 from starling.speech.training.set_up import load_workload
 from starling.speech.training.workload import SpeechWorkload
 from starling.training.flat import split, trainable

@@ -1,8 +1,10 @@
 """The utterances that a recipe trains on, and the plan of its mini-batches. Does not load torch."""
 
 import csv
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,10 @@ class TrainingPlan:
         """The plan of an epoch, as positions in `utterances`; with divided data, only its `num_batches` is used."""
         return self._planner.epoch(epoch)
 
+    def num_batches(self, epoch: int) -> int:
+        """Mini-batches of an epoch."""
+        return self.epoch(epoch).num_batches
+
     def of(self, ticket: Ticket) -> MiniBatch:
         """A ticket's mini-batch, as positions in `utterances`."""
         if self._draws is not None:
@@ -53,6 +59,20 @@ class TrainingPlan:
     def num_examples(self) -> int:
         """Utterances to train on."""
         return len(self.utterances)
+
+    def passes(self, times: Counter[str]) -> str | None:
+        """How many passes over each domain of a mixture were made, in words, from how often each utterance was seen;
+        None without a mixture."""
+        if self.recipe.mixture is None:
+            return None
+        lines = []
+        train = self.speech_set
+        for domain, (first, last) in zip(train.domains, pairwise(train.domain_bounds), strict=True):
+            own = self.utterances[(first <= self.utterances) & (self.utterances < last)]
+            counts = [times[train.id(int(index))] for index in own]
+            passes = sum(counts) / len(counts)
+            lines.append(f"{domain} {passes:.2f} passes (each utterance {min(counts)} to {max(counts)} times)")
+        return ", ".join(lines)
 
     @cached_property
     def _planner(self) -> Planner:

@@ -3,8 +3,6 @@
 import math
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -12,20 +10,19 @@ from starling.budget import Progress as Spent
 from starling.chance import derive_seed
 from starling.checkpoint.manifest import read_manifest
 from starling.errors import DataError
-from starling.experiment.claim import check_claim, claim_folder, earlier_recipe, unwritable
 from starling.experiment.folder import ExperimentFolder
 from starling.reporting.progress import Say
 from starling.speech.features import LogMel
-from starling.speech.hybrid.frame_plan import load_frame_plan
-from starling.speech.hybrid.frames import FrameWorkload, make_frames, too_few_frames
 from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.losses import TooShort, check_ctc_fits
 from starling.speech.models import count_parameters
 from starling.speech.phones import Phones, make_phones
 from starling.speech.preparing.making import Progress
-from starling.speech.recipe import Recipe
+from starling.speech.recipe import Recipe, earlier_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer, make_tokenizer
+from starling.speech.training.frame_plan import load_frame_plan
+from starling.speech.training.frames import FrameWorkload, make_frames, too_few_frames
 from starling.speech.training.plan import load_plan, open_training_set
 from starling.speech.training.training_set import describe_shares, list_too_short, prepare_all
 from starling.speech.training.warm_start import warm_start
@@ -34,31 +31,6 @@ from starling.speech.union import SpeechSets
 from starling.training.freezing import freeze, in_words
 from starling.training.tensor_plan import tensor_plan
 from starling.training.tickets import TicketSequence
-
-
-def set_up_and_claim(recipe: Recipe, say: Say, progress: Progress | None = None) -> ExperimentFolder:
-    """Set up a training run, and then claim the experiment's folder.
-
-    Until `set_up` has succeeded, its files are in `.<name>.partial` next to the experiment's folder. If it fails, they
-    are removed and the experiment's folder is unchanged. Prepared data stay in `data.folder` in both cases.
-
-    Raises:
-        ConfigError: As `set_up`, `check_claim` and `claim_folder`.
-        DataError: As `set_up`.
-        CheckpointError: As `set_up`.
-    """
-    check_claim(recipe)
-    with _stage(recipe) as stage:
-        set_up(recipe, stage, say, progress)
-        folder = claim_folder(recipe, say)
-        for staged, final in ((stage.initial, folder.initial), (stage.frames, folder.frames)):
-            shutil.rmtree(final, ignore_errors=True)
-            if staged.exists():
-                staged.rename(final)
-        folder.too_short.unlink(missing_ok=True)
-        if stage.too_short.exists():
-            stage.too_short.rename(folder.too_short)
-    return folder
 
 
 def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progress | None = None) -> None:
@@ -228,21 +200,6 @@ def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload | 
     initial = Recogniser.load(folder.initial)
     plan = load_plan(recipe, folder.too_short)
     return SpeechWorkload(plan, initial.features, initial.tokenizer, folder.initial, initial.phones)
-
-
-@contextmanager
-def _stage(recipe: Recipe) -> Iterator[ExperimentFolder]:
-    """A temporary folder next to the experiment's, removed at the end."""
-    stage = ExperimentFolder(recipe.exp / f".{recipe.name}.partial")
-    try:
-        shutil.rmtree(stage.path, ignore_errors=True)  # a run that was killed during set-up may have left it
-        stage.path.mkdir(parents=True)
-    except OSError as error:
-        raise unwritable(recipe.folder, error) from error
-    try:
-        yield stage
-    finally:
-        shutil.rmtree(stage.path, ignore_errors=True)
 
 
 def _leave_out_too_short(

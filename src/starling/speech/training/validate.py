@@ -24,6 +24,7 @@ from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import Checkpoint
 from starling.errors import StarlingError
 from starling.experiment.folder import SCORE, ExperimentFolder, best_model
+from starling.launch.messages import LearnerMessage, ModelSaved, Saved
 from starling.reporting.curves import Curves
 from starling.reporting.epochs import Score
 from starling.reporting.progress import Say
@@ -73,6 +74,13 @@ class Validation:
         self._is_over.set()
         self._thread.shutdown(wait=error is None, cancel_futures=error is not None)
         shutil.rmtree(self._folder.validation, ignore_errors=True)
+
+    def hear(self, message: LearnerMessage) -> None:
+        """Score the model of a message that says that one was saved."""
+        if isinstance(message, Saved) and message.moment != "barrier":
+            self.saved(Path(message.folder), is_last=message.moment == "end")
+        if isinstance(message, ModelSaved):
+            self.saved(Path(message.folder))
 
     def is_enough(self) -> bool:
         """Whether the error has not fallen for as many epochs as the recipe's `patience` allows. An error of 100 % or

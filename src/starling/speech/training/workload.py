@@ -40,7 +40,7 @@ class SpeechWorkload(Workload[Batch]):
         return model
 
     def num_batches(self, epoch: int) -> int:
-        return self.plan.epoch(epoch).num_batches
+        return self.plan.num_batches(epoch)
 
     def load(self, ticket: Ticket) -> Sequence[Batch]:
         recipe = self.plan.recipe

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,15 +16,12 @@ from starling.checkpoint.reader import latest
 from starling.errors import DataError
 from starling.experiment.folder import existing
 from starling.experiment.seen import SeenBatch, read_seen, read_skipped, start_of_record
-from starling.speech.hybrid.frame_plan import FramePlan, load_frame_plan
-from starling.speech.recipe import Recipe, load_resolved
-from starling.speech.training.plan import TrainingPlan, load_plan
+from starling.experiment.task import MiniBatches, task_of
+from starling.recipe.file import read_recipe
 from starling.workload import Position, Ticket
 
 if TYPE_CHECKING:
     from starling.reporting.progress import Say
-
-Plan = TrainingPlan | FramePlan
 
 MAX_SHOWN = 5
 """How many mini-batches a message lists by number."""
@@ -42,12 +38,12 @@ class EpochAudit:
     """How often each mini-batch was computed."""
     by_learner: Counter[int] = field(default_factory=Counter)
     """How many mini-batches each learner computed."""
-    utterances: Counter[str] = field(default_factory=Counter)
-    """How often each utterance was seen."""
+    examples: Counter[str] = field(default_factory=Counter)
+    """How often each example was seen."""
     num_skipped: int = 0
-    """Planned utterances that could not be used."""
+    """Planned examples that could not be used."""
     mismatched: list[int] = field(default_factory=list)
-    """Mini-batches whose utterances are not those of the plan."""
+    """Mini-batches whose examples are not those of the plan."""
 
     @property
     def is_complete(self) -> bool:
@@ -62,13 +58,10 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
     although it is due at the position of the checkpoint.
     """
     folder = existing(experiment)
-    recipe = load_resolved(folder.config)
+    task = task_of(tree := read_recipe(folder.config))
+    recipe = task.check_resolved(tree, str(folder.config))
     end = read_manifest(latest(experiment)).position
-    plan: Plan
-    if recipe.loss == "frames":
-        plan = load_frame_plan(recipe, folder.frames)
-    else:
-        plan = load_plan(recipe, folder.too_short)
+    plan = task.mini_batches(recipe, folder)
     epochs = collect(read_seen(folder.seen, end), plan, read_skipped(folder.seen))
     begin = start_of_record(folder.seen)
     output.print(_table(epochs))
@@ -80,20 +73,20 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
         )
     if problems:
         raise DataError(f"{experiment}: " + "; ".join(problems))
-    tell(_verdict(epochs, end, _expected(recipe, plan, epochs)))
+    tell(_verdict(epochs, end, _expected(plan, epochs)))
 
 
-def collect(seen: Iterable[SeenBatch], plan: Plan, skipped: Mapping[int, Collection[str]]) -> list[EpochAudit]:
+def collect(seen: Iterable[SeenBatch], plan: MiniBatches, skipped: Mapping[int, Collection[str]]) -> list[EpochAudit]:
     """Sum up the record for each epoch, and compare each mini-batch with the plan. `skipped` lists the utterances that
     were skipped in each epoch."""
     epochs: dict[int, EpochAudit] = {}
     for batch in seen:
         number = batch.ticket.epoch
         if number not in epochs:
-            epochs[number] = EpochAudit(number, plan.epoch(number).num_batches)
+            epochs[number] = EpochAudit(number, plan.num_batches(number))
         epochs[number].batches[batch.ticket.index] += 1
         epochs[number].by_learner[batch.learner] += 1
-        epochs[number].utterances.update(batch.utterances)
+        epochs[number].examples.update(batch.utterances)
         if plan.num_parts == 1 and batch.ticket.index < epochs[number].num_batches:
             missing = planned(plan, batch.ticket)
             unplanned = Counter(batch.utterances) - missing
@@ -104,12 +97,12 @@ def collect(seen: Iterable[SeenBatch], plan: Plan, skipped: Mapping[int, Collect
     return [epochs[number] for number in sorted(epochs)]
 
 
-def planned(plan: Plan, ticket: Ticket) -> Counter[str]:
-    """The utterances, or sub-sequences, that the plan assigns to a mini-batch."""
+def planned(plan: MiniBatches, ticket: Ticket) -> Counter[str]:
+    """The examples that the plan assigns to a mini-batch."""
     return Counter(plan.ids(ticket))
 
 
-def problems_of(epochs: list[EpochAudit], plan: Plan, begin: Position, end: Position) -> list[str]:
+def problems_of(epochs: list[EpochAudit], plan: MiniBatches, begin: Position, end: Position) -> list[str]:
     """Describe mini-batches that were computed twice, differ from the plan, or are missing between two positions."""
     problems = []
     known = {each.epoch: each for each in epochs}
@@ -117,7 +110,7 @@ def problems_of(epochs: list[EpochAudit], plan: Plan, begin: Position, end: Posi
         {(ticket.epoch, ticket.index) for ticket in position.outstanding} for position in (begin, end)
     )
     for epoch in range(begin.next_ticket.epoch, end.next_ticket.epoch + 1):
-        last = end.next_ticket.index if epoch == end.next_ticket.epoch else plan.epoch(epoch).num_batches
+        last = end.next_ticket.index if epoch == end.next_ticket.epoch else plan.num_batches(epoch)
         first = begin.next_ticket.index if epoch == begin.next_ticket.epoch else 0
         due = {index for index in range(first, last) if (epoch, index) not in outstanding}
         due |= {index for number, index in before - outstanding if number == epoch}
@@ -145,13 +138,13 @@ def _table(epochs: list[EpochAudit]) -> Table:
     for learner in learners[:16]:
         table.add_column(f"by {learner}", justify="right")
     for each in epochs:
-        times = Counter(each.utterances.values())
+        times = Counter(each.examples.values())
         table.add_row(
             str(each.epoch + 1),
             f"{len(each.batches)}/{each.num_batches}",
-            str(len(each.utterances)),
+            str(len(each.examples)),
             str(times[1]),
-            str(len(each.utterances) - times[1]),
+            str(len(each.examples) - times[1]),
             *(str(each.by_learner[learner]) for learner in learners[:16]),
         )
     return table
@@ -164,35 +157,21 @@ def _verdict(epochs: list[EpochAudit], end: Position, seen: str) -> str:
     return f"{line}; {seen}"
 
 
-def _expected(recipe: Recipe, plan: Plan, epochs: list[EpochAudit]) -> str:
-    """How often utterances were seen, compared with how often they should have been."""
-    if recipe.partition != "identical":
+def _expected(plan: MiniBatches, epochs: list[EpochAudit]) -> str:
+    """How often examples were seen, compared with how often they should have been."""
+    if plan.num_parts > 1:
         return f"learners drew {plan.examples} at random from their parts"
-    if recipe.mixture is not None and isinstance(plan, TrainingPlan):
-        return _passes(plan, epochs)
     complete = [each for each in epochs if each.is_complete]
+    times: Counter[str] = Counter()
+    for each in complete:
+        times.update(each.examples)
+    if (passes := plan.passes(times)) is not None:
+        return f"in {len(complete)} complete epochs: {passes}"
     if not complete:
         return "no epoch is complete yet"
     expected = plan.num_examples
-    once = [each for each in complete if len(each.utterances) == expected and set(each.utterances.values()) == {1}]
+    once = [each for each in complete if len(each.examples) == expected and set(each.examples.values()) == {1}]
     line = f"{len(once)} of {len(complete)} complete epochs saw each of {expected} {plan.examples} exactly once"
     if num_skipped := sum(each.num_skipped for each in complete):
         line += f"; {num_skipped} could not be used and were skipped"
     return line
-
-
-def _passes(plan: TrainingPlan, epochs: list[EpochAudit]) -> str:
-    """How many passes over each domain of a mixture the complete epochs made."""
-    complete = [each for each in epochs if each.is_complete]
-    times: Counter[str] = Counter()
-    for each in complete:
-        times.update(each.utterances)
-    lines = []
-    train = plan.speech_set
-    for domain, (first, last) in zip(train.domains, pairwise(train.domain_bounds), strict=True):
-        own = plan.utterances[(first <= plan.utterances) & (plan.utterances < last)]
-        counts = [times[train.id(int(index))] for index in own]
-        lines.append(
-            f"{domain} {sum(counts) / len(counts):.2f} passes (each utterance {min(counts)} to {max(counts)} times)"
-        )
-    return f"in {len(complete)} complete epochs: " + ", ".join(lines)

@@ -11,25 +11,24 @@ from rich.console import Console
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.profile import profile
+from starling.experiment.task import RecipeT, Task
 from starling.files import replace_file
 from starling.predict.costs import Profile, dump
 from starling.predict.facts import facts_of
 from starling.predict.memory import memory_of
 from starling.predict.plan import NOT_PLANNED, plan
 from starling.predict.show import lines, table
+from starling.recipe.run import RecipeConfig
 from starling.reporting.progress import Say, say_on
-from starling.speech.recipe import Recipe
-from starling.speech.training.job import make_job
-from starling.speech.training.set_up import set_up
 from starling.strategies import STRATEGIES
 from starling.training.job import Job
 
 
-def profile_recipe(recipe: Recipe, output: Path, tell: Say, console: Console) -> Profile:
+def profile_recipe(task: Task[RecipeT], recipe: RecipeT, output: Path, tell: Say, console: Console) -> Profile:
     """Measure a recipe's job on this machine, and write what was found to `output`. Of islands, it tells what memory
     their ranks would need; times are those of learners with whole models."""
     say = say_on(console)
-    with _job_of(recipe, say) as job, console.status("measuring") as status:
+    with _job_of(task, recipe, say) as job, console.status("measuring") as status:
         facts = facts_of(job, counts_flops=True).model_copy(update={"trains": f"the recipe {recipe.name}"})
         found = profile(
             job,
@@ -67,7 +66,8 @@ def profile_recipe(recipe: Recipe, output: Path, tell: Say, console: Console) ->
 
 
 def plan_recipe(
-    recipe: Recipe,
+    task: Task[RecipeT],
+    recipe: RecipeT,
     tell: Say,
     console: Console,
     *,
@@ -83,7 +83,7 @@ def plan_recipe(
     """Print the plan of a recipe's job, and write its table to `output`."""
     numbers = [recipe.learners] if learners is None else _numbers(learners)
     needs_job = preset is not None or recipe.island.size > 1
-    with _planned_job(recipe, needs_job, say_on(console)) as job, console.status("simulating") as status:
+    with _planned_job(task, recipe, needs_job, say_on(console)) as job, console.status("simulating") as status:
         found = plan(
             job,
             profile=profile_file,
@@ -105,7 +105,7 @@ def plan_recipe(
         tell(f"written to {output}")
 
 
-def _choices(recipe: Recipe, strategies: str | None) -> list[str | Mapping[str, Any]]:
+def _choices(recipe: RecipeConfig, strategies: str | None) -> list[str | Mapping[str, Any]]:
     """The strategies that were named, or all that are planned; the recipe's own with its options."""
     names = [name.strip() for name in strategies.split(",")] if strategies is not None else None
     names = names or [name for name in STRATEGIES if name not in NOT_PLANNED]
@@ -124,19 +124,19 @@ def _numbers(text: str) -> list[int]:
 
 
 @contextmanager
-def _planned_job(recipe: Recipe, is_needed: bool, say: Say) -> Iterator[Job | None]:
+def _planned_job(task: Task[RecipeT], recipe: RecipeT, is_needed: bool, say: Say) -> Iterator[Job | None]:
     """The job of a recipe, where a preset or islands need it; otherwise a profile has what a plan needs."""
     if not is_needed:
         yield None
         return
-    with _job_of(recipe, say) as job:
+    with _job_of(task, recipe, say) as job:
         yield job
 
 
 @contextmanager
-def _job_of(recipe: Recipe, say: Say) -> Iterator[Job]:
+def _job_of(task: Task[RecipeT], recipe: RecipeT, say: Say) -> Iterator[Job]:
     """The job of a recipe, set up in a folder that is gone after the context; its data stay where they belong."""
     with tempfile.TemporaryDirectory(prefix="starling-plan-") as name:
         folder = ExperimentFolder(Path(name))
-        set_up(recipe, folder, say)
-        yield make_job(recipe, folder)
+        task.set_up(recipe, folder, say)
+        yield task.make_job(recipe, folder)

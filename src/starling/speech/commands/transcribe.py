@@ -18,8 +18,8 @@ from starling.errors import ConfigError, DataError, did_you_mean
 from starling.extras import require
 from starling.files import replace_file
 from starling.reporting.progress import Bars, Say
+from starling.speech.commands.recognisers import Use, load_recogniser, open_experiment
 from starling.speech.recogniser import Recogniser
-from starling.speech.recognisers import Use, load_recogniser, open_experiment
 from starling.speech.transcribing.formats import FORMATS, Format, formatted
 from starling.speech.transcribing.segmenter import Piece
 from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm_blocks
@@ -70,7 +70,7 @@ def load_model(
         return Transcriber(recogniser)
     folder, recipe = open_experiment(path)
     require("decoding", "the beam search", ("flashlight",))
-    from starling.speech.decoding.beam_search import best_search
+    from starling.speech.commands.beam_search import best_search
 
     with Bars(console or Console(stderr=True)) as bars, best_search(recipe, folder, recogniser, bars) as search:
         return Transcriber(recogniser, search.text)

@@ -12,64 +12,62 @@ from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import Stopped
 from starling.experiment.auto import choose_simulated, kept, with_choice
-from starling.experiment.claim import resolve_resume
+from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import tell_end, tell_start, unusable
 from starling.experiment.observers import CurvesByRank, Log, Metered, Together
 from starling.experiment.regrouping import VirtualRegrouping
 from starling.experiment.seen import Seen, counter, segments
+from starling.experiment.task import RecipeT, Task
 from starling.experiment.timeline import Timeline
 from starling.launch.process import signal_name
 from starling.launch.stopping import on_stop_signal
+from starling.recipe.run import RunConfig
 from starling.reporting.curves import Curves
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
-from starling.speech.recipe import Recipe, fingerprints
-from starling.speech.scoring.evaluate import evaluate
-from starling.speech.training.job import ModelWriter, make_job, max_skipped
-from starling.speech.training.set_up import set_up_and_claim
 from starling.timeouts import CURVES_EVERY, LOG_EVERY, SEND_EVERY
 from starling.training.job import Silence, StepReport
 
 
-def simulate(recipe: Recipe, tell: Say, console: Console) -> None:
-    """Train with `learners` virtual learners on the recipe's cluster, then score the test sets.
+def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) -> None:
+    """Train with `learners` virtual learners on the recipe's cluster, then score the model.
 
     Scores, the simulated time and the event hash go to `tell`, everything else to `console`. The experiment is
     `<name>-virtual`. Its checkpoint has only the final consensus model, so that it cannot be resumed.
     """
-    recipe = resolve_resume(recipe.model_copy(update={"name": f"{recipe.name}-virtual"}))
+    recipe = resolve_resume(task, recipe.model_copy(update={"name": f"{recipe.name}-virtual"}))
     recipe = kept(recipe, say_on(console))
     say_on(console)(
         f"{recipe.learners} virtual learners in {recipe.folder}, on a cluster of {_described(recipe.cluster)}; change "
         "it with cluster.KEY=VALUE"
     )
     with Bars(console) as bars:
-        folder = set_up_and_claim(recipe, say_on(console), bars)
+        folder = set_up_and_claim(task, recipe, say_on(console), bars)
     if recipe.strategy.is_auto:
-        choice = choose_simulated(recipe, make_job(recipe, folder), recipe.cluster, folder, say_on(console))
+        choice = choose_simulated(recipe, task.make_job(recipe, folder), recipe.cluster, folder, say_on(console))
         recipe = with_choice(recipe, choice, folder)
     torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on the number of cores
     folder.log.mkdir(exist_ok=True)
     with _recorded(recipe, folder, say_on(console)) as events:
-        outcome = _train(recipe, folder, events, console)
+        outcome = _train(task, recipe, folder, events, console)
         writer = CheckpointWriter(
             folder.checkpoints,
             lambda name: 1,
-            ModelWriter(folder.initial, recipe.freeze),
-            fingerprints(recipe),
+            task.model_writer(recipe, folder),
+            task.fingerprints(recipe),
             recipe.checkpoints.keep,
             recipe.sync_group_size,
             recipe.strategy.strategy.has_one_model,
         )
         writer.save_consensus(outcome.states)
-        evaluate(folder.path, None, tell, console)
+        task.score(recipe, folder, tell, console)
     tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
     tell(f"event hash: {outcome.event_hash}")
 
 
-def _train(recipe: Recipe, folder: ExperimentFolder, events: Events, console: Console) -> Outcome:
+def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, events: Events, console: Console) -> Outcome:
     curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
     title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
     checkpoint = load(recipe.resume) if recipe.resume else None
@@ -79,9 +77,9 @@ def _train(recipe: Recipe, folder: ExperimentFolder, events: Events, console: Co
         (folder.log / "virtual.log").open("w", encoding="utf-8") as log,
         Display(title, recipe.learners, console, events) as display,
     ):
-        job = make_job(recipe, folder)
+        job = task.make_job(recipe, folder)
         stop = _Stop()
-        seen = Seen(segments(folder.seen)[-1], counter(), max_skipped(recipe, job), display.say)
+        seen = Seen(segments(folder.seen)[-1], counter(), task.max_skipped(recipe, job), display.say)
         timeline = Timeline(
             segments(folder.seen)[-1], recipe.learners, None, lambda path, error: display.say(unusable(path, error))
         )
@@ -111,7 +109,7 @@ def _train(recipe: Recipe, folder: ExperimentFolder, events: Events, console: Co
 
 
 @contextmanager
-def _recorded(recipe: Recipe, folder: ExperimentFolder, say: Say) -> Generator[Events, None, None]:
+def _recorded(recipe: RunConfig, folder: ExperimentFolder, say: Say) -> Generator[Events, None, None]:
     """The events of a run, from its start to its end."""
     events = Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
     tell_start(events, recipe)

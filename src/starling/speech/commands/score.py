@@ -11,12 +11,12 @@ from starling.errors import ConfigError, DataError, did_you_mean
 from starling.experiment.folder import ExperimentFolder
 from starling.reporting.progress import Say
 from starling.speech.codecs import set_of
+from starling.speech.commands.scored import read_texts
 from starling.speech.corpora import SeveralCorpus
 from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.tsv import TsvCorpus
 from starling.speech.recipe import Recipe, load_resolved
 from starling.speech.scoring.normalising import Normaliser
-from starling.speech.scoring.records import read_texts
 from starling.speech.scoring.score import Score, score
 from starling.speech.scoring.significance import in_words, matched_pairs, paired_bootstrap
 from starling.speech.store import SpeechSet

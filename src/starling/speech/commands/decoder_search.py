@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 
 from starling.reporting.progress import Bars
+from starling.speech.commands.beam_search import MOST_TUNED, BestSearch
 from starling.speech.decoding.beam import Hypothesis
-from starling.speech.decoding.beam_search import MOST_TUNED, BestSearch
 from starling.speech.decoding.config import DecodingConfig
 from starling.speech.decoding.greedy import greedy_decode
 from starling.speech.models.attention import AttentionDecoder

@@ -11,10 +11,10 @@ from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder, existing
 from starling.speech.check.findings import Report
 from starling.speech.check.heard import SetHeard
+from starling.speech.commands.recognisers import load_recogniser
 from starling.speech.data import DataConfig
 from starling.speech.recipe import Recipe, load_resolved
 from starling.speech.recogniser import Recogniser
-from starling.speech.recognisers import load_recogniser
 
 _POOR = 0.5
 """Character errors above which a model finds little but swapped transcripts."""

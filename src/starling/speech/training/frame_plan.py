@@ -1,9 +1,9 @@
 """Which sub-sequences are in which mini-batch of a recipe whose loss is `frames`; read without loading torch."""
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,6 @@ from starling.speech.recipe import Recipe
 from starling.speech.training.plan import divide_utterances, open_training_set
 from starling.speech.union import SpeechSets
 from starling.workload import Ticket
-
-
-class Epoch(NamedTuple):
-    """What there is to know of an epoch before its mini-batches."""
-
-    num_batches: int
 
 
 class FramePlan:
@@ -48,9 +42,12 @@ class FramePlan:
         """Sub-sequences of an epoch."""
         return self._planner.num_sequences
 
-    def epoch(self, epoch: int) -> Epoch:
-        """All epochs have as many mini-batches."""
-        return Epoch(self._planner.num_batches)
+    def num_batches(self, epoch: int) -> int:
+        """Mini-batches of an epoch; all epochs have as many."""
+        return self._planner.num_batches
+
+    def passes(self, times: Counter[str]) -> None:
+        """Each sub-sequence should be seen once in each epoch."""
 
     def of(self, ticket: Ticket) -> list[Pieces]:
         """The micro-batches of a ticket's mini-batch."""

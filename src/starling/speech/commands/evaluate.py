@@ -14,13 +14,13 @@ from starling.extras import require
 from starling.reporting.progress import Bars, Say
 from starling.speech.check.findings import seen_in_training
 from starling.speech.codecs import Transmitted, check_codec, label_of
+from starling.speech.commands.beam_search import BestSearch, best_search
+from starling.speech.commands.decoder_search import DecoderSearch, decoder_search
+from starling.speech.commands.recognisers import load_recogniser, open_experiment
 from starling.speech.data import DataConfig, set_digest
-from starling.speech.decoding.beam_search import BestSearch, best_search
-from starling.speech.decoding.decoder_search import DecoderSearch, decoder_search
 from starling.speech.prepare import prepare
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
-from starling.speech.recognisers import load_recogniser, open_experiment
 from starling.speech.scoring.score import line_of_unseen, without_tags, write_score_files
 from starling.speech.scoring.significance import in_words, matched_pairs
 from starling.speech.store import SpeechSet

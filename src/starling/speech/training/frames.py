@@ -28,7 +28,6 @@ from starling.speech.hybrid.alignment import (
     tie_states,
 )
 from starling.speech.hybrid.config import AlignmentConfig, StatesConfig
-from starling.speech.hybrid.frame_plan import FramePlan
 from starling.speech.hybrid.lexicon import TiedStates, check_words, read_words, words_of
 from starling.speech.hybrid.losses import PADDING, FrameBatch, frame_loss
 from starling.speech.hybrid.store import Frames, FrameWriter, save_states
@@ -37,6 +36,7 @@ from starling.speech.losses import TooShort, frames_needed
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
+from starling.speech.training.frame_plan import FramePlan
 from starling.speech.training.plan import kept_utterances
 from starling.speech.union import SpeechSets
 from starling.training.freezing import freeze
@@ -65,7 +65,7 @@ class FrameWorkload(Workload[FrameBatch]):
         return model
 
     def num_batches(self, epoch: int) -> int:
-        return self.plan.epoch(epoch).num_batches
+        return self.plan.num_batches(epoch)
 
     def load(self, ticket: Ticket) -> Sequence[FrameBatch]:
         config, frames = self.plan.recipe.features, self.plan.frames

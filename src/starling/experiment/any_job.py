@@ -1,0 +1,237 @@
+"""`starling.train` and `starling.simulate`: train any PyTorch model and data with all features of a recipe's run."""
+
+import sys
+import tempfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
+
+from starling.checkpoint.manifest import MODEL
+from starling.checkpoint.reader import latest
+from starling.checkpoint.writer import mean_of_buffers
+from starling.consensus import consensus
+from starling.engines.virtual.cluster import Cluster
+from starling.engines.virtual.engine import Outcome, VirtualEngine
+from starling.errors import ConfigError
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.machines import shared_folder
+from starling.experiment.packing import JobConfig, is_importing_script, pack
+from starling.experiment.task import Task
+from starling.experiment.train import train as run_training
+from starling.experiment.train import train_as_learner
+from starling.experiment.weights import WEIGHTS, fill
+from starling.launch.rendezvous import is_learner, number_of_learners
+from starling.recipe.run import EngineConfig, RunConfig, check_run
+from starling.reporting.progress import Bars, Say
+from starling.training.job import Job
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of `starling.train`."""
+
+    job: Job
+    """The job that was trained."""
+    folder: Path
+    """The experiment's folder."""
+    checkpoint: Path
+    """The newest checkpoint, with the consensus model and the state of every learner."""
+
+    def model(self) -> nn.Module:
+        """The consensus model, in evaluation mode, on the CPU."""
+        model = self.job.workload.make_model()
+        model.load_state_dict(load_file(self.checkpoint / MODEL / WEIGHTS))
+        return model.eval()
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The result of `starling.simulate`."""
+
+    job: Job
+    """The job that was simulated."""
+    outcome: Outcome
+    """Everything that the virtual engine recorded: states, events and times."""
+
+    @property
+    def seconds(self) -> float:
+        """The simulated time."""
+        return self.outcome.seconds
+
+    def model(self) -> nn.Module:
+        """The consensus model, in evaluation mode, on the CPU."""
+        states = self.outcome.states
+        model = self.job.workload.make_model()
+        weights = consensus((state.weights for state in states), [state.kept for state in states])
+        means = mean_of_buffers([state.buffers for state in states if state.is_worker])
+        fill(model, weights, means)
+        return model.eval()
+
+
+def train(
+    job: Job,
+    learners: int = 1,
+    *,
+    strategy: str | Mapping[str, Any] | None = None,
+    name: str = "run",
+    exp: Path | str = "exp",
+    resume: Path | str | None = None,
+    overwrite: bool = False,
+    on_loss: str = "continue",
+    checkpoints: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    launch: str | Mapping[str, Any] = "local",
+    console: Console | None = None,
+) -> Trained:
+    """Train a job with `learners` processes, on this machine or on a Ray cluster.
+
+    Every mini-batch of an epoch is computed exactly once, whatever the learners' speeds. Checkpoints, resuming, lost
+    and joining learners, faults on purpose, `starling status` and `starling join` work as they do for a recipe.
+
+    Learners receive a pickled copy of the job and import this script. Everything the job refers to must therefore be
+    defined at the top level of a module or of the script, and this call must be under `if __name__ == "__main__":`.
+    Under `torchrun` or Slurm, every process makes the same call, and `learners` is ignored: each process is a learner.
+
+    Args:
+        job: What to train, how, and for how long.
+        learners: The number of processes.
+        strategy: A name that `starling strategies` lists, `module:name`, or a mapping with `name` and options; `auto`:
+            chosen by measuring this machine first; None: the job's strategy.
+        name: The experiment's folder inside `exp`. An earlier run there is moved aside.
+        exp: The folder of all experiments.
+        resume: An experiment or a checkpoint to resume from.
+        overwrite: Remove an earlier run instead of moving it aside.
+        on_loss: What happens when a learner is lost: `continue` without it, `replace` it, or `stop`.
+        checkpoints: Options of a recipe's `checkpoints` section: `minutes`, `epochs`, `every`, `keep`.
+        engine: Options of a recipe's `engine` section: `device`, `threads`, `timeout_seconds`, `explain_seconds`.
+        launch: Where the learners run: `local`, `ray`, or a mapping as in a recipe's `launch` section.
+        console: Where progress is shown; None: standard error.
+
+    Raises:
+        ConfigError: The settings cannot be used; raised before any process starts.
+        StarlingError: The error that ended the run; its notes say how to resume.
+
+    Example:
+        >>> trained = starling.train(job, learners=4, strategy="adpsgd", name="digits")  # doctest: +SKIP
+        >>> model = trained.model()  # doctest: +SKIP
+    """
+    if is_importing_script():
+        raise ConfigError(
+            "starling.train was called while a learner imported this script; put the call under "
+            '`if __name__ == "__main__":`'
+        )
+    sections = {"strategy": strategy, "checkpoints": checkpoints, "engine": engine, "launch": launch}
+    run = _settings(job, learners, name, exp, resume, overwrite, on_loss, **sections)
+    console = console or Console(stderr=True)
+    if is_learner():  # torchrun or Slurm has started this process
+        run = run.model_copy(update={"learners": number_of_learners()})
+        run = train_as_learner(GivenJob(job), run, None, _nothing_to_tell, console)
+    else:
+        run = run_training(GivenJob(job), run, _nothing_to_tell, console)
+    return Trained(job_of(job, run), run.folder, latest(run.folder))
+
+
+def _settings(
+    job: Job,
+    learners: int,
+    name: str,
+    exp: Path | str,
+    resume: Path | str | None,
+    overwrite: bool,
+    on_loss: str,
+    strategy: Any,
+    checkpoints: Any,
+    engine: Any,
+    launch: Any,
+) -> JobConfig:
+    """The settings of a run, checked all at once."""
+    given = {
+        "name": name,
+        "seed": job.seed,
+        "learners": learners,
+        "strategy": strategy or {"name": job.strategy.name, **job.options.model_dump(mode="json")},
+        "island": job.island,
+        "batch_shares": job.batch_shares,
+        "budget": job.budget,
+        "engine": engine or EngineConfig(),
+        "launch": launch,
+        "stragglers": job.stragglers,
+        "faults": job.faults,
+        "on_loss": on_loss,
+        "checkpoints": {"every": job.checkpoint_every, **(checkpoints or {})},
+        "resume": resume,
+        "overwrite": overwrite,
+        "exp": exp,
+        "trains": f"{type(job.workload).__module__}.{type(job.workload).__qualname__}",
+    }
+    return check_run(JobConfig, given, "starling.train")
+
+
+def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulated:
+    """Train a job with `learners` virtual learners in this process, on a simulated cluster and clock.
+
+    The gradients are real, and the same seed gives the same run. The job's functions need not be importable, and no
+    file is written.
+
+    Args:
+        job: What to train, how, and for how long.
+        learners: The number of virtual learners.
+        cluster: The speeds of machines and links; None: the default of `starling.Cluster`.
+
+    Raises:
+        Deadlock: All learners wait for each other.
+        PeerLost: The job cannot continue without the learners that its faults kill.
+
+    Example:
+        >>> starling.simulate(job, learners=64).seconds  # doctest: +SKIP
+    """
+    return Simulated(job, VirtualEngine(job, learners, cluster).run())
+
+
+def job_of(job: Job, run: RunConfig) -> Job:
+    """The job with the strategy and the other settings of a run."""
+    return replace(
+        job,
+        strategy=run.strategy.strategy,
+        options=run.strategy.options,
+        island=run.island,
+        checkpoint_every=run.checkpoints.every,
+        autocast=job.autocast or run.engine.autocast == "bf16",
+    )
+
+
+class GivenJob(Task[JobConfig]):
+    """The task of `starling.train`: a job that is given as an object, which learners get as a pickled copy."""
+
+    settings = JobConfig
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def make_job(self, recipe: JobConfig, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
+        return job_of(self._job, recipe)
+
+    def set_up(self, recipe: JobConfig, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
+        """Raises ConfigError for a job that cannot be sent to learners."""
+        if not is_learner():
+            pack(self._job, recipe)
+
+    @contextmanager
+    def learner_command(self, recipe: JobConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
+        with tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared_folder(recipe, folder)) as scratch:
+            file = Path(scratch) / "job"
+            file.write_bytes(pack(job_of(self._job, recipe), recipe))
+            yield [sys.executable, "-m", "starling.experiment.job_process", str(file)]
+
+    def how_to_resume(self, folder: ExperimentFolder) -> str:
+        return f"starling.train(job, ..., resume={str(folder.path)!r})"
+
+
+def _nothing_to_tell(line: str) -> None:
+    """A job that is given as an object has no scores."""

@@ -1,0 +1,201 @@
+"""The door by which a package says what its recipes train: their own keys, their data, the job, and how it is scored.
+
+A recipe names its task with the key `task`: the entry point of an installed package in the group `starling.tasks`, or
+`module:name`. Without the key, it is `speech`, which comes in by the same door.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeGuard, TypeVar
+
+from starling.configuration import digest
+from starling.errors import ConfigError
+from starling.experiment.folder import ExperimentFolder
+from starling.recipe.file import Tree, read_recipe
+from starling.recipe.overrides import apply_overrides
+from starling.recipe.run import RecipeConfig, RunConfig, check_run
+from starling.registry import Registry
+from starling.workload import Ticket
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from starling.checkpoint.writer import WriteModel
+    from starling.launch.messages import LearnerMessage
+    from starling.reporting.epochs import Score
+    from starling.reporting.evidence import ScoredSet
+    from starling.reporting.progress import Bars, Say
+    from starling.training.job import Job
+
+RunT = TypeVar("RunT", bound=RunConfig)
+RecipeT = TypeVar("RecipeT", bound=RecipeConfig)
+DEFAULT = "speech"
+"""The task of a recipe without the key `task`."""
+
+
+class TaskRecipe(RecipeConfig):
+    """The keys of a recipe of any task but speech; a task adds its own by inheriting from this class."""
+
+    task: str
+    """What is trained: a task that an installed package offers, or `module:name`."""
+
+
+class Scoring(Protocol):
+    """What scores models while a run trains."""
+
+    def hear(self, message: LearnerMessage) -> None:
+        """Take a learner's message, perhaps that it has saved a model to be scored."""
+
+    def is_enough(self) -> bool:
+        """Whether the run may end before its budget is spent."""
+
+
+class NoScoring:
+    """Scores nothing while a run trains."""
+
+    def hear(self, message: LearnerMessage) -> None: ...
+
+    def is_enough(self) -> bool:
+        return False
+
+
+class MiniBatches(Protocol):
+    """The examples that a task plans for each mini-batch, by which `starling audit` judges a run."""
+
+    examples: str
+    """What examples are called, in the plural."""
+    num_parts: int
+    """The number of parts into which the data are divided."""
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of an epoch."""
+
+    def num_batches(self, epoch: int) -> int:
+        """Mini-batches of an epoch."""
+
+    def ids(self, ticket: Ticket) -> Iterable[str]:
+        """The names of a mini-batch's examples."""
+
+    def passes(self, times: Counter[str]) -> str | None:
+        """Describes how often each example was seen in complete epochs; None where each should be seen once in each."""
+
+
+class Task(ABC, Generic[RunT]):
+    """What recipes of one kind train, and how. Methods get a recipe that `check` has returned."""
+
+    settings: ClassVar[type[RunConfig]]
+    """The typed tree of the recipe's keys."""
+
+    def require(self, command: str) -> None:
+        """Raise MissingExtraError if something that `command` needs is not installed."""
+
+    def check(self, tree: Tree, where: str) -> RunT:
+        """The recipe of a tree of keys; `where` names it in the ConfigError that lists all problems."""
+        return check_run(self.settings, tree, f"recipe {where}")  # type: ignore[return-value]
+
+    def check_resolved(self, tree: Tree, where: str) -> RunT:
+        """The same for the tree that an experiment's folder holds, perhaps of an earlier version."""
+        return self.check(tree, where)
+
+    @abstractmethod
+    def make_job(self, recipe: RunT, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
+        """The job of a recipe whose `folder` is set up. `learners_here` is the number of learners on this machine, None
+        in a simulation."""
+
+    def model_writer(self, recipe: RunT, folder: ExperimentFolder) -> WriteModel:
+        """What writes the model into checkpoints; by default, its state as `model.safetensors`."""
+        from starling.experiment.weights import WeightsWriter
+
+        return WeightsWriter(self.make_job(recipe, folder).workload.make_model())
+
+    def fingerprints(self, recipe: RunT) -> dict[str, str]:
+        """Digests of the settings that a resumed run may not change, by section; by default, of the model's tensors,
+        the number of mini-batches and the seed."""
+        job = self.make_job(recipe, ExperimentFolder(recipe.folder))
+        shapes = {
+            key: [list(value.shape), str(value.dtype)] for key, value in job.workload.make_model().state_dict().items()
+        }
+        return {"model": digest(shapes), "data": digest([job.workload.num_batches(0), job.seed])}
+
+    def changes(self, recipe: RunT, checkpoint: Path, sections: Sequence[str]) -> str:
+        """The changes in some sections since a checkpoint, as `: KEY=OLD (now NEW), …`; empty if they are unknown."""
+        return ""
+
+    def set_up(self, recipe: RunT, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
+        """Make ready what learners need, in `folder`. What is wrong is raised here, before a run claims its folder."""
+
+    @contextmanager
+    def learner_command(self, recipe: RunT, folder: ExperimentFolder) -> Generator[list[str], None, None]:
+        """The command that starts a learner; what it reads exists within this context."""
+        yield [sys.executable, "-m", "starling", "train", str(folder.config)]
+
+    def how_to_resume(self, folder: ExperimentFolder) -> str:
+        """What the user runs to resume from the newest checkpoint."""
+        return f"starling train {folder.config} resume={folder.path}"
+
+    def max_skipped(self, recipe: RunT, job: Job) -> int:
+        """How many examples of an epoch may be skipped; if it is more, the run fails."""
+        return 0
+
+    def validate_every(self, recipe: RunT) -> int | None:
+        """The number of epochs between two models that the launcher scores; None: it scores none."""
+        return None
+
+    @contextmanager
+    def scoring(
+        self, recipe: RunT, folder: ExperimentFolder, say: Say, on_score: Callable[[Score], None]
+    ) -> Generator[Scoring, None, None]:
+        """What scores models while the run trains."""
+        yield NoScoring()
+
+    def score(
+        self, recipe: RunT, folder: ExperimentFolder, tell: Say, console: Console, may_be_best: bool = False
+    ) -> None:
+        """Score the trained model; the best one of those that were scored during training if it `may_be_best`."""
+
+    def scored_set(self, folder: ExperimentFolder, file: Path) -> tuple[ScoredSet, str]:
+        """What a report shows of a file `recogs-SET.txt`, and why something is missing. Raises DataError."""
+        raise ConfigError(f"{file}: this task has no scored sets")
+
+    def mini_batches(self, recipe: RunT, folder: ExperimentFolder) -> MiniBatches:
+        """The plan of a run's mini-batches."""
+        raise ConfigError(f"{folder.path}: its task does not name the examples of mini-batches, so there is no audit")
+
+
+def _is_task(found: object) -> TypeGuard[Task[RecipeConfig]]:
+    return isinstance(found, Task)
+
+
+_TASKS = Registry[Task[RecipeConfig]](
+    {}, "starling.tasks", accepts=_is_task, wanted="a starling.experiment.task.Task", prefix="task: "
+)
+
+
+def task_of(tree: Tree) -> Task[RecipeConfig]:
+    """The task of a recipe's tree. Raises ConfigError if there is none of that name."""
+    name = tree.get("task", DEFAULT)
+    if not isinstance(name, str):
+        raise ConfigError(f"task: must be a name or `module:name`, not {name!r}")
+    return _TASKS.find(name)
+
+
+def load_recipe(
+    path: Path, overrides: Sequence[str] = (), learners: int | None = None, command: str = ""
+) -> tuple[Task[RecipeConfig], RecipeConfig]:
+    """The recipe in a file with `key=value` overrides, with `learners` learners if that is given, and its task, which
+    must have what `command` needs.
+
+    Raises one ConfigError that lists all problems.
+    """
+    tree = apply_overrides(read_recipe(path), overrides)
+    task = task_of(tree)
+    if command:
+        task.require(command)
+    return task, task.check(tree if learners is None else tree | {"learners": learners}, str(path))

@@ -1,0 +1,34 @@
+"""A model's state as one file, for jobs whose model needs nothing else."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from starling.training.flat import load_buffers, split, trainable
+
+WEIGHTS = "model.safetensors"
+
+
+class WeightsWriter:
+    """Writes a model's state with given weights `[P]` and buffers as `model.safetensors`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
+        fill(self._model, weights, buffers)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {key: value.detach().clone().contiguous() for key, value in self._model.state_dict().items()}
+        save_file(state, folder / WEIGHTS)
+
+
+def fill(model: nn.Module, weights: Tensor, buffers: Mapping[str, Tensor]) -> None:
+    """Copy flat weights `[P]` and buffers into a model."""
+    parameters = trainable(model)
+    with torch.no_grad():
+        for parameter, values in zip(parameters, split(weights, parameters), strict=True):
+            parameter.copy_(values)
+        load_buffers(model, buffers)

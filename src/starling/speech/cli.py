@@ -1,0 +1,230 @@
+"""The commands of speech recognition, which `starling` takes in by its entry point."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from starling.commands import (
+    Best,
+    Debug,
+    Experiment,
+    Overrides,
+    RecipeArgument,
+    TakesKeys,
+    progress_console,
+    shown_errors,
+)
+from starling.errors import ConfigError
+from starling.extras import require
+
+COMMANDS = typer.Typer()
+
+
+@COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling prepare demo data.folder=corpora/demo jobs=4[/bold]")
+def prepare(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace sets prepared with other settings.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Import, check and filter a recipe's corpus, and write it as shards. Existing sets are kept.
+
+    jobs=N uses N processes, executor=ray the Ray cluster at launch.address; the result is the same.
+    """
+    with shown_errors(debug):
+        require("speech", "starling prepare")
+        from starling.speech.commands import prepare
+
+        prepare.prepare(recipe, overrides or (), typer.echo, progress_console(), overwrite)
+
+
+@COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling check demo data.check.silence_db=-50[/bold]")
+def check(
+    data: Annotated[
+        Path,
+        typer.Argument(metavar="DATA", help="A recipe, or a folder prepared from one.", show_default=False),
+    ],
+    overrides: Overrides = None,
+    drop: Annotated[bool, typer.Option("--drop", help="Also list what to leave out (data.filter.leave_out).")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 5 if anything is found.")] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="EXP", help="Also find transcripts that do not fit what this model hears."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Find faults, duplicates, and overlap between the sets of a corpus, and list them in check.tsv.
+
+    With --model, an experiment, a checkpoint or a recogniser's folder, also swapped and wrong transcripts.
+    """
+    with shown_errors(debug):
+        require("speech", "starling check")
+        from rich.console import Console
+
+        from starling.speech.commands import check
+
+        check.check(data, overrides or (), drop, strict, typer.echo, Console(), progress_console(), model)
+
+
+@COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling demo learners=2[/bold]")
+def demo(overrides: Overrides = None, debug: Debug = False) -> None:
+    """Train the recipe `demo`, a recogniser of synthetic speech, in the current folder."""
+    with shown_errors(debug):
+        require("demo", "starling demo")
+        from starling.experiment.train import train_recipe
+
+        train_recipe(Path("demo"), overrides or (), typer.echo, progress_console(), "starling demo")
+
+
+@COMMANDS.command(epilog="Example: [bold]starling evaluate exp/demo --set test[/bold]")
+def evaluate(
+    experiment: Experiment,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="A set to score; may be repeated. Default: the test sets.")
+    ] = None,
+    best: Best = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Skip the beam search.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes for the beam search.")] = 1,
+    conditions: Annotated[
+        list[str] | None,
+        typer.Option("--condition", help="Pass audio through a codec, such as telephone or opus-8; may be repeated."),
+    ] = None,
+    average: Annotated[
+        int | None,
+        typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Score sets with the newest model of an experiment, and list every error in its decode folder.
+
+    A CTC model is scored by greedy decoding and by beam search with a language model, tuned on the validation set.
+    A model with a decoder is also scored by the decoder's own searches.
+    """
+    with shown_errors(debug):
+        require("speech", "starling evaluate")
+        from starling.speech.commands import evaluate
+
+        given = conditions or ()
+        evaluate.evaluate(experiment, sets, typer.echo, progress_console(), best, not greedy, jobs, given, average)
+
+
+@COMMANDS.command(epilog="Example: [bold]starling score exp/demo exp/demo-adpsgd --by speaker[/bold]")
+def score(
+    experiment: Annotated[
+        Path,
+        typer.Argument(metavar="A", help="An experiment that `starling evaluate` has scored.", show_default=False),
+    ],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="B", help="Another one, to compare with.", show_default=False)
+    ] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="A set; may be repeated. Default: all.")] = None,
+    by: Annotated[str | None, typer.Option("--by", help="A table by speaker, or by this column of a TSV.")] = None,
+    table: Annotated[Path | None, typer.Option("--table", help="A TSV with a header; ids come first.")] = None,
+    normalise: Annotated[
+        list[str] | None,
+        typer.Option("--normalise", help="numbers, punctuation or case; may be repeated. Default: none."),
+    ] = None,
+    language: Annotated[str, typer.Option("--language", help="In which numbers are written.")] = "en",
+    debug: Debug = False,
+) -> None:
+    """Score decoded texts again, by speaker or column, normalised; test whether two experiments differ."""
+    with shown_errors(debug):
+        require("speech", "starling score")
+        from rich.console import Console
+
+        from starling.speech.commands.score import Grouping, score_texts
+
+        if table is not None and by is None:
+            raise ConfigError("score: --table needs --by, the column to group by")
+        grouping = None if by is None else Grouping(by, table)
+        experiments = [each for each in (experiment, other) if each is not None]
+        score_texts(experiments, typer.echo, Console(), sets or (), grouping, normalise or (), language)
+
+
+@COMMANDS.command(epilog="Example: [bold]starling transcribe exp/demo talk.flac --format srt --output talk.srt[/bold]")
+def transcribe(
+    experiment: Experiment,
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH", help="WAV, FLAC, MP3, Opus, of any length and rate; folders; - for standard input."
+        ),
+    ],
+    form: Annotated[str, typer.Option("--format", help="txt, json, srt, vtt or ctm.")] = "txt",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="A file; of several inputs, a folder. Default: the screen.", show_default=False),
+    ] = None,
+    raw_pcm: Annotated[
+        int | None,
+        typer.Option(
+            "--raw-pcm",
+            metavar="RATE",
+            help="Standard input is raw PCM at this rate: 16 bits, little-endian, one channel.",
+        ),
+    ] = None,
+    best: Best = False,
+    beam: Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Transcribe audio with the newest model of an experiment.
+
+    Files that cannot be transcribed are named at the end, and the exit code is then 5.
+    """
+    with shown_errors(debug):
+        require("speech", "starling transcribe")
+        from starling.speech.commands.transcribe import checked_format
+        from starling.speech.commands.transcribe import transcribe as transcribe_paths
+
+        transcribe_paths(
+            experiment, paths, typer.echo, best, beam, progress_console(), checked_format(form), output, raw_pcm
+        )
+
+
+@COMMANDS.command(epilog="Example: [bold]starling serve exp/demo[/bold]")
+def serve(
+    experiment: Experiment,
+    host: Annotated[
+        str, typer.Option("--host", help="The address to serve at. Others than loopback are open to the network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 8000,
+    max_megabytes: Annotated[float, typer.Option("--max-megabytes", min=0.001, help="Of an upload.")] = 500.0,
+    max_minutes: Annotated[float, typer.Option("--max-minutes", min=0.01, help="Of audio in an upload.")] = 240.0,
+    stall_seconds: Annotated[
+        float, typer.Option("--stall-seconds", min=0.1, help="How long a client may send nothing.")
+    ] = 30.0,
+    best: Best = False,
+    beam: Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Serve the newest model of an experiment: a web page, files over HTTP, and microphones over a WebSocket."""
+    with shown_errors(debug):
+        require("serve", "starling serve")
+        from starling.speech.serving.guard import Limits
+        from starling.speech.serving.serve import serve as serve_model
+
+        limits = Limits(round(1e6 * max_megabytes), 60 * max_minutes, stall_seconds)
+        serve_model(experiment, typer.echo, host, port, best, beam, limits)
+
+
+@COMMANDS.command(epilog="Example: [bold]starling export exp/demo demo-model --onnx[/bold]")
+def export(
+    experiment: Experiment,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.", show_default=False)],
+    onnx: Annotated[
+        bool, typer.Option("--onnx", help="Also write ONNX, and a program that needs no Starling.")
+    ] = False,
+    best: Best = False,
+    average: Annotated[
+        int | None,
+        typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write the newest model of an experiment to a folder: weights, tokens, language model, and a model card."""
+    with shown_errors(debug):
+        require("speech", "starling export")
+        from starling.speech.exporting.export import export
+
+        export(experiment, folder, typer.echo, onnx, best, average)

@@ -1,0 +1,112 @@
+"""Speech recognition as a task of recipes, by the door that is open to any package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starling.experiment.folder import ExperimentFolder, best_model
+from starling.experiment.task import MiniBatches, Scoring, Task
+from starling.extras import require
+from starling.recipe.file import Tree
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from starling.checkpoint.writer import WriteModel
+    from starling.comparing.subject import RecipeSubject
+    from starling.reporting.epochs import Score
+    from starling.reporting.evidence import ScoredSet
+    from starling.reporting.progress import Bars, Say
+    from starling.speech.recipe import Recipe
+    from starling.training.job import Job
+
+
+class Speech(Task["Recipe"]):
+    """Recipes that train speech recognisers. Modules are imported when they are needed."""
+
+    def require(self, command: str) -> None:
+        require("speech", command)
+
+    def check(self, tree: Tree, where: str) -> Recipe:
+        from starling.speech.recipe import check_recipe
+
+        return check_recipe(tree, where)
+
+    def check_resolved(self, tree: Tree, where: str) -> Recipe:
+        from starling.speech.recipe import check_resolved
+
+        return check_resolved(tree, where)
+
+    def make_job(self, recipe: Recipe, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
+        from starling.speech.training.job import make_job
+
+        return make_job(recipe, folder, learners_here)
+
+    def model_writer(self, recipe: Recipe, folder: ExperimentFolder) -> WriteModel:
+        from starling.speech.training.job import ModelWriter
+
+        return ModelWriter(folder.initial, recipe.freeze)
+
+    def fingerprints(self, recipe: Recipe) -> dict[str, str]:
+        from starling.speech.recipe import fingerprints
+
+        return fingerprints(recipe)
+
+    def changes(self, recipe: Recipe, checkpoint: Path, sections: Sequence[str]) -> str:
+        from starling.speech.recipe import changed_keys
+
+        return changed_keys(checkpoint, recipe, sections)
+
+    def set_up(self, recipe: Recipe, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
+        from starling.speech.training.set_up import set_up
+
+        set_up(recipe, folder, say, bars)
+
+    def max_skipped(self, recipe: Recipe, job: Job) -> int:
+        from starling.speech.training.job import max_skipped
+
+        return max_skipped(recipe, job)
+
+    def validate_every(self, recipe: Recipe) -> int | None:
+        return recipe.validate_every if recipe.data.valid is not None else None
+
+    @contextmanager
+    def scoring(
+        self, recipe: Recipe, folder: ExperimentFolder, say: Say, on_score: Callable[[Score], None]
+    ) -> Generator[Scoring, None, None]:
+        from starling.speech.training.validate import Validation
+
+        with Validation(recipe, folder, say, on_score) as validation:
+            yield validation
+
+    def score(
+        self, recipe: Recipe, folder: ExperimentFolder, tell: Say, console: Console, may_be_best: bool = False
+    ) -> None:
+        from starling.speech.commands.evaluate import evaluate
+
+        is_best = may_be_best and recipe.patience is not None and best_model(folder) is not None
+        evaluate(folder.path, None, tell, console, is_best)
+
+    def scored_set(self, folder: ExperimentFolder, file: Path) -> tuple[ScoredSet, str]:
+        from starling.speech.commands.scored import read_set
+
+        return read_set(folder, file)
+
+    def mini_batches(self, recipe: Recipe, folder: ExperimentFolder) -> MiniBatches:
+        from starling.speech.training.frame_plan import load_frame_plan
+        from starling.speech.training.plan import load_plan
+
+        if recipe.loss == "frames":
+            return load_frame_plan(recipe, folder.frames)
+        return load_plan(recipe, folder.too_short)
+
+    def comparison(self, tree: Tree, where: str) -> RecipeSubject:
+        from starling.speech.comparison import check_comparison
+
+        return check_comparison(tree, where)
+
+
+SPEECH = Speech()
