@@ -36,9 +36,9 @@ MODULES = (
     "torch._dynamo",  # what the first optimizer of a process loads
     "torch.utils.tensorboard",
     "starling.cli",
-    "starling.speech.training.learner_process",
-    "starling.speech.training.train",
-    "starling.experiment.train",
+    "starling.experiment.any_job",
+    "starling.speech.task",
+    "starling.speech.training.job",
     "starling.launch.coordinator",
     "tests.contract.learner_process",
     "tests.contract.machines_process",

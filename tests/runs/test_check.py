@@ -17,7 +17,7 @@ from starling.recipe.run import dump_recipe
 from starling.speech.left_out import read_left_out
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Heard
-from starling.speech.scoring.score import evaluate as evaluation
+from starling.speech.commands import evaluate as evaluation
 from starling.speech.store import SpeechSet
 from starling.speech.task import SPEECH
 from tests.runs.conftest import Tree
