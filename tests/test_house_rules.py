@@ -34,7 +34,7 @@ PICKLES_AMONG_OWN_PROCESSES = {
     "starling/speech/decoding/beam.py": "the processes of `evaluate --jobs`",
 }
 """Modules that start processes of their own, with which Python talks in pickles through inherited pipes."""
-PICKLES_ITSELF = {"starling/runs/packing.py": "a job, for the learners of `starling.train`; see decision 0033"}
+PICKLES_ITSELF = {"starling/runs/packing.py": "a job, for the learners of `starling.train`; see decision 0008"}
 """The one module that may call `pickle`: a launcher writes a file that only its own learners read."""
 PICKLES_OVER_THE_NETWORK = {
     "starling/speech/preparing/on_ray.py": "`executor=ray`, see SECURITY.md",
