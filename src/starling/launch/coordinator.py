@@ -144,8 +144,6 @@ class Coordinator:
                 self._greet(line, message)
             case _ if line.learner_id is None:
                 self._refuse(line, "a learner must first say which it is")
-            case Ready() if self._is_over and line.learner_id not in self._membership.members:
-                self._refuse(line, OVER)
             case Ready():
                 line.is_ready = self._has_changed = True
             case Failed():
