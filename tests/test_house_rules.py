@@ -27,14 +27,14 @@ FORBIDDEN_METHODS = {
 SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader"}
 PICKLES_AMONG_OWN_PROCESSES = {
     "starling/training/loading.py": "a learner's loading processes",
-    "starling/comparing/workers.py": "the processes of `jobs`",
+    "starling/runs/compare/workers.py": "the processes of `jobs`",
     "starling/worker_processes.py": "starts those, and the next ones",
     "starling/engines/virtual/host_processes.py": "processes that compute gradients of a simulation",
     "starling/speech/preparing/executors.py": "the processes of `jobs=N`",
     "starling/speech/decoding/beam.py": "the processes of `evaluate --jobs`",
 }
 """Modules that start processes of their own, with which Python talks in pickles through inherited pipes."""
-PICKLES_ITSELF = {"starling/experiment/packing.py": "a job, for the learners of `starling.train`; see decision 0033"}
+PICKLES_ITSELF = {"starling/experiment/packing.py": "a job, for the learners of `starling.train`; see decision 0008"}
 """The one module that may call `pickle`: a launcher writes a file that only its own learners read."""
 PICKLES_OVER_THE_NETWORK = {
     "starling/speech/preparing/on_ray.py": "`executor=ray`, see SECURITY.md",

@@ -16,7 +16,7 @@ LEARNER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 
 NOT_NEEDED = {
     *("lhotse", "matplotlib", "plotly", "tensorboard", "ray", "pandas", "scipy", "simpy", "soundfile", "rich"),
-    *("torch._dynamo", "torch._inductor", "sympy", "starling.speech", "starling.runs", "starling.report"),
+    *("torch._dynamo", "torch._inductor", "sympy", "starling.speech", "starling.experiment", "starling.reporting"),
 }
 
 JOIN_AND_STEP = """

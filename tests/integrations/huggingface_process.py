@@ -409,7 +409,7 @@ def accelerated_survive(rank: int, folder: Path) -> None:
 
 
 RATES = {"ddp": 32e-3, "adpsgd": 16e-3, "diloco": 16e-3}
-"""Of each the best on recordings and seeds that `accuracies` has not: decision 0069. `rates` repeats the search."""
+"""Of each the best on recordings and seeds that `accuracies` has not: decision 0011. `rates` repeats the search."""
 
 
 def accuracies(rank: int, folder: Path) -> None:

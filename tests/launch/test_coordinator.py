@@ -68,17 +68,24 @@ def _line_of(line: socket.socket) -> bytes:
     return content
 
 
-def test_a_joiner_that_no_learner_is_left_to_continue_with_hears_so_at_once(port: int) -> None:
-    """Whether it has come before the run's end, or is ready only after it; it would wait for its whole time-out."""
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_a_joiner_that_no_learner_is_left_to_continue_with_hears_so_at_once(comes: str, port: int) -> None:
+    """Whether it comes before the run's end or after it; it would wait for its whole time-out."""
     member = Line(port)
     member.greet(0, 1)
     assert member.hear() == Greeted(proof=proof(TOKEN, "coordinator", "own", "0"))
     member.socket.sendall(encode(Ready()))
     assert isinstance(member.hear(), NewMembership)
     joiner = Line(port)
-    joiner.greet(1, 1)
-    assert joiner.hear() == Greeted(proof=proof(TOKEN, "coordinator", "own", "1"))
-    member.socket.sendall(encode(Ended(0)))
+    if comes == "before":
+        joiner.greet(1, 1)
+        assert joiner.hear() == Greeted(proof=proof(TOKEN, "coordinator", "own", "1"))
+        member.socket.sendall(encode(Ended(0)))
+    else:
+        member.socket.sendall(encode(Ended(0)))
+        assert joiner.hear() == Greeted(OVER)  # its connection was open; now all that the member has said was heard
+        joiner = Line(port)
+        joiner.greet(1, 1)
     assert joiner.hear() == Greeted(OVER)
     member.socket.close()
 

@@ -3,6 +3,8 @@
 import json
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,36 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.engines.processes.handshake import Handshake, shake_hands
-from starling.engines.processes.run_token import VARIABLE, new_token, sign, verified
-from starling.errors import PeerLost, ProtocolError
+from starling.engines.processes.run_token import VARIABLE, new_challenge, new_token, sign, verified
+from starling.errors import ProtocolError
 from starling.launch.launcher import launch
 from starling.launch.messages import values_of
 from starling.launch.rendezvous import find_place
 
 MINE = Handshake(world=2, strategy="allreduce", num_parameters=3, dtype="torch.float32", configuration="same")
+
+
+class Recorder:
+    """A learner's connection to a store; keeps all that the learner says."""
+
+    def __init__(self, store: HashStore) -> None:
+        self._store, self.said = store, dict[str, str]()
+
+    def set(self, key: str, value: str) -> None:
+        self.said[key] = value
+        self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def recorded() -> list[dict[str, str]]:
+    """All that each of two learners says in a handshake that ends well."""
+    store = HashStore()
+    recorders = [Recorder(store) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda rank: shake_hands(recorders[rank], rank, MINE, 20.0), range(2)))  # type: ignore[arg-type]
+    return [recorder.said for recorder in recorders]
 
 
 def test_a_learner_with_another_token_is_refused_and_no_token_is_shown(tmp_path: Path) -> None:
@@ -63,13 +88,13 @@ def test_all_learners_have_the_same_token_or_none(
     message = _signed_with(theirs, monkeypatch)
     _signed_with(mine, monkeypatch)
     with pytest.raises(ProtocolError, match=rf"learner 0 and learner 1 differ in their run token .*{VARIABLE}"):
-        verified(0, 1, message)
+        verified(0, 1, "challenges", message)
 
 
 @pytest.mark.parametrize("token", [None, "a", "0123456789abcdef" * 4])
 def test_learners_of_one_run_understand_each_other(token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same token, or without any."""
-    assert verified(0, 1, _signed_with(token, monkeypatch)) == "hello"
+    assert verified(0, 1, "challenges", _signed_with(token, monkeypatch)) == "hello"
 
 
 def _signed_with(token: str | None, monkeypatch: pytest.MonkeyPatch) -> bytes:
@@ -77,40 +102,69 @@ def _signed_with(token: str | None, monkeypatch: pytest.MonkeyPatch) -> bytes:
         monkeypatch.delenv(VARIABLE, raising=False)
     else:
         monkeypatch.setenv(VARIABLE, token)
-    return sign(1, "hello").encode()
+    return sign(1, "challenges", "hello").encode()
 
 
 @pytest.mark.parametrize(
     "message", [b"", b"{}", b"0" * 64, b"\xff" * 200, b"[" * 100_000, json.dumps({"world": 2}).encode()]
 )
-def test_a_stranger_is_refused_before_anything_it_says_is_read(message: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_stranger_is_refused_before_anything_it_says_is_read(
+    message: bytes, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever bytes are in a learner's place, the greeting ends with a ProtocolError."""
     monkeypatch.setenv(VARIABLE, new_token())
     store = HashStore()
-    store.set("handshake/1", message)
-    with pytest.raises(ProtocolError, match="run token"):
+    store.set("handshake/1", message if is_first else new_challenge())
+    store.set("signed/1", message)
+    with pytest.raises(ProtocolError, match="does not understand learner 1" if is_first else "run token"):
         shake_hands(store, 0, MINE, timeout_seconds=5)
 
 
-def test_a_greeting_cannot_be_repeated_under_another_rank_or_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_learner_whose_version_has_no_challenge_is_named_at_once(rank: int) -> None:
+    """It has put its whole handshake, or learner 0's result, where the others look for challenges."""
+    store, said = HashStore(), sign(1 - rank, "", json.dumps(asdict(MINE)))
+    for key in ("handshake/1", "handshake/all"):
+        store.set(key, said)
+    with pytest.raises(ProtocolError, match=f"does not understand learner {1 - rank}, which has another version"):
+        shake_hands(store, rank, MINE, timeout_seconds=5)
+
+
+def test_a_greeting_cannot_be_repeated_under_another_rank_or_challenge_or_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A process that only listens to the store learns nothing with which to shake hands."""
     monkeypatch.setenv(VARIABLE, new_token())
-    said = sign(0, "hello").encode()
-    assert verified(1, 0, said) == "hello"
-    for rank, message in ((1, said), (0, said[:-1] + b"O"), (0, b"0" + said[1:-1])):
+    said = sign(0, "challenges", "hello").encode()
+    assert verified(1, 0, "challenges", said) == "hello"
+    changed = said[:-1] + b"O", b"0" + said[1:-1]
+    for rank, challenge, message in (
+        (1, "challenges", said),
+        (0, "others", said),
+        *((0, "challenges", each) for each in changed),
+    ):
         with pytest.raises(ProtocolError):
-            verified(1, rank, message)
+            verified(1, rank, challenge, message)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_handshake_recorded_in_an_earlier_run_is_refused(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the token is the same: a process that replays another learner's part does not know it."""
+    monkeypatch.setenv(VARIABLE, new_token())
+    store, said = HashStore(), recorded()[1 - rank]
+    for key, value in said.items():
+        store.set(key, value)
+    with pytest.raises(ProtocolError, match="of an earlier run"):
+        shake_hands(store, rank, MINE, timeout_seconds=5)
 
 
 def test_a_token_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a learner puts into the store does not contain it."""
+    """What learners put into the store does not contain it."""
     token = new_token()
     monkeypatch.setenv(VARIABLE, token)
-    store = HashStore()
-    with pytest.raises(PeerLost):
-        shake_hands(store, 0, MINE, timeout_seconds=0.1)
-    said = store.get("handshake/0")
-    assert b"allreduce" in said and token.encode() not in said
+    said = json.dumps(recorded())
+    assert "allreduce" in said and token not in said
 
 
 @pytest.fixture

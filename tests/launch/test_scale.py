@@ -82,7 +82,7 @@ def test_meeting_and_parting_read_a_few_values_for_each_learner(world: int) -> N
     def meet(store: Store, rank: int) -> None:
         shake_hands(store, rank, Handshake(world, "adpsgd", 1, "float32", "same"), 60.0)
 
-    assert read_by_all(world, meet) == 3 * world
+    assert read_by_all(world, meet) == 5 * world
     assert read_by_all(world, lambda store, rank: part(store, rank, world, 60.0)) == 2 * world
 
 

@@ -6,10 +6,8 @@ learners that reach this process can continue or finish, so two halves of a spli
 """
 
 import errno
-import hmac
 import json
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -20,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from starling.engines.processes.run_token import VARIABLE, own_token, proof
+from starling.engines.processes.run_token import VARIABLE, is_proof, new_challenge, own_token, proof
 from starling.errors import ProtocolError
 from starling.launch.messages import (
     Ended,
@@ -49,7 +47,7 @@ class _Line:
     """The connection of one learner."""
 
     connection: socket.socket
-    challenge: str = field(default_factory=lambda: secrets.token_hex(16))
+    challenge: str = field(default_factory=new_challenge)
     unread: bytearray = field(default_factory=bytearray)
     learner_id: int | None = None
     silence_limit: Seconds = 60.0
@@ -146,8 +144,6 @@ class Coordinator:
                 self._greet(line, message)
             case _ if line.learner_id is None:
                 self._refuse(line, "a learner must first say which it is")
-            case Ready() if self._is_over and line.learner_id not in self._membership.members:
-                self._refuse(line, OVER)
             case Ready():
                 line.is_ready = self._has_changed = True
             case Failed():
@@ -165,8 +161,7 @@ class Coordinator:
 
     def _greet(self, line: _Line, hello: Hello) -> None:
         name, token = str(hello.learner_id), own_token()
-        expected = proof(token, "learner", line.challenge, name, str(hello.world), hello.challenge)
-        if not hmac.compare_digest(hello.proof.encode(), expected.encode()):
+        if not is_proof(hello.proof, token, "learner", line.challenge, name, str(hello.world), hello.challenge):
             raise ProtocolError(
                 f"learner {name} does not belong to this run: its run token is another one; set {VARIABLE} to the same "
                 "value for all learners of a run, or for none of them"

@@ -1,19 +1,16 @@
 """How a launcher and the nodes of a cluster connect: over TCP, and only if both know the run's token.
 
-Each side proves that with a code over fresh random numbers of both (HMAC-SHA-256); the token is never sent. Afterwards
-the connection carries a learner's messages.
+Each side proves that over challenges of both (see `run_token`). Afterwards the connection carries a learner's messages.
 """
 
-import hmac
 import json
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 
 from starling.engines.processes.forks import owned
-from starling.engines.processes.run_token import proof
+from starling.engines.processes.run_token import is_proof, new_challenge, proof
 from starling.launch.coordinator import FULL
 from starling.timeouts import DOOR, FULL_PAUSE, TERMINATION, UNREACHABLE
 
@@ -66,11 +63,11 @@ class Door:
     def _answer(self, line: socket.socket) -> None:
         try:
             line.settimeout(DOOR)
-            challenge = secrets.token_hex(16)
+            challenge = new_challenge()
             line.sendall(challenge.encode() + b"\n")
             hello = {key: str(value) for key, value in dict(json.loads(read_line(line))).items()}
             name, node, theirs = hello["name"], hello["node"], hello["challenge"]
-            if not hmac.compare_digest(hello["proof"], proof(self._token, "node", challenge, name, node, theirs)):
+            if not is_proof(hello["proof"], self._token, "node", challenge, name, node, theirs):
                 raise ConnectionRefusedError
             line.sendall(proof(self._token, "launcher", challenge, name, theirs).encode() + b"\n")
             line.settimeout(None)
@@ -84,11 +81,11 @@ def knock(address: str, port: int, token: str, name: str, node: str) -> socket.s
     """Connect to the launcher's door as `node`, for the learner that was started as `name`."""
     line = socket.create_connection((address, port), timeout=DOOR)
     try:
-        challenge, own = read_line(line), secrets.token_hex(16)
+        challenge, own = read_line(line), new_challenge()
         hello = {"name": name, "node": node, "challenge": own}
         hello["proof"] = proof(token, "node", challenge, name, node, own)
         line.sendall(json.dumps(hello).encode() + b"\n")
-        if not hmac.compare_digest(read_line(line), proof(token, "launcher", challenge, name, own)):
+        if not is_proof(read_line(line), token, "launcher", challenge, name, own):
             raise ConnectionRefusedError("what listens there is not the launcher of this run")
         line.settimeout(None)
         _notice_lost_machine(line)

@@ -4,10 +4,8 @@ The coordinator listens on MASTER_PORT. Where something else holds a store there
 process group of a host framework), it takes any free port, which learner 0 publishes in that store.
 """
 
-import hmac
 import logging
 import os
-import secrets
 import socket
 import threading
 import time
@@ -219,7 +217,7 @@ def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> 
     """The coordinator's store, and a connection over which it has taken this learner."""
     store, link = _find_store(rank, address, port, seconds)
     line = _open(address, link)
-    token, own = run_token.own_token(), secrets.token_hex(16)
+    token, own = run_token.own_token(), run_token.new_challenge()
     try:
         challenge = read_line(line)
     except OSError as error:
@@ -229,8 +227,7 @@ def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> 
     refused = answer.refused
     if refused == OVER:
         raise _NotThere(OVER)
-    expected = run_token.proof(token, "coordinator", own, str(rank))
-    if not refused and not hmac.compare_digest(answer.proof.encode(), expected.encode()):
+    if not refused and not run_token.is_proof(answer.proof, token, "coordinator", own, str(rank)):
         refused = "what listens there does not know the run token"
     if refused:
         raise ProtocolError(f"learner {rank} cannot join the run at {address}:{port}: {refused}")

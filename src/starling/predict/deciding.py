@@ -1,7 +1,7 @@
 """Which strategy to choose: the one rule of `starling plan` and of `strategy: auto`.
 
 Strategies are compared by progress, mini-batches per second times the worth of a mini-batch. Of those that predictions
-cannot tell apart, the one whose mini-batches are worth most is chosen, and of these the plainest (decision 0080).
+cannot tell apart, the one whose mini-batches are worth most is chosen, and of these the plainest (decision 0019).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -26,7 +26,15 @@ from starling.engines.loop.learner import Entry, LoopLearner
 from starling.engines.loop.progress import Past, Progress, plan
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.processes.backend import ConnectionFailed
-from starling.engines.processes.handshake import Handshake, check_alike, gather, in_one_list, part, shake_hands
+from starling.engines.processes.handshake import (
+    OF_LEARNER_0,
+    Handshake,
+    check_alike,
+    gather,
+    in_one_list,
+    part,
+    shake_hands,
+)
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections, process_group
 from starling.engines.processes.stalls import Waits
@@ -107,8 +115,9 @@ class LoopLife:
     def _begin(self, coordination: Coordination) -> None:
         place, handshake = self.place, self._handshake
         coordination.watch(self._fail)
-        if PrefixStore(Membership(0, ()).key, place.store).check(["handshake/0"]):
-            check_alike(PrefixStore(Membership(0, ()).key, place.store), coordination.feed.name, handshake(0))
+        store = PrefixStore(Membership(0, ()).key, place.store)
+        if store.check([OF_LEARNER_0]):
+            check_alike(store, coordination.feed.name, handshake(0))
         first = coordination.await_first()
         self.progress.has_joined = first.number > 0
         self._regroup(coordination, first)

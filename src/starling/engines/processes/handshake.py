@@ -2,7 +2,7 @@
 
 gloo aborts the process on vectors of different sizes, and silently reinterprets different dtypes. So the handshake
 rejects learners that differ, before the first tensor is sent; the error names the learners and both values. Messages of
-processes that do not belong to the run are rejected before they are parsed.
+processes that do not belong to the run, and those of an earlier run, are rejected before they are parsed.
 """
 
 import json
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-from starling.engines.processes.run_token import sign, verified
+from starling.engines.processes.run_token import new_challenge, sign, verified
 from starling.engines.processes.stalls import Waits
 from starling.errors import PeerLost, ProtocolError
 
@@ -33,6 +33,10 @@ LOOK_WHO_SECONDS = 0.5
 LOOKS_PER_SECOND = 20
 """Maximum number of learners that are checked per second."""
 
+_CHALLENGE, _SIGNED = "handshake", "signed"
+"""The words of a learner's keys. Earlier versions put their whole handshake where its challenge is now."""
+OF_LEARNER_0 = f"{_SIGNED}/0"
+"""The key of learner 0's handshake, which is there once all learners of a membership have come."""
 A_LOSS_WAS_NOTICED = "noticed"
 """A key that is set as soon as any learner notices a loss, so that waiting learners need to check only one key."""
 
@@ -141,39 +145,66 @@ def shake_hands(
     waits: Waits | None = None,
 ) -> None:
     """Compare this learner with the others. `ProtocolError` names the first learner that differs, `PeerLost` those that
-    are missing."""
-    key = "handshake/{}".format
-    own = sign(rank, json.dumps(asdict(mine)))
-    what = "the handshake"
-    try:
-        told = gather(store, rank, mine.world, "handshake", own, _different, timeout_seconds, look_around, what, waits)
-    except DistStoreError as error:
-        missing = [other for other in range(mine.world) if not store.check([key(other)])] or [0]
-        raise PeerLost(
-            f"learner {rank} waited {timeout_seconds:g} s for the handshake of "
-            f"{', '.join(f'learner {other}' for other in missing)}; see their logs, or give more timeout_seconds"
-        ) from error
-    for other in json.loads(verified(rank, 0, told))["different"]:
-        _compare(rank, other, mine, json.loads(verified(rank, other, store.get(key(other)))))
+    are missing.
+
+    First all learners exchange challenges, which nothing protects: a learner's handshake is over all of them, and
+    another learner believes it only if its own challenge is among them.
+    """
+
+    def exchange(word: str, said: str, combine: Callable[[list[bytes]], str]) -> bytes:
+        what = "the handshake"
+        try:
+            return gather(store, rank, mine.world, word, said, combine, timeout_seconds, look_around, what, waits)
+        except DistStoreError as error:
+            missing = [other for other in range(mine.world) if not store.check([f"{word}/{other}"])] or [0]
+            raise PeerLost(
+                f"learner {rank} waited {timeout_seconds:g} s for the handshake of "
+                f"{', '.join(f'learner {other}' for other in missing)}; see their logs, or give more timeout_seconds"
+            ) from error
+
+    own = new_challenge()
+    challenges = exchange(_CHALLENGE, own, _in_lines).decode(errors="replace")
+    lines = challenges.split("\n")
+    for other, each in enumerate(lines):
+        if len(each) != len(own):
+            raise ProtocolError(
+                f"learner {rank} does not understand learner {other}, which has another version of Starling or does "
+                "not belong to this run; start all learners from the same installation"
+            )
+    if own not in lines:
+        raise ProtocolError(
+            f"learner {rank} of {mine.world} does not find its challenge among the {len(lines)} in the store: they are "
+            "of an earlier run, or learners differ in WORLD_SIZE; start all learners again, with another store"
+        )
+    signed = sign(rank, challenges, json.dumps(asdict(mine)))
+    told = exchange(_SIGNED, signed, partial(_different, challenges))
+    for other in json.loads(verified(rank, 0, challenges, told))["different"]:
+        theirs = verified(rank, other, challenges, store.get(f"{_SIGNED}/{other}"))
+        _compare(rank, other, mine, json.loads(theirs))
 
 
-def _different(handshakes: list[bytes]) -> str:
+def _in_lines(challenges: list[bytes]) -> str:
+    return "\n".join(each.decode(errors="replace") for each in challenges)
+
+
+def _different(challenges: str, handshakes: list[bytes]) -> str:
     """The first learner with each of the different handshakes, as learner 0 says it: every learner compares itself with
     these, which is as good as with all. A handshake that is not of this run is among them."""
     first: dict[str, int] = {}
     for other, message in enumerate(handshakes):
         try:
-            first.setdefault(verified(0, other, message), other)
+            first.setdefault(verified(0, other, challenges, message), other)
         except ProtocolError:
             first.setdefault(f"not of this run: {other}", other)
-    return sign(0, json.dumps({"different": list(first.values())}))
+    return sign(0, challenges, json.dumps({"different": list(first.values())}))
 
 
 def check_alike(store: Store, name: int, mine: Handshake) -> None:
     """Compare a joiner with learner 0's handshake of the first membership, except for the number of learners. So a
-    joiner that differs fails before other learners wait for it. Raises ProtocolError."""
-    theirs = json.loads(verified(name, 0, store.get("handshake/0")))
-    _compare(name, 0, mine, theirs | {"world": mine.world})
+    joiner that differs fails before other learners wait for it. The handshake of its own membership is what lets it in.
+    Raises ProtocolError."""
+    message, challenges = store.get(OF_LEARNER_0), store.get(f"{_CHALLENGE}/all").decode(errors="replace")
+    _compare(name, 0, mine, json.loads(verified(name, 0, challenges, message)) | {"world": mine.world})
 
 
 def _compare(rank: int, other: int, mine: Handshake, theirs: dict[str, Any]) -> None:

@@ -1,6 +1,11 @@
-"""The secret token of a run, known to its learners only: they sign their handshakes with it and never send it.
+"""The secret token of a run, known to its learners only. They prove that they know it, and never send it.
 
-`starling train` creates a new one for each run. Other launchers may set `STARLING_RUN_TOKEN` for all learners.
+There is one protocol: each side says a fresh random number, its challenge, and the other answers with a code over it
+(HMAC-SHA-256). So an answer that was recorded earlier proves nothing. Nodes and the launcher do so over a connection
+(`launch.door`), joined loops and their coordinator as well (`launch.coordinator`), and learners through the store
+(`handshake`).
+
+`starling train` creates a new token for each run. Other launchers may set `STARLING_RUN_TOKEN` for all learners.
 """
 
 import hmac
@@ -12,7 +17,7 @@ from starling.errors import ProtocolError
 
 VARIABLE = "STARLING_RUN_TOKEN"
 _LENGTH = 64
-"""The length of a signature: the hexadecimal digits of a SHA-256."""
+"""The length of a proof: the hexadecimal digits of a SHA-256."""
 
 
 def new_token() -> str:
@@ -20,40 +25,44 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-def sign(rank: int, text: str) -> str:
-    """`text`, signed as learner `rank` of this process's run. Without a token, any process can forge the signature."""
-    return _signature(rank, text.encode()).decode() + text
-
-
-def proof(token: str, *said: str) -> str:
-    """Shows that the process that computed it knows the token. To be fresh, it must be over a random number of the
-    other side."""
-    return hmac.new(token.encode(), json.dumps(said).encode(), "sha256").hexdigest()
-
-
 def own_token() -> str:
-    """The token of this process; empty if it has none."""
+    """The token of this process; empty if it has none. Then any process can forge its proofs."""
     return os.environ.get(VARIABLE, "")
 
 
-def verified(rank: int, other: int, message: bytes) -> str:
+def new_challenge() -> str:
+    """A random number that was never used before, for the other side's proof."""
+    return secrets.token_hex(16)
+
+
+def proof(token: str, *said: str) -> str:
+    """Shows that the process that computed it knows the token, and says `said`. One of these must be the challenge of
+    the other side, or contain it."""
+    return hmac.new(os.fsencode(token), json.dumps(said).encode(), "sha256").hexdigest()
+
+
+def is_proof(given: str, token: str, *said: str) -> bool:
+    """Whether `given`, which may be any text, is the `proof` of `said`."""
+    return hmac.compare_digest(given.encode(errors="replace"), proof(token, *said).encode())
+
+
+def sign(rank: int, challenge: str, text: str) -> str:
+    """`text`, with learner `rank`'s proof over it and the challenges of all learners."""
+    return proof(own_token(), "handshake", str(rank), challenge, text) + text
+
+
+def verified(rank: int, other: int, challenge: str, message: bytes) -> str:
     """The text that learner `other` signed, verified by learner `rank`.
 
-    Raises `ProtocolError`, without showing a token, if a learner of another run signed it.
+    Raises `ProtocolError`, without showing a token, if a learner of another run signed it, or for other challenges.
     """
-    signature, text = message[:_LENGTH], message[_LENGTH:]
-    if not hmac.compare_digest(signature, _signature(other, text)):
-        own = "this learner has one" if _token() else "this learner has none"
+    said = message.decode(errors="replace")
+    given, text = said[:_LENGTH], said[_LENGTH:]
+    if not is_proof(given, own_token(), "handshake", str(other), challenge, text):
+        own = "this learner has one" if own_token() else "this learner has none"
         raise ProtocolError(
-            f"learner {rank} and learner {other} differ in their run token ({own}): learner {other} does not belong to "
-            f"this run; set {VARIABLE} to the same value for all learners of a run, or for none of them"
+            f"learner {rank} and learner {other} differ in their run token ({own}), or what learner {other} says is of "
+            f"an earlier run: learner {other} does not belong to this run; set {VARIABLE} to the same value for all "
+            "learners of a run, or for none of them"
         )
-    return text.decode()
-
-
-def _token() -> bytes:
-    return os.environb.get(VARIABLE.encode(), b"")
-
-
-def _signature(rank: int, text: bytes) -> bytes:
-    return hmac.new(_token(), b"handshake of learner %d\n" % rank + text, "sha256").hexdigest().encode()
+    return text

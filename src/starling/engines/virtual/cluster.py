@@ -127,7 +127,7 @@ class JitterOf:
 
 class WatchModel(Config):
     """How the learners are watched, and how soon the survivors continue. The defaults are roughly what the `processes`
-    engine takes on one machine (decision 0017)."""
+    engine takes on one machine (decision 0005)."""
 
     notice: float = Field(default=0.05, ge=0.0)
     """Seconds from a death until the survivors hear of it."""
