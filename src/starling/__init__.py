@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from starling.experiment.any_job import Simulated, Trained, simulate, train
     from starling.experiment.profile import profile
     from starling.experiment.report import report
+    from starling.experiment.task import Task, TaskRecipe, job_of
     from starling.launch.joining import attach, join
     from starling.launch.sharing import SharedBatches, SharedSampler
     from starling.learner import Handle, Learner
@@ -61,6 +62,8 @@ __all__ = [
     "Simulated",
     "StarlingError",
     "Strategy",
+    "Task",
+    "TaskRecipe",
     "Ticket",
     "Topology",
     "Trained",
@@ -72,6 +75,7 @@ __all__ = [
     "Workload",
     "attach",
     "compare",
+    "job_of",
     "join",
     "load_model",
     "load_recipe",
@@ -107,6 +111,8 @@ _HOMES = {
     "Simulated": "experiment.any_job",
     "StarlingError": "errors",
     "Strategy": "strategies",
+    "Task": "experiment.task",
+    "TaskRecipe": "experiment.task",
     "Ticket": "workload",
     "Topology": "topology",
     "Trained": "experiment.any_job",
@@ -118,6 +124,7 @@ _HOMES = {
     "Workload": "workload",
     "attach": "launch.joining",
     "compare": "comparing.api",
+    "job_of": "experiment.task",
     "join": "launch.joining",
     "load_model": "speech.transcribing.files",
     "load_recipe": "speech.recipe",

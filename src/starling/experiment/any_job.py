@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from safetensors.torch import load_file
 from torch import nn
 
-from starling.checkpoint.manifest import MODEL
 from starling.checkpoint.reader import latest
 from starling.checkpoint.writer import mean_of_buffers
 from starling.consensus import consensus
@@ -25,7 +23,7 @@ from starling.experiment.packing import JobConfig, is_importing_script, pack
 from starling.experiment.task import Task
 from starling.experiment.train import train as run_training
 from starling.experiment.train import train_as_learner
-from starling.experiment.weights import WEIGHTS, fill
+from starling.experiment.weights import fill, load_weights
 from starling.launch.rendezvous import is_learner, number_of_learners
 from starling.recipe.run import EngineConfig, RunConfig, check_run
 from starling.reporting.progress import Bars, Say
@@ -45,9 +43,7 @@ class Trained:
 
     def model(self) -> nn.Module:
         """The consensus model, in evaluation mode, on the CPU."""
-        model = self.job.workload.make_model()
-        model.load_state_dict(load_file(self.checkpoint / MODEL / WEIGHTS))
-        return model.eval()
+        return load_weights(self.job.workload.make_model(), self.checkpoint)
 
 
 @dataclass(frozen=True)

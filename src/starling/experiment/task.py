@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
 
 from starling.configuration import digest
 from starling.errors import ConfigError
@@ -21,10 +21,11 @@ from starling.recipe.file import Tree, read_recipe
 from starling.recipe.overrides import apply_overrides
 from starling.recipe.run import RecipeConfig, RunConfig, check_run
 from starling.registry import Registry
-from starling.workload import Ticket
+from starling.workload import Ticket, Workload
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
 
     from starling.checkpoint.writer import WriteModel
     from starling.launch.messages import LearnerMessage
@@ -109,6 +110,13 @@ class Task(ABC, Generic[RunT]):
         """The job of a recipe whose `folder` is set up. `learners_here` is the number of learners on this machine, None
         in a simulation."""
 
+    def trained_model(self, recipe: RunT, folder: ExperimentFolder) -> nn.Module:
+        """The newest consensus model, in evaluation mode, on the CPU. Raises CheckpointError if there is none."""
+        from starling.checkpoint.reader import latest
+        from starling.experiment.weights import load_weights
+
+        return load_weights(self.make_job(recipe, folder).workload.make_model(), latest(folder.path))
+
     def model_writer(self, recipe: RunT, folder: ExperimentFolder) -> WriteModel:
         """What writes the model into checkpoints; by default, its state as `model.safetensors`."""
         from starling.experiment.weights import WeightsWriter
@@ -165,8 +173,53 @@ class Task(ABC, Generic[RunT]):
         raise ConfigError(f"{file}: this task has no scored sets")
 
     def mini_batches(self, recipe: RunT, folder: ExperimentFolder) -> MiniBatches:
-        """The plan of a run's mini-batches."""
-        raise ConfigError(f"{folder.path}: its task does not name the examples of mini-batches, so there is no audit")
+        """The plan of a run's mini-batches; by default, what the workload loads, whose examples may have `ids`."""
+        return Loaded(self.make_job(recipe, folder).workload)
+
+
+class Loaded:
+    """The mini-batches of a workload that plans none: each is loaded to learn its examples' names."""
+
+    examples = "examples"
+
+    def __init__(self, workload: Workload[Any]) -> None:
+        self._workload = workload
+        self.num_parts = workload.num_parts
+
+    @property
+    def num_examples(self) -> int:
+        return sum(len(list(self.ids(Ticket(0, index, index)))) for index in range(self.num_batches(0)))
+
+    def num_batches(self, epoch: int) -> int:
+        return self._workload.num_batches(epoch)
+
+    def ids(self, ticket: Ticket) -> Iterable[str]:
+        return (name for part in self._workload.load(ticket) for name in getattr(part, "ids", ()))
+
+    def passes(self, times: Counter[str]) -> None: ...
+
+
+def job_of(recipe: RecipeConfig, workload: Workload[Any], **fields: Any) -> Job:
+    """The job that trains a workload with all settings of a recipe; `fields` are further ones of `starling.Job`."""
+    from starling.training.job import Job
+
+    return Job(
+        workload=workload,
+        strategy=recipe.strategy.strategy,
+        options=recipe.strategy.options,
+        island=recipe.island,
+        budget=recipe.budget,
+        make_optimizer=recipe.optimizer.maker(),
+        schedule=recipe.optimizer.schedule,
+        clip_norm=recipe.optimizer.clip_norm,
+        autocast=recipe.engine.autocast == "bf16",
+        stragglers=recipe.stragglers,
+        faults=recipe.faults,
+        checkpoint_every=recipe.checkpoints.every,
+        batch_shares=recipe.batch_shares,
+        seed=recipe.seed,
+        **fields,
+    )
 
 
 def _is_task(found: object) -> TypeGuard[Task[RecipeConfig]]:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from starling.checkpoint.manifest import MODEL
 from starling.training.flat import load_buffers, split, trainable
 
 WEIGHTS = "model.safetensors"
@@ -23,6 +24,12 @@ class WeightsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         state = {key: value.detach().clone().contiguous() for key, value in self._model.state_dict().items()}
         save_file(state, folder / WEIGHTS)
+
+
+def load_weights(model: nn.Module, checkpoint: Path) -> nn.Module:
+    """The model with the weights of a checkpoint that a `WeightsWriter` wrote, in evaluation mode."""
+    model.load_state_dict(load_file(checkpoint / MODEL / WEIGHTS))
+    return model.eval()
 
 
 def fill(model: nn.Module, weights: Tensor, buffers: Mapping[str, Tensor]) -> None:

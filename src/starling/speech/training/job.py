@@ -10,6 +10,7 @@ from torch import Tensor
 
 from starling.experiment.cores import cores_here
 from starling.experiment.folder import ExperimentFolder
+from starling.experiment.task import job_of
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.training.frames import FrameWorkload
@@ -39,24 +40,12 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
     if num_workers == "auto":
         epoch = float(workload.plan.speech_set.durations[workload.plan.utterances].sum(dtype=np.float64))
         num_workers = 0 if learners_here is None else loading_processes(recipe, learners_here, cores_here(), epoch)
-    return Job(
-        workload=workload,
-        strategy=recipe.strategy.strategy,
-        options=recipe.strategy.options,
-        island=recipe.island,
-        budget=recipe.budget,
-        make_optimizer=recipe.optimizer.maker(),
-        schedule=recipe.optimizer.schedule,
-        clip_norm=recipe.optimizer.clip_norm,
-        autocast=recipe.engine.autocast == "bf16",
+    return job_of(
+        recipe,
+        workload,
         num_workers=num_workers,
-        stragglers=recipe.stragglers,
-        faults=recipe.faults,
-        checkpoint_every=recipe.checkpoints.every,
         weighting=recipe.batches.weighting,
-        batch_shares=recipe.batch_shares,
         freeze=tuple(each for each in recipe.freeze if each.until is not None),
-        seed=recipe.seed,
     )
 
 
