@@ -15,6 +15,7 @@ from starling.budget import Progress
 from starling.checkpoint.cut import ShardOfIsland
 from starling.checkpoint.state import LearnerState
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
+from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
 from starling.training.freezing import Freeze
@@ -62,7 +63,8 @@ class Course:
     The engine provides `batches`, a `clock` (seconds since the engine began), `start_on_memory` for work on shards, the
     model's `buffers` by name, and `suffer`, which carries out an injected fault. `consensus_distance` returns
     (1/L) sum_l |w_l - mean|^2, or None where the engine does not know it. The weights are all of the model's, or a
-    `shard_of_island`.
+    `shard_of_island`. With `cut_agreement`, states at checkpoint barriers are saved once all learners' have the same
+    averaging rounds.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Course:
         suffer: Callable[[Fault], None],
         consensus_distance: Callable[[], float | None] = lambda: None,
         shard_of_island: ShardOfIsland | None = None,
+        cut_agreement: CutAgreement | None = None,
     ) -> None:
         job.validate(world)
         self.job, self.tickets = job, tickets
@@ -103,6 +106,13 @@ class Course:
         self._batches, self._clock = batches, clock
         self._buffers, self._suffer, self._consensus_distance = buffers, suffer, consensus_distance
         self._shard_of_island = shard_of_island
+        steps_alone = sync_groups.size < sync_groups.num_workers
+        has_model = job.strategy.steps_itself and not job.strategy.is_served
+        self.cuts: Cuts | None = None
+        """The states at checkpoint barriers that are not saved yet; None: learners save at once, because they step
+        together, or because the model is not in their weights."""
+        if cut_agreement is not None and steps_alone and has_model and not replica.weights.is_meta:
+            self.cuts = Cuts(replica, cut_agreement)
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient
         self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
@@ -216,6 +226,8 @@ class Course:
         self._statistics.num_claimed += 1
         self._portion = self.tickets.number_of(loaded[0][0])
         self._pass_barriers(self._portion)
+        if self.cuts is not None:
+            self.cuts.save()
         self._epoch_steps += self._is_reporting
         progress = self.tickets.progress(self._portion, minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
@@ -255,6 +267,8 @@ class Course:
         except the `undone` ones are done."""
         self.barriers.end_at(num_portions)
         self._run_end = num_portions
+        if self.cuts is not None:
+            self.cuts.save(is_over=True)
         self._pass_barriers(min([num_portions, *undone]))
         state = self.state(self.tickets.position(num_portions, undone))
         if undone or self._last_end != num_portions:
@@ -296,12 +310,27 @@ class Course:
         for barrier in self.barriers.until(portion):
             position = self.tickets.position(barrier.number)
             if not barrier.ended:
-                self._observer.on_barrier(self.state(position))
+                self._save(self.state(position))
                 continue
             state = self.state(position, epochs_ended=barrier.ended[-1] + 1)
+            if self._saves_later:
+                self._save(state)
+                state = replace(state, is_complete=False)
             for epoch in barrier.ended:
                 self._end_epoch(epoch, state, is_last=barrier.number == self._run_end)
             self._last_end = barrier.number
+
+    @property
+    def _saves_later(self) -> bool:
+        """Whether a state at a barrier is saved once its averaging rounds are complete: when a run ends, they are."""
+        return self.cuts is not None and self._run_end is None
+
+    def _save(self, state: LearnerState) -> None:
+        """Save the state at a barrier, now or once its averaging rounds are complete."""
+        if self.cuts is not None and self._saves_later:
+            self.cuts.add(state, self._observer.on_barrier)
+        else:
+            self._observer.on_barrier(state)
 
     def _end_epoch(self, epoch: int, state: LearnerState, is_last: bool) -> None:
         now, statistics = self._clock(), self._statistics
