@@ -1,4 +1,4 @@
-"""Checkpoints of learners that average in the background: the saved states of all learners include the same rounds.
+"""Checkpoints of learners that do not step together: what is in one saved state is missing in no other.
 
 Learners pass a checkpoint barrier at different times, each between two of its own mini-batches, and no learner waits
 there. If each saved its weights as they are at that moment, a round between two of these moments would be in one state
@@ -7,6 +7,9 @@ another's twice. So a learner copies its state, and adds to the copy what rounds
 round that no learner has entered when the last one passes the barrier. The changes of a round sum to zero over all
 learners, whatever they have done meanwhile. So the mean of the copies has each mini-batch before the barrier once, and
 none after it.
+
+Likewise a server copies its shards before the first push of a worker that has passed the barrier, and lets the copies
+take the pushes of those that have not: see `HeldShard.fork`.
 """
 
 from __future__ import annotations
@@ -15,8 +18,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
-
-from torch import Tensor
 
 from starling.checkpoint.state import MEMBERSHIP_PREFIX, LearnerState, own
 from starling.training.replica import Replica
@@ -41,18 +42,24 @@ class CutAgreement(Protocol):
 
 
 class _Pending:
-    """A state whose rounds are not complete."""
+    """A state at a checkpoint barrier that is not saved yet."""
 
-    def __init__(self, barrier: int, state: LearnerState, save: Callable[[LearnerState], None]) -> None:
+    def __init__(
+        self,
+        barrier: int,
+        state: LearnerState,
+        save: Callable[[LearnerState], None],
+        complete: Callable[[LearnerState], LearnerState],
+    ) -> None:
         self.barrier = barrier
         self.state = state
         self.save = save
-        self.changes: list[Tensor] | None = None
-        """The copies to which rounds add their changes; None: the rounds are complete."""
+        self.complete = complete
+        self.is_complete = False
 
 
 class Cuts:
-    """The states that one learner has copied at checkpoint barriers, until their rounds are complete.
+    """The states that one learner has copied at checkpoint barriers, until they are complete.
 
     The foreground copies and saves; the background tells which round it enters and has completed.
     """
@@ -67,7 +74,7 @@ class Cuts:
         """The background enters a round."""
         with self._lock:
             self._num_entered = number + 1
-            pending = [each for each in self._pending if each.changes is not None]
+            pending = [each for each in self._pending if not each.is_complete]
         for each in pending:
             if self._agreement.is_cut(each.barrier, number):
                 self._complete(each)
@@ -76,22 +83,28 @@ class Cuts:
         """The background has completed all rounds below `number`."""
         self._num_completed = number
 
-    def add(self, state: LearnerState, save: Callable[[LearnerState], None]) -> None:
-        """Copy the state at the next barrier, and `save` it once its rounds are complete."""
-        pending = _Pending(self._num_barriers, state.copy(), save)
+    def add(
+        self,
+        state: LearnerState,
+        save: Callable[[LearnerState], None],
+        complete: Callable[[LearnerState], LearnerState] | None = None,
+    ) -> None:
+        """Copy the state at the next barrier, and `save` it once it is complete: when it has its rounds or, with
+        `complete`, what that adds once all learners have passed the barrier."""
+        copied = state.copy()
         with self._lock:
-            pending.changes = self._replica.copy_for_rounds()
-            self._pending.append(pending)
+            chosen = self._copy_for_rounds() if complete is None else complete
+            self._pending.append(pending := _Pending(self._num_barriers, copied, save, chosen))
             num_entered = self._num_entered
         self._num_barriers += 1
         self._agreement.passed(pending.barrier, num_entered)
 
     def save(self, is_over: bool = False) -> None:
-        """Save, in order, the states whose rounds are complete; all of them if no further round takes place. Called
-        between two mini-batches."""
+        """Save, in order, the states that are complete; all of them if the run is over. Called between two
+        mini-batches."""
         while self._pending:
             first = self._pending[0]
-            if first.changes is not None:
+            if not first.is_complete:
                 if not is_over:
                     cut = self._agreement.cut(first.barrier)
                     if cut is None or self._num_completed < cut:
@@ -103,17 +116,20 @@ class Cuts:
             first.save(first.state)
 
     def _complete(self, pending: _Pending) -> None:
-        """No round changes this state any more."""
+        """Nothing of other learners changes this state any more."""
         with self._lock:
-            if pending.changes is None:
-                return
-            optimizer = self._replica.end_copy_for_rounds(pending.changes, pending.state.optimizer)
-            kept = self._replica.strategy_state.items()
+            if not pending.is_complete:
+                pending.state = pending.complete(pending.state)
+                pending.is_complete = True
+
+    def _copy_for_rounds(self) -> Callable[[LearnerState], LearnerState]:
+        """Copy what rounds change, and add their changes to the copies. The result puts these into a state."""
+        replica, copies = self._replica, self._replica.copy_for_rounds()
+
+        def complete(state: LearnerState) -> LearnerState:
+            optimizer = replica.end_copy_for_rounds(copies, state.optimizer)
+            kept = replica.strategy_state.items()
             of_rounds = {name: own(each) for name, each in kept if name.startswith(MEMBERSHIP_PREFIX)}
-            pending.state = replace(
-                pending.state,
-                weights=pending.changes[0],
-                optimizer=optimizer,
-                strategy=pending.state.strategy | of_rounds,
-            )
-            pending.changes = None
+            return replace(state, weights=copies[0], optimizer=optimizer, strategy=state.strategy | of_rounds)
+
+        return complete

@@ -392,7 +392,7 @@ class ProcessLearner(Learner):
         if signal_number:
             self.course.tickets.end_at(number)
         else:
-            self.course.barriers.add(number)
+            self.course.add_barrier(number)
 
     def _look_for_change(self, error: Exception) -> None:
         """Raise `MembershipChanged` if the launcher announces a change, which explains a lost connection."""
