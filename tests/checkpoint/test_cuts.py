@@ -20,7 +20,7 @@ from starling.engines.processes.rounds import StoreCuts
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.network import VirtualRounds
-from starling.runs.observers import Keep, Saver
+from starling.experiment.observers import Keep, Saver
 from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
 from starling.training.cuts import CutAgreement, Cuts
 from starling.training.job import EpochReport, Silence
