@@ -111,12 +111,7 @@ class Course:
         self._buffers, self._suffer, self._consensus_distance = buffers, suffer, consensus_distance
         self._shard_of_island = shard_of_island
         steps_alone = sync_groups.size < sync_groups.num_workers
-        self._is_served = job.strategy.is_served
-        self.cuts: Cuts | None = None
-        """The states at checkpoint barriers that are not saved yet; None: learners save at once, because they step
-        together, or because the model is in memory that they share or on a server that adds gradients."""
-        if cut_agreement is not None and steps_alone and job.strategy.steps_itself and not replica.weights.is_meta:
-            self.cuts = Cuts(replica, cut_agreement)
+        self.cuts = self._make_cuts(cut_agreement) if cut_agreement is not None and steps_alone else None
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient
         self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
@@ -131,14 +126,24 @@ class Course:
         self._over_at: float | None = None
         self._spent_when_over = Spent()
         if start is not None:
-            if start.weights.shape != replica.weights.shape:
-                raise CheckpointError(
-                    f"learner {rank}: the checkpoint holds {start.weights.numel()} weights, the model has "
-                    f"{replica.weights.numel()}; resume with the model that was trained"
-                )
-            replica.restore(start.weights.to(replica.weights.device), start.optimizer, start.strategy)
+            self._restore(start)
         if life.tally is not None:
             self._continue(life.tally)
+
+    def _make_cuts(self, agreement: CutAgreement) -> Cuts | None:
+        """The states at checkpoint barriers that are not saved yet; None: learners save at once, because the model is
+        in memory that they share or on a server that adds gradients, or there are no numbers to save."""
+        has_numbers = not self._replica.weights.is_meta
+        return Cuts(self._replica, agreement) if self.job.strategy.steps_itself and has_numbers else None
+
+    def _restore(self, start: LearnerState) -> None:
+        replica = self._replica
+        if start.weights.shape != replica.weights.shape:
+            raise CheckpointError(
+                f"learner {self._rank}: the checkpoint holds {start.weights.numel()} weights, the model has "
+                f"{replica.weights.numel()}; resume with the model that was trained"
+            )
+        replica.restore(start.weights.to(replica.weights.device), start.optimizer, start.strategy)
 
     @property
     def step_metadata(self) -> Tensor:
@@ -331,7 +336,7 @@ class Course:
         """Save the state at a barrier within an epoch, or one that is complete only later. Returns it."""
         cuts, number, save = self.cuts, barrier.number, self._observer.on_barrier
         forks = None
-        if cuts is not None and self._is_served:
+        if cuts is not None and self.job.strategy.is_served:
             self._fork_shards(number)
             forks = partial(self.shards.with_forks, portion=number)
         if cuts is not None and self._run_end is None:
