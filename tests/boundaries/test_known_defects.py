@@ -209,7 +209,6 @@ def test_a_parameter_of_which_nothing_was_sent_is_not_decayed() -> None:
         assert torch.equal(state.weights[8:], torch.ones(8))
 
 
-@defect("new, with item 13: what rounding takes from the first mixture is added to the weights in every round")
 def test_gossip_of_changes_does_not_drift_at_rate_zero() -> None:
     """Weights that are equal stay as they are: a rounding is allowed, but not one in each round."""
     few, many = (
