@@ -262,10 +262,9 @@ class Averaging:
         for piece, mixing in self._pieces:
             self._me.apply(await mixing.delta(), piece)
 
-    async def change(self, vector: Tensor) -> None:
-        """Wait for each piece, and add its change to a vector `[P]`."""
-        for piece, mixing in self._pieces:
-            vector[piece].add_(await mixing.delta())
+    async def changes(self) -> list[tuple[slice, Tensor]]:
+        """Wait for all pieces; the change of each, which the caller adds."""
+        return [(piece, await mixing.delta()) for piece, mixing in self._pieces]
 
 
 def sum_of_differences(own: Tensor, theirs: Sequence[tuple[float, Tensor]]) -> Tensor:
