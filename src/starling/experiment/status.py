@@ -9,7 +9,7 @@ from rich.live import Live
 
 from starling.errors import ConfigError, DataError, ProtocolError
 from starling.experiment.folder import existing
-from starling.launch.messages import Status, decode_status
+from starling.launch.messages import Status, decode_file
 from starling.reporting.status import describe
 from starling.timeouts import LOOK_EVERY, STATUS_FRESH
 
@@ -37,7 +37,7 @@ def read_status(experiment: Path) -> Status:
     """The last status that an experiment's launcher has written."""
     folder = existing(experiment)
     try:
-        return decode_status(folder.status.read_bytes())
+        return decode_file(Status, folder.status.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
             f"{experiment}: no status.json, because it never ran under `starling train`; simulations, and learners "
