@@ -23,7 +23,6 @@ from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, LearnerMessage, Saved, values_of
 from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.stopping import save_requests_of
-from starling.reporting.curves import Curves
 from starling.speech.recipe import fingerprints
 from starling.speech.training.job import ModelWriter
 from starling.training.job import Silence, StepReport
@@ -109,7 +108,7 @@ def _learn(folder: Path, minutes: float | None, link: Link) -> None:
     regrouping = Regrouping(experiment, place, link.send)
     model = ModelWriter(experiment.initial)
     writer = CheckpointWriter(experiment.checkpoints, regrouping.arrive, model, fingerprints(recipe))
-    saver = Saver(writer, link.send, lambda: Curves(experiment.tensorboard / "consensus"))
+    saver = Saver(writer, link.send, experiment.tensorboard / "consensus")
     observer = Together([_Begin(link), _MarksOnly(saver)])
     with save_requests_of(link, minutes) as save_requests, saver:
         run_learner(

@@ -225,7 +225,7 @@ def strategies(debug: Debug = False) -> None:
 def recipes(context: typer.Context) -> None:
     """List the recipes that come with Starling; commands accept their names."""
     if context.invoked_subcommand is None:
-        from starling.recipe.shipped import summaries
+        from starling.recipe.file import summaries
 
         found = summaries()
         width = max(map(len, found))
@@ -241,7 +241,7 @@ def copy(
 ) -> None:
     """Copy a recipe, and the recipes that it builds on, to a folder."""
     with shown_errors(debug):
-        from starling.recipe.shipped import copy_recipe
+        from starling.recipe.file import copy_recipe
 
         for path in copy_recipe(name, to):
             typer.echo(path)

@@ -18,7 +18,7 @@ from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.machines import shared_folder
+from starling.experiment.launching import shared_folder
 from starling.experiment.packing import JobConfig, is_importing_script, pack
 from starling.experiment.task import Task
 from starling.experiment.train import train as run_training
@@ -122,31 +122,6 @@ def train(
             "starling.train was called while a learner imported this script; put the call under "
             '`if __name__ == "__main__":`'
         )
-    sections = {"strategy": strategy, "checkpoints": checkpoints, "engine": engine, "launch": launch}
-    run = _settings(job, learners, name, exp, resume, overwrite, on_loss, **sections)
-    console = console or Console(stderr=True)
-    if is_learner():  # torchrun or Slurm has started this process
-        run = run.model_copy(update={"learners": number_of_learners()})
-        run = train_as_learner(GivenJob(job), run, None, _nothing_to_tell, console)
-    else:
-        run = run_training(GivenJob(job), run, _nothing_to_tell, console)
-    return Trained(job_of(job, run), run.folder, latest(run.folder))
-
-
-def _settings(
-    job: Job,
-    learners: int,
-    name: str,
-    exp: Path | str,
-    resume: Path | str | None,
-    overwrite: bool,
-    on_loss: str,
-    strategy: Any,
-    checkpoints: Any,
-    engine: Any,
-    launch: Any,
-) -> JobConfig:
-    """The settings of a run, checked all at once."""
     given = {
         "name": name,
         "seed": job.seed,
@@ -166,7 +141,14 @@ def _settings(
         "exp": exp,
         "trains": f"{type(job.workload).__module__}.{type(job.workload).__qualname__}",
     }
-    return check_run(JobConfig, given, "starling.train")
+    run = check_run(JobConfig, given, "starling.train")
+    console = console or Console(stderr=True)
+    if is_learner():  # torchrun or Slurm has started this process
+        run = run.model_copy(update={"learners": number_of_learners()})
+        run = train_as_learner(GivenJob(job), run, None, lambda line: None, console)
+    else:
+        run = run_training(GivenJob(job), run, lambda line: None, console)
+    return Trained(job_of(job, run), run.folder, latest(run.folder))
 
 
 def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulated:
@@ -227,7 +209,3 @@ class GivenJob(Task[JobConfig]):
 
     def how_to_resume(self, folder: ExperimentFolder) -> str:
         return f"starling.train(job, ..., resume={str(folder.path)!r})"
-
-
-def _nothing_to_tell(line: str) -> None:
-    """A job that is given as an object has no scores."""

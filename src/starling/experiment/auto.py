@@ -26,12 +26,10 @@ from starling.errors import ConfigError
 from starling.experiment.claim import unwritable
 from starling.experiment.cores import use_threads
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.machines import machines_of, shared_folder
-from starling.experiment.packing import JobConfig, pack, unpack
+from starling.experiment.launching import machines_of, shared_folder
+from starling.experiment.packing import JobConfig, pack
 from starling.files import replace_file
 from starling.launch.launcher import launch
-from starling.launch.link import Link, reported_errors
-from starling.launch.rendezvous import find_place
 from starling.predict.at_hand import Allowance, AtHand, measure_apart, measure_together
 from starling.predict.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
 from starling.predict.costs import Costs
@@ -97,7 +95,7 @@ def choose_before(run: RunConfig, job: Job, folder: ExperimentFolder, say: Say) 
     with tempfile.TemporaryDirectory(prefix=".starling-auto-", dir=shared_folder(run, folder)) as name:
         file, found = Path(name) / "job", Path(name) / "choice.json"
         file.write_bytes(pack(job, _settings(run)))
-        command = [sys.executable, "-m", "starling.experiment.auto_process", str(file), str(found)]
+        command = [sys.executable, "-m", "starling.experiment.job_process", str(file), str(found)]
         seconds, machines = run.engine.timeout_seconds, machines_of(run, say)
         launch(command, run.learners, folder.log / "auto", silence_seconds=seconds, machines=machines)
         choice = Choice.model_validate_json(found.read_text(encoding="utf-8"))
@@ -185,17 +183,6 @@ def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
         return choice
     store.wait([_CHOICE], timedelta(seconds=SET_UP))
     return Choice.model_validate_json(store.get(_CHOICE))
-
-
-def measure_as_learner(packed: Path, output: Path) -> None:
-    """Measure as one of the learners that `choose_before` has started; learner 0 writes the choice to `output`."""
-    link = Link.from_environment()
-    with reported_errors(link):
-        job, run = unpack(packed.read_bytes())
-        place = find_place(run.engine.timeout_seconds)
-        choice = measured_choice(run, job, place)
-        if place.rank == 0:
-            output.write_text(choice.model_dump_json(), encoding="utf-8")
 
 
 def with_choice(run: RunT, choice: StrategyChoice, folder: ExperimentFolder, writes: bool = True) -> RunT:

@@ -11,17 +11,18 @@ from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following
 from starling.experiment.join import changes
-from starling.experiment.machines import check_machines, machines_of
 from starling.experiment.observers import show
 from starling.extras import require
 from starling.launch.launcher import launch
 from starling.launch.messages import LearnerMessage
+from starling.launch.on_ray import RayMachines, connected
+from starling.launch.process import Machines
 from starling.launch.rendezvous import LOOPBACK
 from starling.launch.requests import launcher_id, taking_requests
 from starling.launch.watch import Loss
 from starling.recipe.run import RunConfig
 from starling.reporting.metrics import Metrics, serving
-from starling.reporting.progress import Display
+from starling.reporting.progress import Display, Say
 from starling.training.faults import only_simulated
 
 MAX_LEARNERS_PER_CORE = 4
@@ -143,3 +144,24 @@ def resumable(error: StarlingError, folder: ExperimentFolder, how_to_resume: str
     if found:
         error.add_note(f"resume with: {how_to_resume}")
     return error
+
+
+def check_machines(run: RunConfig) -> None:
+    """Raise the error of a cluster that a run needs and cannot reach, before the run prepares anything."""
+    if run.launch.kind == "ray":
+        with connected(run.launch.address):
+            pass
+
+
+def machines_of(run: RunConfig, say: Say) -> Machines | None:
+    """Where the learners run; None: on this machine."""
+    if run.launch.kind == "local":
+        return None
+    resources = {"CPU": 1.0} | ({"GPU": 1.0} if run.engine.device == "cuda" else {}) | run.launch.resources
+    size = run.super_learner_size
+    return RayMachines(run.launch.address, run.launch.learners_per_node or size, size, resources, say)
+
+
+def shared_folder(run: RunConfig, folder: ExperimentFolder) -> str | None:
+    """The parent of temporary folders that learners read; None: the system's usual one."""
+    return None if run.launch.kind == "local" else str(folder.path)

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -15,7 +16,7 @@ from starling.experiment.auto import choose_simulated, kept, with_choice
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import tell_end, tell_start, unusable
-from starling.experiment.observers import CurvesByRank, Log, Metered, Together
+from starling.experiment.observers import LearnersCurves, Log, Metered, Together, show
 from starling.experiment.regrouping import VirtualRegrouping
 from starling.experiment.seen import Seen, counter, segments
 from starling.experiment.task import RecipeT, Task
@@ -23,7 +24,6 @@ from starling.experiment.timeline import Timeline
 from starling.launch.process import signal_name
 from starling.launch.stopping import on_stop_signal
 from starling.recipe.run import RunConfig
-from starling.reporting.curves import Curves
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
@@ -68,7 +68,7 @@ def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) 
 
 
 def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, events: Events, console: Console) -> Outcome:
-    curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
+    curves = LearnersCurves(folder.tensorboard)
     title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
     checkpoint = load(recipe.resume) if recipe.resume else None
     strategy, learners = recipe.strategy.described, recipe.learners
@@ -86,7 +86,7 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
         observers = [
             Metered(Log(log), recipe.learners, LOG_EVERY),
             Metered(curves, recipe.learners, CURVES_EVERY),
-            Metered(display, recipe.learners, SEND_EVERY),
+            Metered(partial(show, display=display), recipe.learners, SEND_EVERY),
         ]
         try:
             with on_stop_signal(stop.ask):

@@ -19,8 +19,7 @@ from starling.experiment.task import RunT, Task, load_recipe
 from starling.launch.link import Link, reported_errors
 from starling.launch.process import signal_name
 from starling.launch.rendezvous import find_place, is_first, is_learner, number_of_learners
-from starling.recipe.file import read_recipe
-from starling.recipe.overrides import apply_overrides
+from starling.recipe.file import apply_overrides, read_recipe
 from starling.reporting.progress import Bars, Display, Say, say_on
 from starling.timeouts import SET_UP
 

@@ -37,8 +37,7 @@ from starling.launch.messages import (
     decode_from_launcher,
     encode,
 )
-from starling.launch.probe import USUAL_SECONDS, check_store
-from starling.launch.rendezvous import AGENT, LOOPBACK, find_place, ranks_of_environment
+from starling.launch.rendezvous import AGENT, LOOPBACK, USUAL_SECONDS, check_store, find_place, ranks_of_environment
 from starling.timeouts import HEARTBEAT_EVERY
 from starling.training.membership import Membership, MembershipFeed
 
