@@ -11,10 +11,9 @@ from rich.console import Console
 
 from starling.engines.processes.stalls import Stall
 from starling.errors import ProtocolError
-from starling.experiment.status import is_alive
+from starling.experiment.running import describe, is_alive, learners_of
 from starling.launch.messages import Activity, Ended, Entered, Heartbeat, Snapshot, Status, decode_file, encode_file
 from starling.launch.roster import Roster
-from starling.reporting.status import describe, learners_of
 
 
 class Told:
@@ -77,7 +76,7 @@ def test_a_learner_that_begins_when_others_train_already_has_joined() -> None:
     told.roster.hear(0, Entered(2))
     assert {name: each.has_joined for name, each in told.roster.learners.items()} == {0: False, 1: True, 2: True}
     assert told.roster.learners[1].num_steps == 42
-    assert [(each.learner_id, each.reason) for each in told.roster.lost] == [(1, "killed")]
+    assert [(each.learner, each.reason) for each in told.roster.lost] == [(1, "killed")]
     assert told.roster.generation == 2
 
 

@@ -148,7 +148,7 @@ def train(
         run = train_as_learner(GivenJob(job), run, None, lambda line: None, console)
     else:
         run = run_training(GivenJob(job), run, lambda line: None, console)
-    return Trained(job_of(job, run), run.folder, latest(run.folder))
+    return Trained(with_settings(job, run), run.folder, latest(run.folder))
 
 
 def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulated:
@@ -172,7 +172,7 @@ def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulat
     return Simulated(job, VirtualEngine(job, learners, cluster).run())
 
 
-def job_of(job: Job, run: RunConfig) -> Job:
+def with_settings(job: Job, run: RunConfig) -> Job:
     """The job with the strategy and the other settings of a run."""
     return replace(
         job,
@@ -193,7 +193,7 @@ class GivenJob(Task[JobConfig]):
         self._job = job
 
     def make_job(self, recipe: JobConfig, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
-        return job_of(self._job, recipe)
+        return with_settings(self._job, recipe)
 
     def set_up(self, recipe: JobConfig, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
         """Raises ConfigError for a job that cannot be sent to learners."""
@@ -204,7 +204,7 @@ class GivenJob(Task[JobConfig]):
     def learner_command(self, recipe: JobConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
         with tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared_folder(recipe, folder)) as scratch:
             file = Path(scratch) / "job"
-            file.write_bytes(pack(job_of(self._job, recipe), recipe))
+            file.write_bytes(pack(with_settings(self._job, recipe), recipe))
             yield [sys.executable, "-m", "starling.experiment.job_process", str(file)]
 
     def how_to_resume(self, folder: ExperimentFolder) -> str:

@@ -25,7 +25,7 @@ from starling.experiment.observers import (
     model_writer,
     save_choice,
 )
-from starling.experiment.regrouping import Regrouping
+from starling.experiment.regrouping import Regrouping, SharedCounts
 from starling.experiment.seen import Seen, segments
 from starling.experiment.task import RunT, Task
 from starling.experiment.timeline import Timeline
@@ -48,14 +48,14 @@ def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, l
         if link is not None:
             link.send(message)
 
-    regrouping = Regrouping(folder, place, tell)
+    counts = SharedCounts(place)
     curves = LearnersCurves(folder.tensorboard)
     sync_group_size = run.sync_group_size
     job = task.make_job(run, folder, place.local_world)
     write_model = task.model_writer(run, folder)
     writer = CheckpointWriter(
         folder.checkpoints,
-        regrouping.arrive,
+        counts.arrive,
         write_model,
         task.fingerprints(run),
         run.checkpoints.keep,
@@ -67,14 +67,14 @@ def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, l
         writer,
         tell,
         folder.tensorboard / "consensus",
-        save_choice(run.checkpoints.epochs, validate_every, folder, regrouping.agree),
-        model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), write_model, sync_group_size),
+        save_choice(run.checkpoints.epochs, validate_every, folder, counts.agree),
+        model_writer(folder, lambda name: counts.arrive(f"validation/{name}"), write_model, sync_group_size),
     )
-    seen = Seen(segments(folder.seen)[-1], regrouping.count, task.max_skipped(run, job), lambda line: tell(Said(line)))
+    seen = Seen(segments(folder.seen)[-1], counts.count, task.max_skipped(run, job), lambda line: tell(Said(line)))
     timeline = Timeline(
         segments(folder.seen)[-1], warn=lambda path, error: tell(Said(f"{path} cannot be written ({error})"))
     )
-    regrouping.watch((seen, timeline), saver)
+    regrouping = Regrouping(folder, (seen, timeline), lambda membership, line: tell(Said(line)), counts, saver)
     world = max(place.world, place.rank + 1)  # the id of a joiner may exceed the number of learners at the start
     listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
     if link is not None:

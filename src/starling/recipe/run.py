@@ -154,14 +154,6 @@ class StrategyChoice(BaseModel):
             )
         between_islands(self.strategy, island).validate(self.options, learners)
 
-    def num_workers(self, learners: int, island: Island = NO_ISLANDS) -> int:
-        """How many of these learners compute gradients."""
-        return between_islands(self.strategy, island).num_workers(self.options, learners)
-
-    def sync_group_size(self, learners: int, island: Island = NO_ISLANDS) -> int:
-        """How many of these learners claim mini-batches together."""
-        return between_islands(self.strategy, island).sync_group_size(self.options, learners)
-
 
 DEFAULT_STRATEGY = StrategyChoice(name="allreduce")
 
@@ -286,14 +278,19 @@ class RunConfig(Config):
         return self.exp / self.name
 
     @property
+    def between(self) -> Strategy:
+        """The strategy, as it holds between islands."""
+        return between_islands(self.strategy.strategy, self.island)
+
+    @property
     def num_workers(self) -> int:
         """How many learners compute gradients, each of its own mini-batches; a tensor island counts as one."""
-        return self.strategy.num_workers(self.learners, self.island) // self.island.learners_per_batch
+        return self.between.num_workers(self.strategy.options, self.learners) // self.island.learners_per_batch
 
     @property
     def sync_group_size(self) -> int:
         """How many learners claim mini-batches together."""
-        return self.strategy.sync_group_size(self.learners, self.island)
+        return self.between.sync_group_size(self.strategy.options, self.learners)
 
     @property
     def super_learner_size(self) -> int:
