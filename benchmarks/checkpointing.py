@@ -17,13 +17,12 @@ from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import choose_device
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import Saver, Together
-from starling.experiment.regrouping import Regrouping
+from starling.experiment.regrouping import SharedCounts
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, LearnerMessage, Saved, values_of
 from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.stopping import save_requests_of
-from starling.reporting.curves import Curves
 from starling.speech.recipe import fingerprints
 from starling.speech.training.job import ModelWriter
 from starling.training.job import Silence, StepReport
@@ -106,10 +105,10 @@ def _learn(folder: Path, minutes: float | None, link: Link) -> None:
     place = find_place()
     recipe = recipe_for(folder, WORLD, STEPS, "delay-by-one")
     experiment = ExperimentFolder(recipe.folder)
-    regrouping = Regrouping(experiment, place, link.send)
+    counts = SharedCounts(place)
     model = ModelWriter(experiment.initial)
-    writer = CheckpointWriter(experiment.checkpoints, regrouping.arrive, model, fingerprints(recipe))
-    saver = Saver(writer, link.send, lambda: Curves(experiment.tensorboard / "consensus"))
+    writer = CheckpointWriter(experiment.checkpoints, counts.arrive, model, fingerprints(recipe))
+    saver = Saver(writer, link.send, experiment.tensorboard / "consensus")
     observer = Together([_Begin(link), _MarksOnly(saver)])
     with save_requests_of(link, minutes) as save_requests, saver:
         run_learner(

@@ -17,7 +17,7 @@ from benchmarks.starting import launched
 from benchmarks.surviving import Killing, Moments, Seconds
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import choose_device
-from starling.launch.launcher import launch
+from starling.launch.launcher import launch, this_machine
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
 from starling.launch.on_ray import RayMachines
@@ -63,13 +63,13 @@ def _throughput(folder: Path, ray: Machines) -> Bar:
     """Gradients per second of two learners in step, from the third one to the last."""
     run = Run("allreduce", 2, widths=LARGE, seconds=SECONDS)
 
-    def seconds_per_step(machines: Machines | None) -> Seconds:
+    def seconds_per_step(machines: Machines) -> Seconds:
         (outcomes,) = launched([run], folder, machines)
         return 1.0 / sum(outcome.rate for outcome in outcomes)
 
     pairs = []
     for number in range(PAIRS):
-        order = (ray, None) if number % 2 == 0 else (None, ray)
+        order = (ray, this_machine) if number % 2 == 0 else (this_machine, ray)
         taken = {machines is ray: seconds_per_step(machines) for machines in order}
         pairs.append((taken[True], taken[False]))
     rates = [1.0 / median(column) for column in zip(*pairs, strict=True)]

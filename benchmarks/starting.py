@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.runs import Outcome, Run, Seconds, read_weights, relative_distance, weights_file
-from starling.launch.launcher import launch
+from starling.launch.launcher import launch, this_machine
 from starling.launch.link import VARIABLE
 from starling.launch.process import Machines
 
@@ -28,7 +28,7 @@ def learner_command(runs: Sequence[Run], folder: Path) -> list[str]:
     return [sys.executable, "-m", "benchmarks.learner", json.dumps([asdict(run) for run in runs]), str(folder)]
 
 
-def launched(runs: Sequence[Run], folder: Path, machines: Machines | None = None) -> Outcomes:
+def launched(runs: Sequence[Run], folder: Path, machines: Machines = this_machine) -> Outcomes:
     """Make `runs` one after the other with the same processes, started by Starling's launcher."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
         launch(learner_command(runs, Path(own)), max(run.world for run in runs), Path(own), machines=machines)

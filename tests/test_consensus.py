@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from starling.averaging import rank_ordered_mean
-from starling.consensus import consensus_distance
+from starling.consensus import consensus_distance, rank_ordered_mean
 
 
 def test_the_consensus_distance_is_the_mean_square_of_what_parts_learners_from_their_mean() -> None:

@@ -8,132 +8,86 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from starling.budget import Budget, Schedule
-    from starling.comparing.api import compare
-    from starling.comparing.table import Comparison
-    from starling.configuration import Config
-    from starling.engines.loop.joined import JoinedLearner, LoopStats
-    from starling.engines.virtual.cluster import Cluster
-    from starling.engines.virtual.engine import VirtualEngine
-    from starling.errors import StarlingError
-    from starling.experiment.any_job import Simulated, Trained, simulate, train
-    from starling.experiment.profile import profile
-    from starling.experiment.report import report
-    from starling.experiment.task import Task, TaskRecipe, job_of
-    from starling.launch.joining import attach, join
-    from starling.launch.sharing import SharedBatches, SharedSampler
-    from starling.learner import Handle, Learner
-    from starling.predict.costs import Profile
-    from starling.predict.plan import Plan, plan
-    from starling.speech.commands.transcribe import load_model
-    from starling.speech.recipe import Recipe, load_recipe
-    from starling.speech.recogniser import Recogniser
-    from starling.speech.transcribing.transcriber import Live, Transcriber
-    from starling.speech.transcribing.transcript import Segment, Transcript, Update, Word
-    from starling.strategies import STRATEGIES, Strategy
-    from starling.strategies.islands import Island
-    from starling.topology import Topology
-    from starling.training.data import DataWorkload
-    from starling.training.job import Job
-    from starling.workload import Ticket, Workload
+    from starling.budget import Budget as Budget
+    from starling.budget import Schedule as Schedule
+    from starling.comparing.api import compare as compare
+    from starling.comparing.table import Comparison as Comparison
+    from starling.configuration import Config as Config
+    from starling.engines.loop.joined import JoinedLearner as JoinedLearner
+    from starling.engines.loop.joined import LoopStats as LoopStats
+    from starling.engines.virtual.cluster import Cluster as Cluster
+    from starling.engines.virtual.engine import VirtualEngine as VirtualEngine
+    from starling.errors import StarlingError as StarlingError
+    from starling.experiment.any_job import Simulated as Simulated
+    from starling.experiment.any_job import Trained as Trained
+    from starling.experiment.any_job import simulate as simulate
+    from starling.experiment.any_job import train as train
+    from starling.experiment.profile import profile as profile
+    from starling.experiment.report import report as report
+    from starling.experiment.task import Task as Task
+    from starling.experiment.task import TaskRecipe as TaskRecipe
+    from starling.experiment.task import job_of as job_of
+    from starling.launch.joining import attach as attach
+    from starling.launch.joining import join as join
+    from starling.launch.sharing import SharedBatches as SharedBatches
+    from starling.launch.sharing import SharedSampler as SharedSampler
+    from starling.learner import Handle as Handle
+    from starling.learner import Learner as Learner
+    from starling.predict.costs import Profile as Profile
+    from starling.predict.plan import Plan as Plan
+    from starling.predict.plan import plan as plan
+    from starling.speech.commands.transcribe import load_model as load_model
+    from starling.speech.recipe import Recipe as Recipe
+    from starling.speech.recipe import load_recipe as load_recipe
+    from starling.speech.recogniser import Recogniser as Recogniser
+    from starling.speech.transcribing.transcriber import Live as Live
+    from starling.speech.transcribing.transcriber import Transcriber as Transcriber
+    from starling.speech.transcribing.transcript import Segment as Segment
+    from starling.speech.transcribing.transcript import Transcript as Transcript
+    from starling.speech.transcribing.transcript import Update as Update
+    from starling.speech.transcribing.transcript import Word as Word
+    from starling.strategies import STRATEGIES as STRATEGIES
+    from starling.strategies import Strategy as Strategy
+    from starling.strategies.islands import Island as Island
+    from starling.topology import Topology as Topology
+    from starling.training.data import DataWorkload as DataWorkload
+    from starling.training.job import Job as Job
+    from starling.workload import Ticket as Ticket
+    from starling.workload import Workload as Workload
 
-__all__ = [
-    "STRATEGIES",
-    "Budget",
-    "Cluster",
-    "Comparison",
-    "Config",
-    "DataWorkload",
-    "Handle",
-    "Island",
-    "Job",
-    "JoinedLearner",
-    "Learner",
-    "Live",
-    "LoopStats",
-    "Plan",
-    "Profile",
-    "Recipe",
-    "Recogniser",
-    "Schedule",
-    "Segment",
-    "SharedBatches",
-    "SharedSampler",
-    "Simulated",
-    "StarlingError",
-    "Strategy",
-    "Task",
-    "TaskRecipe",
-    "Ticket",
-    "Topology",
-    "Trained",
-    "Transcriber",
-    "Transcript",
-    "Update",
-    "VirtualEngine",
-    "Word",
-    "Workload",
-    "attach",
-    "compare",
-    "job_of",
-    "join",
-    "load_model",
-    "load_recipe",
-    "plan",
-    "profile",
-    "report",
-    "simulate",
-    "train",
-]
-
-_HOMES = {
-    "STRATEGIES": "strategies",
-    "Budget": "budget",
-    "Cluster": "engines.virtual.cluster",
-    "Comparison": "comparing.table",
-    "Config": "configuration",
-    "DataWorkload": "training.data",
-    "Handle": "learner",
-    "Island": "strategies.islands",
-    "Job": "training.job",
-    "JoinedLearner": "engines.loop.joined",
-    "Learner": "learner",
-    "Live": "speech.transcribing.transcriber",
-    "LoopStats": "engines.loop.joined",
-    "Plan": "predict.plan",
-    "Profile": "predict.costs",
-    "Recipe": "speech.recipe",
-    "Recogniser": "speech.recogniser",
-    "Schedule": "budget",
-    "Segment": "speech.transcribing.transcript",
-    "SharedBatches": "launch.sharing",
-    "SharedSampler": "launch.sharing",
-    "Simulated": "experiment.any_job",
-    "StarlingError": "errors",
-    "Strategy": "strategies",
-    "Task": "experiment.task",
-    "TaskRecipe": "experiment.task",
-    "Ticket": "workload",
-    "Topology": "topology",
-    "Trained": "experiment.any_job",
-    "Transcriber": "speech.transcribing.transcriber",
-    "Transcript": "speech.transcribing.transcript",
-    "Update": "speech.transcribing.transcript",
-    "VirtualEngine": "engines.virtual.engine",
-    "Word": "speech.transcribing.transcript",
-    "Workload": "workload",
-    "attach": "launch.joining",
-    "compare": "comparing.api",
-    "job_of": "experiment.task",
-    "join": "launch.joining",
-    "load_model": "speech.commands.transcribe",
-    "load_recipe": "speech.recipe",
-    "report": "experiment.report",
-    "plan": "predict.plan",
-    "profile": "experiment.profile",
-    "simulate": "experiment.any_job",
-    "train": "experiment.any_job",
+_NAMES = {
+    "budget": "Budget Schedule",
+    "comparing.api": "compare",
+    "comparing.table": "Comparison",
+    "configuration": "Config",
+    "engines.loop.joined": "JoinedLearner LoopStats",
+    "engines.virtual.cluster": "Cluster",
+    "engines.virtual.engine": "VirtualEngine",
+    "errors": "StarlingError",
+    "experiment.any_job": "Simulated Trained simulate train",
+    "experiment.profile": "profile",
+    "experiment.report": "report",
+    "experiment.task": "Task TaskRecipe job_of",
+    "launch.joining": "attach join",
+    "launch.sharing": "SharedBatches SharedSampler",
+    "learner": "Handle Learner",
+    "predict.costs": "Profile",
+    "predict.plan": "Plan plan",
+    "speech.commands.transcribe": "load_model",
+    "speech.recipe": "Recipe load_recipe",
+    "speech.recogniser": "Recogniser",
+    "speech.transcribing.transcriber": "Live Transcriber",
+    "speech.transcribing.transcript": "Segment Transcript Update Word",
+    "strategies": "STRATEGIES Strategy",
+    "strategies.islands": "Island",
+    "topology": "Topology",
+    "training.data": "DataWorkload",
+    "training.job": "Job",
+    "workload": "Ticket Workload",
 }
+"""The public names of each module."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOMES)
 
 _SPEECH = ("Live", "Recogniser", "Recipe", "Transcriber", "load_model", "load_recipe")
 

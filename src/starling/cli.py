@@ -8,13 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from starling.commands import (
-    Debug,
+    Commands,
     Experiment,
     Overrides,
     RecipeArgument,
     TakesKeys,
     progress_console,
-    shown_errors,
 )
 from starling.errors import ConfigError
 from starling.extras import require
@@ -23,7 +22,7 @@ PACKAGES = "starling.commands"
 """The entry points by which packages, speech among them, add commands: typer applications."""
 
 
-app = typer.Typer(
+app = Commands(
     help="Train speech recognisers with many learners, and choose how the learners agree.",
     no_args_is_help=True,
     add_completion=False,
@@ -31,14 +30,14 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-studies = typer.Typer(
+studies = Commands(
     help="Run a grid of simulations that answers one question.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 app.add_typer(studies, name="study", epilog="Example: [bold]starling study staleness[/bold]")
 
-shipped = typer.Typer(help="List the recipes that come with Starling, or copy one.", rich_markup_mode="rich")
+shipped = Commands(help="List the recipes that come with Starling, or copy one.", rich_markup_mode="rich")
 app.add_typer(shipped, name="recipes", epilog="Example: [bold]starling recipes copy demo[/bold]")
 
 
@@ -60,39 +59,35 @@ def options(
 
 
 @app.command(cls=TakesKeys, epilog="Example: [bold]starling train fsdd learners=2 strategy=delay-by-one[/bold]")
-def train(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
+def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     """Train with several learner processes, and score the test sets.
 
     If RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as under torchrun, this process is one learner.
     """
-    with shown_errors(debug):
-        from starling.experiment.train import train_recipe
+    from starling.experiment.train import train_recipe
 
-        train_recipe(recipe, overrides or (), typer.echo, progress_console(), "starling train")
+    train_recipe(recipe, overrides or (), typer.echo, progress_console(), "starling train")
 
 
 @app.command(epilog="Example: [bold]starling join exp/demo --learners 2[/bold]")
 def join(
     experiment: Experiment,
     learners: Annotated[int, typer.Option("--learners", min=1, help="How many learners to add.")] = 1,
-    debug: Debug = False,
 ) -> None:
     """Add learners to a running experiment. Lost learners are restarted first."""
-    with shown_errors(debug):
-        from starling.experiment import join
+    from starling.experiment.running import join as join_experiment
 
-        join.join(experiment, learners, typer.echo)
+    join_experiment(experiment, learners, typer.echo)
 
 
 @app.command(cls=TakesKeys, epilog="Example: [bold]starling simulate fsdd learners=64 strategy=delay-by-one[/bold]")
-def simulate(recipe: RecipeArgument, overrides: Overrides = None, debug: Debug = False) -> None:
+def simulate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     """Train with virtual learners in this process, on a simulated cluster. The same seed gives the same events."""
-    with shown_errors(debug):
-        from starling.experiment.simulate import simulate as simulate_recipe
-        from starling.experiment.task import load_recipe
+    from starling.experiment.simulate import simulate as simulate_recipe
+    from starling.experiment.task import load_recipe
 
-        chosen = load_recipe(recipe, overrides or (), command="starling simulate")
-        simulate_recipe(*chosen, typer.echo, progress_console())
+    chosen = load_recipe(recipe, overrides or (), command="starling simulate")
+    simulate_recipe(*chosen, typer.echo, progress_console())
 
 
 @app.command("profile", cls=TakesKeys, epilog="Example: [bold]starling profile demo --output profile.yaml[/bold]")
@@ -100,15 +95,13 @@ def measure(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     output: Annotated[Path, typer.Option("--output", help="The file to write.")] = Path("profile.yaml"),
-    debug: Debug = False,
 ) -> None:
     """Measure what a recipe costs on this machine: gradients, exchanges, means, memory. `starling plan` reads it."""
-    with shown_errors(debug):
-        from starling.experiment.planning import profile_recipe
-        from starling.experiment.task import load_recipe
+    from starling.experiment.planning import profile_recipe
+    from starling.experiment.task import load_recipe
 
-        chosen = load_recipe(recipe, overrides or (), command="starling profile")
-        profile_recipe(*chosen, output, typer.echo, progress_console())
+    chosen = load_recipe(recipe, overrides or (), command="starling profile")
+    profile_recipe(*chosen, output, typer.echo, progress_console())
 
 
 @app.command(cls=TakesKeys, epilog="Example: [bold]starling plan demo --profile profile.yaml --learners 4,16[/bold]")
@@ -126,59 +119,54 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Say what the columns mean and what is assumed.")] = False,
     output: Annotated[Path | None, typer.Option("--output", help="A CSV file for the table.")] = None,
     published: Annotated[bool, typer.Option("--published", help="Print published hours beside predictions.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Predict how long a recipe takes with each strategy and number of learners, and recommend one."""
-    with shown_errors(debug):
-        if published:
-            from starling.predict.published import page, predictions
+    if published:
+        from starling.predict.published import page, predictions
 
-            typer.echo(page(predictions()), nl=False)
-            return
-        if recipe is None:
-            raise ConfigError("plan: name a recipe, such as demo, or ask for --published")
-        from starling.experiment.planning import plan_recipe
-        from starling.experiment.task import load_recipe
+        typer.echo(page(predictions()), nl=False)
+        return
+    if recipe is None:
+        raise ConfigError("plan: name a recipe, such as demo, or ask for --published")
+    from starling.experiment.planning import plan_recipe
+    from starling.experiment.task import load_recipe
 
-        plan_recipe(
-            *load_recipe(Path(recipe), overrides or (), command="starling plan"),
-            typer.echo,
-            progress_console(),
-            profile_file=profile,
-            preset=preset,
-            cluster=cluster,
-            learners=learners,
-            strategies=strategies,
-            price=price,
-            explain=explain,
-            output=output,
-        )
+    plan_recipe(
+        *load_recipe(Path(recipe), overrides or (), command="starling plan"),
+        typer.echo,
+        progress_console(),
+        profile_file=profile,
+        preset=preset,
+        cluster=cluster,
+        learners=learners,
+        strategies=strategies,
+        price=price,
+        explain=explain,
+        output=output,
+    )
 
 
 @app.command(epilog="Example: [bold]starling audit exp/demo[/bold]")
-def audit(experiment: Experiment, debug: Debug = False) -> None:
+def audit(experiment: Experiment) -> None:
     """Show how much of each epoch each learner saw, and whether every utterance was seen exactly once."""
-    with shown_errors(debug):
-        from rich.console import Console
+    from rich.console import Console
 
-        from starling.experiment import audit
+    from starling.experiment import audit
 
-        audit.audit(experiment, typer.echo, Console())
+    audit.audit(experiment, typer.echo, Console())
 
 
 @app.command(epilog="Example: [bold]starling status exp/demo --watch[/bold]")
 def status(
     experiment: Experiment,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh the table until the run ends.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Show the state of a running experiment: each learner and what it waits for, losses, the newest checkpoint."""
-    with shown_errors(debug):
-        from rich.console import Console
+    from rich.console import Console
 
-        from starling.experiment import status
+    from starling.experiment.running import status as show_status
 
-        status.status(experiment, watch, Console())
+    show_status(experiment, watch, Console())
 
 
 @app.command(epilog="Example: [bold]starling report exp/demo --output demo.html[/bold]")
@@ -192,40 +180,37 @@ def report(
             "--output", help="The page. Default: report.html in the experiment's folder; of several, in this one."
         ),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write one HTML page about experiments: curves, timelines, scores with intervals, utterances with audio, events.
 
     It needs no network to be read. Several experiments are drawn over each other.
     """
-    with shown_errors(debug):
-        require("report", "starling report")
-        from starling.experiment.report import write_report
+    require("report", "starling report")
+    from starling.experiment.report import write_report
 
-        write_report(experiments, output, typer.echo)
+    write_report(experiments, output, typer.echo)
 
 
 @app.command(epilog="Example: [bold]starling strategies[/bold]")
-def strategies(debug: Debug = False) -> None:
+def strategies() -> None:
     """List the strategies by which learners can agree, by family, those of installed packages included."""
-    with shown_errors(debug):
-        from starling.recipe.auto import AUTO_STRATEGY
-        from starling.strategies import find_strategy, strategy_names
+    from starling.recipe.auto import AUTO_STRATEGY
+    from starling.strategies import find_strategy, strategy_names
 
-        found = {name: find_strategy(name) for name in strategy_names()} | {AUTO_STRATEGY.name: AUTO_STRATEGY}
-        width = max(map(len, found))
-        for kind in dict.fromkeys(strategy.kind for strategy in found.values()):
-            typer.echo(kind)
-            for name, strategy in found.items():
-                if strategy.kind == kind:
-                    typer.echo(f"  {name:{width}}  {strategy.summary}")
+    found = {name: find_strategy(name) for name in strategy_names()} | {AUTO_STRATEGY.name: AUTO_STRATEGY}
+    width = max(map(len, found))
+    for kind in dict.fromkeys(strategy.kind for strategy in found.values()):
+        typer.echo(kind)
+        for name, strategy in found.items():
+            if strategy.kind == kind:
+                typer.echo(f"  {name:{width}}  {strategy.summary}")
 
 
 @shipped.callback(invoke_without_command=True)
 def recipes(context: typer.Context) -> None:
     """List the recipes that come with Starling; commands accept their names."""
     if context.invoked_subcommand is None:
-        from starling.recipe.shipped import summaries
+        from starling.recipe.file import summaries
 
         found = summaries()
         width = max(map(len, found))
@@ -237,14 +222,12 @@ def recipes(context: typer.Context) -> None:
 def copy(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe, such as demo.", show_default=False)],
     to: Annotated[Path, typer.Argument(metavar="TO", help="The folder to copy it to.")] = Path(),
-    debug: Debug = False,
 ) -> None:
     """Copy a recipe, and the recipes that it builds on, to a folder."""
-    with shown_errors(debug):
-        from starling.recipe.shipped import copy_recipe
+    from starling.recipe.file import copy_recipe
 
-        for path in copy_recipe(name, to):
-            typer.echo(path)
+    for path in copy_recipe(name, to):
+        typer.echo(path)
 
 
 @app.command(cls=TakesKeys, epilog="Example: [bold]starling compare demo --strategies allreduce,adpsgd[/bold]")
@@ -268,7 +251,6 @@ def compare(
     ] = None,
     engine: Annotated[str | None, typer.Option("--engine", help="virtual, or processes.")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Simulated cells computed side by side.")] = None,
-    debug: Debug = False,
 ) -> None:
     """Compare strategies, each at its own best learning rate. Finished cells are not computed again.
 
@@ -276,8 +258,7 @@ def compare(
     """
     options = {"learners": _listed(learners), "rates": _listed(rates), "seeds": _listed(seeds)}
     given = {**options, "baseline": baseline, "target": target, "engine": engine, "jobs": jobs, "bracket": bracket}
-    with shown_errors(debug):
-        _compare(recipe, overrides or (), strategies.split(",") if strategies else (), **given)
+    _compare(recipe, overrides or (), strategies.split(",") if strategies else (), **given)
 
 
 def _listed(text: str | None) -> list[Any] | None:
@@ -297,13 +278,11 @@ def _compare(recipe: Path, overrides: Sequence[str], strategies: Sequence[str] =
 def staleness(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe with a section `compare`.")] = "staleness",
     overrides: Overrides = None,
-    debug: Debug = False,
 ) -> None:
     """Separate the effect of a larger batch from that of stale gradients. Finished cells are not computed again."""
-    with shown_errors(debug):
-        given = [recipe, *(overrides or ())]
-        path = Path("staleness" if "=" in recipe else given.pop(0))
-        _compare(path, given)
+    given = [recipe, *(overrides or ())]
+    path = Path("staleness" if "=" in recipe else given.pop(0))
+    _compare(path, given)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""What commands share: their arguments, how they show errors, and where they show progress."""
+"""What commands share: their arguments, the option --debug, how they show errors, and where they show progress."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,8 @@ from starling.errors import StarlingError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Function = Callable[..., None]
 
 
 class TakesKeys(TyperCommand):
@@ -50,20 +53,35 @@ Overrides = Annotated[
 ]
 Experiment = Annotated[Path, typer.Argument(metavar="EXP", help="An experiment, such as exp/demo.", show_default=False)]
 Best = Annotated[bool, typer.Option("--best", help="Use the model that scored best on the validation set.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-@contextmanager
-def shown_errors(debug: bool) -> Generator[None, None, None]:
-    """Print an error that Starling raised on purpose as one message, and exit with its code."""
-    try:
-        yield
-    except StarlingError as error:
-        if debug:
-            raise
-        for line in (f"error: {error}", *getattr(error, "__notes__", [])):
-            typer.echo(line, err=True)
-        raise typer.Exit(error.exit_code) from None
+class Commands(typer.Typer):
+    """An application whose commands have the option --debug. Without it, an error that Starling raised on purpose is
+    printed as one message, and the process exits with its code."""
+
+    def command(self, *given: Any, **options: Any) -> Callable[[Function], Function]:  # type: ignore[override]
+        add = super().command(*given, **options)
+        return lambda function: add(_with_debug(function))
+
+
+def _with_debug(function: Function) -> Function:
+    @wraps(function)
+    def run(*given: Any, debug: bool, **options: Any) -> None:
+        try:
+            function(*given, **options)
+        except StarlingError as error:
+            if debug:
+                raise
+            for line in (f"error: {error}", *getattr(error, "__notes__", [])):
+                typer.echo(line, err=True)
+            raise typer.Exit(error.exit_code) from None
+
+    kind = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+    own = signature(function)
+    last = Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), last])  # type: ignore[attr-defined]
+    run.__annotations__ = {**function.__annotations__, "debug": kind}
+    return run
 
 
 def progress_console() -> "Console":

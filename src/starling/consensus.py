@@ -1,19 +1,24 @@
-"""The consensus of learners, and their distance from it."""
+"""The consensus of learners, summed in rank order, so that it has the same bits everywhere; their distance from it."""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from starling.averaging import rank_ordered_mean
-
 Places = Sequence[tuple[int, int]]
 """Pieces of the weights as pairs (start, stop), without stop."""
-
-
 ROUNDING = 1e-4
 """How far apart the weights of learners with one model may be, as a share of their norm: devices of different kinds
 round differently in each step."""
+
+
+def rank_ordered_mean(vectors: Iterable[Tensor]) -> Tensor:
+    """(1/L) sum_l of L vectors of one shape, summed in the given order, with one vector at a time in memory."""
+    total, count = torch.empty(0), 0
+    for vector in vectors:
+        total = vector.clone() if count == 0 else total.add_(vector)
+        count += 1
+    return total.div_(count)
 
 
 def consensus(weights: Iterable[Tensor], kept: Sequence[Places]) -> Tensor:

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from starling.averaging import rank_ordered_mean
 from starling.budget import Budget
 from starling.chance import derive_seed
-from starling.consensus import consensus_distance
+from starling.consensus import consensus_distance, rank_ordered_mean
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Learner

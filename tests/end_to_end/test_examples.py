@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from starling.launch.rendezvous import REQUIRED
-from starling.recipe.file import read_recipe
-from starling.recipe.overrides import apply_overrides
+from starling.recipe.file import apply_overrides, read_recipe
 from starling.recipe.run import LaunchConfig
 from tests.sessions import run_to_end
 

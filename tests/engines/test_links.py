@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.averaging import rank_ordered_mean
+from starling.consensus import rank_ordered_mean
 from starling.engines.processes import links
 from starling.engines.processes.backend import ConnectionFailed
 from starling.engines.processes.links import NUM_SLOTS, SMALL_BYTES, LinkBoard, Links, SharedMean

@@ -25,7 +25,7 @@ from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes.member import run_learner
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.regrouping import Regrouping
+from starling.experiment.regrouping import Regrouping, SharedCounts
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place
@@ -119,10 +119,10 @@ def main(run: Run, link: Link | None) -> None:
         stragglers=Stragglers(pauses=(Pause(**run.pause),) if run.pause else ()),
     )
     folder = ExperimentFolder(Path(run.folder))
-    regrouping = Regrouping(folder, place, lambda message: None)
-    writer = CheckpointWriter(folder.checkpoints, regrouping.arrive, write_model, {}, keep=1000)
+    counts = SharedCounts(place)
+    writer = CheckpointWriter(folder.checkpoints, counts.arrive, write_model, {}, keep=1000)
     keeping = Keeping(writer, run, place.rank, link)
-    regrouping.watch((), keeping)
+    regrouping = Regrouping(folder, (), lambda membership, line: None, counts, keeping)  # type: ignore[arg-type]
     with save_requests_of(link, run.minutes) as save_requests:
         state = run_learner(
             job,

@@ -33,10 +33,9 @@ from starling.launch.messages import (
     Signalled,
     Snapshot,
     Stop,
-    decode_answer,
+    decode_file,
     decode_from_launcher,
     decode_from_learner,
-    decode_request,
     encode,
     encode_file,
     values_of,
@@ -86,8 +85,8 @@ def test_a_loss_that_is_not_finite_arrives_as_it_was() -> None:
 def test_requests_and_answers_are_read_as_they_were_written() -> None:
     """Other commands write and read them as files."""
     answer = JoinAnswer("", (2, 3), ("learner 4: no memory",), 4)
-    assert decode_answer(encode_file(answer).encode()) == answer
-    assert decode_request(encode_file(JoinRequest(2, "a")).encode()) == JoinRequest(2, "a")
+    assert decode_file(JoinAnswer, encode_file(answer).encode()) == answer
+    assert decode_file(JoinRequest, encode_file(JoinRequest(2, "a")).encode()) == JoinRequest(2, "a")
 
 
 @pytest.mark.parametrize(

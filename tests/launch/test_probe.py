@@ -12,11 +12,10 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.errors import ProtocolError
-from starling.launch import probe
+from starling.launch import rendezvous
 from starling.launch.elastic import connect
 from starling.launch.launcher import loopback_store
-from starling.launch.probe import await_store, check_store
-from starling.launch.rendezvous import find_place
+from starling.launch.rendezvous import await_store, check_store, find_place
 
 
 @contextmanager
@@ -66,7 +65,7 @@ def test_another_service_at_the_port_is_named_within_the_time_out(
     service: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a loop joins, as the learner that starts the coordinator or another, or a launcher started a recipe."""
-    monkeypatch.setattr(probe, "USUAL_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "USUAL_SECONDS", 0.3)
     open_service, answer = SERVICES[service]
     rank = int(how != "joined-first")
     with open_service() as port:

@@ -27,10 +27,10 @@ import starling
 from benchmarks.ray_cluster import RayCluster, ray_cluster
 from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, MissingExtraError, PeerLost, StarlingError
-from starling.experiment.join import join
+from starling.experiment.running import join
+from starling.experiment.running import status as show_status
 from starling.experiment.seen import read_seen
-from starling.experiment.status import status as show_status
-from starling.launch.messages import Status, decode_status
+from starling.launch.messages import Status, decode_file
 from tests.launch.ray_job import BATCHES, EPOCHS, make_job
 
 PATIENCE = 150.0
@@ -93,7 +93,7 @@ class Run:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and self._thread.is_alive():
             file = self.experiment / "status.json"
-            if file.exists() and holds(status := decode_status(file.read_bytes())):
+            if file.exists() and holds(status := decode_file(Status, file.read_bytes())):
                 return status
             time.sleep(0.1)
         raise AssertionError(f"{self.error}; the run said:\n{self.said.getvalue()}")
@@ -274,7 +274,7 @@ def test_learners_on_all_nodes_end_when_the_driver_dies(cluster: RayCluster, tmp
         [sys.executable, str(script), cluster.address], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}
     )
     deadline, status_file = time.monotonic() + PATIENCE, tmp_path / "exp" / "toy" / "status.json"
-    while not status_file.exists() or not decode_status(status_file.read_bytes()).saved:
+    while not status_file.exists() or not decode_file(Status, status_file.read_bytes()).saved:
         assert driver.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     learners = learners_below()
@@ -392,7 +392,7 @@ def test_the_demo_survives_a_lost_node_and_gets_another_one(cluster: RayCluster,
         while run.poll() is None:
             time.sleep(0.5)
             if not killed_at and (experiment / "status.json").exists():
-                status = decode_status((experiment / "status.json").read_bytes())
+                status = decode_file(Status, (experiment / "status.json").read_bytes())
                 if (num_steps := sum(each.num_steps for each in status.learners)) > 4000:
                     cluster.kill(lost)
                     cluster.add(num_cpus=1)

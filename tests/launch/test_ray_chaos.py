@@ -21,7 +21,7 @@ import pytest
 
 from benchmarks.namespaces import NoNamespacesError
 from benchmarks.ray_namespaces import Machine, Machines, environment, machines
-from starling.launch.messages import Status, decode_status
+from starling.launch.messages import Status, decode_file
 from starling.timeouts import NODE_SILENT, UNREACHABLE
 from tests.launch.test_ray import assert_all_seen_once, num_training
 
@@ -149,7 +149,7 @@ class Chaos:
             time.sleep(0.5)
 
     def _status(self) -> Status:
-        return decode_status((self.experiment / "status.json").read_bytes())
+        return decode_file(Status, (self.experiment / "status.json").read_bytes())
 
     def _wait(self, seconds: float) -> bool:
         try:
@@ -188,7 +188,7 @@ def test_only_the_launcher_s_side_of_a_cut_cable_finishes(tmp_path: Path) -> Non
 
     def wait_until(holds: Callable[[Status], bool], seconds: float) -> None:
         file, deadline = experiment / "status.json", time.monotonic() + seconds
-        while not (file.exists() and holds(decode_status(file.read_bytes()))):
+        while not (file.exists() and holds(decode_file(Status, file.read_bytes()))):
             assert driver.poll() is None and time.monotonic() < deadline, (tmp_path / "said").read_text()
             time.sleep(0.1)
 

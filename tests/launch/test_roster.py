@@ -41,7 +41,7 @@ def test_a_learner_starts_trains_and_ends() -> None:
     assert run.hear(0, Activity("step 3")) is LearnerState.TRAINING
     assert run.hear(0, Ended(4)) is LearnerState.ENDED
     record = run.roster.learners[0]
-    assert (record.num_steps, record.doing, record.has_computed) == (4, "ending", True)
+    assert (record.num_steps, record.attempt.doing, record.attempt.has_computed) == (4, "ending", True)
 
 
 def test_where_no_membership_is_watched_the_first_mini_batch_says_that_a_learner_trains() -> None:
@@ -95,22 +95,27 @@ def test_a_learner_that_is_started_again_keeps_its_record() -> None:
     run = Clocked(2)
     run.hear(1, Entered(0), Heartbeat(30), EpochEnd(1, 2, 0, 30, 10.0, 9.0, 0.5, 0.5), Failed("DataError", "no audio"))
     record = run.roster.learners[1]
-    assert isinstance(record.error, DataError)
+    assert isinstance(record.attempt.error, DataError)
     run.roster.lose(1, "killed")
     run.roster.announce(NewMembership(1, (0,)))
     assert run.roster.start(1, is_joiner=True) is record
-    assert (record.state, record.rank, record.generation, record.error) == (LearnerState.STARTING, None, -1, None)
+    assert (record.state, record.rank, record.attempt.generation, record.attempt.error) == (
+        LearnerState.STARTING,
+        None,
+        -1,
+        None,
+    )
     run.hear(1, Heartbeat(12))
-    assert (record.num_steps, record.seconds) == (42, 10.0)
+    assert (record.num_steps, record.epochs[0].seconds) == (42, 10.0)
 
 
 def test_an_error_that_is_not_starlings_keeps_its_name() -> None:
     """And whatever a learner sends, no other class is made of it."""
     run = Clocked(1)
     run.hear(0, Failed("ValueError", "too long"))
-    assert str(run.roster.learners[0].error) == "ValueError: too long"
+    assert str(run.roster.learners[0].attempt.error) == "ValueError: too long"
     run.hear(0, Failed("Stopped", "by whom"))
-    assert type(run.roster.learners[0].error) is StarlingError
+    assert type(run.roster.learners[0].attempt.error) is StarlingError
 
 
 def test_the_newest_checkpoint_is_known() -> None:

@@ -11,7 +11,7 @@ import pytest
 from starling.errors import PeerLost
 from starling.launch.launcher import launch
 from starling.launch.messages import Entered, LearnerMessage, values_of
-from starling.launch.watch import Loss
+from starling.launch.roster import Loss
 from tests.warm_start import own_learner, own_learners
 
 NUM_MINI_BATCHES = 3000

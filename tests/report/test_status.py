@@ -11,10 +11,9 @@ from rich.console import Console
 
 from starling.engines.processes.stalls import Stall
 from starling.errors import ProtocolError
-from starling.experiment.status import is_alive
-from starling.launch.messages import Activity, Ended, Entered, Heartbeat, Snapshot, Status, decode_status, encode_file
+from starling.experiment.running import describe, is_alive, learners_of
+from starling.launch.messages import Activity, Ended, Entered, Heartbeat, Snapshot, Status, decode_file, encode_file
 from starling.launch.roster import Roster
-from starling.reporting.status import describe, learners_of
 
 
 class Told:
@@ -77,7 +76,7 @@ def test_a_learner_that_begins_when_others_train_already_has_joined() -> None:
     told.roster.hear(0, Entered(2))
     assert {name: each.has_joined for name, each in told.roster.learners.items()} == {0: False, 1: True, 2: True}
     assert told.roster.learners[1].num_steps == 42
-    assert [(each.learner_id, each.reason) for each in told.roster.lost] == [(1, "killed")]
+    assert [(each.learner, each.reason) for each in told.roster.lost] == [(1, "killed")]
     assert told.roster.generation == 2
 
 
@@ -112,7 +111,7 @@ def test_a_status_is_read_as_it_was_written_and_shown_with_its_age() -> None:
     told.roster.hear(0, Snapshot(0, 2, 0, 6, 10, 6, float("nan"), 100, 1.0, 0.1, 0.0, 0.3, 1.0))
     told.roster.hear(0, Heartbeat(7))
     told.now += 1.0
-    it = decode_status(encode_file(status(told, "training", None, "")).encode())
+    it = decode_file(Status, encode_file(status(told, "training", None, "")).encode())
     assert it == status(told, "training", None, "")
     text = shown(it, 1100.5, is_alive=True)
     assert "demo, adpsgd: training, began 1 min 40 s ago, membership 1" in text
@@ -143,4 +142,4 @@ def test_on_another_machine_a_recent_status_shows_that_the_launcher_runs() -> No
 def test_what_is_no_status_is_refused(text: str) -> None:
     """Whatever is wrong with it."""
     with pytest.raises(ProtocolError, match=r"not the status of a run of this version: "):
-        decode_status(text.encode())
+        decode_file(Status, text.encode())

@@ -15,9 +15,9 @@ from starling.engines.processes.stalls import Stall, Waits
 from starling.errors import ConfigError, DataError, NonFiniteError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following, read_record
-from starling.experiment.heartbeat import HeartbeatSource, beating
+from starling.experiment.learning import HeartbeatSource, beating
+from starling.experiment.running import is_alive, read_status
 from starling.experiment.seen import begin_segment
-from starling.experiment.status import is_alive, read_status
 from starling.launch.messages import Activity, Ended, Heartbeat
 from starling.speech.recipe import Recipe, check_recipe
 from starling.workload import Position, Ticket

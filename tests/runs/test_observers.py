@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from starling.checkpoint.reader import load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, PeerLost
-from starling.experiment.observers import Keep, Log, Messages, Metered, Saver, show
+from starling.experiment.observers import Keep, Log, Metered, Saver, show
 from starling.launch.messages import (
     EpochEnd,
     LearnerMessage,
@@ -22,7 +22,6 @@ from starling.launch.messages import (
     decode_from_learner,
     encode,
 )
-from starling.reporting.curves import Curves
 from starling.reporting.meter import FAR
 from starling.reporting.progress import Display
 from starling.training.job import Averaging, EpochReport, Spent
@@ -37,11 +36,8 @@ class Kept:
     def __init__(self) -> None:
         self.heard: list[Snapshot | EpochEnd] = []
 
-    def progress(self, snapshot: Snapshot) -> None:
-        self.heard.append(snapshot)
-
-    def epoch(self, end: EpochEnd) -> None:
-        self.heard.append(end)
+    def __call__(self, message: Snapshot | EpochEnd) -> None:
+        self.heard.append(message)
 
 
 def shown(message: LearnerMessage) -> str:
@@ -71,7 +67,7 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
     """The other end of the line shows an epoch of all learners as one line; a learner's own log has its own."""
     sent: list[bytes] = []
     here, there = io.StringIO(), io.StringIO()
-    for listener in (Log(here), Messages(lambda message: sent.append(encode(message)))):
+    for listener in (Log(here), lambda message: sent.append(encode(message))):
         for rank in range(2):
             observer = Metered(listener, world=2, every=0.0)
             observer.on_step(step(3, rank=rank))
@@ -94,7 +90,7 @@ def test_a_log_gives_each_advice_once() -> None:
     text = io.StringIO()
     log = Log(text)
     for epoch in range(3):
-        log.epoch(EpochEnd(1, 2, epoch, 4, 10.0, 5.0, 4.0, 1.0))
+        log(EpochEnd(1, 2, epoch, 4, 10.0, 5.0, 4.0, 1.0))
     lines = text.getvalue().splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "(1/2) epoch 1 ended",
@@ -108,7 +104,7 @@ def test_the_end_of_an_epoch_arrives_as_it_was() -> None:
     """Through JSON, the histogram and the distance included."""
     kept, sent = Kept(), list[bytes]()
     averaging = Averaging(rounds=6, bytes_sent=3, staleness=Counter({0: 1, 2: 3, 10 * FAR: 1}))
-    for listener in (kept, Messages(lambda message: sent.append(encode(message)))):
+    for listener in (kept, lambda message: sent.append(encode(message))):
         Metered(listener, world=2, every=0.0).on_epoch(
             EpochReport(0, 0, 5, 5.0, Spent(4.0, 0.5, 0.5), averaging, 0.25), state(0, 2, Ticket(1, 0, 10))
         )
@@ -131,7 +127,7 @@ def test_the_learner_that_completes_a_checkpoint_tells_and_draws_how_far_learner
     told: list[tuple[int, Saved]] = []
     together = writer(tmp_path)
     savers = [
-        Saver(together, lambda message, rank=rank: told.append((rank, message)), lambda: Curves(tmp_path / "curves"))
+        Saver(together, lambda message, rank=rank: told.append((rank, message)), tmp_path / "curves")
         for rank in range(2)
     ]
     for epoch, order in ((1, (0, 1)), (2, (1, 0))):
@@ -156,7 +152,7 @@ def test_the_learner_that_completes_a_checkpoint_tells_and_draws_how_far_learner
 
 def saver_of(folder: Path, told: list[Saved]) -> Saver:
     """A saver of a single learner."""
-    return Saver(writer(folder), told.append, lambda: Curves(folder / "curves"))
+    return Saver(writer(folder), told.append, folder / "curves")
 
 
 def test_what_was_begun_is_finished_when_the_training_fails(tmp_path: Path) -> None:
@@ -192,7 +188,7 @@ def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
 def test_what_a_learner_does_is_told_to_the_launcher() -> None:
     """So that it can say when a learner was lost."""
     sent: list[LearnerMessage] = []
-    observer = Metered(Messages(sent.append), world=2, every=0.0)
+    observer = Metered(sent.append, world=2, every=0.0)
     observer.on_step(step(13, epoch=1))
     (snapshot,) = sent
     assert isinstance(snapshot, Snapshot)
@@ -204,9 +200,7 @@ def test_of_an_epoch_that_needs_no_checkpoint_only_the_model_is_written_or_nothi
     told: list[LearnerMessage] = []
     kept: list[Keep] = ["", "model", "checkpoint"]
     models = CheckpointWriter(tmp_path / "validation", lambda name: 1, write_model, {})
-    with Saver(
-        writer(tmp_path), told.append, lambda: Curves(tmp_path / "curves"), lambda report: kept[report.epoch], models
-    ) as saver:
+    with Saver(writer(tmp_path), told.append, tmp_path / "curves", lambda report: kept[report.epoch], models) as saver:
         for epoch in range(3):
             report = EpochReport(0, epoch, 4, 5.0, Spent(), is_last=epoch == 2)
             saver.on_epoch(report, state(0, 1, Ticket(epoch + 1, 0, 8 * epoch + 8)))

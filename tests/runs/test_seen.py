@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from torch.distributed import HashStore
 
 from starling.checkpoint.reader import latest, load
 from starling.errors import DataError
 from starling.experiment.audit import audit
 from starling.experiment.claim import set_up_and_claim
-from starling.experiment.seen import Seen, begin_segment, counter, read_seen, segments
+from starling.experiment.seen import Seen, begin_segment, read_seen, segments
 from starling.experiment.simulate import simulate
 from starling.speech.recipe import check_recipe, fingerprints
 from starling.speech.store import SpeechSet
@@ -162,7 +163,7 @@ def test_utterances_skipped_before_a_resume_count(tmp_path: Path) -> None:
     """An epoch that is resumed has no more of them to spare than one that is not."""
     first = begin_segment(tmp_path, Position())
     (first / "skipped-0.tsv").write_text("epoch\tid\treason\n1\ta\tno\n1\tb\tno\n2\ta\tno\n")
-    seen = Seen(begin_segment(tmp_path, Position(Ticket(0, 5, 5))), counter(), 2, print)
+    seen = Seen(begin_segment(tmp_path, Position(Ticket(0, 5, 5))), HashStore().add, 2, print)
     with pytest.raises(DataError, match="3 utterances of epoch 1 could not be used, the last one c"):
         seen.on_claim(ClaimReport(0, Ticket(0, 5, 5), skipped=(("c", "cut short"),)))
     seen.close()

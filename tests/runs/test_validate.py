@@ -13,7 +13,7 @@ from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.experiment.claim import set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.keeping import SaveChoice, model_writer
+from starling.experiment.observers import model_writer, save_choice
 from starling.reporting.epochs import Score
 from starling.speech.commands.recognisers import load_recogniser
 from starling.speech.models import count_parameters
@@ -147,7 +147,7 @@ def test_scoring_takes_a_twentieth_of_the_time_at_most(tree: Tree) -> None:
     recipe, folder = ready(tree)
     lines = SimpleQueue[str]()
     times = iter(range(0, 10_000, 100))
-    choice = SaveChoice(None, 1, folder, lambda name, own: own)
+    choice = save_choice(None, 1, folder, lambda name, own: own)
     second_end = EpochReport(0, 1, 4, 1.0, Spent())
 
     def put(score: Score) -> None:
@@ -174,11 +174,11 @@ def test_learners_agree_on_what_is_kept_of_an_epoch(tree: Tree) -> None:
     every third epoch where the recipe says so, is a checkpoint."""
     _, folder = ready(tree)
     said: dict[str, str] = {}
-    early, late = (SaveChoice(3, 1, folder, said.setdefault) for _ in range(2))
+    early, late = (save_choice(3, 1, folder, said.setdefault) for _ in range(2))
     ends = [EpochReport(0, epoch, 4, 1.0, Spent(), is_last=epoch == 4) for epoch in range(5)]
     kept = [early(ends[0])]
     write(folder, 1)
     kept += [early(end) for end in ends[1:]]
     assert kept == ["model", "", "checkpoint", "", "checkpoint"]
     assert [late(end) for end in ends] == kept
-    assert [SaveChoice(None, None, folder, said.setdefault)(end) for end in ends] == ["", "", "", "", "checkpoint"]
+    assert [save_choice(None, None, folder, said.setdefault)(end) for end in ends] == ["", "", "", "", "checkpoint"]

@@ -21,7 +21,6 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from starling.averaging import rank_ordered_mean
 from starling.checkpoint.cut import ShardOfIsland
 from starling.checkpoint.encoding import all_finite, encode_state
 from starling.checkpoint.files import (
@@ -39,7 +38,7 @@ from starling.checkpoint.manifest import MANIFEST, MODEL, Listing, Manifest, Tic
 from starling.checkpoint.reader import Checkpoint, load
 from starling.checkpoint.retention import surplus
 from starling.checkpoint.state import LearnerState, ShardState
-from starling.consensus import are_one_model, consensus, consensus_distance
+from starling.consensus import are_one_model, consensus, consensus_distance, rank_ordered_mean
 from starling.errors import CheckpointError, ProtocolError
 
 WriteModel = Callable[[Path, Tensor, dict[str, Tensor]], None]

@@ -17,8 +17,7 @@ from starling.errors import ConfigError
 from starling.experiment.packing import is_importing_script
 from starling.experiment.task import task_of
 from starling.extras import require
-from starling.recipe.file import Tree, read_recipe
-from starling.recipe.overrides import apply_overrides
+from starling.recipe.file import Tree, apply_overrides, read_recipe
 from starling.reporting.progress import Say
 from starling.training.job import Job
 

@@ -18,7 +18,7 @@ from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.machines import shared_folder
+from starling.experiment.launching import shared_folder
 from starling.experiment.packing import JobConfig, is_importing_script, pack
 from starling.experiment.task import Task
 from starling.experiment.train import train as run_training
@@ -122,31 +122,6 @@ def train(
             "starling.train was called while a learner imported this script; put the call under "
             '`if __name__ == "__main__":`'
         )
-    sections = {"strategy": strategy, "checkpoints": checkpoints, "engine": engine, "launch": launch}
-    run = _settings(job, learners, name, exp, resume, overwrite, on_loss, **sections)
-    console = console or Console(stderr=True)
-    if is_learner():  # torchrun or Slurm has started this process
-        run = run.model_copy(update={"learners": number_of_learners()})
-        run = train_as_learner(GivenJob(job), run, None, _nothing_to_tell, console)
-    else:
-        run = run_training(GivenJob(job), run, _nothing_to_tell, console)
-    return Trained(job_of(job, run), run.folder, latest(run.folder))
-
-
-def _settings(
-    job: Job,
-    learners: int,
-    name: str,
-    exp: Path | str,
-    resume: Path | str | None,
-    overwrite: bool,
-    on_loss: str,
-    strategy: Any,
-    checkpoints: Any,
-    engine: Any,
-    launch: Any,
-) -> JobConfig:
-    """The settings of a run, checked all at once."""
     given = {
         "name": name,
         "seed": job.seed,
@@ -166,7 +141,14 @@ def _settings(
         "exp": exp,
         "trains": f"{type(job.workload).__module__}.{type(job.workload).__qualname__}",
     }
-    return check_run(JobConfig, given, "starling.train")
+    run = check_run(JobConfig, given, "starling.train")
+    console = console or Console(stderr=True)
+    if is_learner():  # torchrun or Slurm has started this process
+        run = run.model_copy(update={"learners": number_of_learners()})
+        run = train_as_learner(GivenJob(job), run, None, lambda line: None, console)
+    else:
+        run = run_training(GivenJob(job), run, lambda line: None, console)
+    return Trained(with_settings(job, run), run.folder, latest(run.folder))
 
 
 def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulated:
@@ -190,7 +172,7 @@ def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulat
     return Simulated(job, VirtualEngine(job, learners, cluster).run())
 
 
-def job_of(job: Job, run: RunConfig) -> Job:
+def with_settings(job: Job, run: RunConfig) -> Job:
     """The job with the strategy and the other settings of a run."""
     return replace(
         job,
@@ -211,7 +193,7 @@ class GivenJob(Task[JobConfig]):
         self._job = job
 
     def make_job(self, recipe: JobConfig, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
-        return job_of(self._job, recipe)
+        return with_settings(self._job, recipe)
 
     def set_up(self, recipe: JobConfig, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
         """Raises ConfigError for a job that cannot be sent to learners."""
@@ -222,12 +204,8 @@ class GivenJob(Task[JobConfig]):
     def learner_command(self, recipe: JobConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
         with tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared_folder(recipe, folder)) as scratch:
             file = Path(scratch) / "job"
-            file.write_bytes(pack(job_of(self._job, recipe), recipe))
+            file.write_bytes(pack(with_settings(self._job, recipe), recipe))
             yield [sys.executable, "-m", "starling.experiment.job_process", str(file)]
 
     def how_to_resume(self, folder: ExperimentFolder) -> str:
         return f"starling.train(job, ..., resume={str(folder.path)!r})"
-
-
-def _nothing_to_tell(line: str) -> None:
-    """A job that is given as an object has no scores."""

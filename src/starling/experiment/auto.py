@@ -26,12 +26,10 @@ from starling.errors import ConfigError
 from starling.experiment.claim import unwritable
 from starling.experiment.cores import use_threads
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.machines import machines_of, shared_folder
-from starling.experiment.packing import JobConfig, pack, unpack
+from starling.experiment.launching import machines_of, shared_folder
+from starling.experiment.packing import JobConfig, pack
 from starling.files import replace_file
 from starling.launch.launcher import launch
-from starling.launch.link import Link, reported_errors
-from starling.launch.rendezvous import find_place
 from starling.predict.at_hand import Allowance, AtHand, measure_apart, measure_together
 from starling.predict.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
 from starling.predict.costs import Costs
@@ -87,36 +85,39 @@ def kept(run: RunT, say: Say) -> RunT:
     return run.model_copy(update={"strategy": choice})
 
 
-def choose_before(run: RunConfig, job: Job, folder: ExperimentFolder, say: Say) -> StrategyChoice:
-    """Start the learners of a run to measure, and say, note and return what is chosen. `folder` is the claimed one."""
+def choose_before(run: RunT, job: Job, folder: ExperimentFolder, say: Say) -> RunT:
+    """Start the learners of a run to measure; return the run with the strategy that is chosen, said why and noted.
+    `folder` is the claimed one."""
     begin = time.monotonic()
     if run.learners == 1:
-        return _told(_lone(), folder, begin, say)
+        return _settled(run, _lone(), folder, begin, say)
     where = "this machine" if run.launch.kind == "local" else "the cluster"
     say(f"strategy auto: {run.learners} learners measure {where}")
     with tempfile.TemporaryDirectory(prefix=".starling-auto-", dir=shared_folder(run, folder)) as name:
         file, found = Path(name) / "job", Path(name) / "choice.json"
         file.write_bytes(pack(job, _settings(run)))
-        command = [sys.executable, "-m", "starling.experiment.auto_process", str(file), str(found)]
+        command = [sys.executable, "-m", "starling.experiment.job_process", str(file), str(found)]
         seconds, machines = run.engine.timeout_seconds, machines_of(run, say)
         launch(command, run.learners, folder.log / "auto", silence_seconds=seconds, machines=machines)
         choice = Choice.model_validate_json(found.read_text(encoding="utf-8"))
-    return _told(choice, folder, begin, say)
+    return _settled(run, choice, folder, begin, say)
 
 
-def choose_together(run: RunConfig, job: Job, place: Place, folder: ExperimentFolder, say: Say) -> StrategyChoice:
+def choose_together(run: RunT, job: Job, place: Place, folder: ExperimentFolder, say: Say) -> RunT:
     """The same among learners that another launcher has started: all of them call this, and get the same choice.
     Learner 0 says and notes it."""
     begin = time.monotonic()
     choice = measured_choice(run, job, place)
-    return _told(choice, folder, begin, say) if place.rank == 0 else choice.strategy
+    if place.rank == 0:
+        return _settled(run, choice, folder, begin, say)
+    return run.model_copy(update={"strategy": choice.strategy})
 
 
-def choose_simulated(run: RunConfig, job: Job, cluster: Cluster, folder: ExperimentFolder, say: Say) -> StrategyChoice:
-    """The choice for a simulated cluster, which needs no measuring."""
+def choose_simulated(run: RunT, job: Job, cluster: Cluster, folder: ExperimentFolder, say: Say) -> RunT:
+    """The same for a simulated cluster, which needs no measuring."""
     begin = time.monotonic()
     if run.learners == 1:
-        return _told(_lone(), folder, begin, say)
+        return _settled(run, _lone(), folder, begin, say)
     costs = Costs(
         job=facts_of(job), compute=cluster.compute, messages=cluster.link, means=cluster.link, source="cluster"
     )
@@ -137,7 +138,7 @@ def choose_simulated(run: RunConfig, job: Job, cluster: Cluster, folder: Experim
         measured={},
         is_certain=True,
     )
-    return _told(choose(around, options_of(run), job.weighting), folder, begin, say)
+    return _settled(run, choose(around, options_of(run), job.weighting), folder, begin, say)
 
 
 def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
@@ -187,30 +188,9 @@ def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
     return Choice.model_validate_json(store.get(_CHOICE))
 
 
-def measure_as_learner(packed: Path, output: Path) -> None:
-    """Measure as one of the learners that `choose_before` has started; learner 0 writes the choice to `output`."""
-    link = Link.from_environment()
-    with reported_errors(link):
-        job, run = unpack(packed.read_bytes())
-        place = find_place(run.engine.timeout_seconds)
-        choice = measured_choice(run, job, place)
-        if place.rank == 0:
-            output.write_text(choice.model_dump_json(), encoding="utf-8")
-
-
-def with_choice(run: RunT, choice: StrategyChoice, folder: ExperimentFolder, writes: bool = True) -> RunT:
-    """The run with the chosen strategy, which takes the place of `auto` in the experiment's config.yaml, too."""
-    found = run.model_copy(update={"strategy": choice})
-    if writes:
-        try:
-            replace_file(folder.config, dump_recipe(found))
-        except OSError as error:
-            raise unwritable(folder.config, error) from error
-    return found
-
-
-def _told(choice: Choice, folder: ExperimentFolder, begin: float, say: Say) -> StrategyChoice:
-    """Say why, and note it in the experiment's folder."""
+def _settled(run: RunT, choice: Choice, folder: ExperimentFolder, begin: float, say: Say) -> RunT:
+    """The run with the chosen strategy: say why, note it in the experiment's folder, and write it in place of `auto`
+    into the experiment's config.yaml."""
     seconds = time.monotonic() - begin
     lines = choice.lines(f"choosing took {seconds:.1f} s")
     for line in lines:
@@ -220,11 +200,14 @@ def _told(choice: Choice, folder: ExperimentFolder, begin: float, say: Say) -> S
         "seconds": round(seconds, 2),
         **choice.model_dump(mode="json", include={"learners", "predicted", "measured"}),
     }
-    try:
-        replace_file(folder.auto, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120))
-    except OSError as error:
-        raise unwritable(folder.auto, error) from error
-    return choice.strategy
+    found = run.model_copy(update={"strategy": choice.strategy})
+    notes = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    for file, text in ((folder.auto, notes), (folder.config, dump_recipe(found))):
+        try:
+            replace_file(file, text)
+        except OSError as error:
+            raise unwritable(file, error) from error
+    return found
 
 
 def _lone() -> Choice:

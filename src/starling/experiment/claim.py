@@ -4,7 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
@@ -31,16 +31,6 @@ _OWN_FILES = ("config.yaml", "env.txt", "auto.yaml", "too_short.tsv", "status.js
 _OF_SET_UP = ("initial", "frames", "too_short.tsv")
 """What a task may write to the experiment's folder when it sets up a run."""
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
-
-
-def resolve_resume(task: Task[RunT], run: RunT) -> RunT:
-    """The run, with `resume` replaced by the checkpoint that it names; see `checkpoint_to_resume`."""
-    if run.resume is None:
-        return run
-    folder = checkpoint_to_resume(
-        run, task.fingerprints(run), lambda folder, sections: task.changes(run, folder, sections)
-    )
-    return run.model_copy(update={"resume": folder})
 
 
 def set_up_and_claim(task: Task[RunT], run: RunT, say: Say, bars: Bars | None = None) -> ExperimentFolder:
@@ -82,28 +72,25 @@ def _stage(run: RunConfig) -> Iterator[ExperimentFolder]:
         shutil.rmtree(stage.path, ignore_errors=True)
 
 
-def checkpoint_to_resume(
-    run: RunConfig,
-    fingerprints: Mapping[str, str],
-    changed: Callable[[Path, Sequence[str]], str] = lambda folder, sections: "",
-) -> Path:
-    """The checkpoint that `run.resume` names, after checking that the run can resume from it.
+def resolve_resume(task: Task[RunT], run: RunT) -> RunT:
+    """The run, with `resume` replaced by the checkpoint that it names, after checking that it can resume from it.
 
-    `fingerprints` are those of this run's job; `changed` describes the differences in some sections. Raises
-    CheckpointError if the checkpoint is missing, damaged, not finite, or of another model or data, and ConfigError if
-    the budget is already spent.
+    Raises CheckpointError if the checkpoint is missing, damaged, not finite, or of another model or data, and
+    ConfigError if the budget is already spent.
     """
     if run.resume is None:
-        raise ConfigError("resume: name an experiment or a checkpoint")
+        return run
     folder = latest(run.resume)
-    checkpoint = load(folder)
-    sections = [name for name, digest in checkpoint.manifest.fingerprints.items() if fingerprints.get(name) != digest]
+    checkpoint, fingerprints = load(folder), task.fingerprints(run)
+    sections = sorted(
+        name for name, digest in checkpoint.manifest.fingerprints.items() if fingerprints.get(name) != digest
+    )
     if sections:
         config = ExperimentFolder(folder.parent.parent).config
         raise CheckpointError(
-            f"{folder}: it was trained with another {', '.join(sorted(sections))} than this run asks for"
-            f"{changed(folder, sorted(sections))}; resume with the settings in {config}, or train again "
-            "without resume"
+            f"{folder}: it was trained with another {', '.join(sections)} than this run asks for"
+            f"{task.changes(run, folder, sections)}; resume with the settings in {config}, or train again without "
+            "resume"
         )
     if not is_finite(folder):
         good = newest_good(folder.parent)
@@ -113,7 +100,7 @@ def checkpoint_to_resume(
         raise CheckpointError(f"{folder}: some of its numbers are not finite; {advice}, and lower the learning rate")
     _check_budget(run, folder, checkpoint.manifest)
     checkpoint.start(0, run.learners, run.strategy.described)
-    return folder
+    return run.model_copy(update={"resume": folder})
 
 
 def _check_budget(run: RunConfig, folder: Path, manifest: Manifest) -> None:
@@ -260,14 +247,11 @@ def _version(package: str) -> str:
 def _commit() -> str:
     """The commit of the source if it is a git checkout."""
     source = Path(__file__).resolve().parent
+    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= with changes"]
     try:
         result = subprocess.run(
-            ["git", "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+            ["git", "-C", str(source), *describe], capture_output=True, text=True, timeout=10, check=True
         )
-        changed = subprocess.run(
-            ["git", "-C", str(source), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return "unknown: not a git checkout"
-    return result.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+    return result.stdout.strip()

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from starling.errors import DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder
+from starling.experiment.running import learners_of
 from starling.experiment.seen import count_lines, segments, start_of
 from starling.launch.messages import Status, encode_file
 from starling.launch.roster import Roster
@@ -22,7 +23,6 @@ from starling.recipe.run import RunConfig
 from starling.reporting.events import Events
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import Stalls
-from starling.reporting.status import learners_of
 from starling.reporting.summary import Record, summarise
 from starling.timeouts import LOOK_EVERY
 from starling.workload import Position

@@ -1,9 +1,13 @@
-"""The process of one learner that `starling.train` started: `python -m starling.experiment.job_process FILE`."""
+"""The process of one learner of a job: `python -m starling.experiment.job_process JOB [CHOICE]`.
+
+It trains for `starling.train`. With CHOICE, it measures for `strategy: auto`, and learner 0 writes the choice.
+"""
 
 import sys
 from pathlib import Path
 
 from starling.experiment.any_job import GivenJob
+from starling.experiment.auto import measured_choice
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.learning import learn
 from starling.experiment.packing import unpack
@@ -11,15 +15,21 @@ from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
 
 
-def main(file: Path) -> None:
-    """Train as a learner of the job that the launcher has packed into `file`."""
+def main(file: Path, choice: Path | None = None) -> None:
+    """Train, or measure, as a learner of the job that the launcher has packed into `file`."""
     link = Link.from_environment()
     with reported_errors(link):
         job, run = unpack(file.read_bytes())
         if link is not None and run.launch.kind == "local":  # elsewhere a lost connection does not mean a dead launcher
             link.leftovers.append(file.parent)
-        learn(GivenJob(job), run, ExperimentFolder(run.folder), find_place(run.engine.timeout_seconds), link)
+        place = find_place(run.engine.timeout_seconds)
+        if choice is None:
+            learn(GivenJob(job), run, ExperimentFolder(run.folder), place, link)
+            return
+        chosen = measured_choice(run, job, place)
+        if place.rank == 0:
+            choice.write_text(chosen.model_dump_json(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

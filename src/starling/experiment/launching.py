@@ -1,6 +1,6 @@
 """The launcher of a run: starts the learners, shows their progress, and cleans up the experiment's folder."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -10,19 +10,21 @@ from starling.checkpoint.reader import checkpoints_in
 from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following
-from starling.experiment.join import changes
-from starling.experiment.machines import check_machines, machines_of
 from starling.experiment.observers import show
+from starling.experiment.task import Scoring
 from starling.extras import require
-from starling.launch.launcher import launch
+from starling.launch.joiners import Changes
+from starling.launch.launcher import launch, this_machine
 from starling.launch.messages import LearnerMessage
+from starling.launch.on_ray import RayMachines, connected
+from starling.launch.process import Machines
 from starling.launch.rendezvous import LOOPBACK
 from starling.launch.requests import launcher_id, taking_requests
-from starling.launch.watch import Loss
+from starling.launch.roster import Loss
 from starling.recipe.run import RunConfig
 from starling.reporting.metrics import Metrics, serving
-from starling.reporting.progress import Display
-from starling.training.faults import only_simulated
+from starling.reporting.progress import Display, Say
+from starling.training.faults import Join, only_simulated
 
 MAX_LEARNERS_PER_CORE = 4
 """More learners than this are likely a mistake, and cause a warning."""
@@ -34,23 +36,23 @@ def run_learners(
     command: Sequence[str],
     following: Following,
     display: Display,
+    scoring: Scoring,
     how_to_resume: str,
-    on_message: Callable[[LearnerMessage], None] = lambda message: None,
-    is_enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run the learners of `run`, each a process of `command`, until all have exited.
 
-    Their messages are shown and then passed to `on_message`. Once `is_enough`, they save and end early. Raises the
-    error that ended the run; if there is a checkpoint, with a note that contains `how_to_resume`.
+    Their messages are shown and then passed to `scoring`, by which they may save and end early. Raises the error that
+    ended the run; if there is a checkpoint, with a note that contains `how_to_resume`.
     """
     following.on_look = display.tick
     roster = following.roster
     metrics = Metrics(roster, run.name, run.strategy.name)
+    strategy, options = run.between, run.strategy.options
 
     def hear(learner_id: int, message: LearnerMessage) -> None:
         show(message, display)
         metrics.hear(learner_id, message)
-        on_message(message)
+        scoring.hear(message)
 
     def on_loss(loss: Loss) -> None:
         display.lost(loss.learner, loss.reason)
@@ -70,9 +72,18 @@ def run_learners(
                 hear,
                 None if run.on_loss == "stop" else on_loss,
                 run.engine.timeout_seconds,
-                changes(run, requests, display.say, on_join, display.left_out),
+                Changes(
+                    succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
+                    replaces=run.on_loss == "replace",
+                    joins=[fault for fault in run.faults if isinstance(fault, Join)],
+                    requests=requests,
+                    is_open=run.on_loss != "stop",
+                    say=display.say,
+                    on_join=on_join,
+                    on_left_out=display.left_out,
+                ),
                 roster,
-                is_enough,
+                scoring.is_enough,
                 machines_of(run, display.say),
             )
     except StarlingError as error:
@@ -143,3 +154,24 @@ def resumable(error: StarlingError, folder: ExperimentFolder, how_to_resume: str
     if found:
         error.add_note(f"resume with: {how_to_resume}")
     return error
+
+
+def check_machines(run: RunConfig) -> None:
+    """Raise the error of a cluster that a run needs and cannot reach, before the run prepares anything."""
+    if run.launch.kind == "ray":
+        with connected(run.launch.address):
+            pass
+
+
+def machines_of(run: RunConfig, say: Say) -> Machines:
+    """Where the learners run."""
+    if run.launch.kind == "local":
+        return this_machine
+    resources = {"CPU": 1.0} | ({"GPU": 1.0} if run.engine.device == "cuda" else {}) | run.launch.resources
+    size = run.super_learner_size
+    return RayMachines(run.launch.address, run.launch.learners_per_node or size, size, resources, say)
+
+
+def shared_folder(run: RunConfig, folder: ExperimentFolder) -> str | None:
+    """The parent of temporary folders that learners read; None: the system's usual one."""
+    return None if run.launch.kind == "local" else str(folder.path)

@@ -1,6 +1,10 @@
 """A learner of a run, for any workload: trains, records, saves and reports."""
 
 import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -9,25 +13,31 @@ from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
-from starling.engines.processes.stalls import Waits
+from starling.engines.processes.stalls import Stall, Waits
 from starling.experiment.cores import use_threads
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.heartbeat import HeartbeatSource, beating
-from starling.experiment.keeping import SaveChoice, model_writer
-from starling.experiment.observers import CurvesByRank, Log, Messages, Metered, Saver, Together
-from starling.experiment.regrouping import Regrouping
+from starling.experiment.observers import (
+    LearnersCurves,
+    Log,
+    Metered,
+    Saver,
+    Together,
+    model_writer,
+    save_choice,
+)
+from starling.experiment.regrouping import Regrouping, SharedCounts
 from starling.experiment.seen import Seen, segments
 from starling.experiment.task import RunT, Task
 from starling.experiment.timeline import Timeline
 from starling.launch.link import Link
-from starling.launch.messages import LearnerMessage, Said
+from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
 from starling.launch.rendezvous import find_membership, joins
 from starling.launch.stopping import save_requests_of
 from starling.recipe.run import RunConfig, recipe_digest
-from starling.reporting.curves import Curves
 from starling.reporting.progress import say_on
-from starling.timeouts import CURVES_EVERY, LOG_EVERY, SEND_EVERY
-from starling.training.job import Job
+from starling.reporting.stalls import TIMES_AS_LONG, own_line, resumed_line
+from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVERY, SHORT_WAIT, STOPPED_AFTER
+from starling.training.job import Job, Silence, StepReport
 
 
 def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
@@ -38,14 +48,14 @@ def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, l
         if link is not None:
             link.send(message)
 
-    regrouping = Regrouping(folder, place, tell)
-    curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
+    counts = SharedCounts(place)
+    curves = LearnersCurves(folder.tensorboard)
     sync_group_size = run.sync_group_size
     job = task.make_job(run, folder, place.local_world)
     write_model = task.model_writer(run, folder)
     writer = CheckpointWriter(
         folder.checkpoints,
-        regrouping.arrive,
+        counts.arrive,
         write_model,
         task.fingerprints(run),
         run.checkpoints.keep,
@@ -56,19 +66,19 @@ def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, l
     saver = Saver(
         writer,
         tell,
-        lambda: Curves(folder.tensorboard / "consensus"),
-        SaveChoice(run.checkpoints.epochs, validate_every, folder, regrouping.agree),
-        model_writer(folder, lambda name: regrouping.arrive(f"validation/{name}"), write_model, sync_group_size),
+        folder.tensorboard / "consensus",
+        save_choice(run.checkpoints.epochs, validate_every, folder, counts.agree),
+        model_writer(folder, lambda name: counts.arrive(f"validation/{name}"), write_model, sync_group_size),
     )
-    seen = Seen(segments(folder.seen)[-1], regrouping.count, task.max_skipped(run, job), lambda line: tell(Said(line)))
+    seen = Seen(segments(folder.seen)[-1], counts.count, task.max_skipped(run, job), lambda line: tell(Said(line)))
     timeline = Timeline(
         segments(folder.seen)[-1], warn=lambda path, error: tell(Said(f"{path} cannot be written ({error})"))
     )
-    regrouping.watch((seen, timeline), saver)
+    regrouping = Regrouping(folder, (seen, timeline), lambda membership, line: tell(Said(line)), counts, saver)
     world = max(place.world, place.rank + 1)  # the id of a joiner may exceed the number of learners at the start
     listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
     if link is not None:
-        listeners.append(Metered(Messages(tell), world, SEND_EVERY))
+        listeners.append(Metered(tell, world, SEND_EVERY))
     waits = Waits()
     heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), waits, run.engine.explain_seconds)
     try:
@@ -99,3 +109,77 @@ def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:
         return None
     strategy, is_tensor = job.strategy.described(job.options), run.island.tensor > 1
     return load(run.resume).start(place.rank, place.world, strategy, run.island.size, is_tensor)
+
+
+class HeartbeatSource(Silence):
+    """An observer that counts mini-batches and makes heartbeats.
+
+    `write` writes a line to this learner's log. `waits` are the learner's waits; one that lasts longer than
+    `long_seconds`, and much longer than usual, is logged as a stall.
+    """
+
+    def __init__(
+        self,
+        learner_id: int,
+        write: Callable[[str], None],
+        waits: Waits,
+        long_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_steps = 0
+        self._learner_id = learner_id
+        self._write = write
+        self._long_seconds = long_seconds
+        self._waits = waits
+        self._clock = clock
+        self._last_beat = clock()
+        self._last: Stall | None = None  # the stall that was logged last
+        self._again_at = 0.0
+
+    def on_step(self, report: StepReport) -> None:
+        self.num_steps += 1
+
+    def beat(self) -> Heartbeat:
+        """Make a heartbeat and log stalls; call this every `HEARTBEAT_EVERY` seconds."""
+        now = self._clock()
+        stopped, self._last_beat = now - self._last_beat - HEARTBEAT_EVERY, now
+        if stopped > STOPPED_AFTER:
+            self._waits.forget(stopped)
+            self._write(
+                f"learner {self._learner_id} did not run for {stopped:.1f} s: it was stopped or got no processor time"
+            )
+        wait = self._waits.longest(SHORT_WAIT)
+        self._log(wait)
+        return Heartbeat(self.num_steps, wait)
+
+    def _log(self, wait: Stall | None) -> None:
+        if self._last is not None and (wait is None or wait.number != self._last.number):
+            self._write(resumed_line([self._learner_id], self._last.seconds))
+            self._last = None
+        if wait is None or not wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
+            return
+        if self._last is None or wait.seconds >= self._again_at:
+            self._write(own_line(self._learner_id, wait))
+            self._again_at = 2.0 * wait.seconds
+        self._last = wait
+
+
+@contextmanager
+def beating(source: HeartbeatSource, link: Link | None) -> Generator[None, None, None]:
+    """Send heartbeats inside the context; without a launcher, only log stalls."""
+    if link is not None:
+        link.heartbeat = source.beat
+        yield
+        link.send(Ended(source.num_steps))
+        return
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(HEARTBEAT_EVERY):
+            source.beat()
+
+    threading.Thread(target=beat, name="starling-heart", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self, TextIO
+from typing import Literal, Self, TextIO
 
 from starling.checkpoint.background import BackgroundWriter
 from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.state import LearnerState
-from starling.checkpoint.writer import CheckpointWriter
+from starling.checkpoint.writer import CheckpointWriter, WriteModel
+from starling.experiment.folder import ExperimentFolder
 from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Said, Saved, Snapshot
 from starling.reporting.curves import Curves
 from starling.reporting.lines import advice, advice_line, epoch_line, progress_line
@@ -18,13 +20,7 @@ from starling.reporting.progress import Display
 from starling.training.job import ClaimReport, EpochReport, Observer, Silence, StepReport
 from starling.workload import Position
 
-
-class Listener(Protocol):
-    """Receives snapshots and epoch statistics of learners."""
-
-    def progress(self, snapshot: Snapshot) -> None: ...
-
-    def epoch(self, end: EpochEnd) -> None: ...
+Listener = Callable[[Snapshot | EpochEnd], None]
 
 
 class Metered(Silence):
@@ -45,7 +41,7 @@ class Metered(Silence):
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self._pass_on(report.rank)
-        self._listener.epoch(self._meter(report.rank).end_epoch(report, state.position.num_done))
+        self._listener(self._meter(report.rank).end_epoch(report, state.position.num_done))
 
     def _meter(self, rank: int) -> Meter:
         return self._meters.setdefault(rank, Meter(self._world))
@@ -53,7 +49,7 @@ class Metered(Silence):
     def _pass_on(self, rank: int) -> None:
         snapshot = self._meter(rank).take()
         if snapshot is not None:
-            self._listener.progress(snapshot)
+            self._listener(snapshot)
             self._passed_on[rank] = self._clock()
 
 
@@ -64,32 +60,19 @@ class Log:
         self._stream = stream
         self._advised: set[str] = set()
 
-    def progress(self, snapshot: Snapshot) -> None:
-        self._write(progress_line(snapshot))
-
-    def epoch(self, end: EpochEnd) -> None:
-        self._write(epoch_line(end))
-        what = advice(end)
+    def __call__(self, message: Snapshot | EpochEnd) -> None:
+        if isinstance(message, Snapshot):
+            self._write(progress_line(message))
+            return
+        self._write(epoch_line(message))
+        what = advice(message)
         if what is not None and what not in self._advised:
             self._advised.add(what)
-            self._write(advice_line(end, what))
+            self._write(advice_line(message, what))
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
-
-
-class Messages:
-    """A listener that sends everything to the launcher, which shows it with `show`."""
-
-    def __init__(self, send: Callable[[LearnerMessage], None]) -> None:
-        self._send = send
-
-    def progress(self, snapshot: Snapshot) -> None:
-        self._send(snapshot)
-
-    def epoch(self, end: EpochEnd) -> None:
-        self._send(end)
 
 
 def show(message: LearnerMessage, display: Display) -> None:
@@ -122,8 +105,8 @@ class Saver(Silence):
 
     It saves a checkpoint at every checkpoint barrier. At the end of an epoch, `choose` selects what is saved, the same
     on all learners; for `model`, `model_writer` saves only what the consensus model is computed from. The learner that
-    completes either one reports it with `tell`, and adds the consensus distance to curves of `make_curves`. Each point
-    is a new file, because any learner may be the one that completes.
+    completes either one reports it with `tell`, and adds the consensus distance to the curves in folder `curves`. Each
+    point is a new file, because any learner may be the one that completes.
 
     The context manager waits for unfinished saves when it exits, even if training has failed.
     """
@@ -132,7 +115,7 @@ class Saver(Silence):
         self,
         writer: CheckpointWriter,
         tell: Callable[[LearnerMessage], None],
-        make_curves: Callable[[], Curves],
+        curves: Path,
         choose: Callable[[EpochReport], Keep] = keep_everything,
         model_writer: CheckpointWriter | None = None,
     ) -> None:
@@ -140,7 +123,7 @@ class Saver(Silence):
         self._choose = choose
         self._model_writer = model_writer
         self._tell = tell
-        self._make_curves = make_curves
+        self._curves = curves
         self._last: Position | None = None
         self._chosen: list[tuple[Position, Keep, Moment]] = []
         """What is saved at the ends of epochs whose states are not complete yet."""
@@ -187,60 +170,47 @@ class Saver(Silence):
         if kept == "checkpoint":
             self._save(state, moment)
         elif kept == "model":
-            self._save_model(state)
+            shards = tuple(replace(shard, optimizer={}) for shard in state.shards)
+            self._save(replace(state, optimizer={}, shards=shards), None)
 
-    def _save(self, state: LearnerState, moment: Moment) -> None:
+    def _save(self, state: LearnerState, moment: Moment | None) -> None:
+        """Save a checkpoint, or if `moment` is None, only a model."""
         if state.position == self._last:
             return  # several epochs ended at this position
         self._last = state.position
-        self._background.save(state, lambda checkpoint: self._completed(checkpoint, moment))
 
-    def _save_model(self, state: LearnerState) -> None:
-        if state.position == self._last:
-            return
-        self._last = state.position
-        shards = tuple(replace(shard, optimizer={}) for shard in state.shards)
-        slim = replace(state, optimizer={}, shards=shards)
-        self._background.save(slim, self._completed_model, self._model_writer)
+        def completed(checkpoint: Checkpoint) -> None:
+            folder, manifest = str(checkpoint.folder), checkpoint.manifest
+            distance = manifest.consensus_distance
+            self._tell(ModelSaved(folder) if moment is None else Saved(folder, moment, distance))
+            if distance is not None:
+                curves = Curves(self._curves)
+                curves.consensus_distance(distance, manifest.position.num_done)
+                curves.close()
 
-    def _completed(self, checkpoint: Checkpoint, moment: Moment) -> None:
-        self._tell(Saved(str(checkpoint.folder), moment, checkpoint.manifest.consensus_distance))
-        self._draw(checkpoint)
-
-    def _completed_model(self, checkpoint: Checkpoint) -> None:
-        self._tell(ModelSaved(str(checkpoint.folder)))
-        self._draw(checkpoint)
-
-    def _draw(self, checkpoint: Checkpoint) -> None:
-        distance = checkpoint.manifest.consensus_distance
-        if distance is not None:
-            curves = self._make_curves()
-            curves.consensus_distance(distance, checkpoint.manifest.position.num_done)
-            curves.close()
+        self._background.save(state, completed, self._model_writer if moment is None else None)
 
 
-class CurvesByRank:
-    """A listener that writes the curves of each learner."""
+class LearnersCurves:
+    """A listener that writes the curves of each learner, in a folder of its own inside `folder`."""
 
-    def __init__(self, make: Callable[[int], Curves]) -> None:
-        self._make = make
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._curves: dict[int, Curves] = {}
 
-    def progress(self, snapshot: Snapshot) -> None:
-        self._of(snapshot.learner_id).progress(snapshot)
-
-    def epoch(self, end: EpochEnd) -> None:
-        self._of(end.learner_id).epoch(end)
+    def __call__(self, message: Snapshot | EpochEnd) -> None:
+        learner = message.learner_id
+        if learner not in self._curves:
+            self._curves[learner] = Curves(self._folder / f"learner-{learner}")
+        if isinstance(message, Snapshot):
+            self._curves[learner].progress(message)
+        else:
+            self._curves[learner].epoch(message)
 
     def close(self) -> None:
         """Flush and close the files."""
         for curves in self._curves.values():
             curves.close()
-
-    def _of(self, learner_id: int) -> Curves:
-        if learner_id not in self._curves:
-            self._curves[learner_id] = self._make(learner_id)
-        return self._curves[learner_id]
 
 
 class Together(Silence):
@@ -264,3 +234,32 @@ class Together(Silence):
     def on_barrier(self, state: LearnerState) -> None:
         for observer in self._observers:
             observer.on_barrier(state)
+
+
+def save_choice(
+    checkpoints: int | None, validate: int | None, folder: ExperimentFolder, agree: Callable[[str, str], str]
+) -> Callable[[EpochReport], Keep]:
+    """Makes the function that chooses what learners save at the end of an epoch.
+
+    A checkpoint every `checkpoints` epochs and at the end of the run; otherwise a model to score every `validate`
+    epochs, if the launcher is waiting for one. None means never. The first learner to reach the end of the epoch checks
+    whether the launcher is waiting; `agree` passes its answer to the others.
+    """
+
+    def choose(report: EpochReport) -> Keep:
+        num_ended = report.epoch + 1
+        if report.is_last or (checkpoints is not None and num_ended % checkpoints == 0):
+            return "checkpoint"
+        if validate is None or num_ended % validate != 0:
+            return ""
+        is_busy = folder.validation.is_dir() and any(folder.validation.iterdir())
+        return "model" if agree(f"validate/{num_ended}", "no" if is_busy else "yes") == "yes" else ""
+
+    return choose
+
+
+def model_writer(
+    folder: ExperimentFolder, arrive: Callable[[str], int], write_model: WriteModel, sync_group_size: int
+) -> CheckpointWriter:
+    """Makes the writer of models for scoring. It removes none: the launcher does so after scoring."""
+    return CheckpointWriter(folder.validation, arrive, write_model, {}, keep=1000, sync_group_size=sync_group_size)

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,8 @@ def plan_recipe(
     """Print the plan of a recipe's job, and write its table to `output`."""
     numbers = [recipe.learners] if learners is None else _numbers(learners)
     needs_job = preset is not None or recipe.island.size > 1
-    with _planned_job(task, recipe, needs_job, say_on(console)) as job, console.status("simulating") as status:
+    wanted = _job_of(task, recipe, say_on(console)) if needs_job else nullcontext()  # else a profile has what is needed
+    with wanted as job, console.status("simulating") as status:
         found = plan(
             job,
             profile=profile_file,
@@ -96,8 +97,7 @@ def plan_recipe(
             stragglers=recipe.stragglers,
             say=lambda what: status.update(f"simulating {what}"),
         )
-    wide = Console()
-    wide.print(table(found))
+    Console().print(table(found))
     for line in lines(found, explain):
         tell(line)
     if output is not None:
@@ -121,16 +121,6 @@ def _numbers(text: str) -> list[int]:
         return [int(each) for each in text.split(",")]
     except ValueError:
         raise ConfigError(f"--learners: {text!r} is no list of numbers; write it as 4,16,64") from None
-
-
-@contextmanager
-def _planned_job(task: Task[RecipeT], recipe: RecipeT, is_needed: bool, say: Say) -> Iterator[Job | None]:
-    """The job of a recipe, where a preset or islands need it; otherwise a profile has what a plan needs."""
-    if not is_needed:
-        yield None
-        return
-    with _job_of(task, recipe, say) as job:
-        yield job
 
 
 @contextmanager

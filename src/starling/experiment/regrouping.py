@@ -12,28 +12,18 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import Saver
 from starling.experiment.seen import Seen, begin_segment, segments
 from starling.experiment.timeline import Timeline
-from starling.launch.messages import LearnerMessage, Said
-from starling.training.membership import IgnoreMembership, Membership
+from starling.training.membership import Membership
 from starling.workload import Position
 
 
-class Regrouping:
-    """Carries one learner's record, counts and checkpoints from one membership to the next. Checkpoints that the
-    previous membership has not completed are dropped."""
+class SharedCounts:
+    """Counts that the learners of a membership share, in the run's store."""
 
-    def __init__(self, folder: ExperimentFolder, place: Place, tell: Callable[[LearnerMessage], None]) -> None:
-        self._folder = folder
+    def __init__(self, place: Place) -> None:
         self._place = place
         # for the saving thread, because a store's connection serves one request at a time
         self._background_store = clone_store(place.store)
-        self._tell = tell
-        self._generation = 0
-        self._records: tuple[Seen | Timeline, ...] = ()
-        self._saver: Saver | None = None
-
-    def watch(self, records: Sequence[Seen | Timeline], saver: Saver) -> None:
-        """Notify these of changes of the membership."""
-        self._records, self._saver = tuple(records), saver
+        self.membership = Membership(0, ())
 
     def count(self, name: str, number: int) -> int:
         """Add to a counter that all learners of this membership share, and return the sum."""
@@ -53,6 +43,28 @@ class Regrouping:
                 f"learner {self._place.rank} lost its connection to the store while saving {name}"
             ) from error
 
+    def _key(self, name: str) -> str:
+        return f"{self.membership.key}/{name}"
+
+
+class Regrouping:
+    """Carries records, counts and checkpoints of one learner, or of all learners of a simulation, from one membership
+    to the next. Checkpoints that the previous membership has not completed are dropped.
+
+    `tell` is called with each new membership but the first, and a line about it, on one learner.
+    """
+
+    def __init__(
+        self,
+        folder: ExperimentFolder,
+        records: Sequence[Seen | Timeline],
+        tell: Callable[[Membership, str], None],
+        counts: SharedCounts | None = None,
+        saver: Saver | None = None,
+    ) -> None:
+        self._folder, self._records, self._tell = folder, tuple(records), tell
+        self._counts, self._saver = counts, saver
+
     def pause(self) -> None:
         self.end()
         for record in self._records:
@@ -61,54 +73,19 @@ class Regrouping:
     def begin(self, membership: Membership, position: Position, is_first: bool) -> None:
         if membership.number == 0:
             return
-        self._generation = membership.number
+        if self._counts is not None:
+            self._counts.membership = membership
         if is_first:
             remove_partial(self._folder.checkpoints)
             remove_partial(self._folder.validation)
             begin_segment(self._folder.seen, position)
-            self._tell(Said(_told(membership, position)))
+            line = f"learners {', '.join(map(str, membership.members))} continue after {position.num_done} mini-batches"
+            if position.outstanding:
+                line += f"; {len(position.outstanding)} outstanding tickets are re-issued"
+            self._tell(membership, line)
         for record in self._records:
             record.continue_in(segments(self._folder.seen)[-1])
 
     def end(self) -> None:
         if self._saver is not None:
             self._saver.close()
-
-    def _key(self, name: str) -> str:
-        return f"{Membership(self._generation, ()).key}/{name}"
-
-
-class VirtualRegrouping(IgnoreMembership):
-    """The counterpart of `Regrouping` for a simulation, which saves nothing before its end. `on_members` is called with
-    the members of each new membership."""
-
-    def __init__(
-        self,
-        folder: ExperimentFolder,
-        records: Sequence[Seen | Timeline],
-        say: Callable[[str], None],
-        on_members: Callable[[tuple[int, ...]], None],
-    ) -> None:
-        self._folder = folder
-        self._records = tuple(records)
-        self._say = say
-        self._on_members = on_members
-
-    def pause(self) -> None:
-        for record in self._records:
-            record.close()
-
-    def begin(self, membership: Membership, position: Position, is_first: bool) -> None:
-        self._on_members(membership.members)
-        segment = begin_segment(self._folder.seen, position)
-        for record in self._records:
-            record.continue_in(segment)
-        self._say(f"{membership.reason}; {_told(membership, position)}")
-
-
-def _told(membership: Membership, position: Position) -> str:
-    learners = ", ".join(map(str, membership.members))
-    line = f"learners {learners} continue after {position.num_done} mini-batches"
-    if position.outstanding:
-        line += f"; {len(position.outstanding)} outstanding tickets are re-issued"
-    return line

@@ -18,7 +18,7 @@ from starling.experiment.task import task_of
 from starling.experiment.timeline import read_timeline
 from starling.extras import require
 from starling.files import replace_file
-from starling.launch.messages import decode_status
+from starling.launch.messages import Status, decode_file
 from starling.recipe.file import Tree, read_recipe
 from starling.reporting.evidence import CurvePoint, Evidence, Happening, ScoredSet, Section, Stretch, Validation
 from starling.strategies import STRATEGIES
@@ -189,7 +189,7 @@ def _outcome(folder: ExperimentFolder, events: Sequence[Event]) -> str:
         code = last.get("exit_code")
         return f"{last.get('message', '')}" + (f" (exit code {code})" if code else "")
     with suppress(OSError, StarlingError):
-        status = decode_status(folder.status.read_bytes())
+        status = decode_file(Status, folder.status.read_bytes())
         if status.stage == "ended":
             return status.message
     return "no end on record: it still runs, or was killed" if last is not None else "not on record"

@@ -74,17 +74,6 @@ def _begin(segment: Path) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def counter() -> Callable[[str, int], int]:
-    """Make a function that adds to named counters, for learners in one process."""
-    counts: dict[str, int] = {}
-
-    def add(name: str, number: int) -> int:
-        counts[name] = counts.get(name, 0) + number
-        return counts[name]
-
-    return add
-
-
 class Seen:
     """An observer that records the utterances of every mini-batch.
 

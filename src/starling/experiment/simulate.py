@@ -2,33 +2,35 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from rich.console import Console
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.checkpoint.reader import load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import Stopped
-from starling.experiment.auto import choose_simulated, kept, with_choice
+from starling.experiment.auto import choose_simulated, kept
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import tell_end, tell_start, unusable
-from starling.experiment.observers import CurvesByRank, Log, Metered, Together
-from starling.experiment.regrouping import VirtualRegrouping
-from starling.experiment.seen import Seen, counter, segments
+from starling.experiment.observers import LearnersCurves, Log, Metered, Together, show
+from starling.experiment.regrouping import Regrouping
+from starling.experiment.seen import Seen, segments
 from starling.experiment.task import RecipeT, Task
 from starling.experiment.timeline import Timeline
 from starling.launch.process import signal_name
 from starling.launch.stopping import on_stop_signal
 from starling.recipe.run import RunConfig
-from starling.reporting.curves import Curves
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
 from starling.timeouts import CURVES_EVERY, LOG_EVERY, SEND_EVERY
 from starling.training.job import Silence, StepReport
+from starling.training.membership import Membership
 
 
 def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) -> None:
@@ -46,8 +48,8 @@ def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) 
     with Bars(console) as bars:
         folder = set_up_and_claim(task, recipe, say_on(console), bars)
     if recipe.strategy.is_auto:
-        choice = choose_simulated(recipe, task.make_job(recipe, folder), recipe.cluster, folder, say_on(console))
-        recipe = with_choice(recipe, choice, folder)
+        job = task.make_job(recipe, folder)
+        recipe = choose_simulated(recipe, job, recipe.cluster, folder, say_on(console))
     torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on the number of cores
     folder.log.mkdir(exist_ok=True)
     with _recorded(recipe, folder, say_on(console)) as events:
@@ -68,7 +70,7 @@ def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) 
 
 
 def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, events: Events, console: Console) -> Outcome:
-    curves = CurvesByRank(lambda rank: Curves(folder.tensorboard / f"learner-{rank}"))
+    curves = LearnersCurves(folder.tensorboard)
     title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
     checkpoint = load(recipe.resume) if recipe.resume else None
     strategy, learners = recipe.strategy.described, recipe.learners
@@ -79,14 +81,19 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
     ):
         job = task.make_job(recipe, folder)
         stop = _Stop()
-        seen = Seen(segments(folder.seen)[-1], counter(), task.max_skipped(recipe, job), display.say)
+        seen = Seen(segments(folder.seen)[-1], HashStore().add, task.max_skipped(recipe, job), display.say)
         timeline = Timeline(
             segments(folder.seen)[-1], recipe.learners, None, lambda path, error: display.say(unusable(path, error))
         )
+
+        def regrouped(membership: Membership, line: str) -> None:
+            display.train_with(membership.members)
+            display.say(f"{membership.reason}; {line}")
+
         observers = [
             Metered(Log(log), recipe.learners, LOG_EVERY),
             Metered(curves, recipe.learners, CURVES_EVERY),
-            Metered(display, recipe.learners, SEND_EVERY),
+            Metered(partial(show, display=display), recipe.learners, SEND_EVERY),
         ]
         try:
             with on_stop_signal(stop.ask):
@@ -97,7 +104,7 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
                     Together([*observers, seen, timeline, stop]),
                     start,
                     survives_losses=recipe.on_loss != "stop",
-                    changes=VirtualRegrouping(folder, (seen, timeline), display.say, display.train_with),
+                    changes=Regrouping(folder, (seen, timeline), regrouped),
                 ).run()
         finally:
             seen.close()

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeGuard, T
 from starling.configuration import digest
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.recipe.file import Tree, read_recipe
-from starling.recipe.overrides import apply_overrides
+from starling.recipe.file import Tree, apply_overrides, read_recipe
 from starling.recipe.run import RecipeConfig, RunConfig, check_run
 from starling.registry import Registry
 from starling.workload import Ticket, Workload

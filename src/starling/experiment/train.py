@@ -8,7 +8,7 @@ from rich.console import Console
 
 from starling.engines.processes.place import Place
 from starling.errors import PeerLost, Stopped
-from starling.experiment.auto import choose_before, choose_together, kept, with_choice
+from starling.experiment.auto import choose_before, choose_together, kept
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.cores import cores_here
 from starling.experiment.folder import ExperimentFolder
@@ -19,8 +19,7 @@ from starling.experiment.task import RunT, Task, load_recipe
 from starling.launch.link import Link, reported_errors
 from starling.launch.process import signal_name
 from starling.launch.rendezvous import find_place, is_first, is_learner, number_of_learners
-from starling.recipe.file import read_recipe
-from starling.recipe.overrides import apply_overrides
+from starling.recipe.file import apply_overrides, read_recipe
 from starling.reporting.progress import Bars, Display, Say, say_on
 from starling.timeouts import SET_UP
 
@@ -54,7 +53,7 @@ def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
         folder = set_up_and_claim(task, recipe, say, bars)
     if recipe.strategy.is_auto:
         job = task.make_job(recipe, folder, recipe.learners)
-        recipe = with_choice(recipe, choose_before(recipe, job, folder, say), folder)
+        recipe = choose_before(recipe, job, folder, say)
     title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
     with (
         task.learner_command(recipe, folder) as command,
@@ -62,16 +61,7 @@ def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
         Display(title, recipe.learners, console, following.events) as display,
         task.scoring(recipe, folder, display.say, display.scored) as scoring,
     ):
-        run_learners(
-            recipe,
-            folder,
-            command,
-            following,
-            display,
-            task.how_to_resume(folder),
-            scoring.hear,
-            scoring.is_enough,
-        )
+        run_learners(recipe, folder, command, following, display, scoring, task.how_to_resume(folder))
     with following.scoring():
         task.score(recipe, folder, tell, console, may_be_best=True)
     return recipe
@@ -89,8 +79,7 @@ def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Sa
     folder = ExperimentFolder(recipe.folder)
     if recipe.strategy.is_auto:
         job = task.make_job(recipe, folder, place.local_world)
-        choice = choose_together(recipe, job, place, folder, say_on(console))
-        recipe = with_choice(recipe, choice, folder, writes=place.rank == 0)
+        recipe = choose_together(recipe, job, place, folder, say_on(console))
     try:
         stopped_by = learn(task, recipe, folder, place, link)
     except PeerLost as error:

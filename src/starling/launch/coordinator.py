@@ -39,6 +39,8 @@ LINK = "coordinator/link"
 OVER = "the run is ending"
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """The errors of a process or a machine that can open no more files."""
+PATIENCE = (3, 2, 3)
+"""For `keep_alive`: the machine of a learner, or the coordinator's, is lost after 9 s without an answer."""
 _LONGEST_LINE = 1 << 16
 
 
@@ -110,7 +112,7 @@ class Coordinator:
                 time.sleep(FULL_PAUSE)
             return
         with suppress(OSError):
-            keep_alive(connection)
+            keep_alive(connection, *PATIENCE)
             connection.settimeout(COORDINATOR_TELLS)
             line = _Line(connection)
             connection.sendall(line.challenge.encode() + b"\n")
@@ -228,12 +230,14 @@ class _Gone(Exception):  # noqa: N818 - not an error
     """A learner leaves."""
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Let the system close a connection whose other end has not answered for about 9 s."""
+def keep_alive(connection: socket.socket, idle: int, every: int, times: int) -> None:
+    """Let waits on a connection fail once the other machine has not answered for `idle + every * times` seconds. The
+    kernel of a machine answers even while its processes are stopped or busy."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 9000)):
-        if hasattr(socket, name):
+    options = {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": every, "TCP_KEEPCNT": times}
+    for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * (idle + every * times)}).items():
+        if hasattr(socket, name):  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 

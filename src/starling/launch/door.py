@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from starling.engines.processes.forks import owned
 from starling.engines.processes.run_token import is_proof, new_challenge, proof
-from starling.launch.coordinator import FULL
+from starling.launch.coordinator import FULL, keep_alive
 from starling.timeouts import DOOR, FULL_PAUSE, TERMINATION, UNREACHABLE
 
 _LONGEST_HELLO = 1024
@@ -71,7 +71,7 @@ class Door:
                 raise ConnectionRefusedError
             line.sendall(proof(self._token, "launcher", challenge, name, theirs).encode() + b"\n")
             line.settimeout(None)
-            _notice_lost_machine(line)
+            keep_alive(line, 1, 1, int(UNREACHABLE) - 1)
             self._admit(name, node, owned(line))
         except (OSError, ValueError, KeyError, TypeError):
             line.close()
@@ -88,7 +88,7 @@ def knock(address: str, port: int, token: str, name: str, node: str) -> socket.s
         if not is_proof(read_line(line), token, "launcher", challenge, name, own):
             raise ConnectionRefusedError("what listens there is not the launcher of this run")
         line.settimeout(None)
-        _notice_lost_machine(line)
+        keep_alive(line, 1, 1, int(UNREACHABLE) - 1)
         owned(line)
     except BaseException:
         line.close()
@@ -109,17 +109,3 @@ def read_line(line: socket.socket) -> str:
         return content[:-1].decode()
     except UnicodeDecodeError:
         raise ConnectionRefusedError("the other side does not speak this protocol") from None
-
-
-def _notice_lost_machine(line: socket.socket) -> None:
-    """Let waits on a connection fail `UNREACHABLE` seconds after the other machine has stopped answering.
-
-    The kernel of a machine answers even while its processes are stopped or busy.
-    """
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    seconds = int(UNREACHABLE)
-    options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": seconds - 1, "TCP_USER_TIMEOUT": 1000 * seconds}
-    for option, value in options.items():
-        if hasattr(socket, option):  # not on every system
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

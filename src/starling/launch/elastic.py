@@ -23,7 +23,7 @@ from starling.engines.processes.forks import clone_store, own_connections
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
 from starling.errors import PeerLost, ProtocolError
-from starling.launch.coordinator import LINK, OVER, StartedCoordinator, await_coordinator, keep_alive
+from starling.launch.coordinator import LINK, OVER, PATIENCE, StartedCoordinator, await_coordinator, keep_alive
 from starling.launch.door import read_line
 from starling.launch.messages import (
     Ended,
@@ -37,8 +37,7 @@ from starling.launch.messages import (
     decode_from_launcher,
     encode,
 )
-from starling.launch.probe import USUAL_SECONDS, check_store
-from starling.launch.rendezvous import AGENT, LOOPBACK, find_place, ranks_of_environment
+from starling.launch.rendezvous import AGENT, LOOPBACK, USUAL_SECONDS, check_store, find_place, ranks_of_environment
 from starling.timeouts import HEARTBEAT_EVERY
 from starling.training.membership import Membership, MembershipFeed
 
@@ -231,7 +230,7 @@ def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> 
         refused = "what listens there does not know the run token"
     if refused:
         raise ProtocolError(f"learner {rank} cannot join the run at {address}:{port}: {refused}")
-    keep_alive(line)
+    keep_alive(line, *PATIENCE)
     line.settimeout(None)
     return store, line
 
@@ -257,16 +256,12 @@ def _find_store(rank: int, address: str, port: int, seconds: float) -> tuple[Sto
 
 def _greet(line: socket.socket, hello: Hello) -> Greeted:
     """Introduce this learner; returns the coordinator's answer."""
-    said = b""
     try:
         line.sendall(encode(hello))
-        while not said.endswith(b"\n"):
-            if not (received := line.recv(1)):  # what follows belongs to `CoordinatorLink`
-                raise _NotThere("it closed the connection")
-            said += received
+        said = read_line(line)  # what follows belongs to `CoordinatorLink`
     except OSError as error:
         raise _NotThere(error.strerror or str(error)) from error
-    answer = decode_from_launcher(said)
+    answer = decode_from_launcher(said.encode())
     return answer if isinstance(answer, Greeted) else Greeted("it did not answer")
 
 

@@ -127,7 +127,7 @@ class Joiners:
         failed, is_one_missing = [], False
         gone = {each.learner_id for each in exited}
         for learner_id, record in list(self._joining.items()):
-            if record.generation >= 0:
+            if record.attempt.generation >= 0:
                 del self._joining[learner_id]
                 self._changes.on_join(learner_id, len(members))
                 self._note(learner_id, len(members), "")

@@ -166,8 +166,11 @@ def steps_together(strategy: str, options: dict[str, Any]) -> bool:
 
 
 def shared_place(timeout_seconds: float = CONNECT) -> Place:
-    """This process's place, with the store that all calls of `join` share."""
-    return _find_place(timeout_seconds)
+    """This process's place, with the store that all calls of `join` share: a process connects to it once, because
+    learner 0 may own it."""
+    if not _places:
+        _places.append(find_place(timeout_seconds))
+    return _places[0]
 
 
 def prepare_to_survive(timeout_seconds: float = CONNECT) -> None:
@@ -197,13 +200,6 @@ def _new_place(timeout_seconds: float) -> Place:
 _NUM_CALLS: Iterator[int] = count()
 _places: list[Place] = []
 _surviving: list[Place] = []
-
-
-def _find_place(timeout_seconds: float) -> Place:
-    """A process connects to the store once, because learner 0 may own it, and several calls of `join` use it."""
-    if not _places:
-        _places.append(find_place(timeout_seconds))
-    return _places[0]
 
 
 def _checked(strategy: Strategy, options: dict[str, Any]) -> Config:

@@ -9,12 +9,10 @@ import os
 import shutil
 import signal
 import socket
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -31,8 +29,9 @@ from starling.launch.process import (
     scratch_folder,
     start,
 )
-from starling.launch.roster import LearnerRecord, Roster
-from starling.launch.watch import Loss, OnMessage, Watch
+from starling.launch.roster import LearnerRecord, Loss, Roster
+from starling.launch.stopping import end_now, on_stop_signal
+from starling.launch.watch import OnMessage, Watch
 
 NO_CHANGES = Changes()
 Seconds = float
@@ -52,76 +51,6 @@ def loopback_store(address: str = "127.0.0.1") -> Generator[int, None, None]:
             )
         yield port
         del store
-
-
-def launch(
-    command: Sequence[str],
-    world: int,
-    log_folder: Path,
-    on_message: OnMessage = lambda learner_id, message: None,
-    on_loss: Callable[[Loss], None] | None = None,
-    silence_seconds: Seconds = math.inf,
-    changes: Changes = NO_CHANGES,
-    roster: Roster | None = None,
-    is_enough: Callable[[], bool] = lambda: False,
-    machines: Machines | None = None,
-) -> list[Loss]:
-    """Run `command` in `world` learner processes until all have exited, and return the losses that the others survived.
-
-    A learner's output goes to `log_folder/learner-<id>.log`, and the messages that it sends through its `Link` to
-    `on_message`. If a learner fails, the others are ended and its error is raised.
-
-    Args:
-        command: The command line of a learner.
-        world: The number of learners at the start.
-        log_folder: Created if it is missing.
-        on_message: Called with each message and the id of its sender.
-        on_loss: If given, the other learners continue when a learner is killed, and this is called with the loss.
-        silence_seconds: A learner that sends no heartbeat for so long is killed.
-        changes: Which learners may join or be restarted; only with `on_loss`.
-        roster: Where the learners are recorded; pass one to read it during the run.
-        is_enough: Whether the learners shall save and end before their budget is spent, which is no error.
-        machines: Where the learners run; None: on this machine.
-
-    Raises:
-        PeerLost: A learner was killed, and the others cannot continue.
-        Stopped: This process received SIGINT or SIGTERM. A second signal ends everything at once.
-        StarlingError: A learner failed.
-    """
-    log_folder.mkdir(parents=True, exist_ok=True)
-    roster = roster or Roster(world)
-    processes: list[LearnerProcess] = []
-    program = Program(tuple(command), world, log_folder, run_token.new_token(), on_loss is not None)
-    with (machines or ThisMachine()).open(program) as site, _signals(processes, site) as received:
-        try:
-
-            def begin(learner_id: int, joins: bool = True) -> LearnerRecord:
-                process = site.start(learner_id, joins)
-                processes.append(process)
-                return roster.start(learner_id, process, joins)
-
-            for learner_id in range(world):
-                begin(learner_id, joins=False)
-            joiners = Joiners(changes, roster, begin)
-            watch = Watch(roster, on_message, on_loss, silence_seconds, received, changes, joiners, is_enough)
-            watch.until_all_ended()
-            return watch.losses
-        finally:
-            end(processes)
-
-
-class ThisMachine:
-    """Starts learners as child processes on this machine, whose store and sockets are on its loopback interface."""
-
-    @contextmanager
-    def open(self, program: Program) -> "Generator[Site, None, None]":
-        """A store and a scratch folder for one run."""
-        with loopback_store() as port:
-            scratch = scratch_folder()
-            try:
-                yield _Here(program, port, scratch)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -145,25 +74,83 @@ class _Here:
 
 
 @contextmanager
+def this_machine(program: Program) -> Generator[Site, None, None]:
+    """Starts learners as child processes on this machine, whose store and sockets are on its loopback interface."""
+    with loopback_store() as port:
+        site = _Here(program, port, scratch_folder())
+        try:
+            yield site
+        finally:
+            site.abandon()
+
+
+def launch(
+    command: Sequence[str],
+    world: int,
+    log_folder: Path,
+    on_message: OnMessage = lambda learner_id, message: None,
+    on_loss: Callable[[Loss], None] | None = None,
+    silence_seconds: Seconds = math.inf,
+    changes: Changes = NO_CHANGES,
+    roster: Roster | None = None,
+    is_enough: Callable[[], bool] = lambda: False,
+    machines: Machines = this_machine,
+) -> list[Loss]:
+    """Run `command` in `world` learner processes until all have exited, and return the losses that the others survived.
+
+    A learner's output goes to `log_folder/learner-<id>.log`, and the messages that it sends through its `Link` to
+    `on_message`. If a learner fails, the others are ended and its error is raised.
+
+    Args:
+        command: The command line of a learner.
+        world: The number of learners at the start.
+        log_folder: Created if it is missing.
+        on_message: Called with each message and the id of its sender.
+        on_loss: If given, the other learners continue when a learner is killed, and this is called with the loss.
+        silence_seconds: A learner that sends no heartbeat for so long is killed.
+        changes: Which learners may join or be restarted; only with `on_loss`.
+        roster: Where the learners are recorded; pass one to read it during the run.
+        is_enough: Whether the learners shall save and end before their budget is spent, which is no error.
+        machines: Where the learners run.
+
+    Raises:
+        PeerLost: A learner was killed, and the others cannot continue.
+        Stopped: This process received SIGINT or SIGTERM. A second signal ends everything at once.
+        StarlingError: A learner failed.
+    """
+    log_folder.mkdir(parents=True, exist_ok=True)
+    roster = roster or Roster(world)
+    processes: list[LearnerProcess] = []
+    program = Program(tuple(command), world, log_folder, run_token.new_token(), on_loss is not None)
+    with machines(program) as site, _signals(processes, site) as received:
+        try:
+
+            def begin(learner_id: int, joins: bool = True) -> LearnerRecord:
+                process = site.start(learner_id, joins)
+                processes.append(process)
+                return roster.start(learner_id, process, joins)
+
+            for learner_id in range(world):
+                begin(learner_id, joins=False)
+            joiners = Joiners(changes, roster, begin)
+            watch = Watch(roster, on_message, on_loss, silence_seconds, received, changes, joiners, is_enough)
+            watch.until_all_ended()
+            return roster.lost
+        finally:
+            end(processes)
+
+
+@contextmanager
 def _signals(processes: list[LearnerProcess], site: Site) -> Generator[list[int], None, None]:
     """Collect SIGINT and SIGTERM in a list instead of ending this process; the second signal ends it."""
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
 
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) > 1:
-            for process in processes:
-                process.signal(signal.SIGKILL)  # a stopped process would not notice that its link is closed
-                process.signal_group(signal.SIGTERM)
-            site.abandon()
-            os._exit(128 + number)
+    def kill_all(number: int) -> None:
+        for process in processes:
+            process.signal(signal.SIGKILL)  # a stopped process would not notice that its link is closed
+            process.signal_group(signal.SIGTERM)
+        site.abandon()
+        end_now(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with on_stop_signal(received.append, kill_all):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

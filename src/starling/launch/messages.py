@@ -2,7 +2,7 @@
 
 Learners and launcher communicate over a socket, one JSON object per line (`launch/link.py`); `starling join` and the
 launcher exchange files (`launch/requests.py`); `starling status` reads a file that the launcher writes. Each message is
-one of the frozen classes below. Only `encode`, `encode_file` and the `decode_…` functions convert them to and from
+one of the frozen classes below. Only the `encode…` and `decode_…` functions convert them to and from
 JSON. An unknown or missing field or a wrong type is a `ProtocolError`.
 
 The liveness protocol: a learner sends a `Heartbeat` every `HEARTBEAT_EVERY` seconds as long as it runs. It sends
@@ -12,9 +12,9 @@ and from the end of its process.
 """
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
@@ -42,16 +42,14 @@ class Heartbeat(_Message):
     """Mini-batches that this process has computed; None before it trains."""
     stall: Stall | None = None
     """Its current wait, if that is a long one."""
-    _: KW_ONLY
-    kind: Literal["heartbeat"] = "heartbeat"
+    kind: Literal["heartbeat"] = field(default="heartbeat", kw_only=True)
 
 
 @dataclass(frozen=True)
 class Ready(_Message):
     """A joiner is ready to train, and waits for a membership that includes it."""
 
-    _: KW_ONLY
-    kind: Literal["ready"] = "ready"
+    kind: Literal["ready"] = field(default="ready", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,7 @@ class Hello(_Message):
     """A random number, over which the coordinator proves that it knows the run token."""
     proof: str
     """Shows, over the coordinator's random number, that this learner knows the run token."""
-    _: KW_ONLY
-    kind: Literal["hello"] = "hello"
+    kind: Literal["hello"] = field(default="hello", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,7 @@ class Arrived(_Message):
     """The learner waits for the other members of a membership."""
 
     generation: int
-    _: KW_ONLY
-    kind: Literal["arrived"] = "arrived"
+    kind: Literal["arrived"] = field(default="arrived", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -85,16 +81,14 @@ class Entered(_Message):
     """All members of the membership have met, and the learner trains."""
 
     generation: int
-    _: KW_ONLY
-    kind: Literal["entered"] = "entered"
+    kind: Literal["entered"] = field(default="entered", kw_only=True)
 
 
 @dataclass(frozen=True)
 class CanStop(_Message):
     """The learner is now able to save and end together with the others on a stop request."""
 
-    _: KW_ONLY
-    kind: Literal["can-stop"] = "can-stop"
+    kind: Literal["can-stop"] = field(default="can-stop", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -102,8 +96,7 @@ class Signalled(_Message):
     """The learner itself received a signal to stop."""
 
     signal_number: int
-    _: KW_ONLY
-    kind: Literal["signalled"] = "signalled"
+    kind: Literal["signalled"] = field(default="signalled", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -113,8 +106,7 @@ class Failed(_Message):
     error: str
     """The name of the exception's class."""
     text: str
-    _: KW_ONLY
-    kind: Literal["failed"] = "failed"
+    kind: Literal["failed"] = field(default="failed", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -122,8 +114,7 @@ class Ended(_Message):
     """The learner's training is done."""
 
     num_steps: int
-    _: KW_ONLY
-    kind: Literal["ended"] = "ended"
+    kind: Literal["ended"] = field(default="ended", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -158,8 +149,7 @@ class Snapshot(_Message):
     """Time spent on gradients and steps in the epoch so far; the next two likewise."""
     waiting_for_data: Seconds = 0.0
     waiting_for_peers: Seconds = 0.0
-    _: KW_ONLY
-    kind: Literal["snapshot"] = "snapshot"
+    kind: Literal["snapshot"] = field(default="snapshot", kw_only=True)
 
     @property
     def minutes_left(self) -> float | None:
@@ -205,8 +195,7 @@ class EpochEnd(_Message):
     num_frames: int = 0
     learning_rate: float | None = None
     """The learning rate of the last gradient."""
-    _: KW_ONLY
-    kind: Literal["epoch"] = "epoch"
+    kind: Literal["epoch"] = field(default="epoch", kw_only=True)
 
     @property
     def rounds_per_gradient(self) -> float:
@@ -231,8 +220,7 @@ class Saved(_Message):
     moment: Literal["epoch", "barrier", "end"]
     """The end of an epoch, a checkpoint barrier inside one, or the end of the run."""
     consensus_distance: float | None = None
-    _: KW_ONLY
-    kind: Literal["saved"] = "saved"
+    kind: Literal["saved"] = field(default="saved", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -240,8 +228,7 @@ class ModelSaved(_Message):
     """The files from which the consensus model is computed are complete, so that the launcher may score it."""
 
     folder: str
-    _: KW_ONLY
-    kind: Literal["model-saved"] = "model-saved"
+    kind: Literal["model-saved"] = field(default="model-saved", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -249,8 +236,7 @@ class Said(_Message):
     """A line that the launcher prints."""
 
     line: str
-    _: KW_ONLY
-    kind: Literal["said"] = "said"
+    kind: Literal["said"] = field(default="said", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -261,8 +247,7 @@ class Activity(_Message):
     """Empty: unchanged."""
     values: dict[str, JsonValue] = field(default_factory=dict)
     """Passed to `on_message` of `launch`; Starling itself ignores them."""
-    _: KW_ONLY
-    kind: Literal["activity"] = "activity"
+    kind: Literal["activity"] = field(default="activity", kw_only=True)
 
 
 LearnerMessage = (
@@ -296,8 +281,7 @@ class NewMembership(_Message):
     """Learner ids in rank order."""
     reason: str = ""
     """What changed, as text."""
-    _: KW_ONLY
-    kind: Literal["membership"] = "membership"
+    kind: Literal["membership"] = field(default="membership", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -305,8 +289,7 @@ class Stop(_Message):
     """Save a checkpoint together with the others, and end."""
 
     signal_number: int
-    _: KW_ONLY
-    kind: Literal["stop"] = "stop"
+    kind: Literal["stop"] = field(default="stop", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -317,8 +300,7 @@ class Greeted(_Message):
     """Why the loop may not take part; empty: it may."""
     proof: str = ""
     """Shows that the coordinator knows the run token."""
-    _: KW_ONLY
-    kind: Literal["greeted"] = "greeted"
+    kind: Literal["greeted"] = field(default="greeted", kw_only=True)
 
 
 LauncherMessage = NewMembership | Stop | Greeted
@@ -403,76 +385,52 @@ class Status(_Message):
     format: Literal[2] = 2
 
 
-T = TypeVar("T")
+FileT = TypeVar("FileT", JoinRequest, JoinAnswer, Status)
+_FILES = {
+    JoinRequest: "a request for learners",
+    JoinAnswer: "the answer to a request for learners",
+    Status: "the status of a run of this version",
+}
 
 
 @cache  # building the adapter takes 30 ms, which only processes that send messages should spend
-def _from_learner() -> TypeAdapter[LearnerMessage]:
-    return TypeAdapter(Annotated[LearnerMessage, Field(discriminator="kind")], config=_STRICT)
-
-
-@cache
-def _from_launcher() -> TypeAdapter[LauncherMessage]:
-    return TypeAdapter(Annotated[LauncherMessage, Field(discriminator="kind")], config=_STRICT)
-
-
-@cache
-def _request() -> TypeAdapter[JoinRequest]:
-    return TypeAdapter(JoinRequest)
-
-
-@cache
-def _answer() -> TypeAdapter[JoinAnswer]:
-    return TypeAdapter(JoinAnswer)
-
-
-@cache
-def _status() -> TypeAdapter[Status]:
-    return TypeAdapter(Status)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    if kind in _FILES:
+        return TypeAdapter(kind)
+    return TypeAdapter(Annotated[kind, Field(discriminator="kind")], config=_STRICT)
 
 
 def encode(message: LearnerMessage | LauncherMessage) -> bytes:
     """A message as one line of JSON."""
-    if isinstance(message, NewMembership | Stop | Greeted):
-        return _from_launcher().dump_json(message) + b"\n"
-    return _from_learner().dump_json(message) + b"\n"
-
-
-def encode_file(content: JoinRequest | JoinAnswer | Status) -> str:
-    """A message as the content of a file."""
-    match content:
-        case Status():
-            text = _status().dump_json(content, indent=1)
-        case JoinRequest():
-            text = _request().dump_json(content)
-        case JoinAnswer():
-            text = _answer().dump_json(content)
-    return text.decode() + "\n"
+    direction = LauncherMessage if isinstance(message, LauncherMessage) else LearnerMessage
+    return _adapter(direction).dump_json(message) + b"\n"
 
 
 def decode_from_learner(line: bytes, learner_id: int) -> LearnerMessage:
     """Decode a line from a learner. Raises ProtocolError."""
-    return _decode(_from_learner(), line, f"learner {learner_id} sent a message that this version does not understand")
+    what = f"learner {learner_id} sent a message that this version does not understand"
+    message: LearnerMessage = _decode(LearnerMessage, line, what)
+    return message
 
 
 def decode_from_launcher(line: bytes) -> LauncherMessage:
     """Decode a line from the launcher. Raises ProtocolError."""
-    return _decode(_from_launcher(), line, "the launcher sent a message that this version does not understand")
+    what = "the launcher sent a message that this version does not understand"
+    message: LauncherMessage = _decode(LauncherMessage, line, what)
+    return message
 
 
-def decode_request(content: bytes) -> JoinRequest:
-    """Decode a request file. Raises ProtocolError."""
-    return _decode(_request(), content, "not a request for learners")
+def encode_file(content: JoinRequest | JoinAnswer | Status) -> str:
+    """A message as the content of a file."""
+    kind: Any = type(content)
+    text = _adapter(kind).dump_json(content, indent=1 if kind is Status else None)
+    return text.decode() + "\n"
 
 
-def decode_answer(content: bytes) -> JoinAnswer:
-    """Decode an answer file. Raises ProtocolError."""
-    return _decode(_answer(), content, "not the answer to a request for learners")
-
-
-def decode_status(content: bytes) -> Status:
-    """Decode a status file. Raises ProtocolError."""
-    return _decode(_status(), content, "not the status of a run of this version")
+def decode_file(kind: type[FileT], content: bytes) -> FileT:
+    """Decode the content of a file. Raises ProtocolError."""
+    message: FileT = _decode(kind, content, f"not {_FILES[kind]}")
+    return message
 
 
 def values_of(message: LearnerMessage) -> Mapping[str, JsonValue]:
@@ -480,9 +438,9 @@ def values_of(message: LearnerMessage) -> Mapping[str, JsonValue]:
     return message.values if isinstance(message, Activity) else {}
 
 
-def _decode(adapter: TypeAdapter[T], content: bytes, what: str) -> T:
+def _decode(kind: Any, content: bytes, what: str) -> Any:
     try:
-        return adapter.validate_json(content)
+        return _adapter(kind).validate_json(content)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         first = next((each for each in errors if each["loc"] == ("format",)), errors[0])  # it explains the others

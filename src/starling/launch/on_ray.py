@@ -51,7 +51,7 @@ class RayMachines:
     say: Callable[[str], None] = lambda line: None
 
     @contextmanager
-    def open(self, program: Program) -> Generator[Site, None, None]:
+    def __call__(self, program: Program) -> Generator[Site, None, None]:
         """Connect to the cluster, and run the store on this machine."""
         with connected(self.address) as ray:
             address = _own_address(ray)

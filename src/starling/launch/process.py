@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -61,6 +61,8 @@ class LearnerProcess(ABC):
     """How it was lost, if not by a signal; empty otherwise."""
     error: StarlingError | None = None
     """Why it could not be started."""
+    killed_because: str = ""
+    """Why the launcher killed it; empty if it did not."""
     is_read: bool = False
     """Whether `Watch` reads its messages."""
     unread: bytearray = field(default_factory=bytearray)
@@ -133,11 +135,9 @@ class Site(Protocol):
         """Remove temporary files at once: this process is about to exit."""
 
 
-class Machines(Protocol):
-    """The machines on which learners can be started: this one, or those of a cluster."""
-
-    def open(self, program: Program) -> AbstractContextManager[Site]:
-        """Get ready to start learners, which find their store at the site."""
+Machines = Callable[[Program], AbstractContextManager[Site]]
+"""The machines on which learners can be started, this one or those of a cluster: gets ready to start learners, which
+find their store at the site."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from starling.errors import ProtocolError
-from starling.launch.messages import JoinAnswer, JoinRequest, decode_answer, decode_request, encode_file
+from starling.launch.messages import JoinAnswer, JoinRequest, decode_file, encode_file
 from starling.timeouts import LOCK, REQUESTS_EVERY
 
 Seconds = float
@@ -104,7 +104,7 @@ def take_answer(folder: Path, request: JoinRequest) -> JoinAnswer | None:
     except FileNotFoundError:
         return None
     path.unlink(missing_ok=True)
-    return decode_answer(content)
+    return decode_file(JoinAnswer, content)
 
 
 def withdraw(folder: Path, request: JoinRequest) -> None:
@@ -115,7 +115,7 @@ def withdraw(folder: Path, request: JoinRequest) -> None:
 
 def _request(content: bytes, name: str) -> JoinRequest:
     try:
-        return replace(decode_request(content), id=name)
+        return replace(decode_file(JoinRequest, content), id=name)
     except ProtocolError:
         return JoinRequest(0, name)
 

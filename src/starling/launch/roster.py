@@ -59,52 +59,61 @@ _OUT = (LearnerState.LEFT, LearnerState.LOST)
 
 
 @dataclass
+class Attempt:
+    """What is known of a learner's newest process. Times are on the roster's clock."""
+
+    started_at: float
+    doing_since: float
+    is_joiner: bool = False
+    """Whether it was started as a joiner."""
+    num_before: int = 0
+    """Mini-batches that earlier processes of the learner have computed."""
+    generation: int = -1
+    """The last membership that it has entered; -1 before the first."""
+    arrived: int = -1
+    """The last membership in which it began to wait for the other members; -1 before the first."""
+    heard_at: float | None = None
+    """When its last message came; None before the first."""
+    doing: str = "starting"
+    """Its activity as text."""
+    has_computed: bool = False
+    """Whether it has reported progress since it entered a membership."""
+    error: StarlingError | None = None
+    """The error by which it says that it failed."""
+    wait: Stall | None = None
+    """Its current long wait, as last reported."""
+    wait_began_at: float = 0.0
+
+    def does(self, doing: str, now: float) -> None:
+        """Note what it does from now on."""
+        self.doing, self.doing_since = doing, now
+
+    def beat(self, stall: Stall | None, now: float) -> None:
+        """Note what it waits for."""
+        self.wait = stall
+        if stall is not None:
+            self.wait_began_at = now - stall.seconds
+
+
+@dataclass
 class LearnerRecord:
-    """One learner. Times are on the roster's clock."""
+    """One learner, over all its processes."""
 
     learner_id: int
+    attempt: Attempt
     process: LearnerProcess | None = None
     """Its newest process; None before the first start, and in a roster that only follows messages."""
     state: LearnerState = LearnerState.STARTING
     rank: int | None = None
     """Its rank in the present membership; None if it is not a member."""
-    is_joiner: bool = False
-    """Whether its newest process was started as a joiner."""
-    generation: int = -1
-    """The last membership that its newest process has entered; -1 before the first."""
-    arrived: int = -1
-    """The last membership in which its newest process began to wait for the other members; -1 before the first."""
-    started_at: float = 0.0
-    """When its newest process was started."""
-    heard_at: float | None = None
-    """When its last message came; None before the first."""
-    doing: str = "starting"
-    """Its activity as text."""
-    doing_since: float = 0.0
-    has_computed: bool = False
-    """Whether its newest process has reported progress since it entered a membership."""
-    error: StarlingError | None = None
-    """The error by which it says that it failed."""
-    killed_because: str = ""
-    """Why the launcher killed it; empty if it did not."""
-    wait: Stall | None = None
-    """Its current long wait, as last reported."""
-    wait_began_at: float = 0.0
     num_steps: int = 0
     """Mini-batches that all its processes have computed."""
-    num_before: int = 0
-    """Mini-batches that its earlier processes have computed."""
     loss: float | None = None
     """The training loss of its last snapshot."""
     has_joined: bool = False
     """Whether one of its processes has joined the run after the start."""
-    seconds: Seconds = 0.0
-    """The total time of the epochs that it has reported; the next three are parts of it."""
-    computing: Seconds = 0.0
-    waiting_for_data: Seconds = 0.0
-    waiting_for_peers: Seconds = 0.0
-    num_not_finite: int = 0
-    """Gradients in these epochs that were not finite."""
+    epochs: list[EpochEnd] = field(default_factory=list)
+    """The epochs that it has reported."""
 
     @property
     def is_running(self) -> bool:
@@ -119,7 +128,7 @@ class LearnerRecord:
     @property
     def was_killed(self) -> bool:
         """Whether a signal ended its process, and it reported no error."""
-        return self.process is not None and (self.process.exit_code or 0) < 0 and self.error is None
+        return self.process is not None and (self.process.exit_code or 0) < 0 and self.attempt.error is None
 
     @property
     def is_out(self) -> bool:
@@ -143,38 +152,39 @@ class LearnerRecord:
 
     def kill(self, because: str = "") -> None:
         """Kill its process, and note the reason."""
-        self.killed_because = because
         if self.process is not None:
+            self.process.killed_because = because
             self.process.kill()
 
     def describe_death(self) -> str:
         """How it was killed, and what it was doing then, as text."""
-        name = f"learner {self.learner_id}"
-        if self.killed_because:
-            return f"{name} {self.killed_because} while {self.doing} and was killed"
-        if self.process is not None and self.process.lost:
-            return f"{name} {self.process.lost} while {self.doing}"
-        code = (self.process.exit_code if self.process is not None else None) or 0
-        return f"{name} was killed by {signal_name(-code)} while {self.doing}"
+        name, doing, process = f"learner {self.learner_id}", self.attempt.doing, self.process
+        if process is not None and process.killed_because:
+            return f"{name} {process.killed_because} while {doing} and was killed"
+        if process is not None and process.lost:
+            return f"{name} {process.lost} while {doing}"
+        code = (process.exit_code if process is not None else None) or 0
+        return f"{name} was killed by {signal_name(-code)} while {doing}"
 
     def describe_exit(self) -> str:
         """How its process exited, as text."""
-        if self.killed_because or self.was_killed:
+        process = self.process
+        if self.was_killed or (process is not None and process.killed_because):
             return self.describe_death()
-        code = self.process.exit_code if self.process is not None else None
+        code = process.exit_code if process is not None else None
         if code == 0:
             return f"learner {self.learner_id} exited: its sync group lost a member"
-        how = self.error or f"it exited with code {code} while {self.doing}"
+        how = self.attempt.error or f"it exited with code {code} while {self.attempt.doing}"
         return f"learner {self.learner_id}: {how}; its log: {self.log}"
 
 
 @dataclass(frozen=True)
-class LostLearner:
-    """The loss of a learner, which may have joined again since."""
+class Loss:
+    """The loss of a learner that the others survived, and which may have joined again since."""
 
-    learner_id: int
+    learner: int
     reason: str
-    """How it was lost, as text."""
+    """How the learner was lost, as text."""
     at: float
 
 
@@ -192,7 +202,7 @@ class Roster:
     learners: dict[int, LearnerRecord] = field(default_factory=dict)
     membership: NewMembership = field(init=False)
     """The newest membership that was announced."""
-    lost: list[LostLearner] = field(default_factory=list)
+    lost: list[Loss] = field(default_factory=list)
     """Every loss of a learner that trained, in order."""
     saved: str = ""
     """The newest checkpoint."""
@@ -210,19 +220,15 @@ class Roster:
     @property
     def generation(self) -> int:
         """The generation of the newest membership that a learner has entered; -1 before the first."""
-        return max((each.generation for each in self.learners.values()), default=-1)
+        return max((each.attempt.generation for each in self.learners.values()), default=-1)
 
     def start(self, learner_id: int, process: LearnerProcess | None = None, is_joiner: bool = False) -> LearnerRecord:
         """Record that a process was started for a learner: its first one or a restart."""
         with self.lock:
             record = self.learners.setdefault(learner_id, self._record(learner_id))
             now = self.clock()
-            record.process, record.is_joiner, record.state = process, is_joiner, LearnerState.STARTING
-            record.generation = record.arrived = -1
-            record.started_at = record.doing_since = now
-            record.heard_at, record.doing, record.has_computed = None, "starting", False
-            record.error, record.killed_because, record.wait = None, "", None
-            record.num_before = record.num_steps
+            record.process, record.state = process, LearnerState.STARTING
+            record.attempt = Attempt(now, now, is_joiner, record.num_steps)
             return record
 
     def announce(self, membership: NewMembership) -> None:
@@ -240,33 +246,37 @@ class Roster:
         """Record a message from a learner."""
         with self.lock:
             record = self.learners.setdefault(learner_id, self._record(learner_id))
-            record.heard_at = self.clock()
+            attempt, now = record.attempt, self.clock()
+            attempt.heard_at = now
             match message:
-                case Heartbeat():
-                    self._beat(record, message)
+                case Heartbeat() if message.num_steps is not None:
+                    record.num_steps = attempt.num_before + message.num_steps
+                    if message.num_steps and record.state is LearnerState.STARTING:
+                        record.state = LearnerState.TRAINING  # an unwatched learner reports no membership
+                    attempt.beat(message.stall, now)
                 case Snapshot() | EpochEnd() | Activity() if message.doing:
-                    self._set_doing(record, message.doing)
-                    record.has_computed = record.has_computed or record.generation >= 0
+                    attempt.does(message.doing, now)
+                    attempt.has_computed = attempt.has_computed or attempt.generation >= 0
                     if isinstance(message, Snapshot):
                         record.loss = message.loss
                     elif isinstance(message, EpochEnd):
-                        _add_epoch(record, message)
+                        record.epochs.append(message)
                 case Ready():
                     _advance(record, LearnerState.READY)
                 case Arrived():
-                    record.arrived = message.generation
+                    attempt.arrived = message.generation
                 case Entered():
-                    record.has_joined = record.has_joined or (record.generation < 0 < message.generation)
-                    record.generation = message.generation
+                    record.has_joined = record.has_joined or (attempt.generation < 0 < message.generation)
+                    attempt.generation = message.generation
                     _advance(record, LearnerState.TRAINING)
                 case Ended():
-                    self._set_doing(record, "ending")
-                    record.num_steps, record.wait = record.num_before + message.num_steps, None
+                    attempt.does("ending", now)
+                    record.num_steps, attempt.wait = attempt.num_before + message.num_steps, None
                     _advance(record, LearnerState.ENDED)
                 case Failed():
-                    record.error = _error_from(message)
+                    attempt.error = _error_from(message)
                 case Saved():
-                    self.saved, self.saved_at, self.num_saved = message.folder, record.heard_at, self.num_saved + 1
+                    self.saved, self.saved_at, self.num_saved = message.folder, now, self.num_saved + 1
                 case CanStop() if record.process is not None:
                     record.process.can_stop = True
                 case _:
@@ -278,9 +288,9 @@ class Roster:
         with self.lock:
             if learner_id in self.learners:
                 record = self.learners[learner_id]
-                record.state, record.wait = LearnerState.LOST, None
+                record.state, record.attempt.wait = LearnerState.LOST, None
                 if reason:
-                    self.lost.append(LostLearner(learner_id, reason, self.clock()))
+                    self.lost.append(Loss(learner_id, reason, self.clock()))
 
     def records(self, learner_ids: Collection[int]) -> list[LearnerRecord]:
         """The records of these learners, without those that were lost or left."""
@@ -289,7 +299,7 @@ class Roster:
 
     def waiting(self) -> dict[int, LearnerRecord]:
         """The learners in a long wait, by `learner_id`."""
-        return {each.learner_id: each for each in self.present() if each.wait is not None}
+        return {each.learner_id: each for each in self.present() if each.attempt.wait is not None}
 
     def present(self) -> Iterable[LearnerRecord]:
         """The learners that are starting, ready or training."""
@@ -304,38 +314,18 @@ class Roster:
 
     def since_heard(self, record: LearnerRecord) -> Seconds:
         """The time since a learner sent anything, or since its process was started."""
-        return self.clock() - (record.started_at if record.heard_at is None else record.heard_at)
+        attempt = record.attempt
+        return self.clock() - (attempt.started_at if attempt.heard_at is None else attempt.heard_at)
 
     def _record(self, learner_id: int) -> LearnerRecord:
         now = self.clock()
-        return LearnerRecord(learner_id, started_at=now, doing_since=now)
-
-    def _set_doing(self, record: LearnerRecord, doing: str) -> None:
-        record.doing, record.doing_since = doing, self.clock()
-
-    def _beat(self, record: LearnerRecord, beat: Heartbeat) -> None:
-        if beat.num_steps is None:
-            return
-        record.num_steps = record.num_before + beat.num_steps
-        if beat.num_steps and record.state is LearnerState.STARTING:  # an unwatched learner reports no membership
-            record.state = LearnerState.TRAINING
-        record.wait = beat.stall
-        if beat.stall is not None:
-            record.wait_began_at = self.clock() - beat.stall.seconds
+        return LearnerRecord(learner_id, Attempt(now, now))
 
 
 def _advance(record: LearnerRecord, state: LearnerState) -> None:
     """Set the state that a learner reports, unless the others already train without it."""
     if not record.is_out:
         record.state = state
-
-
-def _add_epoch(record: LearnerRecord, end: EpochEnd) -> None:
-    record.seconds += end.seconds
-    record.computing += end.computing
-    record.waiting_for_data += end.waiting_for_data
-    record.waiting_for_peers += end.waiting_for_peers
-    record.num_not_finite += end.num_not_finite
 
 
 def _error_from(message: Failed) -> StarlingError:

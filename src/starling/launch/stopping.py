@@ -1,4 +1,4 @@
-"""When a learner process asks for a checkpoint or a stop: by the clock, and after a signal.
+"""How a process takes a signal to stop, and when a learner asks for a checkpoint or a stop.
 
 Starling's launcher receives a signal and tells its learners. Learners may receive it too: systemd and Slurm may signal
 all processes, and torchrun forwards signals. A learner then tells the launcher, or without one the other learners.
@@ -52,9 +52,11 @@ def end_now(number: int) -> None:
 
 
 @contextmanager
-def on_stop_signal(on_signal: Callable[[int], None]) -> Generator[None, None, None]:
-    """Inside the context, call `on_signal` with the number of the first SIGINT or SIGTERM; the second one ends this
-    process at once.
+def on_stop_signal(
+    on_signal: Callable[[int], None], on_second: Callable[[int], None] = end_now
+) -> Generator[None, None, None]:
+    """Inside the context, call `on_signal` with the number of the first SIGINT or SIGTERM, and `on_second` with
+    that of the next, which ends this process at once.
 
     A thread handles the signals, so that they take effect even while the main thread waits inside torch. Outside the
     main thread, the context does nothing.
@@ -73,7 +75,7 @@ def on_stop_signal(on_signal: Callable[[int], None]) -> Generator[None, None, No
                 if number in STOP_SIGNALS and num_heard == 1:
                     on_signal(number)
                 elif number in STOP_SIGNALS:
-                    end_now(number)
+                    on_second(number)
 
     thread = threading.Thread(target=listen, name="starling-signals", daemon=True)
     thread.start()

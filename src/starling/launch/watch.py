@@ -4,29 +4,19 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 
 from starling.errors import ConfigError, PeerLost, ProtocolError, StarlingError, Stopped
 from starling.launch.joiners import Changes, Joiners
 from starling.launch.messages import LearnerMessage, NewMembership, Signalled, Stop, decode_from_learner
 from starling.launch.process import LearnerProcess, end_loaders, signal_name
-from starling.launch.roster import LearnerRecord, Roster
+from starling.launch.roster import LearnerRecord, Loss, Roster
 from starling.timeouts import ENTRY, EXPLANATION, JOINER_SILENT, NODE_LOSS, READ, STOP
 
 Seconds = float
 OnMessage = Callable[[int, LearnerMessage], None]
 LONGEST_MESSAGE = 1 << 26
 """Bytes. A learner that sends more without the end of a line would fill the launcher's memory."""
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The loss of a learner that the others survived."""
-
-    learner: int
-    reason: str
-    """How the learner was lost, as text."""
 
 
 class Watch:
@@ -43,7 +33,6 @@ class Watch:
         joiners: Joiners,
         is_enough: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.losses: list[Loss] = []
         self._roster = roster
         self._on_message = on_message
         self._on_loss = on_loss
@@ -56,6 +45,7 @@ class Watch:
         self._all_here: float | None = None
         """Since when all members of the newest membership, except joiners, have been waiting for the others."""
         self._asked_to_stop: Seconds | None = None
+        self._selector = selectors.DefaultSelector()
         self._has_one_closed = False
         """Whether a learner has closed its line since the launcher looked after its processes."""
         self._exited: set[int] = set()
@@ -65,21 +55,21 @@ class Watch:
 
     def until_all_ended(self) -> None:
         """Handle messages until all processes have exited. Raises the first error that the run did not survive."""
-        with selectors.DefaultSelector() as selector:
+        with self._selector:
             while any(record.is_running for record in self._counted()):
-                self._read_for(selector, READ)
+                self._read_for(READ)
                 if number := self._signal():
                     self._stop(number)
                 elif self._asked_to_stop is not None or self._is_enough():
                     self._stop(signal.SIGTERM)
                 self._kill_silent()
-                if not self._handle_exits(selector):
+                if not self._handle_exits():
                     break
                 self._admit_joiners()
             deadline = self._roster.clock() + EXPLANATION  # learners that still run may send messages without end
-            while (self._read(selector, 0.0) or _is_unexplained(self._counted())) and self._roster.clock() < deadline:
-                self._register(selector)
-                self._read(selector, READ)
+            while (self._read(0.0) or _is_unexplained(self._counted())) and self._roster.clock() < deadline:
+                self._register()
+                self._read(READ)
         failed = [record for record in self._counted() if record.has_failed]
         if failed:
             raise _cause(failed)
@@ -112,7 +102,7 @@ class Watch:
         joiners."""
         return [each for each in self._roster.learners.values() if not each.is_out and each not in self._joiners]
 
-    def _handle_exits(self, selector: selectors.BaseSelector) -> bool:
+    def _handle_exits(self) -> bool:
         """Announce a membership without the learners that have failed, if any; return False if the run cannot survive
         their loss."""
         exited = [
@@ -122,19 +112,19 @@ class Watch:
         ]
         self._exited = {record.learner_id for record in exited}
         deadline = self._roster.clock() + READ  # learners that still run may send messages without end
-        while exited and self._read(selector, 0.0) and self._roster.clock() < deadline:
+        while exited and self._read(0.0) and self._roster.clock() < deadline:
             pass
         for record in exited:
-            self._read_rest(selector, record)
-            if record.error is None and record.process is not None:
-                record.error = record.process.error
+            self._read_rest(record)
+            if record.attempt.error is None and record.process is not None:
+                record.attempt.error = record.process.error
         failed = [record for record in exited if record.has_failed and record not in self._joiners]
         if self._others_may_follow(failed):
             return True
         if failed and (
             self._on_loss is None
             or not all(record.was_killed for record in failed)
-            or any(record.generation < 0 for record in self._counted())  # not all have entered a membership yet
+            or any(record.attempt.generation < 0 for record in self._counted())  # not all have entered a membership yet
         ):
             return False
         never_came = self._joiners.settle(self._members, exited)
@@ -163,7 +153,9 @@ class Watch:
         out = {record.learner_id for record in failed}
         reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
         lost = [*(record.learner_id for record in failed), *never_came]
-        if not any(each.generation >= 0 and each.learner_id not in out for each in self._roster.records(before)):
+        if not any(
+            each.attempt.generation >= 0 and each.learner_id not in out for each in self._roster.records(before)
+        ):
             return False
         try:
             members = self._changes.succession(before, lost, ())
@@ -173,10 +165,9 @@ class Watch:
             self._roster.lose(record.learner_id, why)
         self._announce(members, reason)
         end_loaders([record.process for record in failed if record.process is not None])
-        for record, why in zip(failed, reasons, strict=True):
-            self.losses.append(Loss(record.learner_id, why))
+        for loss in self._roster.lost[len(self._roster.lost) - len(failed) :]:
             if self._on_loss is not None:
-                self._on_loss(self.losses[-1])
+                self._on_loss(loss)
         self._joiners.drop_unusable(self._members)
         kept = {*members, *never_came, *expected}
         self._replace([each for each in before if each not in kept], failed)
@@ -187,7 +178,7 @@ class Watch:
         the run is about to stop."""
         if not self._changes.replaces or self._asked_to_stop is not None:
             return
-        idle = [record for record in failed if record.is_joiner and not record.has_computed]
+        idle = [record for record in failed if record.attempt.is_joiner and not record.attempt.has_computed]
         for record in idle:
             self._changes.say(
                 f"learner {record.learner_id} is not restarted, because it had computed nothing since it joined"
@@ -199,12 +190,12 @@ class Watch:
     def _admit_joiners(self) -> None:
         """Start requested joiners, and announce a membership with those that are ready. Waits until all members have
         entered the newest membership."""
-        if self._asked_to_stop is not None or any(record.generation < 0 for record in self._counted()):
+        if self._asked_to_stop is not None or any(record.attempt.generation < 0 for record in self._counted()):
             return
         here = self._roster.records(self._members)
         is_ending = any(record.learner_id in self._exited for record in here)
         self._joiners.tend(self._members, is_ending)
-        if is_ending or any(record.generation < self._roster.membership.generation for record in here):
+        if is_ending or any(record.attempt.generation < self._roster.membership.generation for record in here):
             return
         joining, members = self._joiners.ready(self._members)
         if joining:
@@ -224,18 +215,18 @@ class Watch:
         roster, generation = self._roster, self._roster.membership.generation
         expected = self._joiners.expected(self._members)
         # a learner that has not entered a membership yet loads libraries, which may delay its heartbeats
-        met = [record for record in self._counted() if record.generation >= 0]
+        met = [record for record in self._counted() if record.attempt.generation >= 0]
         for record in (*met, *self._joiners.waiting(self._members)):
             if (silence := roster.since_heard(record)) > self._silence_seconds and record.is_running:
                 record.kill(_silent_for(silence))
         expected_ids = {record.learner_id for record in expected}
         others = [record for record in roster.records(self._members) if record.learner_id not in expected_ids]
-        if not all(max(record.arrived, record.generation) >= generation for record in others):
+        if not all(max(record.attempt.arrived, record.attempt.generation) >= generation for record in others):
             self._all_here = None
         elif self._all_here is None:
             self._all_here = roster.clock()
         for record in expected:
-            patience = ENTRY if record.arrived < generation else max(ENTRY, self._silence_seconds)
+            patience = ENTRY if record.attempt.arrived < generation else max(ENTRY, self._silence_seconds)
             if not record.is_running:
                 continue
             if (silence := roster.since_heard(record)) > min(JOINER_SILENT, self._silence_seconds):
@@ -243,95 +234,79 @@ class Watch:
             elif self._all_here is not None and roster.clock() - self._all_here > patience:
                 record.kill(f"did not meet the others within {patience:g} s")
 
-    def _read_for(self, selector: selectors.BaseSelector, seconds: Seconds) -> None:
+    def _read_for(self, seconds: Seconds) -> None:
         """Handle messages for so long, or until a learner closes its line, which may mean that it was lost.
 
         All else that the launcher does takes time in proportion to the number of learners: it must not do so for each
         message.
         """
-        self._register(selector)
+        self._register()
         for record in self._roster.learners.values():
             if record.process is not None and record.process.untold:
                 record.process.tell_rest()
         self._has_one_closed = False
         begin = now = self._roster.clock()
         while not self._has_one_closed and now - begin < seconds:
-            self._read(selector, seconds - (now - begin))
+            self._read(seconds - (now - begin))
             now = self._roster.clock()
 
-    def _register(self, selector: selectors.BaseSelector) -> None:
+    def _register(self) -> None:
+        """Read the messages of each learner's newest process, once it is connected."""
         for record in self._roster.learners.values():
-            _register(selector, record)
+            process = record.process
+            if process is None or process.line is None or process.is_read or process.line.fileno() < 0:
+                continue
+            process.is_read = True
+            if process.line.fileno() in self._selector.get_map():  # of a line that was closed before its end was read
+                self._selector.unregister(process.line.fileno())
+            self._selector.register(process.line, selectors.EVENT_READ, (process.line, record, process))
 
-    def _read(self, selector: selectors.BaseSelector, timeout: Seconds) -> bool:
+    def _read(self, timeout: Seconds) -> bool:
         """Handle new messages from learners; return whether any data came."""
-        ready = selector.select(timeout)
+        ready = self._selector.select(timeout)
         for key, _ in ready:
-            self._read_from(selector, *key.data)
+            self._read_from(*key.data)
         return bool(ready)
 
-    def _read_rest(self, selector: selectors.BaseSelector, record: LearnerRecord) -> None:
+    def _read_rest(self, record: LearnerRecord) -> None:
         """Handle the last messages of a learner that has exited."""
         process = record.process
         if process is not None and process.line is not None and process.is_read:
-            while process.line.fileno() >= 0 and self._read_from(selector, process.line, record, process):
+            while process.line.fileno() >= 0 and self._read_from(process.line, record, process):
                 pass
 
-    def _read_from(
-        self, selector: selectors.BaseSelector, line: socket.socket, record: LearnerRecord, process: LearnerProcess
-    ) -> bool:
-        """Handle what has come from one learner; return whether anything has."""
+    def _read_from(self, line: socket.socket, record: LearnerRecord, process: LearnerProcess) -> bool:
+        """Handle what has come from one learner; return whether anything has. At end-of-file, close the socket."""
         try:
             received = line.recv(65536, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError:  # it was reset, or its machine does not answer any more
             received = b""
-        for message in self._messages_in(received, selector, line, record, process):
-            if process is record.process:  # and not the previous one of a learner that was restarted
-                self._roster.hear(record.learner_id, message)
-            if isinstance(message, Signalled):
-                self._received_by_learners.append(message.signal_number)
-            self._on_message(record.learner_id, message)
-        return True
-
-    def _messages_in(
-        self,
-        received: bytes,
-        selector: selectors.BaseSelector,
-        line: socket.socket,
-        record: LearnerRecord,
-        process: LearnerProcess,
-    ) -> list[LearnerMessage]:
-        """The complete messages in the received data; at end-of-file, close the socket."""
         if not received:
             self._has_one_closed = True
-            selector.unregister(line)
+            self._selector.unregister(line)
             process.hang_up()
-            return []
-        if process is record.process:
-            record.heard_at = self._roster.clock()
+            return True
+        is_newest = process is record.process  # and not the previous one of a learner that was restarted
+        if is_newest:
+            record.attempt.heard_at = self._roster.clock()
         process.unread += received
-        if b"\n" not in received:
-            if len(process.unread) > LONGEST_MESSAGE:
-                raise ProtocolError(
-                    f"learner {record.learner_id} sent a message of more than {LONGEST_MESSAGE >> 20} MiB; see its "
-                    f"log: {record.log}"
-                )
-            return []
-        *lines, process.unread = process.unread.split(b"\n")
-        return [decode_from_learner(bytes(line), record.learner_id) for line in lines]
-
-
-def _register(selector: selectors.BaseSelector, record: LearnerRecord) -> None:
-    """Read the messages of a learner's newest process, once it is connected."""
-    process = record.process
-    if process is None or process.line is None or process.is_read or process.line.fileno() < 0:
-        return
-    process.is_read = True
-    if process.line.fileno() in selector.get_map():  # the number of a line that was closed before its end was read
-        selector.unregister(process.line.fileno())
-    selector.register(process.line, selectors.EVENT_READ, (process.line, record, process))
+        if b"\n" not in received and len(process.unread) > LONGEST_MESSAGE:
+            raise ProtocolError(
+                f"learner {record.learner_id} sent a message of more than {LONGEST_MESSAGE >> 20} MiB; see its "
+                f"log: {record.log}"
+            )
+        if b"\n" in received:
+            *lines, process.unread = process.unread.split(b"\n")
+            for text in lines:
+                message = decode_from_learner(bytes(text), record.learner_id)
+                if is_newest:
+                    self._roster.hear(record.learner_id, message)
+                if isinstance(message, Signalled):
+                    self._received_by_learners.append(message.signal_number)
+                self._on_message(record.learner_id, message)
+        return True
 
 
 def _silent_for(silence: Seconds) -> str:
@@ -341,7 +316,7 @@ def _silent_for(silence: Seconds) -> str:
 def _is_unexplained(records: list[LearnerRecord]) -> bool:
     """Whether all failed learners failed because they lost another one."""
     failed = [record for record in records if record.has_failed]
-    return bool(failed) and all(isinstance(record.error, PeerLost) for record in failed)
+    return bool(failed) and all(isinstance(record.attempt.error, PeerLost) for record in failed)
 
 
 def _cause(failed: list[LearnerRecord]) -> StarlingError:
@@ -351,11 +326,11 @@ def _cause(failed: list[LearnerRecord]) -> StarlingError:
         if record.was_killed:
             return PeerLost(f"{record.describe_death()}; its log: {record.log}")
     for record in failed:
-        if record.error is None and record.process is not None:
+        if record.attempt.error is None and record.process is not None:
             return StarlingError(
-                f"learner {record.learner_id} exited with code {record.process.exit_code} while {record.doing}; "
-                f"its log: {record.log}"
+                f"learner {record.learner_id} exited with code {record.process.exit_code} while "
+                f"{record.attempt.doing}; its log: {record.log}"
             )
-    own = [record for record in failed if not isinstance(record.error, PeerLost)]
+    own = [record for record in failed if not isinstance(record.attempt.error, PeerLost)]
     first = (own or failed)[0]
-    return first.error or StarlingError(f"learner {first.learner_id} failed; its log: {first.log}")
+    return first.attempt.error or StarlingError(f"learner {first.learner_id} failed; its log: {first.log}")

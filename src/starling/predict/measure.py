@@ -181,11 +181,11 @@ async def time_strategy(me: Learner, options: TimeOptions) -> None:
 
 
 def _group_size(options: TimeOptions, world: int) -> int:
-    return options.choice.sync_group_size(world)
+    return options.choice.strategy.sync_group_size(options.choice.options, world)
 
 
 def _num_workers(options: TimeOptions, world: int) -> int:
-    return options.choice.num_workers(world)
+    return options.choice.strategy.num_workers(options.choice.options, world)
 
 
 MEASURING = Strategy(MEASURE, "measure gradients, exchanges and means", measure, options=MeasureOptions)

@@ -1,13 +1,16 @@
-"""Reads recipe files: YAML in which 1e-3 is a number and no key is given twice, merged with the recipe's base."""
+"""Recipe files, and those in the package: YAML in which 1e-3 is a number and no key is given twice, merged with the
+recipe's base and with `key=value` arguments."""
 
+import copy
 import re
-from collections.abc import Hashable
+import shutil
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from starling.errors import ConfigError
+from starling.errors import ConfigError, did_you_mean
 
 Tree = dict[str, Any]
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -158,3 +161,83 @@ def _read_mapping(path: Path) -> Tree:
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(f"recipe {path}: must be a YAML mapping of keys to values, such as `learners: 4`")
     return tree
+
+
+_SHORTHANDS = ("strategy",)  # keys whose plain value is short for {name: value}
+
+
+def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
+    """A copy of `tree` with each `dotted.key=value` applied in order; values are YAML.
+
+    Raises a ConfigError that lists every argument of another form, or whose key lies inside a plain value.
+    """
+    result = copy.deepcopy(tree)
+    problems = []
+    for argument in overrides:
+        try:
+            key, value = _split(argument)
+            _put(result, key, value)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return result
+
+
+def _split(argument: str) -> tuple[list[str], Any]:
+    key, equals, text = argument.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"argument {argument!r}: must have the form key=value, such as learners=2 or budget.epochs=3")
+    return parts, parse_yaml(text, f"argument {argument!r}")
+
+
+def _put(tree: Tree, parts: list[str], value: Any) -> None:
+    place = tree
+    for depth, part in enumerate(parts[:-1], start=1):
+        inner = place.get(part)
+        if inner is None:
+            inner = {}
+        elif not isinstance(inner, dict):
+            if ".".join(parts[:depth]) not in _SHORTHANDS:
+                raise ConfigError(
+                    f"argument {'.'.join(parts)}: {'.'.join(parts[:depth])} is the plain value {inner!r}, "
+                    "so that no key can be set inside it"
+                )
+            inner = {"name": inner}
+        place[part] = inner
+        place = inner
+    place[parts[-1]] = value
+
+
+def summaries() -> dict[str, str]:
+    """A summary of each recipe by its name: the first comment of its file."""
+    return {path.stem: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for path in _files()}
+
+
+def copy_recipe(name: str, to: Path) -> list[Path]:
+    """Copy a recipe and its bases into the folder `to`; return the new files.
+
+    Raises:
+        ConfigError: There is no recipe of that name, a file exists already, or the folder cannot be written.
+    """
+    known = {path.stem: path for path in _files()}
+    if name not in known:
+        raise ConfigError(f"recipe {name!r} is unknown; {did_you_mean(name, known)}known are {', '.join(known)}")
+    sources = [known[name]]
+    while (base := read_base(sources[-1])) is not None:
+        sources.append(base)
+    copies = [to / path.name for path in sources]
+    if existing := [str(copy) for copy in copies if copy.exists()]:
+        raise ConfigError(f"{', '.join(existing)}: exists already; remove it, or copy to another folder")
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        for source, copy in zip(sources, copies, strict=True):
+            shutil.copyfile(source, copy)
+    except OSError as error:
+        raise ConfigError(f"{to}: cannot be written ({error}); copy to another folder") from error
+    return copies
+
+
+def _files() -> list[Path]:
+    return sorted(SHIPPED.glob("*.yaml"))

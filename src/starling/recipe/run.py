@@ -1,19 +1,22 @@
 """The settings of every run, for any workload: learners, strategy, budget, engine, checkpoints, and folder."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from starling.budget import Budget
+from starling.budget import Budget, Schedule
 from starling.configuration import Config, digest
 from starling.engines.virtual.cluster import Cluster
-from starling.errors import ConfigError
+from starling.errors import ConfigError, did_you_mean
 from starling.recipe.auto import AUTO, AUTO_STRATEGY
 from starling.recipe.file import Tree
-from starling.recipe.optimizer import OptimizerConfig
 from starling.recipe.problems import describe
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands
@@ -21,6 +24,91 @@ from starling.training.batch_shares import BatchShares, shares_problem
 from starling.training.faults import Fault, Join
 from starling.training.faults import problems as faults_problems
 from starling.training.stragglers import Stragglers
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+KNOWN_TO_WORK = ("adam", "adamw", "sgd")
+"""Without options, these need no trial step, so that commands which do not train can read a recipe without torch."""
+
+
+class OptimizerConfig(Config):
+    """The optimizer of each learner, and its learning rate; the `optimizer:` section of a recipe."""
+
+    name: str = "adamw"
+    """A class of `torch.optim`, in upper or lower case."""
+    lr: float = Field(default=1e-3, ge=0.0)
+    """The peak learning rate; the schedule multiplies it."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the class, such as momentum or weight_decay."""
+    clip_norm: float | None = Field(default=5.0, gt=0.0)
+    """Gradients with a larger 2-norm are scaled down to this norm; null: never."""
+    schedule: Schedule = Field(default_factory=lambda: Schedule(warmup=0.05))
+    """How the learning rate follows the budget."""
+
+    @model_validator(mode="after")
+    def _works(self) -> OptimizerConfig:
+        if self.options or self.name.lower() not in KNOWN_TO_WORK:
+            _try(self._kind(), self.lr, self.options)
+        return self
+
+    def maker(self) -> Callable[[list[nn.Parameter]], Optimizer]:
+        """A function that makes a learner's optimizer, with the peak learning rate.
+
+        It selects torch's `fused` implementation if there is one, which is several times faster on the CPU, unless the
+        options select another.
+        """
+        kind = self._kind()
+        chosen = {"fused", "foreach", "differentiable"} & self.options.keys()
+        fused = {} if chosen or "fused" not in inspect.signature(kind).parameters else {"fused": True}
+        return partial(kind, lr=self.lr, **self.options, **fused)
+
+    def _kind(self) -> Callable[..., Optimizer]:
+        known = optimizers()
+        kind = known.get(self.name.lower())
+        if kind is None:
+            hint = did_you_mean(self.name.lower(), known)
+            raise ValueError(f"name: {self.name!r} is not in torch.optim; {hint}known are {', '.join(known)}")
+        return kind
+
+
+@cache
+def optimizers() -> dict[str, type[Optimizer]]:
+    """All optimizers of `torch.optim`, by lower-case name."""
+    from torch import optim
+
+    return {
+        name.lower(): kind
+        for name, kind in vars(optim).items()
+        if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
+    }
+
+
+def _try(kind: Callable[..., Optimizer], lr: float, options: dict[str, Any]) -> None:
+    """Take a step with the optimizer on a matrix and a vector. Raises ValueError with the reason if that fails."""
+    import torch
+    from torch import nn
+
+    title = getattr(kind, "__name__", str(kind))
+    known = [name for name in inspect.signature(kind).parameters if name not in ("self", "params", "lr")]
+    for option in options:
+        if option not in known:
+            hint = did_you_mean(option, known)
+            raise ValueError(f"options: {title} has no {option!r}; {hint}known are {', '.join(known)}")
+    if inspect.signature(kind.step).parameters["closure"].default is inspect.Parameter.empty:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{title} computes the loss several times per step, which is not supported; use another, such as adamw"
+        )
+    parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        kind(parameters, lr=lr, **options).step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{title} cannot train with lr {lr} and options {options}: {error}") from None
+
 
 Learners = Annotated[int, Field(ge=1, le=4096)]
 
@@ -65,14 +153,6 @@ class StrategyChoice(BaseModel):
                 "strategy auto: it chooses among strategies without islands; name one, or leave out island"
             )
         between_islands(self.strategy, island).validate(self.options, learners)
-
-    def num_workers(self, learners: int, island: Island = NO_ISLANDS) -> int:
-        """How many of these learners compute gradients."""
-        return between_islands(self.strategy, island).num_workers(self.options, learners)
-
-    def sync_group_size(self, learners: int, island: Island = NO_ISLANDS) -> int:
-        """How many of these learners claim mini-batches together."""
-        return between_islands(self.strategy, island).sync_group_size(self.options, learners)
 
 
 DEFAULT_STRATEGY = StrategyChoice(name="allreduce")
@@ -198,14 +278,19 @@ class RunConfig(Config):
         return self.exp / self.name
 
     @property
+    def between(self) -> Strategy:
+        """The strategy, as it holds between islands."""
+        return between_islands(self.strategy.strategy, self.island)
+
+    @property
     def num_workers(self) -> int:
         """How many learners compute gradients, each of its own mini-batches; a tensor island counts as one."""
-        return self.strategy.num_workers(self.learners, self.island) // self.island.learners_per_batch
+        return self.between.num_workers(self.strategy.options, self.learners) // self.island.learners_per_batch
 
     @property
     def sync_group_size(self) -> int:
         """How many learners claim mini-batches together."""
-        return self.strategy.sync_group_size(self.learners, self.island)
+        return self.between.sync_group_size(self.strategy.options, self.learners)
 
     @property
     def super_learner_size(self) -> int:
@@ -229,12 +314,14 @@ RunT = TypeVar("RunT", bound=RunConfig)
 def check_run(kind: type[RunT], tree: Tree, where: str, problems: Sequence[str] = ()) -> RunT:
     """The settings in a tree. Raises one ConfigError that begins with `where` and lists all problems, including
     `problems` that the caller has found."""
-    learners = _learners(tree)
-    found = strategy_problems(tree.get("strategy"), learners, _island(tree))
-    found += problems
-    found += _straggler_problems(tree.get("stragglers"), learners)
-    found += _share_problems(tree, learners)
-    found += _fault_problems(tree.get("faults"), learners)
+    learners = _valid(Learners, tree.get("learners", 1))
+    island = _valid(Island, tree.get("island") or {}) or NO_ISLANDS
+    found = [*strategy_problems(tree.get("strategy"), learners, island), *problems]
+    if learners is not None:
+        stragglers = _valid(Stragglers, tree.get("stragglers") or {}) or Stragglers()
+        found += stragglers.problems(learners)
+        found += _share_problems(tree, learners, island)
+        found += faults_problems(_valid(tuple[Fault, ...], tree.get("faults") or ()) or (), learners)
     try:
         run = kind.model_validate(tree)
     except ValidationError as error:
@@ -245,59 +332,32 @@ def check_run(kind: type[RunT], tree: Tree, where: str, problems: Sequence[str] 
     return run
 
 
-def _learners(tree: Tree) -> int | None:
-    """The number of learners in a tree; None if it is invalid, which validation of the tree reports."""
+def _valid(kind: Any, section: object) -> Any:
+    """A section of a tree; None if it is invalid, which validation of the tree reports."""
     try:
-        return TypeAdapter[int](Learners).validate_python(tree.get("learners", 1))
+        return TypeAdapter(kind).validate_python(section)
     except ValidationError:
         return None
 
 
-def _island(tree: Tree) -> Island:
-    """The islands in a tree; none if they are invalid, which validation of the tree reports."""
-    try:
-        return Island.model_validate(tree.get("island") or {})
-    except ValidationError:
-        return NO_ISLANDS
-
-
-def _straggler_problems(section: Any, learners: int | None) -> list[str]:
-    """Describe stragglers that are not learners of the run."""
-    try:
-        stragglers = Stragglers.model_validate(section) if section is not None else Stragglers()
-    except ValidationError:
-        return []  # validation of the tree reports it
-    return [] if learners is None else list(stragglers.problems(learners))
-
-
-def _share_problems(tree: Tree, learners: int | None) -> list[str]:
+def _share_problems(tree: Tree, learners: int, island: Island) -> list[str]:
     """Describe batch shares that the run's learners or its strategy cannot have."""
-    section = tree.get("batch_shares")
-    if not section or learners is None:
+    shares: BatchShares | None = _valid(BatchShares, tree.get("batch_shares") or {})
+    choice: StrategyChoice | None = _valid(StrategyChoice, tree.get("strategy") or DEFAULT_STRATEGY)
+    if not shares or choice is None:
         return []
+    if choice.is_auto:
+        return ["batch_shares: strategy auto chooses for learners with equal shares; name a strategy"]
     try:
-        shares = TypeAdapter[BatchShares](BatchShares).validate_python(section)
-        choice = StrategyChoice.model_validate(tree.get("strategy") or DEFAULT_STRATEGY)
-        if choice.is_auto:
-            return ["batch_shares: strategy auto chooses for learners with equal shares; name a strategy"]
-        strangers = [
-            f"batch_shares.{name}: there is no learner {name} among {learners}; the last is learner {learners - 1}"
-            for name in (() if shares == "auto" else shares)
-            if name >= learners
-        ]
-        problem = shares_problem(shares, choice.strategy, choice.options, learners, _island(tree))
+        problem = shares_problem(shares, choice.strategy, choice.options, learners, island)
     except (ConfigError, ValidationError):
         return []  # other checks report it
+    strangers = [
+        f"batch_shares.{name}: there is no learner {name} among {learners}; the last is learner {learners - 1}"
+        for name in (() if shares == "auto" else shares)
+        if name >= learners
+    ]
     return [*strangers, *([problem] if problem else [])]
-
-
-def _fault_problems(section: Any, learners: int | None) -> list[str]:
-    """Describe faults of learners that the run does not have."""
-    try:
-        faults = TypeAdapter[tuple[Fault, ...]](tuple[Fault, ...]).validate_python(section or ())
-    except ValidationError:
-        return []  # validation of the tree reports it
-    return [] if learners is None else list(faults_problems(faults, learners))
 
 
 def strategy_problems(choice: Any, learners: int | None, island: Island = NO_ISLANDS) -> list[str]:

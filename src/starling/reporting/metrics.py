@@ -158,7 +158,7 @@ _BY_LEARNER: Sequence[tuple[str, str, str, _ValueOf]] = (
         _GAUGE,
         "wait_seconds",
         "How long the present wait has lasted; waits below 1 s count as 0.",
-        lambda roster, record, learner: roster.clock() - record.wait_began_at if record.wait else 0.0,
+        lambda roster, record, learner: roster.clock() - record.attempt.wait_began_at if record.attempt.wait else 0.0,
     ),
     (
         _COUNTER,

@@ -67,8 +67,9 @@ class Stalls:
         known = {learner_id for episode in self._episodes for learner_id in episode.waits}
         for each in waiting.values():
             is_new = each.learner_id not in known
-            if is_new and each.wait and each.wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
-                self._join(each, each.wait)
+            wait = each.attempt.wait
+            if is_new and wait and wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
+                self._join(each, wait)
         for episode in self._episodes:
             if (lasted := self._roster.clock() - episode.since) >= episode.again_at:
                 episode.again_at = 2.0 * lasted
@@ -100,17 +101,17 @@ class Stalls:
         causes = [own] if wait.what == DATA else _causes(_late([own], self._roster), self._roster)
         cause = tuple(causes) or wait.what
         same = [each for each in self._episodes if each.cause == cause]
-        episode = same[0] if same else _Episode(cause, since=record.wait_began_at)
+        episode = same[0] if same else _Episode(cause, since=record.attempt.wait_began_at)
         if not same:
             self._episodes.append(episode)
         episode.waits[own] = wait.number
         episode.learners.add(own)
-        episode.since = min(episode.since, record.wait_began_at)
+        episode.since = min(episode.since, record.attempt.wait_began_at)
 
 
 def explain(waiters: Sequence[int], roster: Roster, log_of: LogOf) -> str:
     """A line that says why these learners are stalled. Learners that no longer wait are ignored."""
-    waits = {waiter: each.wait for waiter in waiters if (each := roster.learners[waiter]).wait}
+    waits = {waiter: wait for waiter in waiters if (wait := roster.learners[waiter].attempt.wait)}
     starved = sorted(waiter for waiter, wait in waits.items() if wait.what == DATA)
     waiters = starved or sorted(waits)
     longest = max((waits[waiter] for waiter in waiters), key=lambda each: each.seconds)
@@ -163,10 +164,10 @@ def _late(waiters: Sequence[int], roster: Roster) -> list[int]:
     waiting = roster.waiting()
     waiting_in: dict[str, set[int]] = {}
     for each in waiting.values():
-        if each.wait is not None:
-            waiting_in.setdefault(each.wait.what, set()).add(each.learner_id)
+        if each.attempt.wait is not None:
+            waiting_in.setdefault(each.attempt.wait.what, set()).add(each.learner_id)
     late: set[int] = set()
-    for wait in (waiting[waiter].wait for waiter in waiters):
+    for wait in (waiting[waiter].attempt.wait for waiter in waiters):
         if wait is None:
             continue
         group = wait.whom or tuple(each.learner_id for each in roster.present())
@@ -184,7 +185,8 @@ def _causes(late: Sequence[int], roster: Roster) -> list[int]:
     while ahead:
         learner_id = ahead.pop()
         record = roster.learners[learner_id]
-        waits_itself = record.wait is not None and record.wait.what != DATA and not roster.silence(record)
+        wait = record.attempt.wait
+        waits_itself = wait is not None and wait.what != DATA and not roster.silence(record)
         further = _late([learner_id], roster) if waits_itself else []
         if not further:
             causes.add(learner_id)
@@ -201,20 +203,21 @@ def _state(record: LearnerRecord, roster: Roster) -> str:
         return f"{learner} was lost"
     if not record.is_present:
         return f"{learner} has ended"
-    if record.heard_at is None:
+    attempt = record.attempt
+    if attempt.heard_at is None:
         return f"{learner} has sent nothing yet"
     now = roster.clock()
-    reported = f"it last reported {duration(now - record.doing_since)} ago: {record.doing}"
+    reported = f"it last reported {duration(now - attempt.doing_since)} ago: {attempt.doing}"
     if silence := roster.silence(record):
         return f"{learner} has not sent a heartbeat for {duration(silence)}; {reported}"
-    state = f"{learner} runs, last heard {duration(now - record.heard_at)} ago"
-    if record.wait is not None and not record.wait.is_behind:
-        state += f", and has waited {duration(record.wait.seconds)} in {record.wait.what}"
+    state = f"{learner} runs, last heard {duration(now - attempt.heard_at)} ago"
+    if attempt.wait is not None and not attempt.wait.is_behind:
+        state += f", and has waited {duration(attempt.wait.seconds)} in {attempt.wait.what}"
     return f"{state}; {reported}"
 
 
 def _number(record: LearnerRecord | None) -> int | None:
-    return None if record is None or record.wait is None else record.wait.number
+    return None if record is None or record.attempt.wait is None else record.attempt.wait.number
 
 
 def _names(learners: Sequence[int]) -> str:

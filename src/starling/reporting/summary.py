@@ -48,7 +48,7 @@ def _lines(roster: Roster, record: Record, waits: Sequence[str], experiment: str
         )
     if record.num_skipped:
         lines.append(f"skipped utterances: {record.num_skipped}, listed in {experiment}/seen")
-    if num_not_finite := sum(each.num_not_finite for each in roster.learners.values()):
+    if num_not_finite := sum(end.num_not_finite for each in roster.learners.values() for end in each.epochs):
         lines.append(f"gradients that were not finite and left out: {num_not_finite}")
     lines += waits
     lines.append(f"checkpoints: {roster.num_saved}, the newest {roster.saved}" if roster.saved else "checkpoints: none")
@@ -56,10 +56,11 @@ def _lines(roster: Roster, record: Record, waits: Sequence[str], experiment: str
 
 
 def _shares(learner: LearnerRecord) -> list[str]:
-    if learner.seconds <= 0.0:
+    total = sum(end.seconds for end in learner.epochs)
+    if total <= 0.0:
         return [""] * 3  # it reported no epoch
-    parts = (learner.computing, learner.waiting_for_data, learner.waiting_for_peers)
-    return [f"{100 * part / learner.seconds:.1f} %" for part in parts]
+    parts = ((end.computing, end.waiting_for_data, end.waiting_for_peers) for end in learner.epochs)
+    return [f"{100 * sum(part) / total:.1f} %" for part in zip(*parts, strict=True)]
 
 
 def _became(learner: LearnerRecord) -> str:

@@ -7,18 +7,17 @@ import typer
 
 from starling.commands import (
     Best,
-    Debug,
+    Commands,
     Experiment,
     Overrides,
     RecipeArgument,
     TakesKeys,
     progress_console,
-    shown_errors,
 )
 from starling.errors import ConfigError
 from starling.extras import require
 
-COMMANDS = typer.Typer()
+COMMANDS = Commands()
 
 
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling prepare demo data.folder=corpora/demo jobs=4[/bold]")
@@ -26,17 +25,15 @@ def prepare(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace sets prepared with other settings.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Import, check and filter a recipe's corpus, and write it as shards. Existing sets are kept.
 
     jobs=N uses N processes, executor=ray the Ray cluster at launch.address; the result is the same.
     """
-    with shown_errors(debug):
-        require("speech", "starling prepare")
-        from starling.speech.commands import prepare
+    require("speech", "starling prepare")
+    from starling.speech.commands import prepare
 
-        prepare.prepare(recipe, overrides or (), typer.echo, progress_console(), overwrite)
+    prepare.prepare(recipe, overrides or (), typer.echo, progress_console(), overwrite)
 
 
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling check demo data.check.silence_db=-50[/bold]")
@@ -52,29 +49,26 @@ def check(
         Path | None,
         typer.Option("--model", metavar="EXP", help="Also find transcripts that do not fit what this model hears."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Find faults, duplicates, and overlap between the sets of a corpus, and list them in check.tsv.
 
     With --model, an experiment, a checkpoint or a recogniser's folder, also swapped and wrong transcripts.
     """
-    with shown_errors(debug):
-        require("speech", "starling check")
-        from rich.console import Console
+    require("speech", "starling check")
+    from rich.console import Console
 
-        from starling.speech.commands import check
+    from starling.speech.commands import check
 
-        check.check(data, overrides or (), drop, strict, typer.echo, Console(), progress_console(), model)
+    check.check(data, overrides or (), drop, strict, typer.echo, Console(), progress_console(), model)
 
 
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling demo learners=2[/bold]")
-def demo(overrides: Overrides = None, debug: Debug = False) -> None:
+def demo(overrides: Overrides = None) -> None:
     """Train the recipe `demo`, a recogniser of synthetic speech, in the current folder."""
-    with shown_errors(debug):
-        require("demo", "starling demo")
-        from starling.experiment.train import train_recipe
+    require("demo", "starling demo")
+    from starling.experiment.train import train_recipe
 
-        train_recipe(Path("demo"), overrides or (), typer.echo, progress_console(), "starling demo")
+    train_recipe(Path("demo"), overrides or (), typer.echo, progress_console(), "starling demo")
 
 
 @COMMANDS.command(epilog="Example: [bold]starling evaluate exp/demo --set test[/bold]")
@@ -94,19 +88,17 @@ def evaluate(
         int | None,
         typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Score sets with the newest model of an experiment, and list every error in its decode folder.
 
     A CTC model is scored by greedy decoding and by beam search with a language model, tuned on the validation set.
     A model with a decoder is also scored by the decoder's own searches.
     """
-    with shown_errors(debug):
-        require("speech", "starling evaluate")
-        from starling.speech.commands import evaluate
+    require("speech", "starling evaluate")
+    from starling.speech.commands import evaluate
 
-        given = conditions or ()
-        evaluate.evaluate(experiment, sets, typer.echo, progress_console(), best, not greedy, jobs, given, average)
+    given = conditions or ()
+    evaluate.evaluate(experiment, sets, typer.echo, progress_console(), best, not greedy, jobs, given, average)
 
 
 @COMMANDS.command(epilog="Example: [bold]starling score exp/demo exp/demo-adpsgd --by speaker[/bold]")
@@ -126,20 +118,18 @@ def score(
         typer.Option("--normalise", help="numbers, punctuation or case; may be repeated. Default: none."),
     ] = None,
     language: Annotated[str, typer.Option("--language", help="In which numbers are written.")] = "en",
-    debug: Debug = False,
 ) -> None:
     """Score decoded texts again, by speaker or column, normalised; test whether two experiments differ."""
-    with shown_errors(debug):
-        require("speech", "starling score")
-        from rich.console import Console
+    require("speech", "starling score")
+    from rich.console import Console
 
-        from starling.speech.commands.score import Grouping, score_texts
+    from starling.speech.commands.score import Grouping, score_texts
 
-        if table is not None and by is None:
-            raise ConfigError("score: --table needs --by, the column to group by")
-        grouping = None if by is None else Grouping(by, table)
-        experiments = [each for each in (experiment, other) if each is not None]
-        score_texts(experiments, typer.echo, Console(), sets or (), grouping, normalise or (), language)
+    if table is not None and by is None:
+        raise ConfigError("score: --table needs --by, the column to group by")
+    grouping = None if by is None else Grouping(by, table)
+    experiments = [each for each in (experiment, other) if each is not None]
+    score_texts(experiments, typer.echo, Console(), sets or (), grouping, normalise or (), language)
 
 
 @COMMANDS.command(epilog="Example: [bold]starling transcribe exp/demo talk.flac --format srt --output talk.srt[/bold]")
@@ -166,20 +156,18 @@ def transcribe(
     ] = None,
     best: Best = False,
     beam: Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Transcribe audio with the newest model of an experiment.
 
     Files that cannot be transcribed are named at the end, and the exit code is then 5.
     """
-    with shown_errors(debug):
-        require("speech", "starling transcribe")
-        from starling.speech.commands.transcribe import checked_format
-        from starling.speech.commands.transcribe import transcribe as transcribe_paths
+    require("speech", "starling transcribe")
+    from starling.speech.commands.transcribe import checked_format
+    from starling.speech.commands.transcribe import transcribe as transcribe_paths
 
-        transcribe_paths(
-            experiment, paths, typer.echo, best, beam, progress_console(), checked_format(form), output, raw_pcm
-        )
+    transcribe_paths(
+        experiment, paths, typer.echo, best, beam, progress_console(), checked_format(form), output, raw_pcm
+    )
 
 
 @COMMANDS.command(epilog="Example: [bold]starling serve exp/demo[/bold]")
@@ -196,16 +184,14 @@ def serve(
     ] = 30.0,
     best: Best = False,
     beam: Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Serve the newest model of an experiment: a web page, files over HTTP, and microphones over a WebSocket."""
-    with shown_errors(debug):
-        require("serve", "starling serve")
-        from starling.speech.serving.guard import Limits
-        from starling.speech.serving.serve import serve as serve_model
+    require("serve", "starling serve")
+    from starling.speech.serving.guard import Limits
+    from starling.speech.serving.serve import serve as serve_model
 
-        limits = Limits(round(1e6 * max_megabytes), 60 * max_minutes, stall_seconds)
-        serve_model(experiment, typer.echo, host, port, best, beam, limits)
+    limits = Limits(round(1e6 * max_megabytes), 60 * max_minutes, stall_seconds)
+    serve_model(experiment, typer.echo, host, port, best, beam, limits)
 
 
 @COMMANDS.command(epilog="Example: [bold]starling export exp/demo demo-model --onnx[/bold]")
@@ -220,11 +206,9 @@ def export(
         int | None,
         typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write the newest model of an experiment to a folder: weights, tokens, language model, and a model card."""
-    with shown_errors(debug):
-        require("speech", "starling export")
-        from starling.speech.exporting.export import export
+    require("speech", "starling export")
+    from starling.speech.exporting.export import export
 
-        export(experiment, folder, typer.echo, onnx, best, average)
+    export(experiment, folder, typer.echo, onnx, best, average)

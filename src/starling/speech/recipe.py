@@ -16,8 +16,7 @@ from pydantic import (
 from starling.configuration import Config, differing, digest
 from starling.errors import ConfigError, StarlingError
 from starling.experiment.folder import ExperimentFolder
-from starling.recipe.file import Tree, read_recipe
-from starling.recipe.overrides import apply_overrides
+from starling.recipe.file import Tree, apply_overrides, read_recipe
 from starling.recipe.run import DEFAULT_STRATEGY, RecipeConfig, StrategyChoice, check_run
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import BatchConfig

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from starling.averaging import rank_ordered_mean
+from starling.consensus import rank_ordered_mean
 from starling.engines.processes.backend import communicating
 from starling.engines.processes.threads import Worker
 from starling.learner import EncodedMean

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from starling.averaging import rank_ordered_mean
 from starling.checkpoint.cut import Cut, ShardOfIsland
 from starling.checkpoint.state import LearnerState
+from starling.consensus import rank_ordered_mean
 from starling.engines.processes.backend import ConnectionFailed, communicating, local_group
 from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import Waits

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from starling.averaging import rank_ordered_mean
+from starling.consensus import rank_ordered_mean
 from starling.engines.processes.backend import ConnectionFailed, check_files
 from starling.engines.processes.handshake import do_nothing, gather, in_one_list
 from starling.engines.processes.rounds import Board

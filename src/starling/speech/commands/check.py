@@ -11,7 +11,7 @@ from rich.table import Table
 
 from starling.configuration import Config
 from starling.errors import ConfigError, DataError
-from starling.recipe.overrides import apply_overrides
+from starling.recipe.file import apply_overrides
 from starling.recipe.problems import describe
 from starling.reporting.progress import Bars, Say
 from starling.speech.check.collect import Source, prepared_sources

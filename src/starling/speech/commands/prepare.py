@@ -9,7 +9,7 @@ from rich.console import Console
 from starling.errors import ConfigError
 from starling.extras import require
 from starling.launch.on_ray import connected
-from starling.recipe.overrides import apply_overrides
+from starling.recipe.file import apply_overrides
 from starling.reporting.progress import Bars, Say
 from starling.speech.preparing.executors import Executor, InThisProcess, Processes
 from starling.speech.preparing.on_ray import OnRay
