@@ -196,7 +196,7 @@ def report(
 ) -> None:
     """Write one HTML page about experiments: curves, timelines, scores with intervals, utterances with audio, events.
 
-    It needs no network to be read. Several experiments are drawn over each other.
+    It needs no network to be read. Several experiments are drawn over each other. Of a comparison, it shows the losses.
     """
     with shown_errors(debug):
         require("report", "starling report")

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from starling.comparing.grid import Cell, CompareConfig, Row
-from starling.comparing.memory import Memory
 from starling.comparing.results import Metric
 from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
@@ -54,8 +53,8 @@ class Subject(Protocol):
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None:
         """Make ready what cells share."""
 
-    def job(self, cell: Cell, memory: Memory) -> Job:
-        """The job of a cell, which may take its mini-batches from a memory."""
+    def job(self, cell: Cell) -> Job:
+        """The job of a cell."""
 
     def cluster(self, cell: Cell) -> Cluster:
         """The cluster that is simulated."""
@@ -186,7 +185,7 @@ class JobSubject:
         """Of settings, and of what a job does first: weights, loss and scores of the model before training."""
         if cell.seed not in self._probes:
             self._probes[cell.seed] = self._probe(cell.seed)
-        job = self.job(cell, Memory())
+        job = self.job(cell)
         settings = [repr(getattr(job, name)) for name in [*_ARM_KEYS, "options", "seed"]]
         where = [self.section.engine, cell.learners, cell.rate, self.on.model_dump(mode="json"), self.key]
         return digest([self._probes[cell.seed], job.strategy.name, settings, where])
@@ -214,7 +213,7 @@ class JobSubject:
 
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None: ...
 
-    def job(self, cell: Cell, memory: Memory) -> Job:
+    def job(self, cell: Cell) -> Job:
         job, arm = self._job(cell.seed), self.section.all_arms[cell.arm]
         keys = {**self.section.settings.get(cell.setting, {}), **arm.keys}
         if arm.strategy is not None:
