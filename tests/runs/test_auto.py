@@ -24,8 +24,8 @@ from starling.predict import choosing, predict
 from starling.predict.at_hand import ACROSS, INSIDE, Allowance, AtHand, topologies
 from starling.predict.choosing import Choice, Surroundings, choose, surroundings_of
 from starling.predict.costs import dump
-from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, worth
-from starling.predict.predict import Arm, simulate_briefly
+from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, Arm, worth
+from starling.predict.predict import simulate_briefly
 from starling.recipe.auto import CANDIDATES, AutoOptions
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH

@@ -35,7 +35,7 @@ from starling.launch.rendezvous import find_place
 from starling.predict.at_hand import Allowance, AtHand, measure_apart, measure_together
 from starling.predict.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
 from starling.predict.costs import Costs
-from starling.predict.deciding import in_words
+from starling.predict.deciding import Arm
 from starling.predict.facts import facts_of
 from starling.recipe.auto import AutoOptions
 from starling.recipe.file import parse_yaml
@@ -83,7 +83,7 @@ def kept(run: RunT, say: Say) -> RunT:
             f"strategy auto: a resumed run keeps its strategy, {choice.name}, which does not fit {run.learners} "
             f"learners ({error}); resume with as many as before, or name a strategy"
         ) from None
-    say(f"strategy auto: the run resumes with {in_words(choice.model_dump())}, as before")
+    say(f"strategy auto: the run resumes with {Arm.of(choice)}, as before")
     return run.model_copy(update={"strategy": choice})
 
 

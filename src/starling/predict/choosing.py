@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -14,11 +15,12 @@ from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
 from starling.predict.at_hand import ACROSS, INSIDE, PATTERNS, AtHand, has_nodes, topologies
 from starling.predict.costs import Costs, JobFacts
-from starling.predict.deciding import TIE, in_words, ranked, tried, worth
+from starling.predict.deciding import TIE, Arm, ranked, tried, worth
 from starling.predict.fits import fit_compute
-from starling.predict.predict import AVERAGING, Arm, Machines, Speed, simulate_briefly
+from starling.predict.predict import AVERAGING, Machines, Speed, simulate_briefly
 from starling.recipe.auto import CANDIDATES, AutoOptions
 from starling.recipe.run import StrategyChoice
+from starling.training.job import mean_staleness
 from starling.training.stragglers import Stragglers
 from starling.workload import Weighting
 
@@ -76,7 +78,7 @@ class Predicted(Config):
         return self.cautious * self.worth
 
     def __str__(self) -> str:
-        return in_words(self.strategy)
+        return str(Arm.of(self.strategy))
 
 
 class Choice(Config):
@@ -155,7 +157,7 @@ class Surroundings:
         costs, pattern = self.costs, getattr(arm.options, "pattern", None)
         if arm.name == "hadpsgd" and ACROSS in self.exchanges:
             across, inside = self.exchanges[ACROSS], self.exchanges[INSIDE]
-            nodes = {"messages": across, "inside": inside, "inside_means": inside, "devices_per_node": self.per_node}
+            nodes = {"messages": across, "inside": inside, "devices_per_node": self.per_node}
             costs = costs.model_copy(update=nodes)
         elif pattern is not None:
             fallback = self.exchanges.get("ring", costs.messages)
@@ -276,7 +278,7 @@ def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Itera
     """A strategy with each set of options that is worth a try. ConfigError if it does not fit."""
     if name == "hadpsgd" and not has_nodes(around.learners, around.per_node):
         raise ConfigError("hadpsgd: needs several nodes, each with the same number of learners, at least 2")
-    return tried(name, around.per_node, _patterns(around), lambda tree: _predict(tree, around, weighting))
+    return tried(name, around.per_node, _patterns(around), partial(_predict, around, weighting))
 
 
 def _patterns(around: Surroundings) -> list[str]:
@@ -288,21 +290,18 @@ def _patterns(around: Surroundings) -> list[str]:
     return [each for each in patterns if each != "ring" or not has_slower_ring]
 
 
-def _predict(tree: Mapping[str, Any], around: Surroundings, weighting: Weighting) -> Predicted:
-    choice = StrategyChoice.model_validate(tree)
-    choice.check_for(around.learners)
-    if problem := choice.strategy.weighting_problem(choice.options, weighting):
+def _predict(around: Surroundings, weighting: Weighting, arm: Arm) -> Predicted:
+    arm.strategy.validate(arm.options, around.learners)
+    if problem := arm.strategy.weighting_problem(arm.options, weighting):
         raise ConfigError(problem)
-    arm = Arm(choice.strategy, choice.options)
     speeds = _speeds(arm, around)
     rate = cautious = 1.0 / fmean(speed.seconds_per_gradient for speed in speeds)
     if not around.is_certain and arm.name not in AVERAGING:
         longer = fmean(speed.seconds_per_gradient for speed in _speeds(arm, around, LONGER))
         cautious = fmean((rate, 1.0 / longer))
-    counts = sum((speed.staleness for speed in speeds), Counter[int]())
-    staleness = sum(value * count for value, count in counts.items()) / max(1, counts.total())
+    staleness = mean_staleness(sum((speed.staleness for speed in speeds), Counter[int]()))
     return Predicted(
-        strategy=dict(tree),
+        strategy={"name": arm.name, **arm.given},
         gradients_per_second=rate,
         cautious=cautious,
         worth=worth(arm, around.learners, staleness),

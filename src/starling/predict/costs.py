@@ -181,8 +181,6 @@ class Costs(Config):
     """The same for means of gradients; None: as other means have it."""
     inside: LinkModel | None = None
     """Between learners of one node; None: the same as between nodes."""
-    inside_means: LinkModel | None = None
-    """The same as means have it; None: as messages have it."""
     devices_per_node: int = 1
     holds_contention: bool = False
     """Whether the links were measured while all learners sent at once, so that waiting for a node's link is in them."""
