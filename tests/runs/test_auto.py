@@ -222,7 +222,7 @@ def test_plan_and_auto_choose_the_same_strategy_for_the_same_cluster(
     own = own.model_copy(update={"exchange": of_link, "mean": of_link, "gradient_mean": of_link})
     among = ("allreduce", "delay-by-one", "dpsgd", "adpsgd")
     planned = starling.plan(profile=own, learners=[world], strategies=among, stragglers=slow, crossings=False)
-    around = Surroundings(world, 1, slow, own.costs, {}, {}, "", {}, is_certain=True)
+    around = Surroundings(world, 1, slow, own.costs)
     found = choose(around, AutoOptions(among=among))
     assert (planned.recommended.strategy, found.chosen.name) == (expected, expected)
     assert {row.strategy for row in planned.rows} == {each.name for each in found.predicted}

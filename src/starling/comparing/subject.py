@@ -16,6 +16,7 @@ from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
 from starling.recipe.file import Tree
+from starling.recipe.problems import refused
 from starling.recipe.run import RecipeConfig, strategy_problems
 from starling.reporting.progress import Bars, Say
 from starling.training.data import DataWorkload
@@ -90,12 +91,6 @@ class Comparable(Protocol):
 def compared_by(section: CompareConfig, score: Metric) -> Metric:
     """What a comparison is by, where models are scored by `score`."""
     return Metric(name="training loss", of_loss=True, beside=score.name) if section.by == "loss" else score
-
-
-def refused(problems: Sequence[str], where: str) -> ConfigError:
-    """The error that lists problems."""
-    count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
-    return ConfigError(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
 @dataclass(frozen=True)

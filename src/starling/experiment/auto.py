@@ -127,15 +127,12 @@ def choose_simulated(run: RunConfig, job: Job, cluster: Cluster, folder: Experim
         per_node=cluster.nodes.size,
         stragglers=run.stragglers.model_copy(update={"pauses": ()}),
         costs=costs,
-        exchanges={},
         given=given,
         because=(
             f"a gradient takes {1000 * cluster.compute.seconds:.3g} ms"
             + (f" ({max(slow.values()):g} times as long on the slowest learner)" if slow else "")
             + f", and a link carries {cluster.link.bandwidth * 8 / 1e9:.3g} Gbit/s, on the simulated cluster"
         ),
-        measured={},
-        is_certain=True,
     )
     return _told(choose(around, options_of(run), job.weighting), folder, begin, say)
 

@@ -15,13 +15,12 @@ from starling.budget import Budget
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, LinkModel, NodeModel
 from starling.errors import ConfigError
-from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, problems, read_profile
+from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, read_profile, read_yaml, validated
 from starling.predict.deciding import WORTH, Arm, is_clearly_ahead, ranked, tried, worth
 from starling.predict.facts import facts_of
 from starling.predict.memory import memory_of
 from starling.predict.predict import Machines, Speed, bisect, simulate
-from starling.recipe.file import parse_yaml
-from starling.recipe.problems import describe
+from starling.recipe.problems import describe, refused
 from starling.recipe.run import StrategyChoice
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import NO_ISLANDS, between_islands
@@ -271,7 +270,7 @@ class _Planner:
             except ValidationError as error:
                 options = dict(choice.model_extra or {})
                 lines = describe(error, choice.strategy.options, options, prefix="strategy.")
-                raise ConfigError(problems(f"strategy {choice.name}", lines)) from None
+                raise refused(lines, f"strategy {choice.name}") from None
             except ConfigError as error:
                 self.notes.append(f"{choice.name} with {world} learners is left out: {error}")
         return found
@@ -418,22 +417,13 @@ def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Co
     """The sections of a cluster that a file or a mapping gives. ConfigError for anything else."""
     if cluster is None:
         return {}
-    where, tree = "cluster", cluster
+    where, tree, advice = "cluster", cluster, "give keys of a recipe's section, such as `link: {bandwidth: 1.25e9}`"
     if isinstance(cluster, Path | str):
         where = f"cluster {cluster}"
-        try:
-            tree = parse_yaml(Path(cluster).read_text(encoding="utf-8"), where)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{where}: cannot be read ({error}); give a YAML file such as `link: {{bandwidth: 1.25e9}}`"
-            ) from None
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where}: must be a YAML mapping with keys of a recipe's `cluster` section")
-    tree = tree["cluster"] if set(tree) == {"cluster"} else tree
-    try:
-        found = Cluster.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(problems(where, describe(error, Cluster, tree))) from None
+        tree = read_yaml(Path(cluster), where, advice)
+    if isinstance(tree, Mapping) and set(tree) == {"cluster"}:
+        tree = tree["cluster"]
+    found = validated(tree, Cluster, where, advice)
     return {name: getattr(found, name) for name in found.model_fields_set}
 
 

@@ -9,12 +9,13 @@ from torch import nn
 
 from starling.comparing.grid import Cell, CompareConfig, Row, parse_section
 from starling.comparing.results import Metric
-from starling.comparing.subject import compared_by, refused
+from starling.comparing.subject import compared_by
 from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import Tree, merge
+from starling.recipe.problems import refused
 from starling.reporting.progress import Bars, Say
 from starling.speech.batches import Batch
 from starling.speech.recipe import Recipe, check_recipe
